@@ -1,0 +1,35 @@
+"""Trace the DiT step for the size of a generation; --two-stage traces both stages' sizes.
+
+  python compile/compile_transformer.py --checkpoint-path CKPT --height 384 --width 512 --num-frames 25 --frame-rate 24
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from ltx_neuron import cli, errors  # noqa: E402
+
+
+def main() -> None:
+    parser = cli.parser(
+        "Trace the DiT step for the size of a generation. Without --image the graphs serve text to video and an image at "
+        "frame 0; with --image, exactly those images.",
+        "python compile/compile_transformer.py --checkpoint-path CKPT --height 384 --width 512 --num-frames 25",
+        gemma=False,
+    )
+    cli.add_size(parser)
+    args = parser.parse_args()
+    size, images = cli.size(args), cli.images(args)
+    size.check()
+    workspace = cli.workspace(args)
+    cli.recipe(args)
+    # Text to video has one timestep per step, an image at frame 0 a second one; either is its own, faster graph.
+    timesteps = [None] if images else [1, 2]
+    buckets = [size.bucket(stage, images, count) for stage in size.stages() for count in timesteps]
+    for path in workspace.compile_dit(buckets):
+        print(f"graphs: {path}")
+
+
+if __name__ == "__main__":
+    errors.run(main)

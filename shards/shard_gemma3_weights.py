@@ -1,0 +1,30 @@
+"""Cut the text encoder's, its projections' and the connectors' weights into one file per rank.
+
+  python shards/shard_gemma3_weights.py --gemma-root DIR --checkpoint-path CKPT --tp-degree 4
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from ltx_neuron import cli, errors  # noqa: E402
+
+
+def main() -> None:
+    parser = cli.parser(
+        "Cut the weights of Gemma3, the text projections and the connectors into one file per rank.",
+        "python shards/shard_gemma3_weights.py --gemma-root gemma-3-12b --checkpoint-path CKPT --tp-degree 4",
+        gemma=True,
+    )
+    cli.add_verify(parser)
+    args = parser.parse_args()
+    workspace = cli.workspace(args)
+    if args.verify:
+        cli.verify(workspace.gemma3_weights())
+    else:
+        print(f"weights: {workspace.shard_gemma3()}")
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,48 @@
+"""Generate a video with sound from a prompt.
+
+  python src/generate_ltx23.py --neuron-gemma --checkpoint-path CKPT --gemma-root DIR --prompt "..." --output-path out.mp4
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from ltx_neuron import cli, errors  # noqa: E402
+
+EXAMPLE = """python src/generate_ltx23.py --neuron-gemma --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
+    --gemma-root gemma-3-12b --prompt "a golden retriever puppy runs across a sunny green meadow" --output-path out.mp4"""
+
+
+def arguments() -> argparse.Namespace:
+    parser = cli.parser("Generate a video with sound from a prompt.", EXAMPLE, gemma=True)
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--negative-prompt", help="dev recipe only")
+    parser.add_argument("--seed", type=int, default=10)
+    parser.add_argument("--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only")
+    parser.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE", help="needed by --two-stage")
+    parser.add_argument("--neuron-gemma", action="store_true",
+                        help="encode the prompt on the profile's device, sharded; without it, on the host CPU")  # fmt: skip
+    parser.add_argument("--compat", choices=["ltx-core-1.0.0"], help="the first release's numerics")
+    parser.add_argument("--warmup", action="store_true", help="a discarded first step per stage")
+    cli.add_size(parser)
+    cli.add_guidance(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-path", type=Path, required=True, metavar="FILE.mp4")
+    output.add_argument("--save-frames", type=Path, metavar="DIR", help="every frame as PNG as well")
+    output.add_argument("--save-tensors", type=Path, metavar="FILE.safetensors", help="every named intermediate")
+    output.add_argument("--perf-dump-path", type=Path, metavar="FILE.json", help="the latency report")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    from ltx_neuron.generate import generate  # torch and all: only once the flags are understood
+
+    generate(args)
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,70 @@
+"""Where weights and graphs lie under --artifacts-dir, and the identities that say what they were made from and for.
+
+Weights depend on (checkpoint, tp, dtype); graphs on (model config, bucket, tp, dtype, backend, cut, code, versions). They
+never mix. A folder is named by its identity; when the wanted one is absent, the nearest one there is names the difference.
+"""
+
+import ast
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+from ltx_neuron.checkpoint import MANIFEST
+from ltx_neuron.config import digest
+from ltx_neuron.errors import UserError
+
+LAYOUT = 1  # of rank files: raise it when what the sharders write changes
+_TRACED = ("attention", "connectors", "dit", "gemma3", "graphs", "modulation", "parallel", "rope", "backends/torchdist")
+
+
+def folder(artifacts: Path, identity: dict) -> Path:
+    """artifacts/<weights|graphs>/<model>-<what a person looks for>-<digest of the whole identity>"""
+    said = [identity["model"], *([identity["bucket"]] if "bucket" in identity else []), f"tp{identity['tp']}",
+            identity["dtype"], digest(identity)[:8]]  # fmt: skip
+    return Path(artifacts) / identity["kind"] / "-".join(said)
+
+
+def find(artifacts: Path, identity: dict, command: str) -> Path:
+    """The finished folder of that identity; else a UserError that names the differing fields and the command to type."""
+    path = folder(artifacts, identity)
+    if (path / MANIFEST).is_file():
+        return path
+    others = [
+        other for other in _identities(Path(artifacts) / identity["kind"]) if other.get("model") == identity["model"]
+    ]
+    what = f"{identity['model']} {identity['kind']}"
+    if not others:
+        raise UserError(f"no {what} in {artifacts}\nMake them: {command}")
+    nearest = min(others, key=lambda other: len(differences(identity, other)))
+    said = "; ".join(f"{k}: got {g!r}, wanted {w!r}" for k, w, g in differences(identity, nearest))
+    raise UserError(f"no fitting {what} in {artifacts}. The nearest differ in {said}\nMake them: {command}")
+
+
+def differences(wanted: dict, got: dict) -> list[tuple]:
+    """(field, wanted, got) for every field in which two identities differ."""
+    return [(k, wanted.get(k), got.get(k)) for k in sorted({*wanted, *got}) if wanted.get(k) != got.get(k)]
+
+
+def _identities(parent: Path) -> list[dict]:
+    found = []
+    for path in sorted(parent.glob(f"*/{MANIFEST}")):
+        try:
+            found.append(json.loads(path.read_text())["identity"])
+        except (ValueError, KeyError, TypeError):
+            continue  # somebody's broken folder is no candidate; a wanted one is read, and refused, by its loader
+    return found
+
+
+@cache
+def code_digest() -> str:
+    """Identity of the traced code: a graph made by other code is refused. Comments and docstrings do not count."""
+    hasher = hashlib.sha256()
+    for name in _TRACED:
+        tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+                del body[0]
+        hasher.update(ast.dump(tree).encode())
+    return hasher.hexdigest()[:12]

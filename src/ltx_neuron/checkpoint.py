@@ -1,0 +1,259 @@
+"""Weights on disk: the released files in (lazily, by slices), one safetensors file per rank out, strict loading back.
+
+Nothing is ever loaded whole: a rank's part of one tensor at a time is read, cast and appended to that rank's file.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ltx_neuron.config import SUPPORTED_VERSION, digest
+from ltx_neuron.errors import UserError
+from ltx_neuron.sharding import HOST, Model, local_shape, rename, rule
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_FILE_BYTES = {"BF16": 2, "F32": 4, "F16": 2, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_MAX_HEADER = 100_000_000  # safetensors' own bound
+_CHUNK_BYTES = 128 * 2**20  # most that is read from the source at once
+HOST_FILE, MANIFEST = "host.safetensors", "manifest.json"
+
+CHECKPOINT_DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled.safetensors --local-dir ."
+GEMMA_DOWNLOAD = "hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+class TensorFile:
+    """A safetensors file's header, checked: every entry lies in the file and the file ends where the last one does."""
+
+    def __init__(self, path: Path, download: str):
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise UserError(f"{path} is a folder; split (multi-file) checkpoints are not supported yet.\nWanted: one "
+                            f".safetensors file, as published: {download}")  # fmt: skip
+        if not self.path.is_file():
+            raise UserError(f"no such file: {path}\nDownload it: {download}")
+        size = self.path.stat().st_size
+        with open(self.path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(_MAX_HEADER, size - 8):
+                raise self._broken(f"the header length {length} does not fit a file of {size} bytes")
+            self.header = file.read(length)
+        try:
+            entries = json.loads(self.header)
+            self.metadata = entries.pop("__metadata__", {}) or {}
+            self.shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+            self.dtypes = {name: entry["dtype"] for name, entry in entries.items()}
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise self._broken(f"the header is not a safetensors header ({type(error).__name__}: {error})") from None
+        if 8 + length + end != size:
+            raise self._broken(f"the header describes {8 + length + end} bytes, the file has {size}: truncated?")
+        self.size = size
+        try:
+            with safe_open(self.path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise self._broken(str(error)) from None
+        self.download = download
+
+    def _broken(self, why: str) -> UserError:
+        return UserError(f"{self.path} is not a whole safetensors file: {why}.\nDownload it again")
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the content: size, header, and 64 samples of data (dev and distilled have equal headers)."""
+        hasher = hashlib.sha256(self.header + str(self.size).encode())
+        with open(self.path, "rb") as file:
+            for i in range(64):
+                file.seek(8 + len(self.header) + (self.size - 8 - len(self.header)) * i // 64)
+                hasher.update(file.read(4096))
+        return hasher.hexdigest()[:16]
+
+
+class Checkpoint(TensorFile):
+    """The single-file LTX-2.3 checkpoint: its parsed config metadata decides every size."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, CHECKPOINT_DOWNLOAD)
+        version = self.metadata.get("model_version", "")
+        if "config" not in self.metadata:
+            raise UserError(f"{path} has no 'config' metadata, so it is not a released LTX-2.3 checkpoint.\n"
+                            f"Download one: {CHECKPOINT_DOWNLOAD}")  # fmt: skip
+        try:
+            self.config = json.loads(self.metadata["config"])
+        except ValueError as error:
+            raise UserError(f"{path}: the 'config' metadata is not JSON: {error}") from None
+        if not version.startswith(SUPPORTED_VERSION):
+            raise UserError(f"{path} is of LTX version {version or '2.0 (no model_version metadata)'}, this toolkit runs "
+                            f"{SUPPORTED_VERSION}.\nDownload it: {CHECKPOINT_DOWNLOAD}")  # fmt: skip
+        self.model_version = version
+
+
+def gemma_files(root: Path) -> list[TensorFile]:
+    """The weight files of a Gemma root: model.safetensors or model-0000x-of-0000y.safetensors."""
+    paths = sorted(Path(root).glob("model*.safetensors"))
+    if not paths:
+        raise UserError(f"no model*.safetensors in --gemma-root {root}\nDownload it: {GEMMA_DOWNLOAD} {root}")
+    return [TensorFile(path, f"{GEMMA_DOWNLOAD} {root}") for path in paths]
+
+
+class Source:
+    """The tensors of one model under our names, wherever they lie in the given files."""
+
+    def __init__(self, model: Model, files: list[TensorFile]):
+        self.model, self.files = model, files
+        self.where: dict[str, tuple[TensorFile, str]] = {}
+        for file in files:
+            for key in file.shapes:
+                name = rename(model, key)
+                if name is not None and name in self.where:
+                    raise UserError(f"tensor {name!r} is in two places: {self.where[name][0].path} and {file.path}")
+                if name is not None:
+                    self.where[name] = (file, key)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest([file.fingerprint for file in self.files])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file, key = self.where[name]
+        return file.shapes[key]
+
+    def read(self, name: str, split: int | str | None, tp: int, rank: int) -> Iterator[Tensor]:
+        """A rank's part of a tensor in pieces of at most 128 MiB, to be put one after another."""
+        file, key = self.where[name]
+        shape = file.shapes[key]
+        local = local_shape(shape, split, tp, name)
+        with safe_open(file.path, "pt") as opened:
+            view = opened.get_slice(key)
+            if not shape:
+                yield opened.get_tensor(key)
+                return
+            row_bytes = _FILE_BYTES[file.dtypes[key]] * max(1, torch.Size(local[1:]).numel())
+            step = max(1, _CHUNK_BYTES // row_bytes)
+            first = local[0] * rank if split == 0 else 0
+            for start in range(first, first + local[0], step):
+                stop = min(start + step, first + local[0])
+                yield view[start:stop, local[1] * rank : local[1] * (rank + 1)] if split == 1 else view[start:stop]
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, memory-mapped."""
+        file, key = self.where[name]
+        with safe_open(file.path, "pt") as opened:
+            return opened.get_tensor(key)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write: its shape, and what yields its content in pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: Iterator[Tensor]
+
+
+def write_tensors(path: Path, entries: list[Entry], dtype: torch.dtype, metadata: dict[str, str]) -> dict:
+    """Write a safetensors file piece by piece; it appears under its name only when whole. Returns its size and sha256."""
+    header, offset = {"__metadata__": metadata}, 0
+    for entry in entries:
+        length = torch.Size(entry.shape).numel() * dtype.itemsize
+        header[entry.name] = {"dtype": _NAMES[dtype], "shape": list(entry.shape), "data_offsets": [offset, offset + length]}
+        offset += length
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts on a multiple of 8
+    temporary, hasher = path.with_name(path.name + ".partial"), hashlib.sha256()
+    try:
+        with open(temporary, "wb") as file:
+
+            def put(content) -> None:
+                hasher.update(content)
+                file.write(content)
+
+            put(len(text).to_bytes(8, "little") + text)
+            for entry in entries:
+                for piece in entry.pieces:
+                    put(memoryview(piece.to(dtype).contiguous().view(torch.uint8).flatten().numpy()))
+            if file.tell() != 8 + len(text) + offset:
+                raise RuntimeError(f"{path}: wrote {file.tell()} bytes, the header says {8 + len(text) + offset}")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {"bytes": 8 + len(text) + offset, "sha256": hasher.hexdigest()}
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write JSON so that it appears under its name only when whole."""
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def shard(source: Source, folder: Path, identity: dict, tp: int, dtype: torch.dtype, layouts: dict) -> None:
+    """Write rank0..rank{tp-1}.safetensors, host.safetensors and, last, the manifest.
+
+    layouts maps a tensor's name to a function that rearranges a rank's whole part of it.
+    """
+    rules = {name: rule(source.model, name) for name in sorted(source.where)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    files = {}
+    for rank in range(tp):
+        entries = [_entry(source, name, split, tp, rank, layouts) for name, split in rules.items() if split != HOST]
+        files[rank_file(rank)] = write_tensors(folder / rank_file(rank), entries, dtype, {"rank": str(rank)})
+    entries = [_entry(source, name, split, tp, 0, layouts) for name, split in rules.items() if split == HOST]
+    files[HOST_FILE] = write_tensors(folder / HOST_FILE, entries, dtype, {"rank": HOST})
+    write_json(folder / MANIFEST, {"identity": identity, "files": files})
+
+
+def _entry(source: Source, name: str, split: int | str | None, tp: int, rank: int, layouts: dict) -> Entry:
+    shape = local_shape(source.shape(name), split, tp, name)
+    pieces = source.read(name, split, tp, rank)
+    if name in layouts:
+        arrange = layouts[name]
+        shape = tuple(arrange(torch.empty(shape, device="meta")).shape)
+        pieces = (arrange(torch.cat(list(whole))) for whole in [pieces])
+    return Entry(name, shape, pieces)
+
+
+def verify(folder: Path) -> list[str]:
+    """Compare every file of a finished folder with its manifest; the list of differences is empty if it is whole."""
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    problems = []
+    for name, wanted in files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name}: missing")
+        elif path.stat().st_size != wanted["bytes"]:
+            problems.append(f"{name}: {path.stat().st_size} bytes, wanted {wanted['bytes']}")
+        else:
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
+                    problems.append(f"{name}: content differs from its sha256")
+    return problems
+
+
+def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load exactly the wanted tensors of a rank file. Missing, extra, misshapen or recast ones are one error."""
+    with safe_open(path, "pt") as file:
+        got = {name: (tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()}
+        problems = [f"missing: {name}" for name in wanted if name not in got]
+        problems += [f"unexpected: {name}" for name in got if name not in wanted]
+        for name in wanted.keys() & got.keys():
+            if got[name] != (tuple(wanted[name]), _NAMES[dtype]):
+                problems.append(f"{name}: {got[name][0]} {got[name][1]}, wanted {tuple(wanted[name])} {_NAMES[dtype]}")
+        if problems:
+            raise UserError(f"{path} does not hold this model's weights:\n  " + "\n  ".join(sorted(problems)))
+        return {name: file.get_tensor(name) for name in wanted}

@@ -1,0 +1,119 @@
+"""Flags that the scripts share, spelled and checked in one place."""
+
+import argparse
+from pathlib import Path
+
+from ltx_neuron import checkpoint
+from ltx_neuron.conditioning import ImageCondition
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Size
+from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.workspace import Workspace
+
+
+def parser(description: str, example: str, gemma: bool) -> argparse.ArgumentParser:
+    """A parser with the flags common to all five scripts; abbreviations are off, so a typo is an error."""
+    made = argparse.ArgumentParser(
+        description=description, epilog=f"example:\n  {example}", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument(
+        "--checkpoint-path", "--distilled-checkpoint-path", "--model-path", type=Path, required=True, metavar="FILE",
+        help="the single-file LTX-2.3 checkpoint",
+    )  # fmt: skip
+    if gemma:
+        made.add_argument("--gemma-root", type=Path, required=True, metavar="DIR", help="Gemma3-12B: weights and tokenizer")
+    made.add_argument("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR",
+                      help="where weights and graphs lie (default: artifacts)")  # fmt: skip
+    made.add_argument("--profile", metavar="NAME",
+                      help=f"hardware: {', '.join(PROFILES)} (default: detected; cpu without a Neuron device)")  # fmt: skip
+    made.add_argument("--tp-degree", type=int, metavar="N", help="tensor-parallel ranks (default: the profile's)")
+    made.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="weights and activations")
+    return made
+
+
+def add_size(made: argparse.ArgumentParser) -> None:
+    """The size of the video that comes out, in how many stages, and the images it holds."""
+    size = made.add_argument_group("size")
+    size.add_argument("--height", type=int, default=Size.height, help="pixels (default: 512)")
+    size.add_argument("--width", type=int, default=Size.width, help="pixels (default: 768)")
+    size.add_argument("--num-frames", type=int, default=Size.num_frames, help="8k+1 (default: 121)")
+    size.add_argument("--frame-rate", "--fps", type=float, default=Size.frame_rate, help="frames per second (default: 24)")
+    size.add_argument("--two-stage", action="store_true", help="half size first, then upsample x2 and refine")
+    size.add_argument("--image", action="append", nargs="+", default=[], metavar=("PATH", "FRAME_IDX [STRENGTH [CRF]]"),
+                      help="hold an image at a frame (defaults: 0, 1.0, 33); repeatable")  # fmt: skip
+    size.add_argument("--recipe", choices=["distilled", "dev"],
+                      help="sampling the checkpoint was made for (default: from the file's name, else distilled)")  # fmt: skip
+    size.add_argument("--blocks-per-graph", type=int, metavar="N",
+                      help="transformer blocks in one graph; 0: the whole step (default: the profile's)")  # fmt: skip
+
+
+def workspace(args: argparse.Namespace) -> Workspace:
+    """The workspace of parsed common flags."""
+    profile = resolve(args.profile)
+    blocks = getattr(args, "blocks_per_graph", None)
+    if blocks is not None and blocks < 0:
+        raise UserError(f"--blocks-per-graph {blocks} is negative; type 0 for the whole step in one graph")
+    tp = profile.tp if args.tp_degree is None else args.tp_degree
+    return Workspace(args.checkpoint_path, profile, args.artifacts_dir, tp, args.dtype,
+                     getattr(args, "gemma_root", None), blocks)  # fmt: skip
+
+
+def size(args: argparse.Namespace) -> Size:
+    return Size(args.height, args.width, args.num_frames, args.frame_rate, args.two_stage)
+
+
+def images(args: argparse.Namespace) -> tuple[ImageCondition, ...]:
+    """--image PATH [FRAME_IDX [STRENGTH [CRF]]], each."""
+    found = []
+    for values in args.image:
+        if len(values) > 4:
+            raise UserError(f"--image takes PATH [FRAME_IDX [STRENGTH [CRF]]], got {len(values)} values: {' '.join(values)}")
+        try:
+            numbers = [kind(value) for kind, value in zip((int, float, int), values[1:], strict=False)]
+        except ValueError:
+            raise UserError(f"--image {' '.join(values)}: FRAME_IDX and CRF are whole numbers, STRENGTH is a number") from None
+        found.append(ImageCondition(values[0], *numbers))
+    return tuple(found)
+
+
+def recipe(args: argparse.Namespace) -> str:
+    """The recipe asked for; without one, what the file's name says, else distilled. The metadata cannot tell them apart."""
+    if args.recipe:
+        return args.recipe
+    name = args.checkpoint_path.name.lower()
+    guess = "dev" if "dev" in name and "distilled" not in name else "distilled"
+    print(f"recipe: {guess} ({'from the file name' if guess in name else 'by default'}; --recipe says otherwise)")
+    return guess
+
+
+def add_verify(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--verify", action="store_true", help="check the finished folder against its manifest, write nothing")
+
+
+def verify(folder: Path) -> None:
+    """Print that a folder of weights is whole; UserError listing what is not."""
+    problems = checkpoint.verify(folder)
+    if problems:
+        raise UserError(f"{folder} is damaged:\n  " + "\n  ".join(problems) + "\nDelete it and run this script again")
+    print(f"whole: {folder}")
+
+
+_STREAM_GUIDANCE = ("cfg-guidance-scale", "stg-guidance-scale", "stg-blocks", "rescale-scale", "skip-step")
+
+
+def add_guidance(made: argparse.ArgumentParser) -> None:
+    """Guidance of the dev recipe, named as in ltx-pipelines."""
+    group = made.add_argument_group("guidance (dev recipe only)")
+    for stream, other in (("video", "a2v"), ("audio", "v2a")):
+        for name in _STREAM_GUIDANCE:
+            kind, count = (int, "*") if name == "stg-blocks" else (int if name == "skip-step" else float, None)
+            group.add_argument(f"--{stream}-{name}", type=kind, nargs=count)
+        group.add_argument(f"--{other}-guidance-scale", type=float)
+
+
+def guidance_flags(args: argparse.Namespace) -> list[str]:
+    """The guidance flags that were given."""
+    names = [f"{stream}-{name}" for stream in ("video", "audio") for name in _STREAM_GUIDANCE]
+    names += ["a2v-guidance-scale", "v2a-guidance-scale"]
+    return [f"--{name}" for name in names if getattr(args, name.replace("-", "_")) is not None]

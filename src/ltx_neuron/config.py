@@ -1,0 +1,252 @@
+"""Model configurations read from file metadata, and Bucket, the shape a DiT graph is compiled for.
+
+Nothing here is a constant of the release: sizes come from the checkpoint's `config` metadata and Gemma's config.json.
+Values the code does not implement are refused by name rather than ignored.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ltx_neuron.errors import UserError
+
+SUPPORTED_VERSION = "2.3"
+TEXT_TOKENS = 1024  # the tokenizer pads to this many, and the connectors return this many (ltx-core base_encoder.py:182)
+REGISTERS = 128  # learnable registers per connector; the config key is ignored upstream too (embeddings_connector.py)
+
+# What the transformer code assumes. Same list as ltx-core's LTXModelConfigurator, plus what only 2.3 checkpoints have.
+_REQUIRED = {
+    "dropout": 0.0, "attention_bias": True, "num_vector_embeds": None, "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000, "use_linear_projection": False, "only_cross_attention": False,
+    "cross_attention_norm": True, "double_self_attention": False, "upcast_attention": False,
+    "standardization_norm": "rms_norm", "norm_elementwise_affine": False, "qk_norm": "rms_norm",
+    "positional_embedding_type": "rope", "use_audio_video_cross_attention": True, "share_ff": False,
+    "av_cross_ada_norm": True, "use_middle_indices_grid": True, "rope_type": "split",
+    "frequencies_precision": "float64", "cross_attention_adaln": True, "apply_gated_attention": True,
+    "connector_apply_gated_attention": True, "caption_proj_before_connector": True,
+    "caption_projection_first_linear": False, "caption_projection_second_linear": False,
+    "caption_proj_input_norm": False, "use_embeddings_connector": True,
+}  # fmt: skip
+# Flags of later releases; a 2.3 checkpoint has none of them and means these values.
+_LATER_FLAGS = {"ff_bias": True, "audio_ff_bias": True, "connector_ff_bias": True, "use_prompt_adaln_single": True}
+
+
+@dataclass(frozen=True)
+class AttentionSize:
+    """Heads and head dimension of one attention; `inner` is their product."""
+
+    heads: int
+    head_dim: int
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The joint audio-video DiT and its two text connectors (transformer section of the metadata)."""
+
+    num_layers: int
+    video: AttentionSize
+    audio: AttentionSize
+    in_channels: int
+    audio_in_channels: int
+    norm_eps: float
+    positional_embedding_theta: float
+    positional_embedding_max_pos: tuple[int, ...]
+    audio_positional_embedding_max_pos: tuple[int, ...]
+    timestep_scale_multiplier: float
+    av_ca_timestep_scale_multiplier: float
+    caption_channels: int
+    video_connector: AttentionSize
+    audio_connector: AttentionSize
+    connector_num_layers: int
+    audio_connector_num_layers: int
+    connector_positional_embedding_max_pos: tuple[int, ...]
+    ff_bias: bool
+    audio_ff_bias: bool
+    connector_ff_bias: bool
+    use_prompt_adaln_single: bool
+
+    @property
+    def digest(self) -> str:
+        """Identity of the traced models: equal configs give equal graphs."""
+        return digest(dataclasses.asdict(self))
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        """Refuse a degree that would cut a head: such a split can divide evenly and still be wrong."""
+        sizes = {"num_attention_heads": self.video, "audio_num_attention_heads": self.audio,
+                 "connector_num_attention_heads": self.video_connector,
+                 "audio_connector_num_attention_heads": self.audio_connector}  # fmt: skip
+        check_heads(tp, {name: size.heads for name, size in sizes.items()})
+
+
+def check_heads(tp: int, heads: dict[str, int]) -> None:
+    """Raise UserError unless every rank gets whole heads."""
+    for name, count in heads.items():
+        if tp < 1 or count % tp:
+            degrees = [d for d in range(1, count + 1) if all(h % d == 0 for h in heads.values())]
+            raise UserError(
+                f"tensor-parallel degree {tp} does not divide {name}={count}; a rank must hold whole heads.\n"
+                f"Type --tp-degree with one of {', '.join(map(str, degrees))}"
+            )
+
+
+def transformer_config(metadata: dict) -> TransformerConfig:
+    """Parse the checkpoint's `config` metadata (a dict). Raises UserError naming the first value not implemented."""
+    values = metadata.get("transformer")
+    if not isinstance(values, dict):
+        raise UserError("the checkpoint's config metadata has no 'transformer' section; is this an LTX-2.3 checkpoint?")
+    for name, wanted in _REQUIRED.items():
+        if name not in values and wanted is not None or values.get(name) != wanted:
+            got = repr(values[name]) if name in values else "absent"
+            raise UserError(f"checkpoint config: transformer.{name} is {got}, this code implements only {wanted!r}")
+    if values.get("use_keyframes_abs_pos_embedding", False):
+        raise UserError("checkpoint config: transformer.use_keyframes_abs_pos_embedding is True (LTX-2.5), not implemented")
+    flags = {name: bool(values.get(name, default)) for name, default in _LATER_FLAGS.items()}
+
+    def size(prefix: str) -> AttentionSize:
+        return AttentionSize(values[f"{prefix}num_attention_heads"], values[f"{prefix}attention_head_dim"])
+
+    try:
+        config = TransformerConfig(
+            num_layers=values["num_layers"], video=size(""), audio=size("audio_"),
+            in_channels=values.get("in_channels", 128), audio_in_channels=values.get("audio_in_channels", 128),
+            norm_eps=values.get("norm_eps", 1e-6),
+            positional_embedding_theta=values.get("positional_embedding_theta", 10000.0),
+            positional_embedding_max_pos=tuple(values["positional_embedding_max_pos"]),
+            audio_positional_embedding_max_pos=tuple(values["audio_positional_embedding_max_pos"]),
+            timestep_scale_multiplier=values["timestep_scale_multiplier"],
+            av_ca_timestep_scale_multiplier=values["av_ca_timestep_scale_multiplier"],
+            caption_channels=values["caption_channels"],
+            video_connector=size("connector_"), audio_connector=size("audio_connector_"),
+            connector_num_layers=values["connector_num_layers"],
+            audio_connector_num_layers=values.get("audio_connector_num_layers", values["connector_num_layers"]),
+            connector_positional_embedding_max_pos=tuple(values["connector_positional_embedding_max_pos"]), **flags,
+        )  # fmt: skip
+    except KeyError as missing:
+        raise UserError(f"checkpoint config: transformer.{missing.args[0]} is absent") from None
+    _check_widths(values, config)
+    return config
+
+
+def _check_widths(values: dict, config: TransformerConfig) -> None:
+    wanted = {
+        "cross_attention_dim": config.video.inner, "audio_cross_attention_dim": config.audio.inner,
+        "out_channels": config.in_channels, "audio_out_channels": config.audio_in_channels,
+        "connector width": config.video.inner, "audio connector width": config.audio.inner,
+        "audio_num_attention_heads": config.video.heads,
+    }  # fmt: skip
+    got = {**values, "connector width": config.video_connector.inner,
+           "audio connector width": config.audio_connector.inner}  # fmt: skip
+    for name, width in wanted.items():
+        if got.get(name, width) != width:
+            raise UserError(f"checkpoint config: {name} is {got[name]}, this code needs {width}")
+
+
+@dataclass(frozen=True)
+class GemmaConfig:
+    """Gemma3's text model (text_config of gemma_root/config.json, in the spelling of transformers 4 or 5)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    query_pre_attn_scalar: float
+    vocab_size: int
+    rms_norm_eps: float
+    sliding_window: int
+    full_attention_layers: tuple[int, ...]  # every 6th; the others are sliding and use the local RoPE base
+    rope_theta: float
+    rope_factor: float
+    rope_local_base_freq: float
+
+    @property
+    def digest(self) -> str:
+        return digest(dataclasses.asdict(self))
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        check_heads(tp, {"Gemma num_attention_heads": self.num_attention_heads,
+                         "Gemma num_key_value_heads": self.num_key_value_heads})  # fmt: skip
+
+
+def gemma_config(root: Path) -> GemmaConfig:
+    """Read gemma_root/config.json. Defaults are google/gemma-3-12b-it's, whose published file leaves most out."""
+    path = Path(root) / "config.json"
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"no config.json in --gemma-root {root}.\nDownload it: hf download "
+            f"google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir {root}"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    text = content.get("text_config") if isinstance(content, dict) else None
+    if not isinstance(text, dict) or content.get("model_type") != "gemma3":
+        got = content.get("model_type") if isinstance(content, dict) else type(content).__name__
+        raise UserError(f"{path}: model_type is {got!r}, wanted 'gemma3' with a text_config (LTX-2.3 uses Gemma3-12B)")
+    for name in ("attn_logit_softcapping", "attention_bias", "use_bidirectional_attention"):
+        if text.get(name):
+            raise UserError(f"{path}: text_config.{name} is {text[name]!r}, which is not implemented")
+    layers = text.get("num_hidden_layers", 48)
+    pattern = text.get("sliding_window_pattern", 6)
+    types = text.get("layer_types") or ["full_attention" if (i + 1) % pattern == 0 else "sliding" for i in range(layers)]
+    rope = text.get("rope_parameters") or {}
+    full, local = rope.get("full_attention", {}), rope.get("sliding_attention", {})
+    scaling = text.get("rope_scaling") or full or {"factor": 8.0, "rope_type": "linear"}
+    if scaling.get("rope_type", "linear") not in ("linear", "default"):
+        raise UserError(f"{path}: rope_type {scaling['rope_type']!r} is not implemented, only 'linear'")
+    config = GemmaConfig(
+        hidden_size=text.get("hidden_size", 3840), intermediate_size=text.get("intermediate_size", 15360),
+        num_hidden_layers=layers, num_attention_heads=text.get("num_attention_heads", 16),
+        num_key_value_heads=text.get("num_key_value_heads", 8), head_dim=text.get("head_dim", 256),
+        query_pre_attn_scalar=text.get("query_pre_attn_scalar", 256), vocab_size=text.get("vocab_size", 262208),
+        rms_norm_eps=text.get("rms_norm_eps", 1e-6), sliding_window=text.get("sliding_window", 1024),
+        full_attention_layers=tuple(i for i, kind in enumerate(types) if kind == "full_attention"),
+        rope_theta=full.get("rope_theta", text.get("rope_theta", 1e6)), rope_factor=scaling.get("factor", 1.0),
+        rope_local_base_freq=local.get("rope_theta", text.get("rope_local_base_freq", 1e4)),
+    )  # fmt: skip
+    if config.sliding_window < TEXT_TOKENS:
+        raise UserError(f"{path}: sliding_window {config.sliding_window} is below the {TEXT_TOKENS} tokens LTX-2.3 encodes")
+    return config
+
+
+def check_gemma_fits(gemma: GemmaConfig, transformer: TransformerConfig, gemma_root: Path) -> None:
+    """Refuse a text encoder of another width than the checkpoint's projections take."""
+    if gemma.hidden_size != transformer.caption_channels:
+        raise UserError(
+            f"--gemma-root {gemma_root} has hidden_size {gemma.hidden_size}, but the checkpoint's text projections take "
+            f"{transformer.caption_channels} (caption_channels). LTX-2.3 needs Gemma3-12B:\n"
+            f"hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir {gemma_root}"
+        )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shape a DiT step is compiled for. Height and width only count through their tokens: portrait and landscape share.
+
+    video_tokens   tokens of the video latent, appended keyframe tokens included
+    audio_tokens   tokens of the audio latent
+    timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one more per image strength
+    max_steps      rows of the schedule's modulation table; a shorter schedule fills the first ones
+    """
+
+    video_tokens: int
+    audio_tokens: int
+    timesteps: int
+    max_steps: int
+
+    @property
+    def name(self) -> str:
+        return f"v{self.video_tokens}-a{self.audio_tokens}-t{self.timesteps}-s{self.max_steps}"
+
+
+def digest(value: object) -> str:
+    """Twelve hex digits over a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

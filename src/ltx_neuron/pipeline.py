@@ -1,0 +1,259 @@
+"""From jobs to videos: encode every prompt, then denoise, then decode, with one model on the ranks at a time.
+
+Gemma3 leaves before the DiT enters; both stages, and all jobs, share one copy of the DiT's weights.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from ltx_neuron import conditioning, latents, media, text
+from ltx_neuron.backends.export import Manifest
+from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.checkpoint import HOST_FILE
+from ltx_neuron.config import Bucket
+from ltx_neuron.decode import HostModels
+from ltx_neuron.job import Job, Stage
+from ltx_neuron.modulation import modulation_table
+from ltx_neuron.report import Recorder
+from ltx_neuron.rope import Rope, split_rope
+from ltx_neuron.sampling import sigma_pairs
+from ltx_neuron.workspace import Workspace, require
+
+
+@dataclass
+class Result:
+    """One job's video. `tensors` holds every named intermediate (interface: --save-tensors)."""
+
+    job: Job
+    frames: Tensor  # uint8 (N, H, W, 3)
+    waveform: Tensor  # float32 (2, samples)
+    sample_rate: int
+    tensors: dict[str, Tensor]
+
+
+class Pipeline:
+    """Runs jobs on one workspace. Everything that can be wrong is checked in `check`, before anything loads."""
+
+    def __init__(
+        self, workspace: Workspace, recorder: Recorder, neuron_gemma: bool = False, compat_1_0_0: bool = False,
+        spatial_upsampler_path: Path | None = None, warmup: bool = False,
+    ):  # fmt: skip
+        self.workspace, self.recorder = workspace, recorder
+        self.neuron_gemma, self.compat, self.warmup = neuron_gemma, compat_1_0_0, warmup
+        self.spatial_upsampler_path = spatial_upsampler_path
+        self.host = HostModels(
+            workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype, spatial_upsampler_path
+        )
+
+    def check(self, jobs: list[Job]) -> dict[str, "Program"]:
+        """Validate jobs and find every artifact they need; returns the DiT programs by bucket name."""
+        programs = {}
+        for job in jobs:
+            job.check()
+            if job.size.two_stage:
+                require(self.spatial_upsampler_path, "--spatial-upsampler-path", "--two-stage",
+                        "hf download Lightricks/LTX-2.3 ltx-2.3-spatial-upscaler-x2-1.0.safetensors --local-dir .")  # fmt: skip
+                self.host.upsampler_config("spatial")
+            for image in job.images:
+                media.check_image(image.path)
+            for stage in job.size.stages():
+                bucket, manifest = self.workspace.dit_program_for(job.size, stage, job.images)
+                programs[bucket.name] = Program(bucket, manifest)
+        self.workspace.dit_weights()
+        if self.neuron_gemma:
+            self.workspace.gemma3_weights(), self.workspace.text_programs()
+        else:
+            _ = self.workspace.gemma, self.workspace.gemma_source
+        return programs
+
+    @torch.no_grad()
+    def run(self, jobs: list[Job]) -> Iterator[Result]:
+        """Generate every job, in order."""
+        programs = self.check(jobs)
+        workspace, phase = self.workspace, self.recorder.phase
+        torch.set_num_threads(workspace.profile.host_threads)
+        tokenizer = text.tokenizer(workspace.gemma_root)
+        ids = [text.tokenize(tokenizer, job.prompt) for job in jobs]
+        ranks = None
+        try:
+            with phase("load_gemma3"):
+                if self.neuron_gemma:
+                    ranks = Ranks(workspace.profile, workspace.tp)
+                encoder = self._text_encoder(ranks)
+            with phase("encode_text"):
+                contexts = [encoder.encode(tokens) for tokens in ids]
+            with phase("unload_gemma3"):
+                del encoder
+                if ranks:
+                    ranks.unload()
+            with phase("load_transformer"):
+                ranks = ranks or Ranks(workspace.profile, workspace.tp)
+                manifests = {name: program.manifest for name, program in programs.items()}
+                ranks.load(workspace.dit_weights(), manifests, workspace.dtype)
+                adaln = load_file(workspace.dit_weights() / HOST_FILE)
+            denoised = [self._denoise(ranks, programs, adaln, job, c) for job, c in zip(jobs, contexts, strict=True)]
+            with phase("unload_transformer"):
+                ranks.close()
+        finally:
+            if ranks:
+                ranks.close()
+        for job, tensors in zip(jobs, denoised, strict=True):
+            yield self._decode(job, tensors)
+
+    def _text_encoder(self, ranks: Ranks | None):
+        workspace = self.workspace
+        if ranks is None:
+            return text.HostTextEncoder(workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype)
+        ranks.load(workspace.gemma3_weights(), workspace.text_programs(), workspace.dtype)
+        return text.RankTextEncoder(
+            ranks, workspace.gemma3_weights(), workspace.gemma, workspace.transformer, workspace.profile.text_buckets,
+            workspace.dtype,
+        )  # fmt: skip
+
+    def _denoise(self, ranks: Ranks, programs: dict, adaln: dict, job: Job, contexts: text.Contexts) -> dict[str, Tensor]:
+        """All stages of a job; returns its named tensors up to the final latents."""
+        dtype = self.workspace.dtype
+        tensors = {"attention_mask": contexts.attention_mask, "video_context": contexts.video, "audio_context": contexts.audio}
+        if contexts.hidden_states is not None:
+            tensors["hidden_states"] = contexts.hidden_states
+        generator = torch.Generator().manual_seed(job.seed)  # one for the whole run, drawn in the reference's order
+        for stage in job.size.stages():
+            shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
+            if stage.name == "stage_1":
+                video = torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype)
+                frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
+                audio = torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype)
+            else:
+                with self.recorder.phase("upsample"):
+                    video = tensors["upsampled"] = self.host.upsample(tensors["s1_video"], "spatial")
+                audio = tensors["s1_audio"]
+            program = self._program(programs, job, stage)
+            run = StageRun(ranks, program.bucket, self.workspace, adaln, self.compat)
+            phase = f"denoise_{stage.name}"
+            with self.recorder.phase(phase):
+                run.prepare(job, stage, contexts, video, audio, generator, self._encode_images(job, stage))
+            if self.warmup:
+                with self.recorder.phase("warmup"):
+                    run.start()
+                    run.step(0)
+            with self.recorder.phase(phase):
+                run.start()
+                self._steps(run, stage)
+                prefix = stage.name.replace("stage_", "s")
+                tensors[f"{prefix}_video"], tensors[f"{prefix}_audio"] = run.result(shape)
+            self._count(program)
+        return tensors
+
+    def _decode(self, job: Job, tensors: dict[str, Tensor]) -> Result:
+        last = "s2" if job.size.two_stage else "s1"
+        with self.recorder.phase("decode_video"):
+            tensors["frames"] = self.host.decode_video(tensors[f"{last}_video"])
+        with self.recorder.phase("decode_audio"):
+            tensors["waveform"] = self.host.decode_audio(tensors[f"{last}_audio"])
+        return Result(job, tensors["frames"], tensors["waveform"], self.host.sample_rate, tensors)
+
+    def _steps(self, run: "StageRun", stage: Stage) -> None:
+        for step in tqdm(range(len(stage.sigmas) - 1), desc=stage.name, unit="step"):
+            sent, began = run.ranks.bytes_sent, time.perf_counter()
+            device_ms = run.step(step)
+            total_ms = (time.perf_counter() - began) * 1e3
+            self.recorder.step(stage.name, total_ms, min(device_ms, total_ms))
+            self.recorder.counters.bytes_to_device_per_step = run.ranks.bytes_sent - sent
+
+    def _count(self, program: "Program") -> None:
+        """Record what the step's graphs hold: the collectives and FLOPs that were counted in the files."""
+        cost, tp = program.manifest.cost(), self.workspace.tp
+        counters = self.recorder.counters
+        counters.collectives_per_step = {"count": cost["collectives"], "bytes": cost["collective_bytes"]}
+        counters.flops_per_step = cost["flops"] * tp
+        peak = self.workspace.profile.peak_flops
+        counters.peak_flops = peak and peak * tp
+
+    def _program(self, programs: dict[str, "Program"], job: Job, stage: Stage) -> "Program":
+        return programs[self.workspace.dit_program_for(job.size, stage, job.images)[0].name]
+
+    def _encode_images(self, job: Job, stage: Stage) -> list[tuple[conditioning.ImageCondition, Tensor]]:
+        """The job's images as latents of a stage's size."""
+        found = []
+        for image in job.images:
+            pixels = media.load_image(image.path, stage.height, stage.width, image.crf, self.workspace.dtype)
+            found.append((image, self.host.encode_image(pixels)))
+        return found
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled DiT step and the bucket it was compiled for."""
+
+    bucket: Bucket
+    manifest: Manifest
+
+
+class StageRun:
+    """One stage on the ranks: uploads what stays the same, then sends a step number per step."""
+
+    def __init__(self, ranks: Ranks, bucket: Bucket, workspace: Workspace, adaln: dict, compat_1_0_0: bool):
+        self.ranks, self.bucket, self.config, self.dtype = ranks, bucket, workspace.transformer, workspace.dtype
+        self.adaln, self.compat = adaln, compat_1_0_0
+
+    def prepare(self, job: Job, stage: Stage, contexts: text.Contexts, video: Tensor, audio: Tensor, generator, images):
+        """Noise initial latents (1, 128, F, h, w) and (1, 8, Ta, 16) and upload all that the steps share."""
+        state = conditioning.video_state(video, job.size.frame_rate, images, self.compat)
+        scale = stage.sigmas[0]
+        self.video = conditioning.noised(state.latent, generator, scale, state.clean, state.denoise_mask, self.compat)
+        self.audio = conditioning.noised(latents.patchify_audio(audio), generator, scale, compat_1_0_0=self.compat)
+        masks = conditioning.distinct_masks(job.images)
+        rows, choice = conditioning.timestep_choice(state.denoise_mask, masks, self.bucket.timesteps, self.dtype)
+        self.ranks.put(
+            self.bucket.name,
+            **self._schedule(stage, rows), **self._ropes(state.positions, audio.shape[2]),
+            timestep_mask=choice, denoise_mask=state.denoise_mask, clean_latent=state.clean,
+            video_context=contexts.video, audio_context=contexts.audio,
+        )  # fmt: skip
+
+    def _schedule(self, stage: Stage, rows: Tensor) -> dict[str, Tensor]:
+        pairs = sigma_pairs(stage.sigmas, self.bucket.max_steps)
+        tables = {
+            f"{stream}_modulation": modulation_table(self.adaln, self.config, stream, pairs[:, 0], masks, self.compat)
+            for stream, masks in (("video", rows), ("audio", torch.ones(1)))
+        }
+        return {"sigmas": pairs, "step_numbers": torch.arange(self.bucket.max_steps, dtype=torch.int32), **tables}
+
+    def _ropes(self, video_positions: Tensor, audio_tokens: int) -> dict[str, Tensor]:
+        config, audio_positions = self.config, latents.audio_positions(audio_tokens)
+        video_max, audio_max = config.positional_embedding_max_pos, config.audio_positional_embedding_max_pos
+        cross_max = (max(video_max[0], audio_max[0]),)
+        heads, theta = config.video.heads, config.positional_embedding_theta
+        tables = {
+            "video": split_rope(video_positions, video_max, config.video.inner, heads, theta),
+            "audio": split_rope(audio_positions, audio_max, config.audio.inner, heads, theta),
+            "video_cross": split_rope(video_positions[:, :1], cross_max, config.audio.inner, heads, theta),
+            "audio_cross": split_rope(audio_positions, cross_max, config.audio.inner, heads, theta),
+        }
+        return {f"{name}_{part}": getattr(rope, part) for name, rope in tables.items() for part in Rope._fields}
+
+    def start(self) -> None:
+        """Put the noised latents where the steps find them."""
+        self.ranks.put(self.bucket.name, video_latent=self.video, audio_latent=self.audio)
+
+    def step(self, number: int) -> float:
+        """One step, latents to next latents on the ranks; returns the device's milliseconds."""
+        return self.ranks.run(self.bucket.name, step=number)
+
+    def result(self, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        """The latents (1, 128, F, h, w) and (1, 8, Ta, 16), which every rank must hold bit for bit alike."""
+        names = ("video_latent", "audio_latent")
+        hashes = self.ranks.hashes(*names)
+        if len(set(hashes)) != 1:
+            raise RuntimeError(f"the ranks ended with different latents: {hashes}")
+        video, audio = (self.ranks.get(self.bucket.name, name) for name in names)
+        if not (video.isfinite().all() and audio.isfinite().all()):
+            raise RuntimeError("the latents hold NaN or Inf")
+        return latents.unpatchify_video(video, shape), latents.unpatchify_audio(audio)

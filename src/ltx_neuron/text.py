@@ -1,0 +1,155 @@
+"""From a prompt to the contexts the DiT attends to: tokenise, encode, connect; on the ranks or on the host's CPU.
+
+The tokenizer pads on the left to 1024 and positions count the padding. Padding changes nothing else, so only the last
+positions are encoded: on the ranks a bucket of them, on the host exactly the prompt's.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ltx_neuron.checkpoint import HOST_FILE, Source
+from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig
+from ltx_neuron.connectors import Connectors
+from ltx_neuron.errors import UserError
+from ltx_neuron.gemma3 import Gemma3Encoder, layers_first
+from ltx_neuron.graphs import ConnectorInputs, Gemma3Inputs
+from ltx_neuron.parallel import SingleRank
+from ltx_neuron.rope import half_rope, split_rope
+
+_CONNECTOR_THETA = 10000.0  # ltx-core's connectors take the default, whatever the transformer's config says
+_MASKED = -1e9  # finite: a row of infinities would be NaN
+
+
+class Contexts(NamedTuple):
+    """What a prompt becomes. hidden_states is None where the encoder keeps them to itself."""
+
+    video: Tensor  # (1, 1024, Dv)
+    audio: Tensor  # (1, 1024, Da)
+    attention_mask: Tensor  # (1, 1024) int64, 1 for the prompt's tokens, which come last
+    hidden_states: Tensor | None  # (1, 1024, width, layers + 1), zero where padded
+
+
+def tokenizer(gemma_root: Path):
+    """The Gemma tokenizer of a root, loaded without network."""
+    if not (Path(gemma_root) / "tokenizer.json").is_file():
+        raise UserError(f"no tokenizer.json in --gemma-root {gemma_root}\nDownload it: hf download "
+                        f"google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir {gemma_root}")  # fmt: skip
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(gemma_root), local_files_only=True)
+
+
+def tokenize(tokenizer, prompt: str) -> list[int]:
+    """Token ids of a prompt, BOS first, cut at 1024. No chat template, no EOS."""
+    return tokenizer(prompt.strip(), truncation=True, max_length=TEXT_TOKENS).input_ids
+
+
+def encoder_inputs(embeddings: Tensor, count: int, gemma: GemmaConfig) -> Gemma3Inputs:
+    """Inputs for embeddings (1, B, width) whose last `count` positions are the prompt's tokens."""
+    tokens = embeddings.shape[1]
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    seen[:, : tokens - count] = False
+    seen |= torch.eye(tokens, dtype=torch.bool)  # padding looks at itself
+    mask = torch.zeros(tokens, tokens).masked_fill(~seen, _MASKED).to(embeddings.dtype)[None, None]
+    positions = torch.arange(TEXT_TOKENS - tokens, TEXT_TOKENS)
+    local = half_rope(positions, gemma.head_dim, gemma.rope_local_base_freq, 1.0)
+    full = half_rope(positions, gemma.head_dim, gemma.rope_theta, gemma.rope_factor)
+    return Gemma3Inputs(embeddings, mask, *local, *full)
+
+
+def connector_inputs(features: dict[str, Tensor], registers: dict[str, Tensor], config: TransformerConfig) -> ConnectorInputs:
+    """Inputs from features (1, n, D) of the prompt's tokens: they come first, position p >= n holds register p mod 128."""
+    tokens, ropes = {}, {}
+    for name, size in (("video", config.video_connector), ("audio", config.audio_connector)):
+        count = features[name].shape[1]
+        tiled = registers[name].repeat(TEXT_TOKENS // REGISTERS, 1)
+        tokens[name] = torch.cat([features[name], tiled[count:].unsqueeze(0).to(features[name].dtype)], dim=1)
+        positions = torch.arange(TEXT_TOKENS, dtype=torch.float32)[None, None]
+        max_pos = config.connector_positional_embedding_max_pos
+        ropes[name] = split_rope(positions, max_pos, size.inner, size.heads, _CONNECTOR_THETA)
+    return ConnectorInputs(tokens["video"], tokens["audio"], *ropes["video"], *ropes["audio"])
+
+
+def embed(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale embedding rows as Gemma does, in their own dtype: in bf16 sqrt(3840) is 62."""
+    rows = rows.to(dtype)
+    return rows * torch.tensor(rows.shape[-1] ** 0.5, dtype=torch.float32).to(dtype)
+
+
+def padded(states: Tensor) -> Tensor:
+    """(1, B, ...) of the last positions -> (1, 1024, ...)"""
+    filler = torch.zeros(1, TEXT_TOKENS - states.shape[1], *states.shape[2:], dtype=states.dtype)
+    return torch.cat([filler, states], dim=1)
+
+
+def attention_mask(count: int) -> Tensor:
+    return torch.cat([torch.zeros(TEXT_TOKENS - count), torch.ones(count)]).long()[None]
+
+
+class RankTextEncoder:
+    """Encodes on the ranks: the sharded Gemma3 in token buckets, then the sharded connectors."""
+
+    def __init__(self, ranks, weights: Path, gemma: GemmaConfig, config: TransformerConfig, buckets, dtype: torch.dtype):
+        self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
+        self.buckets, self.host_file = sorted(buckets), weights / HOST_FILE
+
+    def encode(self, ids: list[int]) -> Contexts:
+        bucket = next(b for b in self.buckets if b >= len(ids))
+        with safe_open(self.host_file, "pt") as file:
+            table = file.get_slice("embed_tokens.weight")
+            rows = torch.cat([table[i : i + 1] for i in ids])
+            registers = {m: file.get_tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
+        embeddings = torch.cat([torch.zeros(bucket - len(ids), rows.shape[1], dtype=self.dtype), embed(rows, self.dtype)])
+        inputs = encoder_inputs(embeddings[None], len(ids), self.gemma)
+        program = program_name(bucket)
+        self.ranks.put(program, **inputs._asdict())
+        self.ranks.run(program)
+        features = {m: self.ranks.get(program, f"{m}_features")[:, bucket - len(ids) :] for m in ("video", "audio")}
+        states = padded(self.ranks.get(program, "hidden_states")) if self.ranks.returns(program, "hidden_states") else None
+        self.ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
+        self.ranks.run("connectors")
+        contexts = (self.ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
+        return Contexts(*contexts, attention_mask(len(ids)), states)
+
+
+def program_name(bucket: int) -> str:
+    return f"gemma3-{bucket}"
+
+
+class HostTextEncoder:
+    """Encodes on the host's CPU, only the prompt's own tokens, one layer's weights in memory at a time."""
+
+    def __init__(self, source: Source, gemma: GemmaConfig, config: TransformerConfig, dtype: torch.dtype):
+        self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
+
+    @torch.no_grad()
+    def encode(self, ids: list[int]) -> Contexts:
+        with torch.device("meta"):
+            encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
+            connectors = Connectors(self.config, 1, SingleRank())
+        for prefix, module in [*((f"layers.{i}.", layer) for i, layer in enumerate(encoder.layers)), ("norm.", encoder.norm)]:
+            module.register_forward_pre_hook(lambda module, _, prefix=prefix: self._fill(module, prefix))
+            module.register_forward_hook(lambda module, *_: module.to("meta") and None)
+        for name in ("video_aggregate_embed", "audio_aggregate_embed"):
+            self._fill(getattr(encoder, name), name + ".")
+        table = self.source.tensor("embed_tokens.weight")
+        features = encoder(encoder_inputs(embed(table[ids], self.dtype)[None], len(ids), self.gemma))
+        self._fill(connectors, "")
+        registers = {m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
+        by_name = {"video": features.video_features, "audio": features.audio_features}
+        contexts = connectors(connector_inputs(by_name, registers, self.config))
+        return Contexts(*contexts, attention_mask(len(ids)), padded(features.hidden_states))
+
+    def _fill(self, module: torch.nn.Module, prefix: str) -> None:
+        """Load a module's weights from the source, cast; strict."""
+        weights = {}
+        for name in module.state_dict():
+            tensor = self.source.tensor(prefix + name).to(self.dtype)
+            if prefix.endswith("aggregate_embed.") and name == "weight":
+                tensor = layers_first(tensor, self.gemma.hidden_size)
+            weights[name] = tensor
+        module.load_state_dict(weights, strict=True, assign=True)

@@ -1,0 +1,178 @@
+"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the five scripts share.
+
+It knows the identity of every weight set and graph, makes them, and finds them again or says what to type.
+"""
+
+import shlex
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from ltx_neuron import artifacts
+from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
+from ltx_neuron.checkpoint import DTYPES, Checkpoint, Source, gemma_files, shard
+from ltx_neuron.config import Bucket, check_gemma_fits, gemma_config, transformer_config
+from ltx_neuron.errors import UserError
+from ltx_neuron.gemma3 import layers_first
+from ltx_neuron.job import Size
+from ltx_neuron.profiles import Profile
+from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
+from ltx_neuron.sharding import MODELS
+
+MAX_TIMESTEPS = 4  # how many more distinct timesteps than needed a found graph may have
+
+
+class Workspace:
+    """Paths are the user's; nothing is read before it is needed. Raises UserError for whatever does not fit together."""
+
+    def __init__(
+        self, checkpoint_path: Path, profile: Profile, artifacts_dir: Path, tp: int, dtype: str,
+        gemma_root: Path | None = None, blocks_per_graph: int | None = None,
+    ):  # fmt: skip
+        self.checkpoint_path, self.gemma_root = Path(checkpoint_path), gemma_root and Path(gemma_root)
+        self.profile, self.artifacts, self.tp, self.dtype_name = profile, Path(artifacts_dir), tp, dtype
+        self.blocks_per_graph = profile.blocks_per_graph if blocks_per_graph is None else blocks_per_graph
+        self.dtype = DTYPES[dtype]
+        self.checkpoint = Checkpoint(self.checkpoint_path)
+        self.transformer = transformer_config(self.checkpoint.config)
+        self.transformer.check_tensor_parallel(tp)
+
+    @cached_property
+    def gemma(self):
+        config = gemma_config(self.gemma_root)
+        check_gemma_fits(config, self.transformer, self.gemma_root)
+        return config
+
+    @cached_property
+    def dit_source(self) -> Source:
+        return Source(MODELS["dit"], [self.checkpoint])
+
+    @cached_property
+    def gemma_source(self) -> Source:
+        return Source(MODELS["gemma3"], [self.checkpoint, *gemma_files(self.gemma_root)])
+
+    # identities
+
+    def _weights_identity(self, model: str, source: Source) -> dict:
+        return {"kind": "weights", "model": model, "source": source.fingerprint, "tp": self.tp, "dtype": self.dtype_name,
+                "layout": artifacts.LAYOUT}  # fmt: skip
+
+    def _graph_identity(self, model: str, bucket: str, config: str) -> dict:
+        return {"kind": "graphs", "model": model, "bucket": bucket, "config": config, "tp": self.tp,
+                "dtype": self.dtype_name, "backend": self.profile.compile_backend, "code": artifacts.code_digest(),
+                "torch": torch.__version__}  # fmt: skip
+
+    def _dit_identity(self, bucket: Bucket) -> dict:
+        identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
+        return identity | {"blocks_per_graph": self.blocks_per_graph}
+
+    def _gemma3_identity(self, tokens: int) -> dict:
+        config = f"{self.gemma.digest}-{self.transformer.digest}"
+        states = {"hidden_states": self.profile.return_hidden_states}
+        return self._graph_identity("gemma3", str(tokens), config) | states
+
+    def _connectors_identity(self) -> dict:
+        return self._graph_identity("connectors", "1024", self.transformer.digest)
+
+    # making
+
+    def shard_dit(self) -> Path:
+        """Write the DiT's rank files; returns their folder."""
+        path = artifacts.folder(self.artifacts, identity := self._weights_identity("dit", self.dit_source))
+        shard(self.dit_source, path, identity, self.tp, self.dtype, layouts={})
+        return path
+
+    def shard_gemma3(self) -> Path:
+        """Write the text encoder's, its projections' and the connectors' rank files; returns their folder."""
+        self.gemma.check_tensor_parallel(self.tp)
+        path = artifacts.folder(self.artifacts, identity := self._weights_identity("gemma3", self.gemma_source))
+
+        def arrange(weight):
+            return layers_first(weight, self.gemma.hidden_size)
+
+        layouts = {f"{modality}_aggregate_embed.weight": arrange for modality in ("video", "audio")}
+        shard(self.gemma_source, path, identity, self.tp, self.dtype, layouts)
+        return path
+
+    def compile_dit(self, buckets: list[Bucket]) -> list[Path]:
+        """Trace the DiT step for each bucket that is not there yet; returns the folders."""
+        return [self._compile(self._dit_identity(bucket), lambda b=bucket: self._dit_program(b)) for bucket in buckets]
+
+    def compile_text(self) -> list[Path]:
+        """Trace the text encoder for every bucket of tokens, and the connectors."""
+        self.gemma.check_tensor_parallel(self.tp)
+        comm, states = TorchDistComm(self.tp), self.profile.return_hidden_states
+
+        def encoder(tokens: int) -> Program:
+            return gemma3_program(self.gemma, self.transformer, tokens, self.tp, comm, self.dtype, states)
+
+        paths = [self._compile(self._gemma3_identity(n), lambda n=n: encoder(n)) for n in self.profile.text_buckets]
+        connectors = self._compile(
+            self._connectors_identity(), lambda: connector_program(self.transformer, self.tp, comm, self.dtype)
+        )
+        return [*paths, connectors]
+
+    def _dit_program(self, bucket: Bucket) -> Program:
+        comm = TorchDistComm(self.tp)
+        return dit_program(self.transformer, bucket, self.tp, comm, self.dtype, self.blocks_per_graph)
+
+    def _compile(self, identity: dict, make) -> Path:
+        path = artifacts.folder(self.artifacts, identity)
+        if not (path / artifacts.MANIFEST).is_file():
+            with fake_process_group(self.tp):
+                compile_program(make(), path, identity, self.dtype)
+        return path
+
+    # finding
+
+    def dit_weights(self) -> Path:
+        command = self._command("shards/shard_backbone_weights.py")
+        return artifacts.find(self.artifacts, self._weights_identity("dit", self.dit_source), command)
+
+    def gemma3_weights(self) -> Path:
+        command = self._command("shards/shard_gemma3_weights.py", gemma=True)
+        return artifacts.find(self.artifacts, self._weights_identity("gemma3", self.gemma_source), command)
+
+    def text_programs(self) -> dict[str, Manifest]:
+        """The compiled text encoder, a program per bucket of tokens, and the connectors."""
+        from ltx_neuron.text import program_name
+
+        self.gemma.check_tensor_parallel(self.tp)
+        identities = {program_name(n): self._gemma3_identity(n) for n in self.profile.text_buckets}
+        identities["connectors"] = self._connectors_identity()
+        command = self._command("compile/compile_gemma3.py", gemma=True)
+        return {name: Manifest(artifacts.find(self.artifacts, i, command)) for name, i in identities.items()}
+
+    def dit_program_for(self, size: Size, stage, images: tuple) -> tuple[Bucket, Manifest]:
+        """The compiled step for a stage: the graph with the fewest distinct timesteps that are enough."""
+        needed = size.bucket(stage, images).timesteps
+        for timesteps in range(needed, needed + MAX_TIMESTEPS):
+            bucket = size.bucket(stage, images, timesteps)
+            if (artifacts.folder(self.artifacts, self._dit_identity(bucket)) / artifacts.MANIFEST).is_file():
+                break
+        else:
+            bucket = size.bucket(stage, images)
+        extra = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
+        extra += ["--frame-rate", f"{size.frame_rate:g}", *(["--two-stage"] if size.two_stage else [])]
+        for image in images:
+            extra += ["--image", image.path, image.frame_index, f"{image.strength:g}"]
+        command = self._command("compile/compile_transformer.py", *extra)
+        return bucket, Manifest(artifacts.find(self.artifacts, self._dit_identity(bucket), command))
+
+    def _command(self, script: str, *extra, gemma: bool = False) -> str:
+        words = ["python", script, "--checkpoint-path", self.checkpoint_path]
+        words += ["--gemma-root", self.gemma_root] if gemma else []
+        words += extra
+        words += ["--tp-degree", self.tp, "--dtype", self.dtype_name, "--artifacts-dir", self.artifacts]
+        words += ["--profile", self.profile.name]
+        if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.blocks_per_graph:
+            words += ["--blocks-per-graph", self.blocks_per_graph]
+        return shlex.join(map(str, words))
+
+
+def require(value, flag: str, why: str, example: str):
+    """A flag another flag needs; raises UserError naming both."""
+    if value is None:
+        raise UserError(f"{why} needs {flag}\n{example}")
+    return value

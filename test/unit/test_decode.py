@@ -1,0 +1,199 @@
+"""The host models against ltx-core's own, built by its own loader from the same tiny checkpoint."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ltx_neuron.decode import HostModels, import_ltx_core
+from ltx_neuron.errors import UserError
+
+# Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two overlapping pieces.
+VIDEO_SHAPE = (1, 128, 10, 2, 3)
+AUDIO_SHAPE = (1, 8, 5, 16)
+
+
+def metadata_config(path):
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["config"])
+
+
+def host_models(tiny, dtype=torch.float32, **paths):
+    upsamplers = dict(spatial_upsampler_path=tiny.spatial_upsampler, temporal_upsampler_path=tiny.temporal_upsampler)
+    checkpoint = paths.pop("checkpoint", tiny.checkpoint)
+    return HostModels(checkpoint, metadata_config(tiny.checkpoint), dtype, **(upsamplers | paths))
+
+
+def latent(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+def reference(configurator, path, key_filter=None, dtype=torch.float32):
+    """ltx-core's module, by ltx-core's loader."""
+    from ltx_core.loader.single_gpu_model_builder import SingleGPUModelBuilder
+
+    return SingleGPUModelBuilder(configurator, str(path), key_filter).build(torch.device("cpu"), dtype).eval()
+
+
+def rewrite(source, destination, change, metadata_change=None):
+    """A copy of a safetensors file with `change` applied to its tensors and `metadata_change` to its config."""
+    with safe_open(source, "pt") as file:
+        metadata = dict(file.metadata())
+    config = json.loads(metadata["config"]) | (metadata_change or {})
+    tensors = load_file(source)
+    change(tensors)
+    save_file(tensors, destination, metadata | {"config": json.dumps(config)})
+    return destination
+
+
+def test_importing_the_module_does_not_import_ltx_core():
+    code = "import sys, ltx_neuron.decode; sys.exit(any(name.startswith('ltx_core') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+def test_ltx_core_imports_where_torchaudio_cannot_be_imported():
+    code = (
+        "import sys, importlib.util; sys.modules['torchaudio'] = None\n"
+        "from ltx_neuron.decode import import_ltx_core\n"
+        "import_ltx_core(); stub = sys.modules['torchaudio']; import_ltx_core()\n"
+        "import ltx_core.model.audio_vae\n"
+        "assert sys.modules['torchaudio'] is stub and importlib.util.find_spec('torchaudio')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_image_is_encoded_as_ltx_core_does(tiny, dtype):
+    from ltx_core.model.video_vae import VAE_ENCODER_COMFY_KEYS_FILTER, VideoEncoderConfigurator
+
+    encoder = reference(VideoEncoderConfigurator, tiny.checkpoint, VAE_ENCODER_COMFY_KEYS_FILTER, dtype)
+    pixels = latent((1, 3, 1, 64, 96)).clip(-1, 1)
+    with torch.no_grad():
+        wanted = encoder(pixels.to(dtype))
+    got = host_models(tiny, dtype).encode_image(pixels)
+    assert got.shape == (1, 128, 1, 2, 3)
+    assert got.dtype == dtype
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind, shape", [("spatial", (1, 128, 3, 4, 6)), ("temporal", (1, 128, 5, 2, 3))])
+def test_a_latent_is_upsampled_as_ltx_core_does(tiny, kind, shape):
+    from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video
+    from ltx_core.model.video_vae import VAE_ENCODER_COMFY_KEYS_FILTER, VideoEncoderConfigurator
+
+    encoder = reference(VideoEncoderConfigurator, tiny.checkpoint, VAE_ENCODER_COMFY_KEYS_FILTER)
+    upsampler = reference(LatentUpsamplerConfigurator, getattr(tiny, f"{kind}_upsampler"))
+    small = latent((1, 128, 3, 2, 3))
+    with torch.no_grad():
+        wanted = upsample_video(small, encoder, upsampler)
+    got = host_models(tiny).upsample(small, kind)
+    assert got.shape == shape
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frames_are_decoded_in_the_references_default_tiles(tiny, dtype):
+    from ltx_core.model.video_vae import (
+        VAE_DECODER_COMFY_KEYS_FILTER,
+        TilingConfig,
+        VideoDecoderConfigurator,
+        decode_video,
+    )
+
+    decoder = reference(VideoDecoderConfigurator, tiny.checkpoint, VAE_DECODER_COMFY_KEYS_FILTER, dtype)
+    with torch.no_grad():
+        wanted = torch.cat(list(decode_video(latent(VIDEO_SHAPE).to(dtype), decoder, TilingConfig.default())))
+        untiled = torch.cat(list(decode_video(latent(VIDEO_SHAPE).to(dtype), decoder)))
+    got = host_models(tiny, dtype).decode_video(latent(VIDEO_SHAPE))
+    assert got.shape == (73, 64, 96, 3)
+    assert got.dtype == torch.uint8
+    assert torch.equal(got, wanted)
+    assert not torch.equal(got, untiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
+    import_ltx_core()
+    from ltx_core.model import audio_vae
+
+    decoder = reference(
+        audio_vae.AudioDecoderConfigurator, tiny.checkpoint, audio_vae.AUDIO_VAE_DECODER_COMFY_KEYS_FILTER
+    )
+    vocoder = reference(audio_vae.VocoderConfigurator, tiny.checkpoint, audio_vae.VOCODER_COMFY_KEYS_FILTER)
+    sound = latent(AUDIO_SHAPE).to(dtype)
+    with torch.no_grad():
+        wanted = audio_vae.decode_audio(sound.float(), decoder, vocoder)
+    models = host_models(tiny, dtype)
+    got = models.decode_audio(sound)
+    assert got.shape == (2, (4 * AUDIO_SHAPE[2] - 3) * 480)
+    assert got.dtype == torch.float32
+    assert models.sample_rate == wanted.sampling_rate == 48000
+    assert torch.equal(got, wanted.waveform)
+
+
+def test_a_model_is_built_once_until_it_is_released(tiny):
+    models = host_models(tiny)
+    first = models.video_statistics
+    assert models.video_statistics is first
+    models.release()
+    assert models.video_statistics is not first
+    assert models.dtype == torch.float32
+
+
+def test_every_wrong_tensor_is_listed_in_one_error(tiny, tmp_path):
+    def damage(tensors):
+        del tensors["vae.decoder.conv_in.conv.bias"]
+        tensors["vae.decoder.surplus"] = torch.zeros(1)
+        tensors["vae.per_channel_statistics.std-of-means"] = torch.zeros(3)
+
+    models = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "damaged.safetensors", damage))
+    with pytest.raises(UserError) as error:
+        models.decode_video(latent((1, 128, 1, 2, 2)))
+    assert "missing vae.decoder.conv_in.conv.bias" in str(error.value)
+    assert "unexpected vae.decoder.surplus" in str(error.value)
+    assert "wrong shape vae.per_channel_statistics.std-of-means: got (3,), wanted (128,)" in str(error.value)
+    assert "--checkpoint-path" in str(error.value)
+
+
+def test_statistics_that_nobody_reads_are_left_alone(tiny, tmp_path):
+    def add(tensors):
+        tensors["vae.per_channel_statistics.mean-of-stds"] = torch.zeros(128)
+
+    models = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "older.safetensors", add))
+    assert models.decode_video(latent((1, 128, 1, 2, 2))).shape == (1, 64, 64, 3)
+
+
+@pytest.mark.parametrize("kind, other", [("spatial", "temporal"), ("temporal", "spatial")])
+def test_an_upsampler_of_the_other_kind_is_refused(tiny, kind, other):
+    models = host_models(tiny, **{f"{kind}_upsampler_path": getattr(tiny, f"{other}_upsampler")})
+    with pytest.raises(UserError, match=f"--{kind}-upsampler-path wants a {kind} .* got a {other} one"):
+        models.upsample(latent((1, 128, 3, 2, 3)), kind)
+
+
+def test_a_spatial_upsampler_of_another_factor_is_refused(tiny, tmp_path):
+    path = rewrite(tiny.spatial_upsampler, tmp_path / "x1.5.safetensors", lambda _: None, {"spatial_scale": 1.5})
+    with pytest.raises(UserError, match="factor 2.*spatial scale 1.5"):
+        host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))
+
+
+def test_a_file_that_describes_no_upsampler_is_refused(tiny):
+    with pytest.raises(UserError, match="got a file that describes none"):
+        host_models(tiny, spatial_upsampler_path=tiny.checkpoint).upsample(latent((1, 128, 3, 2, 3)))
+
+
+def test_upsampling_without_a_file_names_the_flag_to_type(tiny):
+    with pytest.raises(UserError, match="--temporal-upsampler-path FILE"):
+        host_models(tiny, temporal_upsampler_path=None).upsample(latent((1, 128, 3, 2, 3)), "temporal")
+
+
+@pytest.mark.parametrize("content", [None, b"version https://git-lfs.github.com/spec/v1"])
+def test_an_unreadable_file_names_the_flag_to_type(tiny, tmp_path, content):
+    path = tmp_path / "upsampler.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read as a safetensors file.*\n.*--spatial-upsampler-path FILE"):
+        host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))

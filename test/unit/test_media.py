@@ -1,0 +1,202 @@
+"""Images in, videos, frames and sound out; the conditioning image against ltx-pipelines' own function."""
+
+import os
+import wave
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ltx_neuron import media
+from ltx_neuron.decode import import_ltx_core
+from ltx_neuron.errors import UserError
+
+# An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own: 2 ms covers both.
+DURATION_TOLERANCE = 2e-3
+# H.264 at the default quality moves a smooth picture by 1.8 counts of 255 on average (measured), half of it from
+# halving the colour resolution; decoded with the wrong matrix (BT.601) it is 6 or more.
+PICTURE_TOLERANCE = 3.0
+# A sine survives AAC at 0.999 or better; one AAC frame of delay (1024 samples) makes it 0.5 or less.
+SOUND_CORRELATION = 0.99
+
+
+def picture(height, width, shift=0.0):
+    """A smooth, colourful picture, uint8 (height, width, 3)."""
+    y, x = np.arange(height)[:, None, None], np.arange(width)[None, :, None]
+    return (127 + 100 * np.sin((x / 40 + y / 55 + shift) * np.array([0.5, 1.0, 1.5]))).astype(np.uint8)
+
+
+def clip(count, height=64, width=96):
+    return torch.from_numpy(np.stack([picture(height, width, index / 9) for index in range(count)]))
+
+
+def sine(samples):
+    return 0.5 * torch.sin(torch.arange(samples) / 20).expand(2, -1)
+
+
+def saved(image, path):
+    image.save(path)
+    return path
+
+
+@pytest.mark.parametrize("size", [(301, 517), (64, 96), (33, 700), (720, 407)])
+@pytest.mark.parametrize("crf", [33, 18, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_image_becomes_the_same_pixels_as_in_ltx_pipelines(tmp_path, size, crf, dtype):
+    import_ltx_core()
+    from ltx_pipelines.utils.media_io import load_image_conditioning
+
+    path = saved(Image.fromarray(picture(*size)), tmp_path / "image.png")
+    wanted = load_image_conditioning(str(path), 128, 192, dtype, torch.device("cpu"), crf)
+    got = media.load_image(path, 128, 192, crf, dtype)
+    assert got.shape == (1, 3, 1, 128, 192)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("mode, suffix", [("RGBA", "png"), ("LA", "png"), ("L", "png"), ("P", "png"), ("CMYK", "tiff")])
+def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path, mode, suffix):
+    image = Image.fromarray(picture(64, 96)).convert(mode)
+    path = saved(image, tmp_path / f"image.{suffix}")
+    wanted = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1
+    assert torch.equal(media.load_image(path, 64, 96, crf=0)[0, :, 0], wanted)
+
+
+def test_a_sixteen_bit_grey_image_keeps_its_shades(tmp_path):
+    shades = np.array(Image.fromarray(picture(64, 96)).convert("L"))
+    path = saved(Image.fromarray(shades.astype(np.uint16) * 257), tmp_path / "image.png")
+    assert torch.equal(media.load_image(path, 64, 96, crf=0)[0, 0, 0], torch.from_numpy(shades) / 127.5 - 1)
+
+
+def test_what_is_no_image_is_a_users_error(tmp_path):
+    (tmp_path / "text.png").write_text("hello")
+    whole = saved(Image.fromarray(picture(64, 96)), tmp_path / "whole.png").read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    for path in (tmp_path, tmp_path / "text.png", tmp_path / "half.png"):
+        with pytest.raises(UserError, match="cannot be read as an image.*\n.*--image FILE"):
+            media.load_image(path, 64, 96)
+    with pytest.raises(UserError, match="there is no image .*--image FILE"):
+        media.load_image(tmp_path / "absent.png", 64, 96)
+
+
+@pytest.mark.parametrize("width, height, message", [
+    (20000, 20000, "too large"),
+    (10000, 10000, "too large"),
+    (17000, 4, "2 to 16384"),
+    (1, 50, "2 to 16384"),
+    (2, 16000, "too narrow"),
+])  # fmt: skip
+def test_an_image_of_an_unusable_size_is_a_users_error(tmp_path, width, height, message):
+    path = saved(Image.new("1", (width, height)), tmp_path / "image.png")
+    with pytest.raises(UserError, match=message):
+        media.load_image(path, 384, 512)
+
+
+@pytest.mark.parametrize("frames, frame_rate, samples", [
+    (17, 24.0, 33120),     # sound a little shorter than the video
+    (25, 29.97, 60000),    # much longer
+    (9, 12.5, 480),        # almost none
+    (1, 24.0, 480),
+])  # fmt: skip
+def test_a_video_and_its_sound_last_equally_long(tmp_path, frames, frame_rate, samples):
+    path = tmp_path / "new folder" / "out.mp4"
+    media.write_video(path, clip(frames), frame_rate, sine(samples), 48000)
+    found = media.read_video(path)
+    seconds = float(frames / media.exact_frame_rate(frame_rate))
+    assert found["frame_count"] == frames
+    assert found["frame_rate"] == media.exact_frame_rate(frame_rate)
+    assert found["video_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
+    assert found["audio_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
+    assert (found["width"], found["height"]) == (96, 64)
+    assert (found["video_codec"], found["pixel_format"]) == ("h264", "yuv420p")
+    assert (found["audio_codec"], found["channels"], found["sample_rate"]) == ("aac", 2, 48000)
+
+
+def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):
+    import av
+
+    frames, waveform = clip(17), sine(34000)
+    media.write_video(tmp_path / "out.mp4", frames, 24.0, waveform, 48000)
+    with av.open(str(tmp_path / "out.mp4")) as container:
+        shown = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+        container.seek(0)
+        heard = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)[:, :34000]
+        assert container.streams.video[0].codec_context.colorspace == media.BT709
+    assert np.abs(shown.astype(int) - frames.numpy().astype(int)).mean() < PICTURE_TOLERANCE
+    assert np.corrcoef(heard[0], waveform[0])[0, 1] > SOUND_CORRELATION
+
+
+def test_the_same_video_is_written_in_the_same_bytes(tmp_path):
+    # 192 wide: a width at which x264's macroblock tree, were it on, differs from run to run.
+    for name in ("first.mp4", "second.mp4", "third.mp4", "fourth.mp4"):
+        media.write_video(tmp_path / name, clip(17, 128, 192), 24.0, sine(33120), 48000)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_a_failed_video_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "out.mp4"
+    path.write_bytes(b"an earlier result")
+    # By then the video is encoded: a partial file exists.
+    monkeypatch.setattr("av.AudioFrame", None)
+    with pytest.raises(AttributeError):
+        media.write_video(path, clip(3), 24.0, sine(100), 48000)
+    assert path.read_bytes() == b"an earlier result"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("written, exact", [
+    (24, Fraction(24)),
+    (24.0, Fraction(24)),
+    (5.0, Fraction(5)),
+    (29.97, Fraction(30000, 1001)),
+    (23.976, Fraction(24000, 1001)),
+    (23.98, Fraction(24000, 1001)),
+    (59.94, Fraction(60000, 1001)),
+    (30000 / 1001, Fraction(30000, 1001)),
+    (12.5, Fraction(25, 2)),
+    (23.9, Fraction(239, 10)),
+])  # fmt: skip
+def test_a_broadcast_frame_rate_is_recognised(written, exact):
+    assert media.exact_frame_rate(written) == exact
+
+
+def test_frames_are_written_as_lossless_pictures_without_those_of_a_longer_run(tmp_path):
+    folder = tmp_path / "new" / "frames"
+    media.write_frames(folder, clip(5))
+    (folder / "notes.txt").write_text("kept")
+    media.write_frames(folder, clip(3))
+    assert sorted(os.listdir(folder)) == ["frame_00000.png", "frame_00001.png", "frame_00002.png", "notes.txt"]
+    assert np.array_equal(np.array(Image.open(folder / "frame_00002.png")), clip(3)[2].numpy())
+
+
+def test_a_wav_holds_the_clipped_sixteen_bit_samples(tmp_path):
+    waveform = torch.tensor([[0.0, 0.5, 2.0], [-2.0, -0.5, 1.0]])
+    media.write_wav(tmp_path / "out.wav", waveform, 48000)
+    with wave.open(str(tmp_path / "out.wav")) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (2, 2, 48000)
+        samples = np.frombuffer(file.readframes(3), "<i2").reshape(3, 2).T
+    assert samples.tolist() == [[0, 16383, 32767], [-32767, -16383, 32767]]
+
+
+def test_a_path_that_can_be_written_is_accepted_and_nothing_is_created(tmp_path):
+    media.check_writable(tmp_path / "out.mp4")
+    media.check_writable(tmp_path / "new" / "folder" / "OUT.MP4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_written_is_a_users_error(tmp_path, monkeypatch):
+    (tmp_path / "folder.mp4").mkdir()
+    (tmp_path / "file").write_text("")
+    for path, message in [
+        ("", "MP4"),
+        (tmp_path / "out.avi", "MP4"),
+        (tmp_path / "folder.mp4", "is a folder"),
+        (tmp_path / "file" / "out.mp4", "not a folder you may write to"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            media.check_writable(path)
+    # Root may write everywhere, so a folder without permission is played.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match="not a folder you may write to.*--output-path"):
+        media.check_writable(tmp_path / "out.mp4")

@@ -1,0 +1,315 @@
+"""The latency report: what is recorded, what is printed, and what makes the command line fail."""
+
+import copy
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ltx_neuron import report as latency
+from ltx_neuron.errors import UserError
+from ltx_neuron.report import PHASES, Recorder
+
+JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
+MEGABYTE = 1_000_000
+
+
+def recorded(stage_1=(900.0, 100.0, 110.0, 120.0), stage_2=(500.0, 300.0), peak_flops=1e12) -> dict:
+    recorder = Recorder()
+    for name in ("load_gemma3", "denoise_stage_1", "decode_video", "decode_video"):
+        with recorder.phase(name):
+            time.sleep(0.002)
+    for stage, steps in (("stage_1", stage_1), ("stage_2", stage_2)):
+        for milliseconds in steps:
+            recorder.step(stage, milliseconds, 0.75 * milliseconds)
+    recorder.counters.bytes_to_device_per_step = 2_000_000
+    recorder.counters.collectives_per_step = {"count": 96, "bytes": 5_000_000}
+    recorder.counters.flops_per_step = {"stage_1": 1e10, "stage_2": 3e10}
+    recorder.counters.peak_flops = peak_flops
+    return recorder.report(JOB, "cpu", 4, {"torch": "2.13"}, {"checkpoint": "abc"})
+
+
+def write(folder: Path, report: object, name: str = "run.json") -> str:
+    path = folder / name
+    path.write_text(json.dumps(report))
+    return str(path)
+
+
+def grow_and_shrink(connection, size: int) -> None:
+    connection.send("ready")
+    connection.recv()
+    held = bytearray(os.urandom(1024)) * (size // 1024)
+    time.sleep(0.2)
+    del held
+    connection.send("shrunk")
+    connection.recv()
+
+
+def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
+    recorder = Recorder()
+    with recorder.phase("load_gemma3"):
+        time.sleep(0.02)
+    time.sleep(0.05)
+    with recorder.phase("encode_text"):
+        time.sleep(0.01)
+    report = recorder.report({}, "cpu", 1, {}, {})
+    assert [phase["name"] for phase in report["phases"]] == ["load_gemma3", "encode_text"]
+    first, second = (phase["seconds"] for phase in report["phases"])
+    assert 0.02 <= first < 0.2 and 0.01 <= second < 0.2
+    assert report["residual_seconds"] == pytest.approx(report["end_to_end_seconds"] - first - second)
+    assert 0.05 <= report["residual_seconds"] < 0.5
+
+
+def test_phases_do_not_nest_and_have_only_the_known_names():
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="unknown phase 'cook'"), recorder.phase("cook"):
+        pass
+    with recorder.phase("upsample"):
+        with pytest.raises(RuntimeError, match="warmup starts inside phase upsample"), recorder.phase("warmup"):
+            pass
+        with pytest.raises(RuntimeError, match="inside phase upsample"):
+            recorder.report({}, "cpu", 1, {}, {})
+    with recorder.phase("warmup"):
+        pass
+
+
+def test_a_phase_that_fails_lets_the_error_through_and_the_next_phase_start():
+    recorder = Recorder()
+    with pytest.raises(ZeroDivisionError), recorder.phase("warmup"):
+        raise ZeroDivisionError
+    with recorder.phase("warmup"):
+        pass
+
+
+def test_peak_memory_sees_a_child_that_grows_and_shrinks_within_the_phase():
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=grow_and_shrink, args=(there, 60 * MEGABYTE))
+    child.start()
+    assert here.poll(60) and here.recv() == "ready"
+    recorder = Recorder()
+    with recorder.phase("load_transformer"):
+        pass
+    with recorder.phase("denoise_stage_1"):
+        here.send("grow")
+        assert here.poll(60) and here.recv() == "shrunk"
+    with recorder.phase("unload_transformer"):
+        pass
+    here.send("end")
+    child.join()
+    before, during, after = (phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"])
+    assert 50 * MEGABYTE < during - before < 90 * MEGABYTE
+    assert during - after > 50 * MEGABYTE
+
+
+def test_peak_memory_sees_a_grandchild_that_starts_within_the_phase():
+    grandchild = f"import time; held = b'x' * {60 * MEGABYTE}; print(1, flush=True); time.sleep(60)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    recorder = Recorder()
+    with recorder.phase("load_gemma3"):
+        pass
+    with recorder.phase("encode_text"):
+        process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=True)
+        process.stdout.readline()
+    os.killpg(process.pid, 9)
+    process.wait()
+    process.stdout.close()
+    before, during = (phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"])
+    assert during - before > 60 * MEGABYTE
+
+
+def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_the_phase(monkeypatch):
+    monkeypatch.setattr(latency._PeakMemory, "SHARE_OF_CORE", 0.02)  # list often, not at every sample
+    recorder = Recorder()
+    with recorder.phase("load_gemma3"):
+        pass
+    with recorder.phase("decode_audio"):
+        for size in (1, 60 * MEGABYTE):
+            subprocess.run([sys.executable, "-c", f"import time; held = b'x' * {size}; time.sleep(0.8)"], check=True)
+            time.sleep(0.1)
+    before, during = (phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"])
+    assert during - before > 60 * MEGABYTE
+
+
+def test_sampling_is_cheap_and_ends_with_the_phase():
+    recorder = Recorder()
+    names = [thread.name for thread in latency.threading.enumerate()]
+    began = time.process_time()
+    with recorder.phase("encode_mp4"):
+        time.sleep(1)
+    assert time.process_time() - began < 0.05  # about 0.01; the rest is room for a busy machine
+    assert [thread.name for thread in latency.threading.enumerate()] == names
+
+
+def test_the_report_has_exactly_the_fields_of_schema_1():
+    report = recorded()
+    assert list(report) == [
+        "schema", "job", "profile", "tp", "versions", "identity", "phases", "denoise_steps_ms", "warm_step_ms",
+        "bytes_to_device_per_step", "collectives_per_step", "flops_per_step", "percent_of_peak", "end_to_end_seconds",
+        "residual_seconds"]
+    assert {key: report[key] for key in ("schema", "job", "profile", "tp", "versions", "identity")} == {
+        "schema": 1, "job": JOB, "profile": "cpu", "tp": 4, "versions": {"torch": "2.13"},
+        "identity": {"checkpoint": "abc"}}
+    assert all(list(phase) == ["name", "seconds", "peak_rss_bytes"] for phase in report["phases"])
+    assert report["collectives_per_step"] == {"count": 96, "bytes": 5_000_000}
+    assert report["bytes_to_device_per_step"] == 2_000_000
+    latency.validate(report)
+    latency.validate(Recorder().report({}, "cpu", 1, {}, {}))
+
+
+def test_the_cold_step_is_kept_in_the_list_and_stays_out_of_the_warm_numbers():
+    report = recorded()
+    assert report["denoise_steps_ms"] == {"stage_1": [900, 100, 110, 120], "stage_2": [500, 300]}
+    assert report["warm_step_ms"]["stage_1"] == {"median": 110, "p90": pytest.approx(118), "host": 27.5, "device": 82.5}
+    assert report["warm_step_ms"]["stage_2"] == {"median": 300, "p90": 300, "host": 75, "device": 225}
+
+
+@pytest.mark.parametrize("steps", [(), (500.0,)])
+def test_a_stage_without_a_warm_step_has_null_numbers(steps):
+    report = recorded(stage_1=steps, stage_2=())
+    assert report["denoise_steps_ms"] == {"stage_1": list(steps), "stage_2": []}
+    assert report["warm_step_ms"]["stage_1"] == {"median": None, "p90": None, "host": None, "device": None}
+    assert report["percent_of_peak"] is None
+    assert "no warm step" in latency.table(report)
+    latency.validate(report)
+
+
+def test_impossible_steps_and_misspelt_counters_are_refused():
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="unknown stage 'stage_3'"):
+        recorder.step("stage_3", 1.0, 1.0)
+    with pytest.raises(ValueError, match="5 ms, 6 ms of it on the device"):
+        recorder.step("stage_1", 5, 6)
+    with pytest.raises(AttributeError):
+        recorder.counters.flops = 1
+
+
+def test_percent_of_peak_is_that_of_the_last_stage_and_null_without_a_peak():
+    assert recorded()["flops_per_step"] == 3e10
+    assert recorded()["percent_of_peak"] == pytest.approx(10)  # 3e10 FLOP in 0.3 s at 1e12 FLOP/s
+    one_stage = recorded(stage_2=())
+    assert one_stage["flops_per_step"] == 1e10
+    assert one_stage["percent_of_peak"] == pytest.approx(100 * 1e10 / 0.110 / 1e12)
+    assert recorded(peak_flops=None)["percent_of_peak"] is None
+
+
+def test_the_report_is_written_whole_or_not_at_all(tmp_path):
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="call report"):
+        recorder.write(tmp_path / "run.json")
+    report = recorder.report(JOB, "cpu", 4, {}, {})
+    recorder.write(tmp_path / "new" / "run.json")
+    assert latency.load(tmp_path / "new" / "run.json") == report
+    recorder.report({("not", "a", "key"): 1}, "cpu", 4, {}, {})
+    with pytest.raises(TypeError):
+        recorder.write(tmp_path / "new" / "run.json")
+    assert os.listdir(tmp_path / "new") == ["run.json"]
+    assert latency.load(tmp_path / "new" / "run.json") == report
+
+
+def test_the_table_shows_every_part_within_100_columns():
+    text = latency.table(recorded())
+    assert max(map(len, text.splitlines())) <= 100
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert rows["stage_1"] == ["stage_1", "4", "900.000", "110.000", "118.000", "27.500", "82.500"]
+    assert rows["stage_2"] == ["stage_2", "2", "500.000", "300.000", "300.000", "75.000", "225.000"]
+    assert text.count("decode_video") == 1 and float(rows["decode_video"][1]) >= 0.004  # two of 2 ms, summed
+    assert rows["end"][-2:] == ["100.0", "%"]
+    for part in ("residual", "bytes to device per step  2.000 MB", "96, 5.000 MB", "percent of peak           10.0 %"):
+        assert part in text
+    assert "no peak for this profile" in latency.table(recorded(peak_flops=None))
+
+
+def test_comparison_shows_ratios_and_what_differs_between_the_jobs():
+    before, after = recorded(), recorded(stage_1=(900.0, 55.0))
+    after["job"] = {**JOB, "height": 768}
+    text = latency.compare(before, after)
+    assert "warm_step_ms.stage_1.median" in text and "differs: job.height: 384 -> 768" in text
+    line = next(line for line in text.splitlines() if line.startswith("warm_step_ms.stage_1.median"))
+    assert line.split()[1:] == ["110.000", "55.000", "0.500"]
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda report: report.update(schema=2), "not a latency report of schema 1: its schema is 2"),
+    (lambda report: report.pop("phases"), r"missing \['phases'\]"),
+    (lambda report: report.update(extra=1), r"unexpected \['extra'\]"),
+    (lambda report: report.update(tp=True), "tp: got True, wanted int"),
+    (lambda report: report.update(end_to_end_seconds=None), "end_to_end_seconds: got None"),
+    (lambda report: report.update(residual_seconds=float("nan")), "residual_seconds: got nan"),
+    (lambda report: report["phases"][1].update(seconds="1"), r"phases\[1\]: seconds: got '1', wanted int \| float"),
+    (lambda report: report["phases"][1].update(name="cook"), "unknown phase 'cook'"),
+    (lambda report: report["denoise_steps_ms"].update(stage_1={}), "stage_1: got {}, wanted list"),
+])
+def test_a_file_that_is_not_a_report_is_refused_by_name(change, message):
+    report = copy.deepcopy(recorded())
+    change(report)
+    with pytest.raises(UserError, match=message):
+        latency.validate(report, "run.json")
+
+
+@pytest.mark.parametrize("other", [[], None, "text", {}])
+def test_other_json_is_refused(other):
+    with pytest.raises(UserError, match="not a latency report of schema 1"):
+        latency.validate(other)
+
+
+def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_path, capsys):
+    path = write(tmp_path, recorded())
+    latency.main([path, "--max", "warm_step_ms.stage_1.median=110", "end_to_end_seconds=60"])
+    with pytest.raises(SystemExit) as stop:
+        latency.main([path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5"])
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == f"{path}: warm_step_ms.stage_1.median is 110, allowed is 109.5\n"
+    with pytest.raises(SystemExit):
+        latency.main([path, "--max", "phases.decode_video.seconds=0.003"])  # two of 2 ms, summed
+
+
+@pytest.mark.parametrize("limit, message", [
+    ("warm_step_ms.stage1.median=1", "is not a number of this report; near it: warm_step_ms.stage_1.median"),
+    ("percent_of_peak=1", "has no value in this run"),
+    ("profile=1", "profile is not a number"),
+    ("end_to_end_seconds", "wanted NAME=VALUE"),
+    ("end_to_end_seconds=fast", "wanted NAME=VALUE"),
+    ("end_to_end_seconds=nan", "wanted NAME=VALUE"),
+])
+def test_a_limit_that_cannot_be_checked_is_an_error(limit, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        latency.main([write(tmp_path, recorded(peak_flops=None)), "--max", limit])
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "ltx_neuron.report", *arguments], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(latency.__file__).parents[1])})
+
+
+def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(tmp_path):
+    a, b = write(tmp_path, recorded(), "a.json"), write(tmp_path, recorded(), "b.json")
+    good = command(a, b)
+    assert good.returncode == 0 and "B/A" in good.stdout and good.stdout.count("end to end") == 2
+    assert command(a, "--max", "end_to_end_seconds=0").returncode == 1
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    for path in (broken, tmp_path / "absent.json", tmp_path):
+        bad = command(str(path))
+        assert bad.returncode == 2 and bad.stderr.startswith(f"error: cannot read {path}"), bad.stderr
+        assert "Traceback" not in bad.stderr
+
+
+@pytest.mark.parametrize("reports", [
+    lambda: recorded(), lambda: [recorded(), recorded(stage_1=(174e3, 300.0))],
+    lambda: Recorder().report({}, "cpu", 1, {}, {})], ids=["one", "two", "empty"])
+def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    latency.plot(reports(), tmp_path / "new" / "plot.png")
+    assert image.imread(tmp_path / "new" / "plot.png").shape[:2] == (500, 1200)
+
+
+def test_phase_names_are_those_of_the_documented_report():
+    assert PHASES == ("load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "warmup", "denoise_stage_1",
+                      "upsample", "denoise_stage_2", "unload_transformer", "decode_video", "decode_audio", "encode_mp4")
