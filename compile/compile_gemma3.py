@@ -1,6 +1,6 @@
 """Trace the encoder-only Gemma3 (one graph per bucket of tokens) and the text connectors.
 
-  python compile/compile_gemma3.py --gemma-root DIR --checkpoint-path CKPT
+python compile/compile_gemma3.py --gemma-root DIR --checkpoint-path CKPT
 """
 
 import sys

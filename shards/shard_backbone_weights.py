@@ -1,6 +1,6 @@
 """Cut the DiT's weights into one file per rank.
 
-  python shards/shard_backbone_weights.py --checkpoint-path CKPT --tp-degree 4
+python shards/shard_backbone_weights.py --checkpoint-path CKPT --tp-degree 4
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Cut the text encoder's, its projections' and the connectors' weights into one file per rank.
 
-  python shards/shard_gemma3_weights.py --gemma-root DIR --checkpoint-path CKPT --tp-degree 4
+python shards/shard_gemma3_weights.py --gemma-root DIR --checkpoint-path CKPT --tp-degree 4
 """
 
 import sys

@@ -1,10 +1,9 @@
 """Generate a video with sound from a prompt.
 
-  python src/generate_ltx23.py --neuron-gemma --checkpoint-path CKPT --gemma-root DIR --prompt "..." --output-path out.mp4
+python src/generate_ltx23.py --neuron-gemma --checkpoint-path CKPT --gemma-root DIR --prompt "..." --output-path out.mp4
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 

@@ -30,9 +30,7 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
     path = folder(artifacts, identity)
     if (path / MANIFEST).is_file():
         return path
-    others = [
-        other for other in _identities(Path(artifacts) / identity["kind"]) if other.get("model") == identity["model"]
-    ]
+    others = [other for other in _identities(Path(artifacts) / identity["kind"]) if other.get("model") == identity["model"]]
     what = f"{identity['model']} {identity['kind']}"
     if not others:
         raise UserError(f"no {what} in {artifacts}\nMake them: {command}")

@@ -168,7 +168,11 @@ def write_tensors(path: Path, entries: list[Entry], dtype: torch.dtype, metadata
     header, offset = {"__metadata__": metadata}, 0
     for entry in entries:
         length = torch.Size(entry.shape).numel() * dtype.itemsize
-        header[entry.name] = {"dtype": _NAMES[dtype], "shape": list(entry.shape), "data_offsets": [offset, offset + length]}
+        header[entry.name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + length],
+        }
         offset += length
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts on a multiple of 8

@@ -25,6 +25,7 @@ from ltx_neuron.modulation import (
 from ltx_neuron.parallel import Comm, FeedForward, rms_norm
 from ltx_neuron.rope import Rope
 
+
 class Modulation:
     """The AdaLN rows of one stream at one step, (U, 17, D) for U distinct timesteps, with `mask` (T, U) one-hot."""
 

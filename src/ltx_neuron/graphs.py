@@ -74,9 +74,7 @@ class TailOutputs(NamedTuple):
 
 _INSIDE_STEP = {*HeadOutputs._fields}
 _STEP_FIELDS = [*HeadInputs._fields, *BlockInputs._fields, *TailInputs._fields]
-StepInputs = NamedTuple(
-    "StepInputs", [(name, Tensor) for name in dict.fromkeys(_STEP_FIELDS) if name not in _INSIDE_STEP]
-)
+StepInputs = NamedTuple("StepInputs", [(name, Tensor) for name in dict.fromkeys(_STEP_FIELDS) if name not in _INSIDE_STEP])
 StepInputs.__doc__ = "The whole step: what head, blocks and tail take from outside."
 
 

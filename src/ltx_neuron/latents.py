@@ -57,7 +57,10 @@ def video_positions(shape: tuple[int, int, int], frame_rate: float) -> Tensor:
 
 def keyframe_positions(rows: int, columns: int, frame_index: int, frame_rate: float, extent: int = 1) -> Tensor:
     """Mid-points (1, 3, h*w) of an appended keyframe's tokens; it lasts `extent` frames (ltx-core 1.0.0: 8)."""
-    start, end = torch.tensor([float(frame_index)]) / frame_rate, torch.tensor([float(frame_index + extent)]) / frame_rate
+    start, end = (
+        torch.tensor([float(frame_index)]) / frame_rate,
+        torch.tensor([float(frame_index + extent)]) / frame_rate,
+    )
     return _grid((start + end) / 2.0, rows, columns)
 
 

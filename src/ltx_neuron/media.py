@@ -27,9 +27,7 @@ X264_OPTIONS = {"mbtree": "0"}
 BT709, LIMITED_RANGE = 1, 1
 
 
-def load_image(
-    path: str | Path, height: int, width: int, crf: int = 33, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def load_image(path: str | Path, height: int, width: int, crf: int = 33, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The image as pixels (1, 3, 1, height, width) in [-1, 1], as ltx_pipelines.utils.media_io.load_image_conditioning.
 
     One H.264 round trip at `crf` gives it the texture of the video frames the model was trained on (0 skips it); then
@@ -58,9 +56,7 @@ def check_image(path: str | Path) -> None:
     _decode_image(path)
 
 
-def write_video(
-    path: str | Path, frames: torch.Tensor, frame_rate: float, waveform: torch.Tensor, sample_rate: int
-) -> None:
+def write_video(path: str | Path, frames: torch.Tensor, frame_rate: float, waveform: torch.Tensor, sample_rate: int) -> None:
     """Write an MP4 with H.264 video and AAC stereo sound, whole or not at all; the same input gives the same bytes.
 
     `frames` is uint8 (N, H, W, 3) with even H and W, `waveform` float32 (2, samples) in [-1, 1] at `sample_rate`. The

@@ -48,9 +48,7 @@ class Pipeline:
         self.workspace, self.recorder = workspace, recorder
         self.neuron_gemma, self.compat, self.warmup = neuron_gemma, compat_1_0_0, warmup
         self.spatial_upsampler_path = spatial_upsampler_path
-        self.host = HostModels(
-            workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype, spatial_upsampler_path
-        )
+        self.host = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype, spatial_upsampler_path)
 
     def check(self, jobs: list[Job]) -> dict[str, "Program"]:
         """Validate jobs and find every artifact they need; returns the DiT programs by bucket name."""
@@ -68,7 +66,7 @@ class Pipeline:
                 programs[bucket.name] = Program(bucket, manifest)
         self.workspace.dit_weights()
         if self.neuron_gemma:
-            self.workspace.gemma3_weights(), self.workspace.text_programs()
+            self.workspace.gemma3_weights(), self.workspace.text_programs(self.workspace.profile.text_buckets)
         else:
             _ = self.workspace.gemma, self.workspace.gemma_source
         return programs
@@ -86,7 +84,7 @@ class Pipeline:
             with phase("load_gemma3"):
                 if self.neuron_gemma:
                     ranks = Ranks(workspace.profile, workspace.tp)
-                encoder = self._text_encoder(ranks)
+                encoder = self._text_encoder(ranks, ids)
             with phase("encode_text"):
                 contexts = [encoder.encode(tokens) for tokens in ids]
             with phase("unload_gemma3"):
@@ -107,20 +105,23 @@ class Pipeline:
         for job, tensors in zip(jobs, denoised, strict=True):
             yield self._decode(job, tensors)
 
-    def _text_encoder(self, ranks: Ranks | None):
+    def _text_encoder(self, ranks: Ranks | None, ids: list[list[int]]):
         workspace = self.workspace
         if ranks is None:
             return text.HostTextEncoder(workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype)
-        ranks.load(workspace.gemma3_weights(), workspace.text_programs(), workspace.dtype)
-        return text.RankTextEncoder(
-            ranks, workspace.gemma3_weights(), workspace.gemma, workspace.transformer, workspace.profile.text_buckets,
-            workspace.dtype,
-        )  # fmt: skip
+        buckets = tuple({text.bucket_for(tokens, workspace.profile.text_buckets) for tokens in ids})
+        weights = workspace.gemma3_weights()
+        ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
+        return text.RankTextEncoder(ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype)
 
     def _denoise(self, ranks: Ranks, programs: dict, adaln: dict, job: Job, contexts: text.Contexts) -> dict[str, Tensor]:
         """All stages of a job; returns its named tensors up to the final latents."""
         dtype = self.workspace.dtype
-        tensors = {"attention_mask": contexts.attention_mask, "video_context": contexts.video, "audio_context": contexts.audio}
+        tensors = {
+            "attention_mask": contexts.attention_mask,
+            "video_context": contexts.video,
+            "audio_context": contexts.audio,
+        }
         if contexts.hidden_states is not None:
             tensors["hidden_states"] = contexts.hidden_states
         generator = torch.Generator().manual_seed(job.seed)  # one for the whole run, drawn in the reference's order

@@ -1,8 +1,8 @@
 """Where a run's time goes: record it, print it, compare two runs, plot them, and guard it with thresholds.
 
-    python -m ltx_neuron.report run.json
-    python -m ltx_neuron.report before.json after.json --plot steps.png
-    python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 phases.decode_video.seconds=5
+python -m ltx_neuron.report run.json
+python -m ltx_neuron.report before.json after.json --plot steps.png
+python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 phases.decode_video.seconds=5
 """
 
 import argparse
@@ -24,18 +24,38 @@ import psutil
 
 from ltx_neuron.errors import UserError, run
 
-PHASES = ("load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "warmup", "denoise_stage_1", "upsample",
-          "denoise_stage_2", "unload_transformer", "decode_video", "decode_audio", "encode_mp4")
+PHASES = (
+    "load_gemma3",
+    "encode_text",
+    "unload_gemma3",
+    "load_transformer",
+    "warmup",
+    "denoise_stage_1",
+    "upsample",
+    "denoise_stage_2",
+    "unload_transformer",
+    "decode_video",
+    "decode_audio",
+    "encode_mp4",
+)
 STAGES = ("stage_1", "stage_2")
 
 _SCHEMA = {
-    "schema": int, "job": dict, "profile": str, "tp": int, "versions": dict, "identity": dict,
+    "schema": int,
+    "job": dict,
+    "profile": str,
+    "tp": int,
+    "versions": dict,
+    "identity": dict,
     "phases": [{"name": str, "seconds": int | float, "peak_rss_bytes": int}],
     "denoise_steps_ms": {stage: [int | float] for stage in STAGES},
     "warm_step_ms": {stage: dict.fromkeys(("median", "p90", "host", "device"), int | float | None) for stage in STAGES},
-    "bytes_to_device_per_step": int | float, "collectives_per_step": {"count": int | float, "bytes": int | float},
-    "flops_per_step": int | float | None, "percent_of_peak": int | float | None,
-    "end_to_end_seconds": int | float, "residual_seconds": int | float,
+    "bytes_to_device_per_step": int | float,
+    "collectives_per_step": {"count": int | float, "bytes": int | float},
+    "flops_per_step": int | float | None,
+    "percent_of_peak": int | float | None,
+    "end_to_end_seconds": int | float,
+    "residual_seconds": int | float,
 }
 
 
@@ -147,7 +167,12 @@ class Recorder:
         flops = flops.get(last_stage) if isinstance(flops, dict) else flops
         peak, median = self.counters.peak_flops, warm[last_stage]["median"]
         self._report = {
-            "schema": 1, "job": job, "profile": profile, "tp": tp, "versions": versions, "identity": identity,
+            "schema": 1,
+            "job": job,
+            "profile": profile,
+            "tp": tp,
+            "versions": versions,
+            "identity": identity,
             "phases": [dict(phase) for phase in self._phases],
             "denoise_steps_ms": {stage: [total for total, _ in steps] for stage, steps in self._steps.items()},
             "warm_step_ms": warm,
@@ -177,17 +202,22 @@ def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:
         return dict.fromkeys(("median", "p90", "host", "device"))
     totals = [total for total, _ in warm]
     p90 = statistics.quantiles(totals, n=10, method="inclusive")[-1] if totals[1:] else totals[0]
-    return {"median": statistics.median(totals), "p90": p90,
-            "host": statistics.median(total - device for total, device in warm),
-            "device": statistics.median(device for _, device in warm)}
+    return {
+        "median": statistics.median(totals),
+        "p90": p90,
+        "host": statistics.median(total - device for total, device in warm),
+        "device": statistics.median(device for _, device in warm),
+    }
 
 
 def validate(report: object, source: str = "report") -> None:
     """Raise UserError, naming `source` and the field, unless the report has the fields and types of schema 1."""
     schema = report.get("schema") if isinstance(report, dict) else None
     if schema != 1:
-        raise UserError(f"{source} is not a latency report of schema 1: its schema is {schema}; "
-                        "make one with generate_ltx23.py --perf-dump-path")
+        raise UserError(
+            f"{source} is not a latency report of schema 1: its schema is {schema}; "
+            "make one with generate_ltx23.py --perf-dump-path"
+        )
     _check(report, _SCHEMA, source)
     for phase in report["phases"]:
         if phase["name"] not in PHASES:
@@ -201,8 +231,9 @@ def _check(value: object, wanted: object, where: str) -> None:
         raise UserError(f"{where}: got {value!r}, wanted {getattr(kind, '__name__', kind)}")
     if isinstance(wanted, dict):
         if wanted.keys() != value.keys():
-            raise UserError(f"{where}: missing {sorted(wanted.keys() - value.keys())}, "
-                            f"unexpected {sorted(value.keys() - wanted.keys())}")
+            raise UserError(
+                f"{where}: missing {sorted(wanted.keys() - value.keys())}, unexpected {sorted(value.keys() - wanted.keys())}"
+            )
         for name, part in wanted.items():
             _check(value[name], part, f"{where}: {name}")
     elif isinstance(wanted, list):
@@ -224,11 +255,21 @@ def table(report: dict) -> str:
     """The report as a person reads it on a terminal, at most 100 columns wide. 1 GB is 1e9 bytes, 1 MB 1e6."""
     job = ", ".join(f"{name} {textwrap.shorten(str(value), 60)}" for name, value in report["job"].items())
     whole = report["end_to_end_seconds"]
-    timed = [*_merged(report).items(), ("residual", {"seconds": report["residual_seconds"]}),
-             ("end to end", {"seconds": whole})]
+    timed = [
+        *_merged(report).items(),
+        ("residual", {"seconds": report["residual_seconds"]}),
+        ("end to end", {"seconds": whole}),
+    ]
     phases = [("phase", "seconds", "share", "peak RSS GB")]
-    phases += [(name, _text(part["seconds"]), f"{100 * part['seconds'] / whole:.1f} %" if whole else "-",
-                _text(part["peak_rss_bytes"] / 1e9) if "peak_rss_bytes" in part else "") for name, part in timed]
+    phases += [
+        (
+            name,
+            _text(part["seconds"]),
+            f"{100 * part['seconds'] / whole:.1f} %" if whole else "-",
+            _text(part["peak_rss_bytes"] / 1e9) if "peak_rss_bytes" in part else "",
+        )
+        for name, part in timed
+    ]
     steps = [("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")]
     for stage, values in report["denoise_steps_ms"].items():
         if values:
@@ -237,11 +278,19 @@ def table(report: dict) -> str:
     collectives, percent = report["collectives_per_step"], report["percent_of_peak"]
     measured = any(warm["median"] for warm in report["warm_step_ms"].values())
     reason = "no peak for this profile" if report["flops_per_step"] and measured else "no flops or no warm step counted"
-    return "\n".join([
-        *textwrap.wrap(f"{_title(report)}  {job}", 100), "", *_columns(phases), "", *_columns(steps), "",
-        f"bytes to device per step  {_text(report['bytes_to_device_per_step'] / 1e6)} MB",
-        f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",
-        f"percent of peak           {reason if percent is None else f'{percent:.1f} %'}"])
+    return "\n".join(
+        [
+            *textwrap.wrap(f"{_title(report)}  {job}", 100),
+            "",
+            *_columns(phases),
+            "",
+            *_columns(steps),
+            "",
+            f"bytes to device per step  {_text(report['bytes_to_device_per_step'] / 1e6)} MB",
+            f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",
+            f"percent of peak           {reason if percent is None else f'{percent:.1f} %'}",
+        ]
+    )
 
 
 def compare(a: dict, b: dict) -> str:
@@ -292,13 +341,23 @@ def _title(report: dict) -> str:
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) if index == 0 else cell.rjust(width)
-                      for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    return [
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _text(number: float | None) -> str:
-    return "-" if number is None else f"{number:,}" if isinstance(number, int) else (
-        f"{number:,.3f}" if abs(number) < 1e9 else f"{number:.4g}")
+    return (
+        "-"
+        if number is None
+        else f"{number:,}"
+        if isinstance(number, int)
+        else (f"{number:,.3f}" if abs(number) < 1e9 else f"{number:.4g}")
+    )
 
 
 def plot(reports: dict | list[dict], path: str | Path) -> None:
@@ -347,8 +406,11 @@ def _plot_steps(axes, reports: list[dict]) -> None:
                 everything += steps
     axes.plot([], [], "o", color="0.3", fillstyle="none", markersize=10, label="hollow: cold first step")
     logarithmic = max(everything) > 10 * statistics.median(everything) > 0
-    axes.set(title="Denoise steps", xlabel="step of its stage",
-             ylabel="milliseconds, log scale" if logarithmic else "milliseconds")
+    axes.set(
+        title="Denoise steps",
+        xlabel="step of its stage",
+        ylabel="milliseconds, log scale" if logarithmic else "milliseconds",
+    )
     axes.set_yscale("log") if logarithmic else axes.set_ylim(0, 1.1 * max(everything) or 1)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -378,13 +440,20 @@ def exceeded(report: dict, limits: list[str], source: str = "report") -> list[st
 
 def main(argv: list[str] | None = None) -> None:
     """Print one report, compare two, plot them; exit with 1 when a report exceeds a limit."""
-    parser = argparse.ArgumentParser(prog="python -m ltx_neuron.report", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m ltx_neuron.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("report", help="the JSON file of a run")
     parser.add_argument("other", nargs="?", help="a second run to compare with the first")
     parser.add_argument("--plot", metavar="PNG", help="draw phases and step times into this file")
-    parser.add_argument("--max", metavar="NAME=VALUE", nargs="+", action="extend", default=[],
-                        help="dotted names in the report that must not exceed a value, checked in every report given")
+    parser.add_argument(
+        "--max",
+        metavar="NAME=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="dotted names in the report that must not exceed a value, checked in every report given",
+    )
     options = parser.parse_args(argv)
     paths = [path for path in (options.report, options.other) if path]
     runs = [load(path) for path in paths]

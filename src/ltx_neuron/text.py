@@ -95,10 +95,10 @@ class RankTextEncoder:
 
     def __init__(self, ranks, weights: Path, gemma: GemmaConfig, config: TransformerConfig, buckets, dtype: torch.dtype):
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
-        self.buckets, self.host_file = sorted(buckets), weights / HOST_FILE
+        self.buckets, self.host_file = buckets, weights / HOST_FILE
 
     def encode(self, ids: list[int]) -> Contexts:
-        bucket = next(b for b in self.buckets if b >= len(ids))
+        bucket = bucket_for(ids, self.buckets)
         with safe_open(self.host_file, "pt") as file:
             table = file.get_slice("embed_tokens.weight")
             rows = torch.cat([table[i : i + 1] for i in ids])
@@ -116,6 +116,11 @@ class RankTextEncoder:
         return Contexts(*contexts, attention_mask(len(ids)), states)
 
 
+def bucket_for(ids: list[int], buckets: tuple[int, ...]) -> int:
+    """The smallest bucket of tokens that holds a prompt."""
+    return min(bucket for bucket in buckets if bucket >= len(ids))
+
+
 def program_name(bucket: int) -> str:
     return f"gemma3-{bucket}"
 
@@ -131,7 +136,10 @@ class HostTextEncoder:
         with torch.device("meta"):
             encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
             connectors = Connectors(self.config, 1, SingleRank())
-        for prefix, module in [*((f"layers.{i}.", layer) for i, layer in enumerate(encoder.layers)), ("norm.", encoder.norm)]:
+        for prefix, module in [
+            *((f"layers.{i}.", layer) for i, layer in enumerate(encoder.layers)),
+            ("norm.", encoder.norm),
+        ]:
             module.register_forward_pre_hook(lambda module, _, prefix=prefix: self._fill(module, prefix))
             module.register_forward_hook(lambda module, *_: module.to("meta") and None)
         for name in ("video_aggregate_embed", "audio_aggregate_embed"):

@@ -134,12 +134,12 @@ class Workspace:
         command = self._command("shards/shard_gemma3_weights.py", gemma=True)
         return artifacts.find(self.artifacts, self._weights_identity("gemma3", self.gemma_source), command)
 
-    def text_programs(self) -> dict[str, Manifest]:
+    def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
         from ltx_neuron.text import program_name
 
         self.gemma.check_tensor_parallel(self.tp)
-        identities = {program_name(n): self._gemma3_identity(n) for n in self.profile.text_buckets}
+        identities = {program_name(n): self._gemma3_identity(n) for n in buckets}
         identities["connectors"] = self._connectors_identity()
         command = self._command("compile/compile_gemma3.py", gemma=True)
         return {name: Manifest(artifacts.find(self.artifacts, i, command)) for name, i in identities.items()}

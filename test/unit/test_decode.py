@@ -120,9 +120,7 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     import_ltx_core()
     from ltx_core.model import audio_vae
 
-    decoder = reference(
-        audio_vae.AudioDecoderConfigurator, tiny.checkpoint, audio_vae.AUDIO_VAE_DECODER_COMFY_KEYS_FILTER
-    )
+    decoder = reference(audio_vae.AudioDecoderConfigurator, tiny.checkpoint, audio_vae.AUDIO_VAE_DECODER_COMFY_KEYS_FILTER)
     vocoder = reference(audio_vae.VocoderConfigurator, tiny.checkpoint, audio_vae.VOCODER_COMFY_KEYS_FILTER)
     sound = latent(AUDIO_SHAPE).to(dtype)
     with torch.no_grad():

@@ -149,12 +149,30 @@ def test_sampling_is_cheap_and_ends_with_the_phase():
 def test_the_report_has_exactly_the_fields_of_schema_1():
     report = recorded()
     assert list(report) == [
-        "schema", "job", "profile", "tp", "versions", "identity", "phases", "denoise_steps_ms", "warm_step_ms",
-        "bytes_to_device_per_step", "collectives_per_step", "flops_per_step", "percent_of_peak", "end_to_end_seconds",
-        "residual_seconds"]
+        "schema",
+        "job",
+        "profile",
+        "tp",
+        "versions",
+        "identity",
+        "phases",
+        "denoise_steps_ms",
+        "warm_step_ms",
+        "bytes_to_device_per_step",
+        "collectives_per_step",
+        "flops_per_step",
+        "percent_of_peak",
+        "end_to_end_seconds",
+        "residual_seconds",
+    ]
     assert {key: report[key] for key in ("schema", "job", "profile", "tp", "versions", "identity")} == {
-        "schema": 1, "job": JOB, "profile": "cpu", "tp": 4, "versions": {"torch": "2.13"},
-        "identity": {"checkpoint": "abc"}}
+        "schema": 1,
+        "job": JOB,
+        "profile": "cpu",
+        "tp": 4,
+        "versions": {"torch": "2.13"},
+        "identity": {"checkpoint": "abc"},
+    }
     assert all(list(phase) == ["name", "seconds", "peak_rss_bytes"] for phase in report["phases"])
     assert report["collectives_per_step"] == {"count": 96, "bytes": 5_000_000}
     assert report["bytes_to_device_per_step"] == 2_000_000
@@ -235,17 +253,20 @@ def test_comparison_shows_ratios_and_what_differs_between_the_jobs():
     assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda report: report.update(schema=2), "not a latency report of schema 1: its schema is 2"),
-    (lambda report: report.pop("phases"), r"missing \['phases'\]"),
-    (lambda report: report.update(extra=1), r"unexpected \['extra'\]"),
-    (lambda report: report.update(tp=True), "tp: got True, wanted int"),
-    (lambda report: report.update(end_to_end_seconds=None), "end_to_end_seconds: got None"),
-    (lambda report: report.update(residual_seconds=float("nan")), "residual_seconds: got nan"),
-    (lambda report: report["phases"][1].update(seconds="1"), r"phases\[1\]: seconds: got '1', wanted int \| float"),
-    (lambda report: report["phases"][1].update(name="cook"), "unknown phase 'cook'"),
-    (lambda report: report["denoise_steps_ms"].update(stage_1={}), "stage_1: got {}, wanted list"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda report: report.update(schema=2), "not a latency report of schema 1: its schema is 2"),
+        (lambda report: report.pop("phases"), r"missing \['phases'\]"),
+        (lambda report: report.update(extra=1), r"unexpected \['extra'\]"),
+        (lambda report: report.update(tp=True), "tp: got True, wanted int"),
+        (lambda report: report.update(end_to_end_seconds=None), "end_to_end_seconds: got None"),
+        (lambda report: report.update(residual_seconds=float("nan")), "residual_seconds: got nan"),
+        (lambda report: report["phases"][1].update(seconds="1"), r"phases\[1\]: seconds: got '1', wanted int \| float"),
+        (lambda report: report["phases"][1].update(name="cook"), "unknown phase 'cook'"),
+        (lambda report: report["denoise_steps_ms"].update(stage_1={}), "stage_1: got {}, wanted list"),
+    ],
+)
 def test_a_file_that_is_not_a_report_is_refused_by_name(change, message):
     report = copy.deepcopy(recorded())
     change(report)
@@ -270,22 +291,29 @@ def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_
         latency.main([path, "--max", "phases.decode_video.seconds=0.003"])  # two of 2 ms, summed
 
 
-@pytest.mark.parametrize("limit, message", [
-    ("warm_step_ms.stage1.median=1", "is not a number of this report; near it: warm_step_ms.stage_1.median"),
-    ("percent_of_peak=1", "has no value in this run"),
-    ("profile=1", "profile is not a number"),
-    ("end_to_end_seconds", "wanted NAME=VALUE"),
-    ("end_to_end_seconds=fast", "wanted NAME=VALUE"),
-    ("end_to_end_seconds=nan", "wanted NAME=VALUE"),
-])
+@pytest.mark.parametrize(
+    "limit, message",
+    [
+        ("warm_step_ms.stage1.median=1", "is not a number of this report; near it: warm_step_ms.stage_1.median"),
+        ("percent_of_peak=1", "has no value in this run"),
+        ("profile=1", "profile is not a number"),
+        ("end_to_end_seconds", "wanted NAME=VALUE"),
+        ("end_to_end_seconds=fast", "wanted NAME=VALUE"),
+        ("end_to_end_seconds=nan", "wanted NAME=VALUE"),
+    ],
+)
 def test_a_limit_that_cannot_be_checked_is_an_error(limit, message, tmp_path):
     with pytest.raises(UserError, match=message):
         latency.main([write(tmp_path, recorded(peak_flops=None)), "--max", limit])
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "ltx_neuron.report", *arguments], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(Path(latency.__file__).parents[1])})
+    return subprocess.run(
+        [sys.executable, "-m", "ltx_neuron.report", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(latency.__file__).parents[1])},
+    )
 
 
 def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(tmp_path):
@@ -301,9 +329,15 @@ def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(t
         assert "Traceback" not in bad.stderr
 
 
-@pytest.mark.parametrize("reports", [
-    lambda: recorded(), lambda: [recorded(), recorded(stage_1=(174e3, 300.0))],
-    lambda: Recorder().report({}, "cpu", 1, {}, {})], ids=["one", "two", "empty"])
+@pytest.mark.parametrize(
+    "reports",
+    [
+        lambda: recorded(),
+        lambda: [recorded(), recorded(stage_1=(174e3, 300.0))],
+        lambda: Recorder().report({}, "cpu", 1, {}, {}),
+    ],
+    ids=["one", "two", "empty"],
+)
 def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     latency.plot(reports(), tmp_path / "new" / "plot.png")
@@ -311,5 +345,17 @@ def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
 
 
 def test_phase_names_are_those_of_the_documented_report():
-    assert PHASES == ("load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "warmup", "denoise_stage_1",
-                      "upsample", "denoise_stage_2", "unload_transformer", "decode_video", "decode_audio", "encode_mp4")
+    assert PHASES == (
+        "load_gemma3",
+        "encode_text",
+        "unload_gemma3",
+        "load_transformer",
+        "warmup",
+        "denoise_stage_1",
+        "upsample",
+        "denoise_stage_2",
+        "unload_transformer",
+        "decode_video",
+        "decode_audio",
+        "encode_mp4",
+    )

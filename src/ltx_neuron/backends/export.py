@@ -6,9 +6,11 @@ operations) is read from them.
 
 import hashlib
 import json
+import typing
 import zipfile
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -177,4 +179,19 @@ class Manifest:
             raise UserError(f"{path} is not the graph its manifest describes; delete {self.folder} and compile again")
         if any(i.filename.endswith((".pt", ".pkl")) and i.file_size for i in zipfile.ZipFile(path).infolist()):
             raise UserError(f"{path} holds pickled data, which this toolkit neither writes nor reads")
-        return torch.export.load(path)
+        with _remembered_type_hints():
+            return torch.export.load(path)
+
+
+@contextmanager
+def _remembered_type_hints():
+    """torch resolves the type hints of its few schema classes anew for every node: half of the time of a load."""
+    resolve, known = typing.get_type_hints, {}
+
+    def remember(kind, **scopes):
+        if kind not in known:
+            known[kind] = resolve(kind, **scopes)
+        return known[kind]
+
+    with mock.patch.object(typing, "get_type_hints", remember):
+        yield
