@@ -23,10 +23,10 @@ def main() -> None:
     size, images = cli.size(args), cli.images(args)
     size.check()
     workspace = cli.workspace(args)
-    cli.recipe(args)
+    stages = size.stages(cli.recipe(args))
     # Text to video has one timestep per step, an image at frame 0 a second one; either is its own, faster graph.
     timesteps = [None] if images else [1, 2]
-    buckets = [size.bucket(stage, images, count) for stage in size.stages() for count in timesteps]
+    buckets = [size.bucket(stage, images, count) for stage in stages for count in timesteps]
     for path in workspace.compile_dit(buckets):
         print(f"graphs: {path}")
 

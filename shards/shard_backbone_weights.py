@@ -17,13 +17,16 @@ def main() -> None:
         "python shards/shard_backbone_weights.py --checkpoint-path ltx-2.3-22b-distilled.safetensors --tp-degree 4",
         gemma=False,
     )
+    cli.add_loras(parser)
     cli.add_verify(parser)
     args = parser.parse_args()
     workspace = cli.workspace(args)
     if args.verify:
-        cli.verify(workspace.dit_weights())
+        for refining in (False, True) if workspace.distilled_loras else (False,):
+            cli.verify(workspace.dit_weights(refining))
     else:
-        print(f"weights: {workspace.shard_dit()}")
+        for path in workspace.shard_dit():
+            print(f"weights: {path}")
 
 
 if __name__ == "__main__":

@@ -21,13 +21,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--negative-prompt", help="dev recipe only")
     parser.add_argument("--seed", type=int, default=10)
     parser.add_argument("--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only")
-    parser.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE", help="needed by --two-stage")
+    parser.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE", help="needed by --two-stage and --upscale")
+    parser.add_argument("--temporal-upsampler-path", type=Path, metavar="FILE", help="needed by --upscale temporal|both")
+    parser.add_argument("--upscale", choices=["spatial", "temporal", "both"], help="after a one-stage run")
     parser.add_argument("--neuron-gemma", action="store_true",
                         help="encode the prompt on the profile's device, sharded; without it, on the host CPU")  # fmt: skip
     parser.add_argument("--compat", choices=["ltx-core-1.0.0"], help="the first release's numerics")
     parser.add_argument("--warmup", action="store_true", help="a discarded first step per stage")
     cli.add_size(parser)
     cli.add_guidance(parser)
+    cli.add_loras(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--output-path", type=Path, required=True, metavar="FILE.mp4")
     output.add_argument("--save-frames", type=Path, metavar="DIR", help="every frame as PNG as well")

@@ -43,7 +43,11 @@ class Attention(nn.Module):
         key = self.split_heads(self.k_norm(key, sums[1]))
         if call.rope is not None:
             query, key = rotate(query, call.rope), rotate(key, call.key_rope or call.rope)
-        out = attention(query, key, self.split_heads(value), self.head_dim**-0.5).transpose(1, 2)
+        value = self.split_heads(value)
+        out = attention(query, key, value, self.head_dim**-0.5)
+        if call.keep is not None:
+            out = out * call.keep + value * (1 - call.keep)
+        out = out.transpose(1, 2)
         gate = 2 * torch.sigmoid(self.to_gate_logits(call.x))  # zero logits pass the head through unchanged
         return self.to_out[0].partial((out * gate.unsqueeze(-1)).flatten(-2))
 
@@ -56,6 +60,7 @@ class Call(NamedTuple):
     context: Tensor
     rope: Rope | None = None
     key_rope: Rope | None = None
+    keep: Tensor | None = None  # guided graphs: 1 attends, 0 passes the values through (spatio-temporal guidance)
 
 
 def attend(comm: Comm, *calls: Call) -> list[Tensor]:

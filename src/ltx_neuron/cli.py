@@ -1,12 +1,15 @@
 """Flags that the scripts share, spelled and checked in one place."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from ltx_neuron import checkpoint
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.errors import UserError
+from ltx_neuron.guidance import DEFAULTS, Guidance
 from ltx_neuron.job import Size
+from ltx_neuron.lora import Lora
 from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.workspace import Workspace
 
@@ -48,6 +51,26 @@ def add_size(made: argparse.ArgumentParser) -> None:
                       help="transformer blocks in one graph; 0: the whole step (default: the profile's)")  # fmt: skip
 
 
+def add_loras(made: argparse.ArgumentParser) -> None:
+    """The LoRAs merged into a weight set; at run time they name the set."""
+    for flag, meaning in (("--lora", "a LoRA in every stage"), ("--distilled-lora", "dev recipe: the LoRA of stage 2")):
+        made.add_argument(flag, action="append", nargs="+", default=[], metavar=("PATH", "STRENGTH"),
+                          help=f"{meaning} (strength 1.0); repeatable")  # fmt: skip
+
+
+def loras(args: argparse.Namespace, flag: str) -> tuple[Lora, ...]:
+    found = []
+    for values in getattr(args, flag.strip("-").replace("-", "_"), []):
+        try:
+            path, strength = values[0], float(values[1]) if len(values) == 2 else 1.0
+        except ValueError:
+            raise UserError(f"{flag} {' '.join(values)}: STRENGTH is a number") from None
+        if len(values) > 2:
+            raise UserError(f"{flag} takes PATH [STRENGTH], got {len(values)} values: {' '.join(values)}")
+        found.append(Lora(Path(path), strength))
+    return tuple(found)
+
+
 def workspace(args: argparse.Namespace) -> Workspace:
     """The workspace of parsed common flags."""
     profile = resolve(args.profile)
@@ -55,8 +78,10 @@ def workspace(args: argparse.Namespace) -> Workspace:
     if blocks is not None and blocks < 0:
         raise UserError(f"--blocks-per-graph {blocks} is negative; type 0 for the whole step in one graph")
     tp = profile.tp if args.tp_degree is None else args.tp_degree
-    return Workspace(args.checkpoint_path, profile, args.artifacts_dir, tp, args.dtype,
-                     getattr(args, "gemma_root", None), blocks)  # fmt: skip
+    return Workspace(
+        args.checkpoint_path, profile, args.artifacts_dir, tp, args.dtype, getattr(args, "gemma_root", None), blocks,
+        loras(args, "--lora"), loras(args, "--distilled-lora"),
+    )  # fmt: skip
 
 
 def size(args: argparse.Namespace) -> Size:
@@ -99,21 +124,36 @@ def verify(folder: Path) -> None:
     print(f"whole: {folder}")
 
 
-_STREAM_GUIDANCE = ("cfg-guidance-scale", "stg-guidance-scale", "stg-blocks", "rescale-scale", "skip-step")
+# Flag of each stream -> the field of StreamGuidance it sets. The modality flag is named after the direction it weakens.
+_GUIDANCE = {
+    "{stream}-cfg-guidance-scale": ("cfg_scale", float),
+    "{stream}-stg-guidance-scale": ("stg_scale", float),
+    "{stream}-stg-blocks": ("stg_blocks", int),
+    "{stream}-rescale-scale": ("rescale_scale", float),
+    "{other}-guidance-scale": ("modality_scale", float),
+    "{stream}-skip-step": ("skip_step", int),
+}
+_STREAMS = (("video", "a2v"), ("audio", "v2a"))
 
 
 def add_guidance(made: argparse.ArgumentParser) -> None:
     """Guidance of the dev recipe, named as in ltx-pipelines."""
-    group = made.add_argument_group("guidance (dev recipe only)")
-    for stream, other in (("video", "a2v"), ("audio", "v2a")):
-        for name in _STREAM_GUIDANCE:
-            kind, count = (int, "*") if name == "stg-blocks" else (int if name == "skip-step" else float, None)
-            group.add_argument(f"--{stream}-{name}", type=kind, nargs=count)
-        group.add_argument(f"--{other}-guidance-scale", type=float)
+    group = made.add_argument_group("guidance (dev recipe only; defaults: the model version's)")
+    for stream, other in _STREAMS:
+        for flag, (field, kind) in _GUIDANCE.items():
+            many = {"nargs": "*"} if field == "stg_blocks" else {}
+            group.add_argument("--" + flag.format(stream=stream, other=other), type=kind, **many)
 
 
-def guidance_flags(args: argparse.Namespace) -> list[str]:
-    """The guidance flags that were given."""
-    names = [f"{stream}-{name}" for stream in ("video", "audio") for name in _STREAM_GUIDANCE]
-    names += ["a2v-guidance-scale", "v2a-guidance-scale"]
-    return [f"--{name}" for name in names if getattr(args, name.replace("-", "_")) is not None]
+def guidance(args: argparse.Namespace, version: str) -> Guidance | None:
+    """The guidance the flags ask for on top of the version's defaults; None without any such flag."""
+    given = {stream: {} for stream, _ in _STREAMS}
+    for stream, other in _STREAMS:
+        for flag, (field, _) in _GUIDANCE.items():
+            value = getattr(args, flag.format(stream=stream, other=other).replace("-", "_"))
+            if value is not None:
+                given[stream][field] = tuple(value) if field == "stg_blocks" else value
+    if not any(given.values()):
+        return None
+    streams = {stream: dataclasses.replace(getattr(DEFAULTS[version], stream), **fields) for stream, fields in given.items()}
+    return Guidance(**streams)

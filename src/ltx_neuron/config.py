@@ -235,16 +235,19 @@ class Bucket:
     audio_tokens   tokens of the audio latent
     timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one more per image strength
     max_steps      rows of the schedule's modulation table; a shorter schedule fills the first ones
+    guided         a pass that predicts x0 and a graph that combines passes, instead of the plain step
     """
 
     video_tokens: int
     audio_tokens: int
     timesteps: int
     max_steps: int
+    guided: bool = False
 
     @property
     def name(self) -> str:
-        return f"v{self.video_tokens}-a{self.audio_tokens}-t{self.timesteps}-s{self.max_steps}"
+        kind = "-guided" if self.guided else ""
+        return f"v{self.video_tokens}-a{self.audio_tokens}-t{self.timesteps}-s{self.max_steps}{kind}"
 
 
 def digest(value: object) -> str:

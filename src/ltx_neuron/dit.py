@@ -11,7 +11,23 @@ from torch import Tensor, nn
 
 from ltx_neuron.attention import Attention, Call, attend
 from ltx_neuron.config import TransformerConfig
-from ltx_neuron.graphs import BlockInputs, BlockOutputs, HeadInputs, HeadOutputs, StepInputs, TailInputs, TailOutputs
+from ltx_neuron.graphs import (
+    PASSES,
+    BlockInputs,
+    BlockOutputs,
+    GuidedBlockInputs,
+    GuidedHeadInputs,
+    GuidedHeadOutputs,
+    GuidedStepInputs,
+    GuideInputs,
+    GuideOutputs,
+    HeadInputs,
+    HeadOutputs,
+    StepInputs,
+    TailInputs,
+    TailOutputs,
+    X0Outputs,
+)
 from ltx_neuron.modulation import (
     A2V,
     AV_GATE,
@@ -47,6 +63,18 @@ class Modulation:
         return table[first : first + count] + self.rows[0, row : row + count]
 
 
+class Switches:
+    """What a guided pass leaves out of one block: tensors of 0 and 1, so that choosing compiles nothing."""
+
+    def __init__(self, keep: Tensor, enabled: Tensor):
+        self.video_self, self.audio_self, self.a2v, self.v2a = keep.unbind(0)
+        self.enabled = enabled.to(keep.dtype)
+
+    def enabled_or(self, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """The streams after, where they are enabled, else before."""
+        return tuple(new * on + old * (1 - on) for old, new, on in zip(before, after, self.enabled.unbind(0), strict=True))
+
+
 class TransformerBlock(nn.Module):
     """One of the 48 joint blocks: self, text and audio-video attention and feed-forward of both streams, side by side."""
 
@@ -71,26 +99,35 @@ class TransformerBlock(nn.Module):
             self.audio_prompt_scale_shift_table = nn.Parameter(torch.empty(2, audio.inner))
         self.modulated_prompt = config.use_prompt_adaln_single
 
-    def forward(self, comm: Comm, video: Tensor, audio: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
-        """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums."""
+    def forward(
+        self, comm: Comm, video: Tensor, audio: Tensor, inputs: BlockInputs, switches: "Switches | None" = None
+    ) -> tuple[Tensor, Tensor]:
+        """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums.
+
+        switches are those of a guided graph, which is another graph than one without.
+        """
         v_rows = Modulation(inputs.video_rows, inputs.timestep_mask)
         a_rows = Modulation(inputs.audio_rows, inputs.timestep_mask)  # audio has one timestep: its mask is never read
-        video, audio = self._self_attention(comm, video, audio, v_rows, a_rows, inputs)
+        start = video, audio
+        video, audio = self._self_attention(comm, video, audio, v_rows, a_rows, inputs, switches)
         video, audio = self._text_attention(comm, video, audio, v_rows, a_rows, inputs)
-        video, audio = self._audio_video_attention(comm, video, audio, v_rows, a_rows, inputs)
-        return self._feed_forward(comm, video, audio, v_rows, a_rows)
+        if switches is not None:  # a disabled stream stays as it was, also for the other stream's attention to it
+            video, audio = switches.enabled_or(start, (video, audio))
+        video, audio = self._audio_video_attention(comm, video, audio, v_rows, a_rows, inputs, switches)
+        video, audio = self._feed_forward(comm, video, audio, v_rows, a_rows)
+        return (video, audio) if switches is None else switches.enabled_or(start, (video, audio))
 
     def _norm(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return rms_norm(x, self.eps) * (1 + scale) + shift
 
-    def _self_attention(self, comm, video, audio, v_rows, a_rows, inputs):
+    def _self_attention(self, comm, video, audio, v_rows, a_rows, inputs, switches):
         v_shift, v_scale, v_gate = v_rows(self.scale_shift_table, SELF_ATTENTION, SELF_ATTENTION)
         a_shift, a_scale, a_gate = a_rows(self.audio_scale_shift_table, SELF_ATTENTION, SELF_ATTENTION)
         v, a = self._norm(video, v_scale, v_shift), self._norm(audio, a_scale, a_shift)
         v, a = attend(
             comm,
-            Call(self.attn1, v, v, Rope(inputs.video_cos, inputs.video_sin)),
-            Call(self.audio_attn1, a, a, Rope(inputs.audio_cos, inputs.audio_sin)),
+            Call(self.attn1, v, v, Rope(inputs.video_cos, inputs.video_sin), keep=switches and switches.video_self),
+            Call(self.audio_attn1, a, a, Rope(inputs.audio_cos, inputs.audio_sin), keep=switches and switches.audio_self),
         )
         return video + v * v_gate, audio + a * a_gate
 
@@ -113,7 +150,7 @@ class TransformerBlock(nn.Module):
         shift, scale = rows.of_sigma(table, PROMPT, 0, 2).unbind(0)
         return context * (1 + scale) + shift
 
-    def _audio_video_attention(self, comm, video, audio, v_rows, a_rows, inputs):
+    def _audio_video_attention(self, comm, video, audio, v_rows, a_rows, inputs, switches):
         v_table, a_table = self.scale_shift_table_a2v_ca_video, self.scale_shift_table_a2v_ca_audio
         v_norm, a_norm = rms_norm(video, self.eps), rms_norm(audio, self.eps)  # both from before either attention
 
@@ -131,6 +168,8 @@ class TransformerBlock(nn.Module):
             Call(self.video_to_audio_attn, a_query, v_context, a_rope, v_rope),
         )
         v_gate, a_gate = v_rows.of_sigma(v_table, AV_GATE, 4, 1)[0], a_rows.of_sigma(a_table, AV_GATE, 4, 1)[0]
+        if switches is not None:
+            v_gate, a_gate = v_gate * switches.a2v, a_gate * switches.v2a
         return video + v * v_gate, audio + a * a_gate
 
     def _feed_forward(self, comm, video, audio, v_rows, a_rows):
@@ -143,6 +182,11 @@ class TransformerBlock(nn.Module):
         return video + self.ff.finish(v) * v_gate, audio + self.audio_ff.finish(a) * a_gate
 
 
+def _chosen(inputs) -> Tensor:
+    """One-hot over the schedule's steps: gathers are slow or refused by the compilers, and a one-hot sum is as exact."""
+    return (inputs.step_numbers == inputs.step).float()
+
+
 class Head(nn.Module):
     """Look up the step's sigmas and modulation rows, and project the latents to the streams' widths."""
 
@@ -152,8 +196,7 @@ class Head(nn.Module):
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
     def forward(self, inputs: HeadInputs) -> HeadOutputs:
-        # A one-hot sum instead of an index: gathers are slow or refused by the compilers, and the sum is as exact.
-        chosen = (inputs.step_numbers == inputs.step).float()
+        chosen = _chosen(inputs)
         rows = [
             (chosen.to(table.dtype)[:, None, None, None] * table).sum(0)
             for table in (inputs.video_modulation, inputs.audio_modulation)
@@ -163,6 +206,14 @@ class Head(nn.Module):
             audio_hidden=self.audio_patchify_proj(inputs.audio_latent),
             video_rows=rows[0], audio_rows=rows[1], sigma_pair=(chosen[:, None] * inputs.sigmas).sum(0),
         )  # fmt: skip
+
+
+class GuidedHead(Head):
+    """Head of a guided pass: says as well which streams the step computes."""
+
+    def forward(self, inputs: GuidedHeadInputs) -> GuidedHeadOutputs:
+        enabled = (_chosen(inputs)[:, None] * inputs.enabled_steps).sum(0)
+        return GuidedHeadOutputs(*super().forward(inputs), enabled)
 
 
 class Blocks(nn.Module):
@@ -180,8 +231,18 @@ class Blocks(nn.Module):
         return BlockOutputs(video_hidden=video, audio_hidden=audio)
 
 
-class Tail(nn.Module):
-    """Velocity of both streams, x0, image blend and Euler update: the next latents, rounded where the reference rounds."""
+class GuidedBlocks(Blocks):
+    """N consecutive blocks of a guided pass."""
+
+    def forward(self, inputs: GuidedBlockInputs) -> BlockOutputs:
+        video, audio = inputs.video_hidden, inputs.audio_hidden
+        for block, keep in zip(self.transformer_blocks, inputs.keep.unbind(0), strict=True):
+            video, audio = block(self.comm, video, audio, inputs, Switches(keep, inputs.enabled))
+        return BlockOutputs(video_hidden=video, audio_hidden=audio)
+
+
+class X0Tail(nn.Module):
+    """Prediction of the clean latents of both streams from a pass: x0 = latent - velocity * timestep."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -191,29 +252,71 @@ class Tail(nn.Module):
         self.audio_scale_shift_table = nn.Parameter(torch.empty(2, config.audio.inner))
         self.audio_proj_out = nn.Linear(config.audio.inner, config.audio_in_channels)
 
-    def forward(self, inputs: TailInputs) -> TailOutputs:
+    def forward(self, inputs: TailInputs) -> X0Outputs:
         v_rows = Modulation(inputs.video_rows, inputs.timestep_mask)
         a_rows = Modulation(inputs.audio_rows, inputs.timestep_mask)
         v = self._velocity(inputs.video_hidden, v_rows, self.scale_shift_table, self.proj_out)
         a = self._velocity(inputs.audio_hidden, a_rows, self.audio_scale_shift_table, self.audio_proj_out)
-        sigma, sigma_next = inputs.sigma_pair[0], inputs.sigma_pair[1]
-        x = inputs.video_latent
-        if inputs.video_rows.shape[0] == 1:
-            denoised = _denoised(x, v, sigma)
-        else:
-            mask = inputs.denoise_mask
-            denoised = _denoised(x, v, mask * sigma)
-            denoised = (denoised * mask + inputs.clean_latent.float() * (1 - mask)).to(x.dtype)
-        return TailOutputs(
-            video_latent=_euler(x, denoised, sigma, sigma_next),
-            audio_latent=_euler(inputs.audio_latent, _denoised(inputs.audio_latent, a, sigma), sigma, sigma_next),
-        )
+        sigma = inputs.sigma_pair[0]
+        timestep = sigma if inputs.video_rows.shape[0] == 1 else inputs.denoise_mask * sigma
+        return X0Outputs(_denoised(inputs.video_latent, v, timestep), _denoised(inputs.audio_latent, a, sigma))
 
     def _velocity(self, x: Tensor, rows: Modulation, table: Tensor, projection: nn.Linear) -> Tensor:
         own = table.unsqueeze(1)  # (shift, scale), both added to the one embedded timestep
         (shift,), (scale,) = rows(own[0], EMBEDDED_TIMESTEP, 0, 1), rows(own[1], EMBEDDED_TIMESTEP, 0, 1)
         x = nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
         return projection(x * (1 + scale) + shift)
+
+
+class Tail(X0Tail):
+    """x0, image blend and Euler update: the next latents, rounded where the reference rounds."""
+
+    def forward(self, inputs: TailInputs) -> TailOutputs:
+        video, audio = super().forward(inputs)
+        if inputs.video_rows.shape[0] > 1:
+            video = _blend(video, inputs)
+        return TailOutputs(*_next_latents(inputs, video, audio, inputs.sigma_pair))
+
+
+class Guide(nn.Module):
+    """Combine the predictions of a step's passes in x0 space and take the Euler step. Source: ltx-core guiders.py.
+
+    A pass that was not run has weight 0 and is fed any finite tensor. A stream that the step skips repeats `guided_*`.
+    """
+
+    def forward(self, inputs: GuideInputs) -> GuideOutputs:
+        chosen = _chosen(inputs)[:, None]
+        sigma_pair, enabled = (chosen * inputs.sigmas).sum(0), (chosen * inputs.enabled_steps).sum(0)
+        guided = []
+        for index, stream in enumerate(("video", "audio")):
+            cond, uncond, perturbed, isolated = (getattr(inputs, f"{name}_{stream}").float() for name in PASSES)
+            cfg, stg, modality, rescale = inputs.guidance[index].unbind(0)
+            # Every term leans on the conditional prediction; chained, they would be another guidance.
+            x0 = cond + cfg * (cond - uncond) + stg * (cond - perturbed) + modality * (cond - isolated)
+            x0 = x0 * (rescale * (_std(cond) / _std(x0).clamp_min(_SMALLEST_STD)) + (1 - rescale))
+            last, on = getattr(inputs, f"guided_{stream}"), enabled[index]
+            guided.append((x0 * on + last.float() * (1 - on)).to(last.dtype))
+        video = _blend(guided[0], inputs)
+        return GuideOutputs(*_next_latents(inputs, video, guided[1], sigma_pair), *guided)
+
+
+_SMALLEST_STD = 1e-12
+
+
+def _std(x: Tensor) -> Tensor:
+    """Unbiased standard deviation over the whole tensor, keyframe tokens included, fp32."""
+    return ((x - x.mean()).square().sum() / (x.numel() - 1)).sqrt()
+
+
+def _blend(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
+    """Put back what images hold (ltx-pipelines post_process_latent)."""
+    mask = inputs.denoise_mask
+    return (x0 * mask + inputs.clean_latent.float() * (1 - mask)).to(x0.dtype)
+
+
+def _next_latents(inputs: TailInputs | GuideInputs, video: Tensor, audio: Tensor, sigma_pair: Tensor) -> tuple[Tensor, Tensor]:
+    sigmas = sigma_pair.unbind(0)
+    return _euler(inputs.video_latent, video, *sigmas), _euler(inputs.audio_latent, audio, *sigmas)
 
 
 def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:
@@ -228,21 +331,15 @@ def _euler(x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor) -> Te
 
 
 class Step(nn.Module):
-    """The whole step as one graph: Head, all blocks, Tail."""
+    """The whole step, or the whole guided pass, as one graph: head, all blocks, tail."""
 
-    def __init__(self, config: TransformerConfig, tp: int, comm: Comm):
+    def __init__(self, head: nn.Module, blocks: nn.Module, tail: nn.Module, kinds: tuple[type, type, type]):
         super().__init__()
-        self.head, self.tail = Head(config), Tail(config)
-        self.blocks = Blocks(config, tp, comm, config.num_layers)
+        self.head, self.blocks, self.tail, self.kinds = head, blocks, tail, kinds
 
-    def forward(self, inputs: StepInputs) -> TailOutputs:
+    def forward(self, inputs: StepInputs | GuidedStepInputs) -> TailOutputs | X0Outputs:
         values = inputs._asdict()
-
-        def run(module, kind):
+        for module, kind in zip((self.head, self.blocks, self.tail), self.kinds, strict=True):
             outputs = module(kind(*(values[name] for name in kind._fields)))
-            values.update(outputs._asdict())
-            return outputs
-
-        run(self.head, HeadInputs)
-        run(self.blocks, BlockInputs)
-        return run(self.tail, TailInputs)
+            values |= outputs._asdict()
+        return outputs

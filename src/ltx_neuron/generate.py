@@ -10,6 +10,7 @@ import torch
 from ltx_neuron import cli, media, report
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.checkpoint import write_json
+from ltx_neuron.config import SUPPORTED_VERSION
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
 from ltx_neuron.pipeline import Pipeline, Result
@@ -28,7 +29,8 @@ def generate(args: argparse.Namespace) -> None:
     workspace = cli.workspace(args)
     pipeline = Pipeline(
         workspace, recorder, neuron_gemma=args.neuron_gemma, compat_1_0_0=args.compat is not None,
-        spatial_upsampler_path=args.spatial_upsampler_path, warmup=args.warmup,
+        spatial_upsampler_path=args.spatial_upsampler_path, temporal_upsampler_path=args.temporal_upsampler_path,
+        warmup=args.warmup,
     )  # fmt: skip
     (result,) = pipeline.run([job])
     with recorder.phase("encode_mp4"):
@@ -47,15 +49,11 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """The job the flags describe. Guidance flags are an error under the distilled recipe, which has none."""
-    recipe = cli.recipe(args)
-    given = cli.guidance_flags(args)
-    if recipe == "distilled" and given:
-        raise UserError(f"{', '.join(given)}: the distilled recipe runs without guidance; a distilled checkpoint guided like "
-                        "the full one gives noise.\nFor the full checkpoint type --recipe dev")  # fmt: skip
+    """The job the flags describe."""
     return Job(
         prompt=args.prompt, size=cli.size(args), seed=args.seed, images=cli.images(args),
-        num_inference_steps=args.num_inference_steps, negative_prompt=args.negative_prompt, recipe=recipe,
+        num_inference_steps=args.num_inference_steps, negative_prompt=args.negative_prompt, recipe=cli.recipe(args),
+        guidance=cli.guidance(args, SUPPORTED_VERSION), upscale=args.upscale,
     )  # fmt: skip
 
 
@@ -80,8 +78,7 @@ def write(result: Result, args: argparse.Namespace) -> None:
         partial = args.save_tensors.with_name(args.save_tensors.name + ".partial")
         save_file({name: tensor.contiguous() for name, tensor in result.tensors.items()}, partial)
         partial.replace(args.save_tensors)
-    rate = result.job.size.frame_rate
-    media.write_video(args.output_path, result.frames, rate, result.waveform, result.sample_rate)
+    media.write_video(args.output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
     if args.save_frames:
         media.write_frames(args.save_frames, result.frames)
 
@@ -98,7 +95,7 @@ def versions() -> dict[str, str]:
 
 def sidecar(job: Job, said: dict) -> dict:
     """What made this video: enough to make it again."""
-    sigmas = {stage.name: list(stage.sigmas) for stage in job.size.stages()}
+    sigmas = {stage.name: list(stage.sigmas) for stage in job.stages}
     timings = {phase["name"]: 0.0 for phase in said["phases"]}
     for phase in said["phases"]:
         timings[phase["name"]] += phase["seconds"]

@@ -72,10 +72,65 @@ class TailOutputs(NamedTuple):
     audio_latent: Tensor
 
 
-_INSIDE_STEP = {*HeadOutputs._fields}
-_STEP_FIELDS = [*HeadInputs._fields, *BlockInputs._fields, *TailInputs._fields]
-StepInputs = NamedTuple("StepInputs", [(name, Tensor) for name in dict.fromkeys(_STEP_FIELDS) if name not in _INSIDE_STEP])
-StepInputs.__doc__ = "The whole step: what head, blocks and tail take from outside."
+class X0Outputs(NamedTuple):
+    video_x0: Tensor
+    audio_x0: Tensor
+
+
+def _joined(name: str, document: str, fields: list[str]) -> type:
+    kind = NamedTuple(name, [(field, Tensor) for field in dict.fromkeys(fields)])
+    kind.__doc__ = document
+    return kind
+
+
+def _outside(head: type, blocks: type, tail: type, inside: type) -> list[str]:
+    return [f for f in (*head._fields, *blocks._fields, *tail._fields) if f not in inside._fields]
+
+
+StepInputs = _joined(
+    "StepInputs",
+    "The whole step: what head, blocks and tail take from outside.",
+    _outside(HeadInputs, BlockInputs, TailInputs, HeadOutputs),
+)
+
+# The guided step runs the model several times with other contexts and switches, and combines the predictions.
+GuidedHeadInputs = _joined("GuidedHeadInputs", "Head of a guided pass.", [*HeadInputs._fields, "enabled_steps"])
+GuidedHeadOutputs = _joined("GuidedHeadOutputs", "Head of a guided pass.", [*HeadOutputs._fields, "enabled"])
+GuidedBlockInputs = _joined("GuidedBlockInputs", "Blocks of a guided pass.", [*BlockInputs._fields, "keep", "enabled"])
+GuidedStepInputs = _joined(
+    "GuidedStepInputs",
+    "A whole guided pass: what head, blocks and tail take from outside.",
+    _outside(GuidedHeadInputs, GuidedBlockInputs, TailInputs, GuidedHeadOutputs),
+)
+
+
+class GuideInputs(NamedTuple):
+    step: Tensor
+    step_numbers: Tensor
+    sigmas: Tensor
+    enabled_steps: Tensor
+    guidance: Tensor
+    denoise_mask: Tensor
+    clean_latent: Tensor
+    video_latent: Tensor
+    audio_latent: Tensor
+    cond_video: Tensor
+    cond_audio: Tensor
+    uncond_video: Tensor
+    uncond_audio: Tensor
+    perturbed_video: Tensor
+    perturbed_audio: Tensor
+    isolated_video: Tensor
+    isolated_audio: Tensor
+    guided_video: Tensor
+    guided_audio: Tensor
+
+
+class GuideOutputs(NamedTuple):
+    video_latent: Tensor
+    audio_latent: Tensor
+    guided_video: Tensor
+    guided_audio: Tensor
 
 
 class Gemma3Inputs(NamedTuple):
@@ -112,12 +167,19 @@ class ConnectorOutputs(NamedTuple):
     audio_context: Tensor
 
 
+PASSES = ("cond", "uncond", "perturbed", "isolated")
+
+
 class Field(NamedTuple):
-    """Shape and dtype of a graph's tensor on one rank; `split` is the dimension in which the ranks hold different parts."""
+    """Shape and dtype of a graph's tensor on one rank; `split` is the dimension in which the ranks hold different parts.
+
+    A field `per_block` has one row per block of the graph: each call gets the rows of its own blocks.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     split: int | None = None
+    per_block: bool = False
 
 
 def dit_fields(config: TransformerConfig, bucket: Bucket, tp: int, dtype: torch.dtype) -> dict[str, Field]:
@@ -149,6 +211,23 @@ def dit_fields(config: TransformerConfig, bucket: Bucket, tp: int, dtype: torch.
         table = Field((1, size.heads // tp, tokens, size.head_dim // 2), wide, split=1)
         fields |= {f"{name}_cos": table, f"{name}_sin": table}
     return fields
+
+
+def guided_fields(config: TransformerConfig, bucket: Bucket, tp: int, dtype: torch.dtype, blocks: int) -> dict[str, Field]:
+    """What guidance adds to dit_fields, for graphs of `blocks` blocks."""
+    streams = {
+        "video": Field((1, bucket.video_tokens, config.in_channels), dtype),
+        "audio": Field((1, bucket.audio_tokens, config.audio_in_channels), dtype),
+    }
+    predictions = {f"{name}_{stream}": field for name in (*PASSES, "guided") for stream, field in streams.items()}
+    return {
+        **predictions,
+        **{f"{stream}_x0": field for stream, field in streams.items()},
+        "keep": Field((blocks, 4), dtype, per_block=True),  # video and audio self-attention, a2v, v2a: 0 leaves it out
+        "enabled_steps": Field((bucket.max_steps, 2), torch.float32),  # video, audio: 0 repeats the last prediction
+        "enabled": Field((2,), torch.float32),
+        "guidance": Field((2, 4), torch.float32),  # video, audio: cfg - 1, stg, modality - 1, rescale
+    }
 
 
 def gemma3_fields(gemma: GemmaConfig, config: TransformerConfig, tokens: int, tp: int, dtype: torch.dtype) -> dict:

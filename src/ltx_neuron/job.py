@@ -6,21 +6,35 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ltx_neuron.conditioning import ImageCondition, distinct_masks, token_count
-from ltx_neuron.config import Bucket
+from ltx_neuron.config import SUPPORTED_VERSION, Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance
 from ltx_neuron.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames, video_latent_shape
-from ltx_neuron.sampling import DISTILLED_MAX_STEPS, DISTILLED_SIGMAS, STAGE_2_SIGMAS
+from ltx_neuron.sampling import (
+    DISTILLED_MAX_STEPS,
+    DISTILLED_SIGMAS,
+    GUIDED_MAX_STEPS,
+    STAGE_2_SIGMAS,
+    ltx2_schedule,
+)
 
 RECIPES = ("distilled", "dev")
+UPSCALES = {"spatial": ("spatial",), "temporal": ("temporal",), "both": ("spatial", "temporal")}
 
 
 class Stage(NamedTuple):
-    """One denoising run: its pixel size and schedule."""
+    """One denoising run: its pixel size, its schedule, and whether it is guided."""
 
     name: str  # "stage_1" or "stage_2"
     height: int
     width: int
     sigmas: tuple[float, ...]
+    guided: bool = False
+
+    @property
+    def max_steps(self) -> int:
+        """Rows of the compiled graph's schedule tables."""
+        return GUIDED_MAX_STEPS if self.guided else DISTILLED_MAX_STEPS
 
 
 @dataclass(frozen=True)
@@ -55,11 +69,16 @@ class Size:
             raise UserError(f"{self.num_frames} frames at --frame-rate {self.frame_rate:g} last too short for any sound; "
                             "lower the frame rate or raise --num-frames")  # fmt: skip
 
-    def stages(self) -> tuple[Stage, ...]:
-        """Distilled: 8 steps, or 8 at half the size and 3 at the full one."""
+    def stages(self, recipe: str = "distilled", steps: int = 1) -> tuple[Stage, ...]:
+        """One stage at the full size, or one at half of it and a distilled one at the full size.
+
+        Distilled: 8 steps (and 3). Dev: a guided first stage of `steps` steps.
+        """
+        guided = recipe == "dev"
+        sigmas = ltx2_schedule(steps) if guided else DISTILLED_SIGMAS
         if not self.two_stage:
-            return (Stage("stage_1", self.height, self.width, DISTILLED_SIGMAS),)
-        half = Stage("stage_1", self.height // 2, self.width // 2, DISTILLED_SIGMAS)
+            return (Stage("stage_1", self.height, self.width, sigmas, guided),)
+        half = Stage("stage_1", self.height // 2, self.width // 2, sigmas, guided)
         return (half, Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS))
 
     def bucket(self, stage: Stage, images: tuple[ImageCondition, ...], timesteps: int | None = None) -> Bucket:
@@ -67,7 +86,7 @@ class Size:
         shape = video_latent_shape(stage.height, stage.width, self.num_frames)
         return Bucket(
             video_tokens=token_count(shape, images), audio_tokens=audio_latent_frames(self.num_frames, self.frame_rate),
-            timesteps=timesteps or len(distinct_masks(images)), max_steps=DISTILLED_MAX_STEPS,
+            timesteps=timesteps or len(distinct_masks(images)), max_steps=stage.max_steps, guided=stage.guided,
         )  # fmt: skip
 
 
@@ -82,6 +101,41 @@ class Job:
     num_inference_steps: int | None = None
     negative_prompt: str | None = None
     recipe: str = "distilled"
+    guidance: Guidance | None = None  # dev recipe: the model version's own where None
+    upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
+
+    @property
+    def steps(self) -> int:
+        """Steps of stage 1."""
+        if self.recipe == "distilled":
+            return DISTILLED_MAX_STEPS
+        return DEFAULT_STEPS[SUPPORTED_VERSION] if self.num_inference_steps is None else self.num_inference_steps
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.size.stages(self.recipe, self.steps)
+
+    @property
+    def resolved_guidance(self) -> Guidance:
+        return self.guidance or DEFAULTS[SUPPORTED_VERSION]
+
+    @property
+    def upsamplers(self) -> dict[str, str]:
+        """The upsamplers this job needs, each with what needs it."""
+        kinds = {"spatial": "--two-stage"} if self.size.two_stage else {}
+        return kinds | dict.fromkeys(UPSCALES.get(self.upscale, ()), f"--upscale {self.upscale}")
+
+    @property
+    def output_frame_rate(self) -> float:
+        """Frames per second of the file: twice as many frames in the same time after the temporal upsampler."""
+        return self.size.frame_rate * (2 if self.upscale in ("temporal", "both") else 1)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """What is encoded: the prompt, and the negative one where a pass uses it."""
+        if self.recipe == "dev" and "uncond" in self.resolved_guidance.passes():
+            return self.prompt, NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
+        return (self.prompt,)
 
     def check(self) -> None:
         if not self.prompt.strip():
@@ -89,11 +143,22 @@ class Job:
         self.size.check()
         for image in self.images:
             self._check_image(image)
-        if self.recipe != "distilled":
-            raise UserError(f"--recipe {self.recipe} is not implemented yet; type --recipe distilled")
-        if self.negative_prompt is not None:
-            raise UserError("--negative-prompt has no effect under the distilled recipe, which runs without guidance.\n"
-                            "For the full checkpoint type --recipe dev")  # fmt: skip
+        if self.upscale and self.size.two_stage:
+            raise UserError("--upscale is for one-stage runs; --two-stage upsamples between its stages already")
+        if self.recipe not in RECIPES:
+            raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
+        if self.recipe == "distilled":
+            self._check_unguided()
+        elif not 1 <= self.steps <= GUIDED_MAX_STEPS:
+            raise UserError(f"--num-inference-steps {self.steps}: type a number from 1 to {GUIDED_MAX_STEPS}")
+
+    def _check_unguided(self) -> None:
+        if self.negative_prompt is not None or self.guidance is not None:
+            what = "--negative-prompt" if self.negative_prompt is not None else "guidance"
+            raise UserError(
+                f"{what} has no place in the distilled recipe: a distilled checkpoint runs without guidance, and guided like "
+                "the full one it gives noise.\nFor the full checkpoint type --recipe dev"
+            )
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
             raise UserError(
                 f"--num-inference-steps {self.num_inference_steps}: the distilled recipe has one sigma table, of "

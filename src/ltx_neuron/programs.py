@@ -8,7 +8,7 @@ from torch import nn
 
 from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig
 from ltx_neuron.connectors import Connectors
-from ltx_neuron.dit import Blocks, Head, Step, Tail
+from ltx_neuron.dit import Blocks, Guide, GuidedBlocks, GuidedHead, Head, Step, Tail, X0Tail
 from ltx_neuron.gemma3 import Gemma3Encoder
 from ltx_neuron.graphs import (
     BlockInputs,
@@ -19,14 +19,22 @@ from ltx_neuron.graphs import (
     Gemma3Inputs,
     Gemma3Outputs,
     Gemma3OutputsWithStates,
+    GuidedBlockInputs,
+    GuidedHeadInputs,
+    GuidedHeadOutputs,
+    GuidedStepInputs,
+    GuideInputs,
+    GuideOutputs,
     HeadInputs,
     HeadOutputs,
     StepInputs,
     TailInputs,
     TailOutputs,
+    X0Outputs,
     connector_fields,
     dit_fields,
     gemma3_fields,
+    guided_fields,
 )
 from ltx_neuron.parallel import Comm
 
@@ -39,15 +47,19 @@ class Graph(NamedTuple):
     outputs: type
 
 
+Calls = tuple[tuple[str, int], ...]
+
+
 @dataclass(frozen=True)
 class Program:
-    """Graphs by name, the calls that make one run, and the fields that describe every named value.
+    """Graphs by name, the runs that can be made of them, and the fields that describe every named value.
 
-    A call is (graph, first block): the graph's `transformer_blocks.j` weights are those of block first + j.
+    A run is a sequence of calls; a call is (graph, first block): the graph's `transformer_blocks.j` weights are those of
+    block first + j. Most programs have one run, "main".
     """
 
     graphs: dict[str, Graph]
-    calls: tuple[tuple[str, int], ...]
+    runs: dict[str, Calls]
     fields: dict[str, Field]
 
 
@@ -69,20 +81,33 @@ def group_size(layers: int, blocks_per_graph: int) -> int:
 def dit_program(
     config: TransformerConfig, bucket: Bucket, tp: int, comm: Comm, dtype: torch.dtype, blocks_per_graph: int
 ) -> Program:
-    """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step."""
+    """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step.
+
+    A guided bucket has two runs instead of "main": "pass" predicts x0, "guide" combines predictions and steps.
+    """
+    count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
     fields = dit_fields(config, bucket, tp, dtype)
+    if bucket.guided:
+        fields |= guided_fields(config, bucket, tp, dtype, count)
+        head, blocks, tail = GuidedHead, GuidedBlocks, X0Tail
+        kinds, whole = (GuidedHeadInputs, GuidedBlockInputs, TailInputs), GuidedStepInputs
+        head_outputs, outputs, run = GuidedHeadOutputs, X0Outputs, "pass"
+    else:
+        head, blocks, tail, kinds, whole = Head, Blocks, Tail, (HeadInputs, BlockInputs, TailInputs), StepInputs
+        head_outputs, outputs, run = HeadOutputs, TailOutputs, "main"
     with torch.device("meta"):
-        if blocks_per_graph == 0:
-            step = Graph(Step(config, tp, comm), StepInputs, TailOutputs)
-            return Program({"step": step}, (("step", 0),), fields)
-        count = group_size(config.num_layers, blocks_per_graph)
-        graphs = {
-            "head": Graph(Head(config), HeadInputs, HeadOutputs),
-            "blocks": Graph(Blocks(config, tp, comm, count), BlockInputs, BlockOutputs),
-            "tail": Graph(Tail(config), TailInputs, TailOutputs),
-        }
-    calls = (("head", 0), *(("blocks", first) for first in range(0, config.num_layers, count)), ("tail", 0))
-    return Program(graphs, calls, fields)
+        parts = head(config), blocks(config, tp, comm, count), tail(config)
+    if blocks_per_graph == 0:
+        graphs, calls = {"step": Graph(Step(*parts, kinds), whole, outputs)}, (("step", 0),)
+    else:
+        described = zip(("head", "blocks", "tail"), parts, kinds, (head_outputs, BlockOutputs, outputs), strict=True)
+        graphs = {name: Graph(part, kind, result) for name, part, kind, result in described}
+        groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
+        calls = (("head", 0), *groups, ("tail", 0))
+    runs = {run: calls}
+    if bucket.guided:
+        graphs["guide"], runs["guide"] = Graph(Guide(), GuideInputs, GuideOutputs), (("guide", 0),)
+    return Program(graphs, runs, fields)
 
 
 def gemma3_program(
@@ -92,7 +117,7 @@ def gemma3_program(
     with torch.device("meta"):
         encoder = Gemma3Encoder(gemma, config, tp, comm, states)
     graph = Graph(encoder, Gemma3Inputs, Gemma3OutputsWithStates if states else Gemma3Outputs)
-    return Program({"gemma3": graph}, (("gemma3", 0),), gemma3_fields(gemma, config, tokens, tp, dtype))
+    return Program({"gemma3": graph}, {"main": (("gemma3", 0),)}, gemma3_fields(gemma, config, tokens, tp, dtype))
 
 
 def connector_program(config: TransformerConfig, tp: int, comm: Comm, dtype: torch.dtype) -> Program:
@@ -100,4 +125,4 @@ def connector_program(config: TransformerConfig, tp: int, comm: Comm, dtype: tor
     with torch.device("meta"):
         connectors = Connectors(config, tp, comm)
     graph = Graph(connectors, ConnectorInputs, ConnectorOutputs)
-    return Program({"connectors": graph}, (("connectors", 0),), connector_fields(config, tp, dtype))
+    return Program({"connectors": graph}, {"main": (("connectors", 0),)}, connector_fields(config, tp, dtype))

@@ -48,26 +48,43 @@ def tokenize(tokenizer, prompt: str) -> list[int]:
     return tokenizer(prompt.strip(), truncation=True, max_length=TEXT_TOKENS).input_ids
 
 
-def encoder_inputs(embeddings: Tensor, count: int, gemma: GemmaConfig) -> Gemma3Inputs:
-    """Inputs for embeddings (1, B, width) whose last `count` positions are the prompt's tokens."""
+def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) -> Gemma3Inputs:
+    """Inputs for embeddings (1, B, width) that hold prompts of `counts` tokens one after another, at the end.
+
+    Each prompt sees itself alone, at the positions it has when it is padded on its left to 1024: a prompt and its negative
+    are encoded in one pass.
+    """
     tokens = embeddings.shape[1]
-    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    seen[:, : tokens - count] = False
-    seen |= torch.eye(tokens, dtype=torch.bool)  # padding looks at itself
+    padding = tokens - sum(counts)
+    segment = torch.cat([torch.full((n,), i) for i, n in enumerate([padding, *counts])])
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril() & (segment[:, None] == segment[None])
     mask = torch.zeros(tokens, tokens).masked_fill(~seen, _MASKED).to(embeddings.dtype)[None, None]
-    positions = torch.arange(TEXT_TOKENS - tokens, TEXT_TOKENS)
+    positions = torch.cat([torch.arange(TEXT_TOKENS - n, TEXT_TOKENS) for n in (padding, *counts)])
     local = half_rope(positions, gemma.head_dim, gemma.rope_local_base_freq, 1.0)
     full = half_rope(positions, gemma.head_dim, gemma.rope_theta, gemma.rope_factor)
     return Gemma3Inputs(embeddings, mask, *local, *full)
 
 
+def prompt_slices(counts: list[int], tokens: int) -> list[slice]:
+    """Where each prompt lies among the tokens."""
+    ends = [tokens - sum(counts[i + 1 :]) for i in range(len(counts))]
+    return [slice(end - n, end) for end, n in zip(ends, counts, strict=True)]
+
+
+def passes(prompts: list[list[int]]) -> list[list[list[int]]]:
+    """The prompts in as few encoder passes as hold them."""
+    return [prompts] if sum(map(len, prompts)) <= TEXT_TOKENS else [[ids] for ids in prompts]
+
+
 def connector_inputs(features: dict[str, Tensor], registers: dict[str, Tensor], config: TransformerConfig) -> ConnectorInputs:
-    """Inputs from features (1, n, D) of the prompt's tokens: they come first, position p >= n holds register p mod 128."""
+    """Inputs from the {stream}_features (1, n, D) of a prompt's tokens, which come first; position p >= n holds register
+    p mod 128."""
     tokens, ropes = {}, {}
     for name, size in (("video", config.video_connector), ("audio", config.audio_connector)):
-        count = features[name].shape[1]
+        found = features[f"{name}_features"]
+        count = found.shape[1]
         tiled = registers[name].repeat(TEXT_TOKENS // REGISTERS, 1)
-        tokens[name] = torch.cat([features[name], tiled[count:].unsqueeze(0).to(features[name].dtype)], dim=1)
+        tokens[name] = torch.cat([found, tiled[count:].unsqueeze(0).to(found.dtype)], dim=1)
         positions = torch.arange(TEXT_TOKENS, dtype=torch.float32)[None, None]
         max_pos = config.connector_positional_embedding_max_pos
         ropes[name] = split_rope(positions, max_pos, size.inner, size.heads, _CONNECTOR_THETA)
@@ -97,28 +114,39 @@ class RankTextEncoder:
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
         self.buckets, self.host_file = buckets, weights / HOST_FILE
 
-    def encode(self, ids: list[int]) -> Contexts:
-        bucket = bucket_for(ids, self.buckets)
+    def encode(self, prompts: list[list[int]]) -> list[Contexts]:
+        """Contexts of the prompts of one job, encoded together."""
+        return [context for group in passes(prompts) for context in self._pass(group)]
+
+    def _pass(self, prompts: list[list[int]]) -> list[Contexts]:
+        counts, bucket = [len(ids) for ids in prompts], bucket_for(prompts, self.buckets)
         with safe_open(self.host_file, "pt") as file:
             table = file.get_slice("embed_tokens.weight")
-            rows = torch.cat([table[i : i + 1] for i in ids])
+            rows = torch.cat([table[i : i + 1] for ids in prompts for i in ids])
             registers = {m: file.get_tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
-        embeddings = torch.cat([torch.zeros(bucket - len(ids), rows.shape[1], dtype=self.dtype), embed(rows, self.dtype)])
-        inputs = encoder_inputs(embeddings[None], len(ids), self.gemma)
+        padding = torch.zeros(bucket - len(rows), rows.shape[1], dtype=self.dtype)
+        inputs = encoder_inputs(torch.cat([padding, embed(rows, self.dtype)])[None], counts, self.gemma)
         program = program_name(bucket)
         self.ranks.put(program, **inputs._asdict())
         self.ranks.run(program)
-        features = {m: self.ranks.get(program, f"{m}_features")[:, bucket - len(ids) :] for m in ("video", "audio")}
-        states = padded(self.ranks.get(program, "hidden_states")) if self.ranks.returns(program, "hidden_states") else None
+        names = ["video_features", "audio_features"]
+        names += ["hidden_states"] if self.ranks.returns(program, "hidden_states") else []
+        outputs = {name: self.ranks.get(program, name) for name in names}
+        return [self._connect({name: t[:, part] for name, t in outputs.items()}, registers)
+                for part in prompt_slices(counts, bucket)]  # fmt: skip
+
+    def _connect(self, features: dict[str, Tensor], registers: dict[str, Tensor]) -> Contexts:
         self.ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
         self.ranks.run("connectors")
         contexts = (self.ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
-        return Contexts(*contexts, attention_mask(len(ids)), states)
+        states = features.get("hidden_states")
+        mask = attention_mask(features["video_features"].shape[1])
+        return Contexts(*contexts, mask, None if states is None else padded(states))
 
 
-def bucket_for(ids: list[int], buckets: tuple[int, ...]) -> int:
-    """The smallest bucket of tokens that holds a prompt."""
-    return min(bucket for bucket in buckets if bucket >= len(ids))
+def bucket_for(prompts: list[list[int]], buckets: tuple[int, ...]) -> int:
+    """The smallest bucket of tokens that holds the prompts of a pass."""
+    return min(bucket for bucket in buckets if bucket >= sum(map(len, prompts)))
 
 
 def program_name(bucket: int) -> str:
@@ -132,25 +160,32 @@ class HostTextEncoder:
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
 
     @torch.no_grad()
-    def encode(self, ids: list[int]) -> Contexts:
+    def encode(self, prompts: list[list[int]]) -> list[Contexts]:
+        """Contexts of the prompts of one job, encoded together."""
         with torch.device("meta"):
             encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
             connectors = Connectors(self.config, 1, SingleRank())
-        for prefix, module in [
-            *((f"layers.{i}.", layer) for i, layer in enumerate(encoder.layers)),
-            ("norm.", encoder.norm),
-        ]:
+        layers = [(f"layers.{i}.", layer) for i, layer in enumerate(encoder.layers)]
+        for prefix, module in [*layers, ("norm.", encoder.norm)]:  # in memory only while it runs
             module.register_forward_pre_hook(lambda module, _, prefix=prefix: self._fill(module, prefix))
             module.register_forward_hook(lambda module, *_: module.to("meta") and None)
         for name in ("video_aggregate_embed", "audio_aggregate_embed"):
             self._fill(getattr(encoder, name), name + ".")
-        table = self.source.tensor("embed_tokens.weight")
-        features = encoder(encoder_inputs(embed(table[ids], self.dtype)[None], len(ids), self.gemma))
         self._fill(connectors, "")
+        return [context for group in passes(prompts) for context in self._pass(encoder, connectors, group)]
+
+    def _pass(self, encoder: Gemma3Encoder, connectors: Connectors, prompts: list[list[int]]) -> list[Contexts]:
+        counts = [len(ids) for ids in prompts]
+        table = self.source.tensor("embed_tokens.weight")
+        rows = embed(table[[i for ids in prompts for i in ids]], self.dtype)[None]
+        outputs = encoder(encoder_inputs(rows, counts, self.gemma))._asdict()
         registers = {m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
-        by_name = {"video": features.video_features, "audio": features.audio_features}
-        contexts = connectors(connector_inputs(by_name, registers, self.config))
-        return Contexts(*contexts, attention_mask(len(ids)), padded(features.hidden_states))
+        found = []
+        for part in prompt_slices(counts, rows.shape[1]):
+            features = {name: tensor[:, part] for name, tensor in outputs.items()}
+            contexts = connectors(connector_inputs(features, registers, self.config))
+            found.append(Contexts(*contexts, attention_mask(part.stop - part.start), padded(features["hidden_states"])))
+        return found
 
     def _fill(self, module: torch.nn.Module, prefix: str) -> None:
         """Load a module's weights from the source, cast; strict."""

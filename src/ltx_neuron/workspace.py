@@ -15,7 +15,8 @@ from ltx_neuron.checkpoint import DTYPES, Checkpoint, Source, gemma_files, shard
 from ltx_neuron.config import Bucket, check_gemma_fits, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.gemma3 import layers_first
-from ltx_neuron.job import Size
+from ltx_neuron.job import Size, Stage
+from ltx_neuron.lora import Lora, MergedSource
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.sharding import MODELS
@@ -28,12 +29,13 @@ class Workspace:
 
     def __init__(
         self, checkpoint_path: Path, profile: Profile, artifacts_dir: Path, tp: int, dtype: str,
-        gemma_root: Path | None = None, blocks_per_graph: int | None = None,
+        gemma_root: Path | None = None, blocks_per_graph: int | None = None, loras: tuple[Lora, ...] = (),
+        distilled_loras: tuple[Lora, ...] = (),
     ):  # fmt: skip
         self.checkpoint_path, self.gemma_root = Path(checkpoint_path), gemma_root and Path(gemma_root)
         self.profile, self.artifacts, self.tp, self.dtype_name = profile, Path(artifacts_dir), tp, dtype
         self.blocks_per_graph = profile.blocks_per_graph if blocks_per_graph is None else blocks_per_graph
-        self.dtype = DTYPES[dtype]
+        self.dtype, self.loras, self.distilled_loras = DTYPES[dtype], loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
@@ -45,8 +47,14 @@ class Workspace:
         return config
 
     @cached_property
-    def dit_source(self) -> Source:
-        return Source(MODELS["dit"], [self.checkpoint])
+    def dit_source(self) -> MergedSource:
+        """The DiT's weights, with --lora merged in."""
+        return MergedSource(MODELS["dit"], [self.checkpoint], self.loras)
+
+    @cached_property
+    def refining_source(self) -> MergedSource:
+        """The weights of the dev recipe's stage 2: --distilled-lora on top of --lora."""
+        return MergedSource(MODELS["dit"], [self.checkpoint], self.loras + self.distilled_loras)
 
     @cached_property
     def gemma_source(self) -> Source:
@@ -56,7 +64,7 @@ class Workspace:
 
     def _weights_identity(self, model: str, source: Source) -> dict:
         return {"kind": "weights", "model": model, "source": source.fingerprint, "tp": self.tp, "dtype": self.dtype_name,
-                "layout": artifacts.LAYOUT}  # fmt: skip
+                "layout": artifacts.LAYOUT, "loras": getattr(source, "lora_identity", [])}  # fmt: skip
 
     def _graph_identity(self, model: str, bucket: str, config: str) -> dict:
         return {"kind": "graphs", "model": model, "bucket": bucket, "config": config, "tp": self.tp,
@@ -77,11 +85,15 @@ class Workspace:
 
     # making
 
-    def shard_dit(self) -> Path:
-        """Write the DiT's rank files; returns their folder."""
-        path = artifacts.folder(self.artifacts, identity := self._weights_identity("dit", self.dit_source))
-        shard(self.dit_source, path, identity, self.tp, self.dtype, layouts={})
-        return path
+    def shard_dit(self) -> list[Path]:
+        """Write the DiT's rank files, once more with --distilled-lora if one is given; returns the folders."""
+        sources = [self.dit_source, *([self.refining_source] if self.distilled_loras else [])]
+        paths = []
+        for source in sources:
+            path = artifacts.folder(self.artifacts, identity := self._weights_identity("dit", source))
+            shard(source, path, identity, self.tp, self.dtype, layouts={})
+            paths.append(path)
+        return paths
 
     def shard_gemma3(self) -> Path:
         """Write the text encoder's, its projections' and the connectors' rank files; returns their folder."""
@@ -126,9 +138,15 @@ class Workspace:
 
     # finding
 
-    def dit_weights(self) -> Path:
-        command = self._command("shards/shard_backbone_weights.py")
-        return artifacts.find(self.artifacts, self._weights_identity("dit", self.dit_source), command)
+    def dit_weights(self, refining: bool = False) -> Path:
+        """The DiT's rank files; `refining`: those of the dev recipe's stage 2."""
+        flags = []
+        for flag, loras in (("--lora", self.loras), ("--distilled-lora", self.distilled_loras)):
+            for lora in loras:
+                flags += [flag, lora.path, f"{lora.strength:g}"]
+        command = self._command("shards/shard_backbone_weights.py", *flags)
+        source = self.refining_source if refining else self.dit_source
+        return artifacts.find(self.artifacts, self._weights_identity("dit", source), command)
 
     def gemma3_weights(self) -> Path:
         command = self._command("shards/shard_gemma3_weights.py", gemma=True)
@@ -144,7 +162,7 @@ class Workspace:
         command = self._command("compile/compile_gemma3.py", gemma=True)
         return {name: Manifest(artifacts.find(self.artifacts, i, command)) for name, i in identities.items()}
 
-    def dit_program_for(self, size: Size, stage, images: tuple) -> tuple[Bucket, Manifest]:
+    def dit_program_for(self, size: Size, stage: Stage, images: tuple, recipe: str) -> tuple[Bucket, Manifest]:
         """The compiled step for a stage: the graph with the fewest distinct timesteps that are enough."""
         needed = size.bucket(stage, images).timesteps
         for timesteps in range(needed, needed + MAX_TIMESTEPS):
@@ -155,6 +173,7 @@ class Workspace:
             bucket = size.bucket(stage, images)
         extra = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
         extra += ["--frame-rate", f"{size.frame_rate:g}", *(["--two-stage"] if size.two_stage else [])]
+        extra += ["--recipe", recipe]
         for image in images:
             extra += ["--image", image.path, image.frame_index, f"{image.strength:g}"]
         command = self._command("compile/compile_transformer.py", *extra)

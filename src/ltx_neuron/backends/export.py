@@ -121,8 +121,10 @@ def compile_program(program: Program, folder: Path, identity: dict, dtype: torch
             "outputs": list(graph.outputs._fields),
             "cost": cost(exported),
         }
-    fields = {k: [list(f.shape), str(f.dtype).removeprefix("torch."), f.split] for k, f in program.fields.items()}
-    content = {"identity": identity, "graphs": graphs, "calls": program.calls, "fields": fields}
+    fields = {
+        name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")} for name, field in program.fields.items()
+    }
+    content = {"identity": identity, "graphs": graphs, "runs": program.runs, "fields": fields}
     write_json(folder / MANIFEST, content)
 
 
@@ -154,8 +156,11 @@ class Manifest:
         self.folder = folder
         content = json.loads((folder / MANIFEST).read_text())
         self.identity, self.graphs = content["identity"], content["graphs"]
-        self.calls = [(name, first) for name, first in content["calls"]]
-        self.fields = {k: Field(tuple(s), getattr(torch, d), split) for k, (s, d, split) in content["fields"].items()}
+        self.runs = {run: [(name, first) for name, first in calls] for run, calls in content["runs"].items()}
+        self.fields = {
+            name: Field(**{**field, "shape": tuple(field["shape"]), "dtype": getattr(torch, field["dtype"])})
+            for name, field in content["fields"].items()
+        }
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Name and local shape of every weight the program's calls use."""
@@ -163,13 +168,14 @@ class Manifest:
 
         return {
             weight_name(parameter, first): tuple(shape)
-            for name, first in self.calls
+            for calls in self.runs.values()
+            for name, first in calls
             for parameter, shape in self.graphs[name]["parameters"].items()
         }
 
-    def cost(self) -> dict[str, int]:
+    def cost(self, run: str = "main") -> dict[str, int]:
         """What one run of the program costs a rank: all-reduces, their bytes, and FLOPs."""
-        calls = [self.graphs[name]["cost"] for name, _ in self.calls]
+        calls = [self.graphs[name]["cost"] for name, _ in self.runs[run]]
         return {key: sum(call[key] for call in calls) for key in calls[0]}
 
     def load(self, name: str) -> torch.export.ExportedProgram:

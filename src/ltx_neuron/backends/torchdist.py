@@ -76,25 +76,43 @@ class Ranks:
         name = str(dtype).removeprefix("torch.")
         self._call(op="load", weights=str(weights), wanted=wanted, programs=folders, dtype=name)
 
+    def replace_weights(self, weights: Path) -> None:
+        """Put another weight set of the same model in the loaded one's place; graphs and tensors stay."""
+        self._call(op="replace_weights", weights=str(weights))
+
     def unload(self) -> None:
         """Free the weights, the graphs and every named tensor."""
         self._call(op="unload")
 
-    def put(self, program: str, **tensors: Tensor) -> None:
-        """Upload named tensors (whole ones: each rank takes its part). Shapes and dtypes must be the program's."""
+    def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
+        """Upload named tensors (whole ones: each rank takes its part). Shapes and dtypes must be the program's.
+
+        `like` is the field that describes them when their own names are none, as those that a sequence reads by alias.
+        """
         for name, tensor in tensors.items():
-            field = self.fields[program][name]
+            field = self.fields[program][like or name]
             whole = _whole(field, self.tp)
+            if field.per_block:
+                field, whole = field._replace(shape=tuple(tensor.shape)), tuple(tensor.shape)
             if tuple(tensor.shape) != whole:
                 raise ValueError(f"{program}.{name}: got shape {tuple(tensor.shape)}, wanted {whole}")
             with _Shared(whole, field.dtype) as shared:
                 shared.tensor.copy_(tensor)
                 self.bytes_sent += shared.tensor.nbytes
-                self._call(op="put", program=program, name=name, memory=shared.name)
+                self._call(op="put", program=program, name=name, like=like or name, memory=shared.name, shape=whole)
 
-    def run(self, program: str, **numbers: int) -> float:
-        """Run a program once on the tensors the ranks hold; returns the slowest rank's milliseconds."""
-        return max(answer["milliseconds"] for answer in self._call(op="run", program=program, numbers=numbers))
+    def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
+        """Name a sequence of a program's runs. Each is (run, reads, writes): where it takes an input or leaves an output
+        under another name than the graph's. Defined once, a step still costs one short command."""
+        self._call(op="define", program=program, sequence=sequence, runs=runs)
+
+    def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
+        """Run a sequence once on the tensors the ranks hold; returns the slowest rank's milliseconds.
+
+        Without `define`, a program's runs are sequences of their own names.
+        """
+        answers = self._call(op="run", program=program, sequence=sequence, numbers=numbers)
+        return max(answer["milliseconds"] for answer in answers)
 
     def get(self, program: str, name: str) -> Tensor:
         """Download a named tensor: rank 0's, or all parts put together."""
@@ -174,28 +192,40 @@ class _Rank:
 
     def _clear(self) -> None:
         self.weights: dict[str, Tensor] = {}
-        self.calls: dict[str, list] = {}
+        self.runs: dict[str, dict[str, list]] = {}
+        self.sequences: dict[tuple[str, str], list] = {}
         self.fields: dict[str, dict[str, Field]] = {}
         self.tensors: dict[str, Tensor] = {}
 
     def load(self, weights: str, wanted: dict, programs: dict, dtype: str) -> dict:
         tensors = load(Path(weights) / rank_file(self.rank), wanted, getattr(torch, dtype))
-        self.weights = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        self.weights = {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
         for name, folder in programs.items():
             manifest = Manifest(Path(folder))
             self.fields[name] = manifest.fields
-            self.calls[name] = self._bind(manifest)
+            graphs = {graph: manifest.load(graph).graph_module for graph in manifest.graphs}
+            self.runs[name] = {
+                run: [self._bind(manifest, graphs, *call) for call in calls] for run, calls in manifest.runs.items()
+            }
         return {}
 
-    def _bind(self, manifest: Manifest) -> list:
-        """Per call: the graph's code, its weights in the graph's order, and the names it takes and returns."""
-        graphs = {name: manifest.load(name) for name in manifest.graphs}
-        calls = []
-        for name, first_block in manifest.calls:
-            described = manifest.graphs[name]
-            weights = [self.weights[weight_name(p, first_block)] for p in described["parameters"]]
-            calls.append((graphs[name].graph_module, weights, described["inputs"], described["outputs"]))
-        return calls
+    def replace_weights(self, weights: str) -> dict:
+        wanted = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+        dtype = next(iter(self.weights.values())).dtype
+        for name, tensor in load(Path(weights) / rank_file(self.rank), wanted, dtype).items():
+            self.weights[name].copy_(tensor)  # in place: the graphs hold these very tensors
+        return {}
+
+    def _bind(self, manifest: Manifest, graphs: dict, name: str, first_block: int) -> tuple:
+        """A call: the graph's code, its weights in the graph's order, and the names it takes and returns."""
+        described, fields = manifest.graphs[name], manifest.fields
+        weights = [self.weights[weight_name(p, first_block)] for p in described["parameters"]]
+        inputs = [(n, f"@{first_block}" if fields[n].per_block else "") for n in described["inputs"]]
+        return graphs[name], weights, inputs, described["outputs"]
+
+    def define(self, program: str, sequence: str, runs: list) -> dict:
+        self.sequences[program, sequence] = runs
+        return {}
 
     def unload(self) -> dict:
         self._clear()
@@ -204,10 +234,15 @@ class _Rank:
         gc.collect()
         return {}
 
-    def put(self, program: str, name: str, memory: str) -> dict:
-        field = self.fields[program][name]
-        with _Shared(_whole(field, self.tp), field.dtype, memory) as shared:
-            self.tensors[name] = self._part(shared.tensor, field).to(self.device, copy=True).contiguous()
+    def put(self, program: str, name: str, like: str, memory: str, shape: list[int]) -> dict:
+        field = self.fields[program][like]
+        with _Shared(tuple(shape), field.dtype, memory) as shared:
+            if field.per_block:  # one tensor per group of blocks: graphs take whole tensors, not views
+                for first in range(0, shape[0], field.shape[0]):
+                    rows = shared.tensor[first : first + field.shape[0]]
+                    self.tensors[f"{name}@{first}"] = rows.to(self.device, copy=True)
+            else:
+                self.tensors[name] = self._part(shared.tensor, field).to(self.device, copy=True).contiguous()
         return {}
 
     def _part(self, whole: Tensor, field: Field) -> Tensor:
@@ -215,14 +250,16 @@ class _Rank:
             return whole
         return whole.narrow(field.split, field.shape[field.split] * self.rank, field.shape[field.split])
 
-    def run(self, program: str, numbers: dict[str, int]) -> dict:
+    def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
         for name, number in numbers.items():
             field = self.fields[program][name]
             self.tensors[name] = torch.full(field.shape, number, dtype=field.dtype, device=self.device)
         start = time.perf_counter()
-        for graph, weights, inputs, outputs in self.calls[program]:
-            results = graph(*weights, *(self.tensors[name] for name in inputs))
-            self.tensors.update(zip(outputs, results, strict=True))
+        for run, reads, writes in self.sequences.get((program, sequence), [(sequence, {}, {})]):
+            for graph, weights, inputs, outputs in self.runs[program][run]:
+                values = (self.tensors[reads.get(name, name) + group] for name, group in inputs)
+                results = graph(*weights, *values)
+                self.tensors.update(zip((writes.get(name, name) for name in outputs), results, strict=True))
         return {"milliseconds": (time.perf_counter() - start) * 1e3}
 
     def get(self, program: str, name: str, memory: str) -> dict:

@@ -1,0 +1,156 @@
+"""What several tests share: random models of ltx-core at any size, inputs of a step, and our graphs run in this process.
+
+Imported as `helpers`: pytest puts the folder of conftest.py on the path.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ltx_neuron.config import TEXT_TOKENS, TransformerConfig, transformer_config
+from ltx_neuron.decode import import_ltx_core
+from ltx_neuron.graphs import Field
+from ltx_neuron.latents import audio_positions
+from ltx_neuron.modulation import modulation_table
+from ltx_neuron.programs import Program, weight_name
+from ltx_neuron.rope import split_rope
+from ltx_neuron.sampling import sigma_pairs
+from ltx_neuron.tiny import TinySizes, merge, random_weights, tiny_config
+
+STREAMS = ("video", "audio")
+# The default size; one whose head and axis counts divide nothing evenly; one whose RoPE has two left-over entries.
+SIZES = {
+    "4 heads of 8": TinySizes(),
+    "8 heads of 10, 3 blocks": TinySizes(layers=3, heads=8, head_dim=10, audio_head_dim=6),
+    "4 heads of 10": TinySizes(layers=1, head_dim=10, audio_head_dim=2),
+}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed))
+
+
+def rel(got: Tensor, wanted: Tensor) -> float:
+    """|got - wanted| / |wanted|"""
+    assert got.shape == wanted.shape, (got.shape, wanted.shape)
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def furthest(got: Tensor, wanted: Tensor) -> float:
+    """The largest absolute difference of an element."""
+    assert got.shape == wanted.shape, (got.shape, wanted.shape)
+    return (got.double() - wanted.double()).abs().max().item()
+
+
+def made_config(sizes: TinySizes = SIZES["4 heads of 8"], **transformer) -> tuple[dict, TransformerConfig]:
+    """A checkpoint's config metadata, with changes to its transformer section, as it is and as we parse it."""
+    content = merge(tiny_config(sizes), {"transformer": transformer})
+    return content, transformer_config(content)
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model with fp32 weights that keep activations lively."""
+    weights = random_weights(model.state_dict(), generator(seed))
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def ltx_model(content: dict, seed: int = 0) -> nn.Module:
+    """ltx-core's DiT of a config with random weights, which have the names that ours have."""
+    import_ltx_core()
+    from ltx_core.model.transformer import LTXModelConfigurator
+
+    return randomised(LTXModelConfigurator.from_config(content), seed)
+
+
+@contextmanager
+def own_timesteps():
+    """ltx-core 1.0.0 as later releases have it: a token's own timestep gives its audio-video scale and shift."""
+    import_ltx_core()
+    from ltx_core.model.transformer.transformer_args import MultiModalTransformerArgsPreprocessor as Preprocessor
+
+    prepare = Preprocessor.prepare
+
+    def prepared(self, modality, cross_modality=None):
+        args = prepare(self, modality, cross_modality)
+        timesteps = modality.timesteps * self.simple_preprocessor.timestep_scale_multiplier
+        rows, _ = self.cross_scale_shift_adaln(timesteps.flatten(), hidden_dtype=modality.latent.dtype)
+        return replace(args, cross_scale_shift_timestep=rows.view(len(args.x), -1, rows.shape[-1]))
+
+    with mock.patch.object(Preprocessor, "prepare", prepared):
+        yield
+
+
+class Held(NamedTuple):
+    """Which video tokens are held, and how: what a stage's state says of them."""
+
+    denoise_mask: Tensor  # (Tv, 1)
+    clean: Tensor  # (1, Tv, C)
+    masks: Tensor  # (U,), 1 first
+    choice: Tensor  # (Tv, U), one-hot
+
+
+def step_values(
+    config: TransformerConfig, weights: dict, sigmas: tuple[float, ...], positions: Tensor, audio_tokens: int, held: Held,
+    max_steps: int | None = None, cross_sigma: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Everything a DiT step takes but the step's number: random latents and contexts, tables for the rest."""
+    pairs = sigma_pairs(sigmas, max_steps or len(sigmas) - 1)
+    video_max, audio_max = config.positional_embedding_max_pos, config.audio_positional_embedding_max_pos
+    cross_max, audio = (max(video_max[0], audio_max[0]),), audio_positions(audio_tokens)
+    values = {
+        "step_numbers": torch.arange(len(pairs), dtype=torch.int32),
+        "sigmas": pairs,
+        "video_modulation": modulation_table(weights, config, "video", pairs[:, 0], held.masks, cross_sigma),
+        "audio_modulation": modulation_table(weights, config, "audio", pairs[:, 0], torch.ones(1), cross_sigma),
+        "video_latent": randn(1, positions.shape[2], config.in_channels, seed=1),
+        "audio_latent": randn(1, audio_tokens, config.audio_in_channels, seed=2),
+        "video_context": randn(1, TEXT_TOKENS, config.video.inner, seed=3),
+        "audio_context": randn(1, TEXT_TOKENS, config.audio.inner, seed=4),
+        "timestep_mask": held.choice,
+        "denoise_mask": held.denoise_mask,
+        "clean_latent": held.clean,
+    }
+    for name, where, max_pos, size in (
+        ("video", positions, video_max, config.video),
+        ("audio", audio, audio_max, config.audio),
+        ("video_cross", positions[:, :1], cross_max, config.audio),
+        ("audio_cross", audio, cross_max, config.audio),
+    ):
+        rope = split_rope(where, max_pos, size.inner, size.heads, config.positional_embedding_theta)
+        values |= {f"{name}_cos": rope.cos, f"{name}_sin": rope.sin}
+    return values
+
+
+def step_number(number: int) -> dict[str, Tensor]:
+    return {"step": torch.tensor([number], dtype=torch.int32)}
+
+
+def call(program: Program, name: str, first_block: int, weights: dict, values: dict) -> dict[str, Tensor]:
+    """The outputs of one call of a program on a single rank."""
+    module, inputs, _ = program.graphs[name]
+    mine = {p: weights[weight_name(p, first_block)] for p, _ in module.named_parameters()}
+    taken = inputs(**{field: values[field] for field in inputs._fields})
+    return functional_call(module, mine, (taken,), strict=True)._asdict()
+
+
+def run_program(program: Program, weights: dict, values: dict) -> dict[str, Tensor]:
+    """The values after one run of a program on a single rank, without tracing it."""
+    for name, first_block in program.runs["main"]:
+        values = values | call(program, name, first_block, weights, values)
+    return values
+
+
+def random_value(field: Field, tp: int, seed: int) -> Tensor:
+    """A whole tensor of a field, random where it is of floats."""
+    shape = [size * tp if dim == field.split else size for dim, size in enumerate(field.shape)]
+    return randn(*shape, seed=seed).to(field.dtype) if field.dtype.is_floating_point else torch.zeros(shape, dtype=field.dtype)

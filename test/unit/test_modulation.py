@@ -1,0 +1,141 @@
+"""The modulation table's rows are the outputs of ltx-core's AdaLN modules."""
+
+from functools import cache
+
+import pytest
+import torch
+from helpers import SIZES, STREAMS, ltx_model, made_config, rel
+
+from ltx_neuron.modulation import (
+    A2V,
+    AV_GATE,
+    EMBEDDED_TIMESTEP,
+    FEED_FORWARD,
+    MODULATION_ROWS,
+    PROMPT,
+    SELF_ATTENTION,
+    TEXT_ATTENTION,
+    V2A,
+    modulation_table,
+    sinusoid,
+)
+from ltx_neuron.sampling import DISTILLED_SIGMAS, STAGE_2_SIGMAS
+
+SIGMAS = torch.tensor(DISTILLED_SIGMAS[:-1])
+MASKS = torch.tensor([1.0, 0.0, 0.3])
+SAME = 1e-6  # the same fp32 products, of many timesteps at once here and of one there
+SHOWS = 0.05  # rows of another timestep
+GATE_MULTIPLIER = 250.0  # unlike the release's 1000, which would hide a gate that ignores it
+
+
+@cache
+def model_of(name="4 heads of 8", **overrides):
+    content, config = made_config(SIZES[name], **overrides)
+    model = ltx_model(content)
+    return model, config, model.state_dict()
+
+
+def adaln(module, timestep):
+    """Rows (n, D) and the embedded timestep (D,) of an ltx-core AdaLayerNormSingle at one timestep."""
+    rows, embedded = module(timestep.reshape(1), hidden_dtype=torch.float32)
+    return rows[0].unflatten(0, (-1, embedded.shape[-1])), embedded[0]
+
+
+def ltx_rows(model, stream, sigma, mask, gate_factor=1.0, cross_sigma=False):
+    """The 17 rows of a stream at one timestep by ltx-core's five modules."""
+    prefix, gate = {"video": ("", "a2v"), "audio": ("audio_", "v2a")}[stream]
+    own, full = mask * sigma * 1000, sigma * 1000
+    rows, embedded = adaln(getattr(model, f"{prefix}adaln_single"), own)
+    cross, _ = adaln(getattr(model, f"av_ca_{stream}_scale_shift_adaln_single"), full if cross_sigma else own)
+    gates, _ = adaln(getattr(model, f"av_ca_{gate}_gate_adaln_single"), full * gate_factor)
+    prompt, _ = adaln(getattr(model, f"{prefix}prompt_adaln_single"), full)
+    return {SELF_ATTENTION: rows, A2V: cross, AV_GATE: gates, PROMPT: prompt, EMBEDDED_TIMESTEP: embedded[None]}
+
+
+def check(table, model, stream, **how):
+    for step, sigma in enumerate(SIGMAS):
+        for u, mask in enumerate(MASKS):
+            for first, rows in ltx_rows(model, stream, sigma, mask, **how).items():
+                for offset, row in enumerate(rows):
+                    assert rel(table[step, u, first + offset], row) < SAME, (step, u, first + offset)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_every_row_is_that_of_ltx_cores_modules(name, stream):
+    model, config, weights = model_of(name)
+    table = modulation_table(weights, config, stream, SIGMAS, MASKS)
+    assert table.shape == (len(SIGMAS), len(MASKS), MODULATION_ROWS, getattr(config, stream).inner)
+    assert table.dtype == torch.float32
+    check(table, model, stream)
+
+
+def test_the_rows_of_the_five_modules_fill_the_table_without_a_gap():
+    counts = {SELF_ATTENTION: 3, FEED_FORWARD: 3, TEXT_ATTENTION: 3, A2V: 2, V2A: 2, AV_GATE: 1, PROMPT: 2, EMBEDDED_TIMESTEP: 1}
+    assert [row for first, count in counts.items() for row in range(first, first + count)] == list(range(MODULATION_ROWS))
+    model, _, _ = model_of()
+    rows = ltx_rows(model, "video", SIGMAS[0], MASKS[0])
+    assert [row for first, found in rows.items() for row in range(first, first + len(found))] == list(range(MODULATION_ROWS))
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_cross_sigma_takes_the_steps_sigma_for_audio_video_scale_and_shift_alone(stream):
+    model, config, weights = model_of()
+    own = modulation_table(weights, config, stream, SIGMAS, MASKS)
+    cross = modulation_table(weights, config, stream, SIGMAS, MASKS, cross_sigma=True)
+    check(cross, model, stream, cross_sigma=True)
+    rows = list(range(A2V, AV_GATE))
+    others = [row for row in range(MODULATION_ROWS) if row not in rows]
+    assert torch.equal(own[:, :, others], cross[:, :, others])
+    assert torch.equal(own[:, 0], cross[:, 0])  # a token that nothing holds has the step's own sigma
+    assert rel(own[:, 1, rows], cross[:, 1, rows]) > SHOWS
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_the_gates_timestep_has_a_scale_of_its_own(stream):
+    model, config, weights = model_of(av_ca_timestep_scale_multiplier=GATE_MULTIPLIER)
+    table = modulation_table(weights, config, stream, SIGMAS, MASKS)
+    check(table, model, stream, gate_factor=GATE_MULTIPLIER / 1000)
+    assert rel(table[0, 0, AV_GATE], ltx_rows(model, stream, SIGMAS[0], MASKS[0])[AV_GATE][0]) > SHOWS
+
+
+def test_a_held_tokens_rows_follow_its_own_timestep():
+    model, config, weights = model_of()
+    table = modulation_table(weights, config, "video", SIGMAS, MASKS)
+    for row in (SELF_ATTENTION, FEED_FORWARD, TEXT_ATTENTION, A2V, V2A, EMBEDDED_TIMESTEP):
+        assert rel(table[0, 1, row], table[0, 0, row]) > SHOWS
+    for row in (AV_GATE, PROMPT):  # by the step's sigma, whatever the token
+        assert torch.equal(table[0, 1, row], table[0, 0, row])
+
+
+def test_rows_do_not_depend_on_what_else_is_in_the_table():
+    _, config, weights = model_of()
+    table = modulation_table(weights, config, "audio", torch.tensor(STAGE_2_SIGMAS[:-1]), torch.ones(1))
+    alone = modulation_table(weights, config, "audio", torch.tensor(STAGE_2_SIGMAS[1:2]), torch.ones(1))
+    assert rel(alone[0], table[1]) < SAME
+
+
+def test_weights_in_bf16_are_widened_not_the_timestep_narrowed():
+    model, config, weights = model_of()
+    narrow = {name: weight.bfloat16() for name, weight in weights.items()}
+    wide = {name: weight.float() for name, weight in narrow.items()}
+    assert torch.equal(
+        modulation_table(narrow, config, "video", SIGMAS, MASKS), modulation_table(wide, config, "video", SIGMAS, MASKS)
+    )
+
+
+def test_the_sinusoid_is_ltx_cores_cosines_first():
+    from ltx_core.model.transformer.timestep_embedding import Timesteps
+
+    timesteps = torch.tensor([0.0, 421.875, 909.375, 1000.0])
+    theirs = Timesteps(256, flip_sin_to_cos=True, downscale_freq_shift=0)(timesteps)
+    assert torch.equal(sinusoid(timesteps), theirs)
+
+
+def test_a_model_without_prompt_adaln_has_rows_of_zeros_for_it():
+    _, _, weights = model_of()
+    without = {name: weight for name, weight in weights.items() if "prompt_adaln" not in name}
+    _, config = made_config(use_prompt_adaln_single=False)
+    table = modulation_table(without, config, "video", SIGMAS, MASKS)
+    assert (table[:, :, PROMPT:EMBEDDED_TIMESTEP] == 0).all()
+    assert (table[:, :, EMBEDDED_TIMESTEP] != 0).any()
