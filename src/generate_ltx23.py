@@ -26,7 +26,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--upscale", choices=["spatial", "temporal", "both"], help="after a one-stage run")
     parser.add_argument("--neuron-gemma", action="store_true",
                         help="encode the prompt on the profile's device, sharded; without it, on the host CPU")  # fmt: skip
-    parser.add_argument("--compat", choices=["ltx-core-1.0.0"], help="the first release's numerics")
+    parser.add_argument("--compat", choices=["ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"],
+                        help="the first release's numerics; or only how it holds images")  # fmt: skip
     parser.add_argument("--warmup", action="store_true", help="a discarded first step per stage")
     cli.add_size(parser)
     cli.add_guidance(parser)

@@ -3,11 +3,9 @@
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
 
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
-from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -22,6 +20,8 @@ from ltx_neuron.rope import split_rope
 from ltx_neuron.sampling import sigma_pairs
 from ltx_neuron.tiny import TinySizes, merge, random_weights, tiny_config
 
+import_ltx_core()  # before any test imports the parts of ltx-core that want torchaudio
+
 STREAMS = ("video", "audio")
 # The default size; one whose head and axis counts divide nothing evenly; one whose RoPE has two left-over entries.
 SIZES = {
@@ -29,6 +29,15 @@ SIZES = {
     "8 heads of 10, 3 blocks": TinySizes(layers=3, heads=8, head_dim=10, audio_head_dim=6),
     "4 heads of 10": TinySizes(layers=1, head_dim=10, audio_head_dim=2),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Import it to run a file's tests on one thread: tiny models gain nothing from two, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -66,28 +75,9 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def ltx_model(content: dict, seed: int = 0) -> nn.Module:
     """ltx-core's DiT of a config with random weights, which have the names that ours have."""
-    import_ltx_core()
     from ltx_core.model.transformer import LTXModelConfigurator
 
     return randomised(LTXModelConfigurator.from_config(content), seed)
-
-
-@contextmanager
-def own_timesteps():
-    """ltx-core 1.0.0 as later releases have it: a token's own timestep gives its audio-video scale and shift."""
-    import_ltx_core()
-    from ltx_core.model.transformer.transformer_args import MultiModalTransformerArgsPreprocessor as Preprocessor
-
-    prepare = Preprocessor.prepare
-
-    def prepared(self, modality, cross_modality=None):
-        args = prepare(self, modality, cross_modality)
-        timesteps = modality.timesteps * self.simple_preprocessor.timestep_scale_multiplier
-        rows, _ = self.cross_scale_shift_adaln(timesteps.flatten(), hidden_dtype=modality.latent.dtype)
-        return replace(args, cross_scale_shift_timestep=rows.view(len(args.x), -1, rows.shape[-1]))
-
-    with mock.patch.object(Preprocessor, "prepare", prepared):
-        yield
 
 
 class Held(NamedTuple):
@@ -99,7 +89,7 @@ class Held(NamedTuple):
     choice: Tensor  # (Tv, U), one-hot
 
 
-def step_values(
+def step_inputs(
     config: TransformerConfig, weights: dict, sigmas: tuple[float, ...], positions: Tensor, audio_tokens: int, held: Held,
     max_steps: int | None = None, cross_sigma: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip

@@ -7,14 +7,20 @@ never mix. A folder is named by its identity; when the wanted one is absent, the
 import ast
 import hashlib
 import json
+import shlex
 from functools import cache
 from pathlib import Path
 
-from ltx_neuron.checkpoint import MANIFEST
+from ltx_neuron.checkpoint import MANIFEST, verify
 from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
 
 LAYOUT = 1  # of rank files: raise it when what the sharders write changes
+# What the fields of an identity are to a person, where the name does not say it.
+_MEANINGS = {
+    "source": "the checkpoint's content", "config": "the model's sizes", "code": "this toolkit's code",
+    "torch": "the version of PyTorch", "bucket": "the video's size in tokens, or the prompt's",
+}  # fmt: skip
 _TRACED = ("attention", "connectors", "dit", "gemma3", "graphs", "modulation", "parallel", "rope", "backends/torchdist")
 
 
@@ -29,14 +35,30 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
     """The finished folder of that identity; else a UserError that names the differing fields and the command to type."""
     path = folder(artifacts, identity)
     if (path / MANIFEST).is_file():
+        got = _identity(path)
+        problems = verify(path, quick=True) if got == identity else [f"its {MANIFEST} {_said(identity, got)}"]
+        if problems:
+            again = f"rm -r {shlex.quote(str(path))} && {command}"
+            raise UserError("\n  ".join([f"{path} is damaged:", *problems]) + f"\nMake it again: {again}")
         return path
     others = [other for other in _identities(Path(artifacts) / identity["kind"]) if other.get("model") == identity["model"]]
     what = f"{identity['model']} {identity['kind']}"
+    if path.is_dir():
+        raise UserError(f"the {what} in {path} were never finished: there is no {MANIFEST}\nMake them again: {command}")
     if not others:
         raise UserError(f"no {what} in {artifacts}\nMake them: {command}")
     nearest = min(others, key=lambda other: len(differences(identity, other)))
-    said = "; ".join(f"{k}: got {g!r}, wanted {w!r}" for k, w, g in differences(identity, nearest))
-    raise UserError(f"no fitting {what} in {artifacts}. The nearest differ in {said}\nMake them: {command}")
+    raise UserError(f"no fitting {what} in {artifacts}. The nearest {_said(identity, nearest)}\nMake them: {command}")
+
+
+def _said(wanted: dict, got: dict | None) -> str:
+    """What two identities differ in, or that there is none."""
+    if got is None:
+        return "cannot be read"
+    fields = [
+        f"{k}{f' ({_MEANINGS[k]})' if k in _MEANINGS else ''}: got {g}, wanted {w}" for k, w, g in differences(wanted, got)
+    ]
+    return "differs in " + "; ".join(fields)
 
 
 def differences(wanted: dict, got: dict) -> list[tuple]:
@@ -45,13 +67,18 @@ def differences(wanted: dict, got: dict) -> list[tuple]:
 
 
 def _identities(parent: Path) -> list[dict]:
-    found = []
-    for path in sorted(parent.glob(f"*/{MANIFEST}")):
-        try:
-            found.append(json.loads(path.read_text())["identity"])
-        except (ValueError, KeyError, TypeError):
-            continue  # somebody's broken folder is no candidate; a wanted one is read, and refused, by its loader
-    return found
+    """Those of the finished folders; somebody's broken one is no candidate."""
+    found = (_identity(path.parent) for path in sorted(parent.glob(f"*/{MANIFEST}")))
+    return [identity for identity in found if identity is not None]
+
+
+def _identity(path: Path) -> dict | None:
+    """What a finished folder was made from and for; None where its manifest cannot be read."""
+    try:
+        content = json.loads((path / MANIFEST).read_text())
+        return {**content["identity"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @cache

@@ -6,6 +6,7 @@ Nothing is ever loaded whole: a rank's part of one tensor at a time is read, cas
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ltx_neuron.config import SUPPORTED_VERSION, digest
+from ltx_neuron.config import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
 from ltx_neuron.errors import UserError
 from ltx_neuron.sharding import HOST, Model, local_shape, rename, rule
 
@@ -25,9 +26,6 @@ _MAX_HEADER = 100_000_000  # safetensors' own bound
 _CHUNK_BYTES = 128 * 2**20  # most that is read from the source at once
 HOST_FILE, MANIFEST = "host.safetensors", "manifest.json"
 
-CHECKPOINT_DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled.safetensors --local-dir ."
-GEMMA_DOWNLOAD = "hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir"
-
 
 def rank_file(rank: int) -> str:
     return f"rank{rank}.safetensors"
@@ -37,17 +35,20 @@ class TensorFile:
     """A safetensors file's header, checked: every entry lies in the file and the file ends where the last one does."""
 
     def __init__(self, path: Path, download: str):
-        self.path = Path(path)
+        self.path, self.download = Path(path), download
         if self.path.is_dir():
             raise UserError(f"{path} is a folder; split (multi-file) checkpoints are not supported yet.\nWanted: one "
                             f".safetensors file, as published: {download}")  # fmt: skip
         if not self.path.is_file():
             raise UserError(f"no such file: {path}\nDownload it: {download}")
         size = self.path.stat().st_size
-        with open(self.path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+        if size == 0:
+            raise self._broken("it is empty")
+        with self._open() as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
             if size < 8 or length > min(_MAX_HEADER, size - 8):
-                raise self._broken(f"the header length {length} does not fit a file of {size} bytes")
+                raise self._broken(f"its first bytes {start!r} are no header length that fits {size} bytes")
             self.header = file.read(length)
         try:
             entries = json.loads(self.header)
@@ -65,10 +66,15 @@ class TensorFile:
                 pass
         except SafetensorError as error:
             raise self._broken(str(error)) from None
-        self.download = download
+
+    def _open(self):
+        try:
+            return open(self.path, "rb")
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror}") from None
 
     def _broken(self, why: str) -> UserError:
-        return UserError(f"{self.path} is not a whole safetensors file: {why}.\nDownload it again")
+        return UserError(f"{self.path} is not a whole safetensors file: {why}.\nDownload it again: {self.download}")
 
     @property
     def fingerprint(self) -> str:
@@ -93,7 +99,10 @@ class Checkpoint(TensorFile):
         try:
             self.config = json.loads(self.metadata["config"])
         except ValueError as error:
-            raise UserError(f"{path}: the 'config' metadata is not JSON: {error}") from None
+            raise UserError(f"{path}: the 'config' metadata is not JSON: {error}\nDownload it again: {self.download}") from None
+        if not isinstance(self.config, dict) or "transformer" not in self.config:
+            raise UserError(f"{path} is not an LTX checkpoint: its 'config' metadata has no 'transformer' section.\n"
+                            f"Download one: {CHECKPOINT_DOWNLOAD}")  # fmt: skip
         if not version.startswith(SUPPORTED_VERSION):
             raise UserError(f"{path} is of LTX version {version or '2.0 (no model_version metadata)'}, this toolkit runs "
                             f"{SUPPORTED_VERSION}.\nDownload it: {CHECKPOINT_DOWNLOAD}")  # fmt: skip
@@ -104,8 +113,12 @@ def gemma_files(root: Path) -> list[TensorFile]:
     """The weight files of a Gemma root: model.safetensors or model-0000x-of-0000y.safetensors."""
     paths = sorted(Path(root).glob("model*.safetensors"))
     if not paths:
-        raise UserError(f"no model*.safetensors in --gemma-root {root}\nDownload it: {GEMMA_DOWNLOAD} {root}")
-    return [TensorFile(path, f"{GEMMA_DOWNLOAD} {root}") for path in paths]
+        raise UserError(f"no model*.safetensors in --gemma-root {root}\nDownload it: {gemma_download(root)}")
+    total = re.fullmatch(r"model-\d+-of-(\d+)", paths[0].stem)
+    if total and int(total[1]) != len(paths):
+        raise UserError(f"--gemma-root {root} has {len(paths)} of {int(total[1])} weight files\n"
+                        f"Download the others: {gemma_download(root)}")  # fmt: skip
+    return [TensorFile(path, gemma_download(root)) for path in paths]
 
 
 class Source:
@@ -116,7 +129,13 @@ class Source:
         self.where: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
             for key in file.shapes:
-                name = rename(model, key)
+                try:
+                    name = rename(model, key)
+                except UserError as error:
+                    raise UserError(f"{file.path}: {error}\nThe published one: {file.download}") from None
+                if name is not None and file.dtypes[key] not in _FILE_BYTES:
+                    raise UserError(f"{file.path}: {key} is stored as {file.dtypes[key]}, which is not implemented; "
+                                    f"wanted {', '.join(_FILE_BYTES)}.\nThe published one: {file.download}")  # fmt: skip
                 if name is not None and name in self.where:
                     raise UserError(f"tensor {name!r} is in two places: {self.where[name][0].path} and {file.path}")
                 if name is not None:
@@ -127,12 +146,19 @@ class Source:
         return digest([file.fingerprint for file in self.files])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        file, key = self.where[name]
+        file, key = self._find(name)
         return file.shapes[key]
+
+    def _find(self, name: str) -> tuple[TensorFile, str]:
+        if name not in self.where:
+            files = ", ".join(str(file.path) for file in self.files)
+            raise UserError(f"no tensor {name!r} for {self.model.name} in {files}\n"
+                            f"Download it again: {self.files[-1].download}")  # fmt: skip
+        return self.where[name]
 
     def read(self, name: str, split: int | str | None, tp: int, rank: int) -> Iterator[Tensor]:
         """A rank's part of a tensor in pieces of at most 128 MiB, to be put one after another."""
-        file, key = self.where[name]
+        file, key = self._find(name)
         shape = file.shapes[key]
         local = local_shape(shape, split, tp, name)
         with safe_open(file.path, "pt") as opened:
@@ -149,7 +175,7 @@ class Source:
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, memory-mapped."""
-        file, key = self.where[name]
+        file, key = self._find(name)
         with safe_open(file.path, "pt") as opened:
             return opened.get_tensor(key)
 
@@ -211,6 +237,8 @@ def shard(source: Source, folder: Path, identity: dict, tp: int, dtype: torch.dt
     layouts maps a tensor's name to a function that rearranges a rank's whole part of it.
     """
     rules = {name: rule(source.model, name) for name in sorted(source.where)}
+    for name, split in rules.items():
+        local_shape(source.shape(name), split, tp, name)  # a tensor that cannot be cut is refused before a file appears
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     files = {}
@@ -232,17 +260,20 @@ def _entry(source: Source, name: str, split: int | str | None, tp: int, rank: in
     return Entry(name, shape, pieces)
 
 
-def verify(folder: Path) -> list[str]:
-    """Compare every file of a finished folder with its manifest; the list of differences is empty if it is whole."""
-    files = json.loads((folder / MANIFEST).read_text())["files"]
+def verify(folder: Path, quick: bool = False) -> list[str]:
+    """Compare every file of a finished folder with its manifest; the list of differences is empty if it is whole.
+
+    Of weights, `quick` looks at the sizes only. Graph files are small: they are always read.
+    """
+    content = json.loads((folder / MANIFEST).read_text())
     problems = []
-    for name, wanted in files.items():
+    for name, wanted in (content.get("files") or {graph["file"]: graph for graph in content["graphs"].values()}).items():
         path = folder / name
         if not path.is_file():
             problems.append(f"{name}: missing")
-        elif path.stat().st_size != wanted["bytes"]:
+        elif path.stat().st_size != wanted.get("bytes", path.stat().st_size):
             problems.append(f"{name}: {path.stat().st_size} bytes, wanted {wanted['bytes']}")
-        else:
+        elif not quick or "bytes" not in wanted:
             with open(path, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
                     problems.append(f"{name}: content differs from its sha256")
@@ -251,7 +282,11 @@ def verify(folder: Path) -> list[str]:
 
 def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
     """Load exactly the wanted tensors of a rank file. Missing, extra, misshapen or recast ones are one error."""
-    with safe_open(path, "pt") as file:
+    try:
+        opened = safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {error}\nMake it again: delete its folder and run the sharder") from None
+    with opened as file:
         got = {name: (tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()}
         problems = [f"missing: {name}" for name in wanted if name not in got]
         problems += [f"unexpected: {name}" for name in got if name not in wanted]
@@ -259,5 +294,6 @@ def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> 
             if got[name] != (tuple(wanted[name]), _NAMES[dtype]):
                 problems.append(f"{name}: {got[name][0]} {got[name][1]}, wanted {tuple(wanted[name])} {_NAMES[dtype]}")
         if problems:
-            raise UserError(f"{path} does not hold this model's weights:\n  " + "\n  ".join(sorted(problems)))
+            raise UserError("\n  ".join([f"{path} does not hold this model's weights:", *sorted(problems)])
+                            + "\nMake it again: delete its folder and run the sharder")  # fmt: skip
         return {name: file.get_tensor(name) for name in wanted}

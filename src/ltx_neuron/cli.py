@@ -2,21 +2,39 @@
 
 import argparse
 import dataclasses
+import shlex
+import sys
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from ltx_neuron import checkpoint
 from ltx_neuron.conditioning import ImageCondition
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, check_folder
 from ltx_neuron.guidance import DEFAULTS, Guidance
-from ltx_neuron.job import Size
+from ltx_neuron.job import Size, check_guidable
 from ltx_neuron.lora import Lora
 from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.workspace import Workspace
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are short: the mistake and, for an unknown flag, the nearest known one."""
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
+            self.error(f"unknown: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\nAll flags: python {sys.argv[0]} --help\n")
+
+
 def parser(description: str, example: str, gemma: bool) -> argparse.ArgumentParser:
     """A parser with the flags common to all five scripts; abbreviations are off, so a typo is an error."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         description=description, epilog=f"example:\n  {example}", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -71,9 +89,11 @@ def loras(args: argparse.Namespace, flag: str) -> tuple[Lora, ...]:
     return tuple(found)
 
 
-def workspace(args: argparse.Namespace) -> Workspace:
-    """The workspace of parsed common flags."""
+def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
+    """The workspace of parsed common flags, whose artifacts a script `writes` or only reads."""
     profile = resolve(args.profile)
+    if writes and not getattr(args, "verify", False):
+        check_folder(args.artifacts_dir, "--artifacts-dir DIR")
     blocks = getattr(args, "blocks_per_graph", None)
     if blocks is not None and blocks < 0:
         raise UserError(f"--blocks-per-graph {blocks} is negative; type 0 for the whole step in one graph")
@@ -120,7 +140,8 @@ def verify(folder: Path) -> None:
     """Print that a folder of weights is whole; UserError listing what is not."""
     problems = checkpoint.verify(folder)
     if problems:
-        raise UserError(f"{folder} is damaged:\n  " + "\n  ".join(problems) + "\nDelete it and run this script again")
+        raise UserError("\n  ".join([f"{folder} is damaged:", *problems])
+                        + f"\nMake it again: rm -r {shlex.quote(str(folder))}, then this script without --verify")  # fmt: skip
     print(f"whole: {folder}")
 
 
@@ -145,15 +166,18 @@ def add_guidance(made: argparse.ArgumentParser) -> None:
             group.add_argument("--" + flag.format(stream=stream, other=other), type=kind, **many)
 
 
-def guidance(args: argparse.Namespace, version: str) -> Guidance | None:
+def guidance(args: argparse.Namespace, version: str, recipe: str) -> Guidance | None:
     """The guidance the flags ask for on top of the version's defaults; None without any such flag."""
-    given = {stream: {} for stream, _ in _STREAMS}
+    given, flags = {stream: {} for stream, _ in _STREAMS}, []
     for stream, other in _STREAMS:
         for flag, (field, _) in _GUIDANCE.items():
-            value = getattr(args, flag.format(stream=stream, other=other).replace("-", "_"))
+            name = flag.format(stream=stream, other=other)
+            value = getattr(args, name.replace("-", "_"))
             if value is not None:
                 given[stream][field] = tuple(value) if field == "stg_blocks" else value
-    if not any(given.values()):
+                flags.append(f"--{name}")
+    if not flags:
         return None
+    check_guidable(", ".join(flags), recipe)
     streams = {stream: dataclasses.replace(getattr(DEFAULTS[version], stream), **fields) for stream, fields in given.items()}
     return Guidance(**streams)

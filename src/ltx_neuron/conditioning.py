@@ -53,14 +53,15 @@ def mask_value(image: ImageCondition) -> float:
 
 
 def video_state(
-    latent: Tensor, frame_rate: float, images: list[tuple[ImageCondition, Tensor]], compat_1_0_0: bool = False
-) -> VideoState:
+    latent: Tensor, frame_rate: float, images: list[tuple[ImageCondition, Tensor]], compat_1_0_0: bool = False,
+    positions_dtype: torch.dtype = torch.float32,
+) -> VideoState:  # fmt: skip
     """State of a stage from its initial latent (1, C, F, h, w) and encoded images (1, C, 1, h, w).
 
     An image at frame 0 takes the place of the first latent frame's tokens; others are appended as keyframe tokens.
     """
     shape = tuple(latent.shape[2:])
-    tokens, positions = patchify_video(latent), video_positions(shape, frame_rate)
+    tokens, positions = patchify_video(latent), video_positions(shape, frame_rate, positions_dtype)
     clean, mask, per_frame = tokens.clone(), torch.ones(tokens.shape[1], 1), shape[1] * shape[2]
     for image, encoded in images:
         held, value = patchify_video(encoded), mask_value(image)

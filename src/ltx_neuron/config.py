@@ -7,12 +7,14 @@ Values the code does not implement are refused by name rather than ignored.
 import dataclasses
 import hashlib
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from ltx_neuron.errors import UserError
 
 SUPPORTED_VERSION = "2.3"
+CHECKPOINT_DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled.safetensors --local-dir ."
 TEXT_TOKENS = 1024  # the tokenizer pads to this many, and the connectors return this many (ltx-core base_encoder.py:182)
 REGISTERS = 128  # learnable registers per connector; the config key is ignored upstream too (embeddings_connector.py)
 
@@ -31,6 +33,18 @@ _REQUIRED = {
 }  # fmt: skip
 # Flags of later releases; a 2.3 checkpoint has none of them and means these values.
 _LATER_FLAGS = {"ff_bias": True, "audio_ff_bias": True, "connector_ff_bias": True, "use_prompt_adaln_single": True}
+
+
+def gemma_download(root: Path) -> str:
+    """The command that fills a Gemma root, and what Google wants first."""
+    return (f"hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir {shlex.quote(str(root))}\n"
+            "(once, before: accept the terms on https://huggingface.co/google/gemma-3-12b-it-qat-q4_0-unquantized "
+            "and type hf auth login)")  # fmt: skip
+
+
+def upsampler_download(kind: str) -> str:
+    """The command that fetches the "spatial" or "temporal" latent upsampler."""
+    return f"hf download Lightricks/LTX-2.3 ltx-2.3-{kind}-upscaler-x2-1.0.safetensors --local-dir ."
 
 
 @dataclass(frozen=True)
@@ -129,8 +143,24 @@ def transformer_config(metadata: dict) -> TransformerConfig:
         )  # fmt: skip
     except KeyError as missing:
         raise UserError(f"checkpoint config: transformer.{missing.args[0]} is absent") from None
+    except TypeError as error:
+        raise UserError(f"checkpoint config: a list of the transformer section is none: {error}") from None
+    _check_numbers(config, "checkpoint config: transformer.")
     _check_widths(values, config)
     return config
+
+
+def _check_numbers(config, where: str) -> None:
+    """Refuse a size or scale that is no number above 0."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is AttentionSize:
+            _check_numbers(value, f"{where}{field.name} ")
+        elif field.type in (int, float):
+            right = isinstance(value, int if field.type is int else (int, float)) and not isinstance(value, bool)
+            if not right or not 0 < value < float("inf"):
+                wanted = "a whole number" if field.type is int else "a number"
+                raise UserError(f"{where}{field.name} is {value!r}, wanted {wanted} above 0")
 
 
 def _check_widths(values: dict, config: TransformerConfig) -> None:
@@ -180,11 +210,9 @@ def gemma_config(root: Path) -> GemmaConfig:
     path = Path(root) / "config.json"
     try:
         content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"no config.json in --gemma-root {root}.\nDownload it: hf download "
-            f"google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir {root}"
-        ) from None
+    except OSError as error:
+        what = f"--gemma-root {root} is not a folder" if not Path(root).is_dir() else f"{path}: {error.strerror}"
+        raise UserError(f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     text = content.get("text_config") if isinstance(content, dict) else None
@@ -212,19 +240,28 @@ def gemma_config(root: Path) -> GemmaConfig:
         rope_theta=full.get("rope_theta", text.get("rope_theta", 1e6)), rope_factor=scaling.get("factor", 1.0),
         rope_local_base_freq=local.get("rope_theta", text.get("rope_local_base_freq", 1e4)),
     )  # fmt: skip
+    _check_numbers(config, f"{path}: text_config.")
     if config.sliding_window < TEXT_TOKENS:
         raise UserError(f"{path}: sliding_window {config.sliding_window} is below the {TEXT_TOKENS} tokens LTX-2.3 encodes")
     return config
 
 
-def check_gemma_fits(gemma: GemmaConfig, transformer: TransformerConfig, gemma_root: Path) -> None:
-    """Refuse a text encoder of another width than the checkpoint's projections take."""
+def check_gemma_fits(
+    gemma: GemmaConfig, transformer: TransformerConfig, gemma_root: Path, features: int | None = None
+) -> None:  # fmt: skip
+    """Refuse a text encoder whose hidden states the checkpoint's projections do not take.
+
+    `features` is what a projection takes: the hidden states of the embedding and of every layer, side by side.
+    """
+    wrong = None
     if gemma.hidden_size != transformer.caption_channels:
-        raise UserError(
-            f"--gemma-root {gemma_root} has hidden_size {gemma.hidden_size}, but the checkpoint's text projections take "
-            f"{transformer.caption_channels} (caption_channels). LTX-2.3 needs Gemma3-12B:\n"
-            f"hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir {gemma_root}"
-        )
+        wrong = ("hidden_size", gemma.hidden_size, f"{transformer.caption_channels} (caption_channels)")
+    elif features is not None and gemma.hidden_size * (gemma.num_hidden_layers + 1) != features:
+        wrong = ("num_hidden_layers", gemma.num_hidden_layers, f"{features // gemma.hidden_size - 1} layers")
+    if wrong:
+        name, got, wanted = wrong
+        raise UserError(f"--gemma-root {gemma_root} has {name} {got}, but the checkpoint's text projections take {wanted}.\n"
+                        f"LTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
+from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import UserError
 
 
@@ -41,11 +44,15 @@ class HostModels:
         dtype: torch.dtype,
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
+        audio_dtype: torch.dtype = torch.float32,
     ):
-        """`config` is the checkpoint's parsed `config` metadata; video VAE and upsamplers run in `dtype`."""
+        """`config` is the checkpoint's parsed `config` metadata; video VAE and upsamplers run in `dtype`.
+
+        Audio runs in float32: bfloat16 is audible in the vocoder, and ltx-core's later releases do the same.
+        """
         self.checkpoint_path = checkpoint_path
         self.config = config
-        self.dtype = dtype
+        self.dtype, self.audio_dtype = dtype, audio_dtype
         self.upsampler_paths = {"spatial": spatial_upsampler_path, "temporal": temporal_upsampler_path}
 
     @torch.no_grad()
@@ -75,14 +82,11 @@ class HostModels:
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
-        """The waveform, float32 (2, samples) in [-1, 1] at `sample_rate`, of an audio latent.
-
-        Always computed in float32: bfloat16 is audible in the vocoder, and ltx-core's later releases do the same.
-        """
+        """The waveform, float32 (2, samples) in [-1, 1] at `sample_rate`, of an audio latent."""
         decoder, vocoder = self.audio_decoder, self.vocoder
         from ltx_core.model.audio_vae import decode_audio
 
-        return decode_audio(latent.float(), decoder, vocoder).waveform
+        return decode_audio(latent.to(self.audio_dtype), decoder, vocoder).waveform.float()
 
     @property
     def sample_rate(self) -> int:
@@ -94,81 +98,89 @@ class HostModels:
         for name in [name for name, value in vars(self).items() if isinstance(value, torch.nn.Module)]:
             delattr(self, name)
 
+    def check(self, names: Iterable[str]) -> None:
+        """Raise UserError unless the files hold every tensor of the models of these names. Only headers are read."""
+        for name in names:
+            self._part(name).empty()
+
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        from ltx_core.model.video_vae import VideoEncoderConfigurator
-
-        prefixes = {"": "vae.encoder.", "per_channel_statistics.": "vae.per_channel_statistics."}
-        return self._from_checkpoint(VideoEncoderConfigurator.from_config, prefixes, self.dtype)
+        return self._part("video_encoder").load()
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
-        from ltx_core.model.video_vae import VideoDecoderConfigurator
-
-        prefixes = {"": "vae.decoder.", "per_channel_statistics.": "vae.per_channel_statistics."}
-        return self._from_checkpoint(VideoDecoderConfigurator.from_config, prefixes, self.dtype)
+        return self._part("video_decoder").load()
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
-        from ltx_core.model.video_vae.ops import PerChannelStatistics
-
-        def build(config: dict) -> torch.nn.Module:
-            return PerChannelStatistics(config["vae"]["latent_channels"])
-
-        return self._from_checkpoint(build, {"": "vae.per_channel_statistics."}, self.dtype)
+        return self._part("video_statistics").load()
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        import_ltx_core()
-        from ltx_core.model.audio_vae import AudioDecoderConfigurator
-
-        prefixes = {"": "audio_vae.decoder.", "per_channel_statistics.": "audio_vae.per_channel_statistics."}
-        return self._from_checkpoint(AudioDecoderConfigurator.from_config, prefixes, torch.float32)
+        return self._part("audio_decoder").load()
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        import_ltx_core()
-        from ltx_core.model.audio_vae import VocoderConfigurator
-
-        return self._from_checkpoint(VocoderConfigurator.from_config, {"": "vocoder."}, torch.float32)
+        return self._part("vocoder").load()
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:
-        return self._upsampler("spatial")
+        return self._part("spatial_upsampler").load()
 
     @cached_property
     def temporal_upsampler(self) -> torch.nn.Module:
-        return self._upsampler("temporal")
+        return self._part("temporal_upsampler").load()
 
-    def _from_checkpoint(self, build, prefixes: dict[str, str], dtype: torch.dtype) -> torch.nn.Module:
-        return _load(self.checkpoint_path, "--checkpoint-path", lambda: build(self.config), prefixes, dtype)
+    def _part(self, name: str) -> "_Part":
+        """What the model of that name is made from."""
+        import_ltx_core()
+        from ltx_core.model import audio_vae, upsampler, video_vae
+        from ltx_core.model.video_vae.ops import PerChannelStatistics
+
+        def statistics(config: dict) -> torch.nn.Module:
+            return PerChannelStatistics(config["vae"]["latent_channels"])
+
+        if name.endswith("_upsampler"):
+            kind = name.removesuffix("_upsampler")
+            config, flag = self.upsampler_config(kind), f"--{kind}-upsampler-path"
+            build = upsampler.LatentUpsamplerConfigurator.from_config
+            return _Part(self.upsampler_paths[kind], flag, upsampler_download(kind), build, config, {"": ""}, self.dtype)
+        build, prefix, dtype = {
+            "video_encoder": (video_vae.VideoEncoderConfigurator.from_config, "vae.encoder.", self.dtype),
+            "video_decoder": (video_vae.VideoDecoderConfigurator.from_config, "vae.decoder.", self.dtype),
+            "video_statistics": (statistics, "vae.per_channel_statistics.", self.dtype),
+            "audio_decoder": (audio_vae.AudioDecoderConfigurator.from_config, "audio_vae.decoder.", self.audio_dtype),
+            "vocoder": (audio_vae.VocoderConfigurator.from_config, "vocoder.", self.audio_dtype),
+        }[name]
+        # The statistics lie beside the encoder and the decoder, not in them.
+        prefixes = {"": prefix, "per_channel_statistics.": prefix.partition(".")[0] + ".per_channel_statistics."}
+        return _Part(self.checkpoint_path, "--checkpoint-path", CHECKPOINT_DOWNLOAD, build, self.config, prefixes, dtype)
 
     def upsampler_config(self, kind: str) -> dict:
         """The "spatial" or "temporal" upsampler file's own config, checked to be one of factor 2 of that kind."""
         path, flag = self.upsampler_paths[kind], f"--{kind}-upsampler-path"
         if path is None:
-            raise UserError(f"{kind} upsampling needs its own model and got none: pass its file with {flag} FILE")
-        with _open(path, flag) as file:
-            config = json.loads((file.metadata() or {}).get("config", "{}"))
+            raise UserError(f"{kind} upsampling needs its own model and got none: pass its file with {flag} FILE\n"
+                            f"Download it: {upsampler_download(kind)}")  # fmt: skip
+        with _open(path, flag, upsampler_download(kind)) as file:
+            text = (file.metadata() or {}).get("config", "{}")
+        try:
+            config = {**json.loads(text)}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}: the 'config' metadata is not a JSON object: {error}\n"
+                            f"Download it again: {upsampler_download(kind)}") from None  # fmt: skip
         found = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
         scale = config.get("spatial_scale", 2.0)
         if found != [kind] or (kind == "spatial" and scale != 2.0):
             got = f"a {' and '.join(found)} one (spatial scale {scale})" if found else "a file that describes none"
             raise UserError(
                 f"{flag} wants a {kind} latent upsampler of factor 2, got {got}: {path}\n"
-                f"pass the published {kind} x2 file with {flag} FILE"
+                f"pass the published {kind} x2 file with {flag} FILE: {upsampler_download(kind)}"
             )
         return config
 
-    def _upsampler(self, kind: str) -> torch.nn.Module:
-        config = self.upsampler_config(kind)
-        from ltx_core.model.upsampler import LatentUpsamplerConfigurator
 
-        path, flag = self.upsampler_paths[kind], f"--{kind}-upsampler-path"
-        return _load(path, flag, lambda: LatentUpsamplerConfigurator.from_config(config), {"": ""}, self.dtype)
-
-
-def _open(path: str | Path, flag: str):
+def _open(path: str | Path, flag: str, download: str):
     """The safetensors file at `path`, opened; UserError, naming the `flag` that sets it, where that fails."""
     from safetensors import SafetensorError, safe_open
 
@@ -176,38 +188,66 @@ def _open(path: str | Path, flag: str):
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{path} cannot be read as a safetensors file: {error}\npass the published file with {flag} FILE"
+            f"{path} cannot be read as a safetensors file: {error}\npass the published file with {flag} FILE: {download}"
         ) from None
 
 
-def _load(path: str | Path, flag: str, build, prefixes: dict[str, str], dtype: torch.dtype) -> torch.nn.Module:
-    """The module `build()` makes, with every tensor from the file at `path`, in `dtype`, ready for inference.
+class _Part(NamedTuple):
+    """What a model is made from: its file and the flag that names it, the configurator and its config, names and dtype.
 
     `prefixes` maps the start of a module's tensor names to their start in the file. The first one is the module's own:
     what else the file holds under it is an error, while the per-channel statistics may have entries nobody reads.
     """
-    with torch.device("meta"):
-        module = build()
-    wanted = {_name_in_file(name, prefixes): (name, tensor) for name, tensor in module.state_dict().items()}
-    own = next(iter(prefixes.values()))
-    with _open(path, flag) as file:
-        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+
+    path: str | Path
+    flag: str
+    download: str
+    build: Callable[[dict], torch.nn.Module]
+    config: dict
+    prefixes: dict[str, str]
+    dtype: torch.dtype
+
+    def empty(self) -> torch.nn.Module:
+        """The module without memory. Raises UserError unless the file holds every tensor of it, and no other."""
+        try:
+            with torch.device("meta"):
+                module = self.build(self.config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"the config in {self.path} describes no such model: {type(error).__name__}: {error}\n"
+                            f"pass the published file with {self.flag} FILE: {self.download}") from None  # fmt: skip
+        wanted = {_name_in_file(name, self.prefixes): tensor for name, tensor in module.state_dict().items()}
+        own = next(iter(self.prefixes.values()))
+        with self.open() as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         problems = [f"missing {name}" for name in wanted if name not in found]
         problems += [f"unexpected {name}" for name in found if name.startswith(own) and name not in wanted]
         problems += [
             f"wrong shape {name}: got {found[name]}, wanted {tuple(tensor.shape)}"
-            for name, (_, tensor) in wanted.items()
+            for name, tensor in wanted.items()
             if name in found and found[name] != tuple(tensor.shape)
         ]
+        if not any(name in found for name in wanted):
+            problems = [f"none of its {len(wanted)} tensors is there"]
         if problems:
             listing = "\n  ".join(problems)
             raise UserError(
-                f"{path} does not hold the {type(module).__name__} its config describes:\n  {listing}\n"
-                f"pass the published file with {flag} FILE"
+                f"{self.path} does not hold the {type(module).__name__} its config describes:\n  {listing}\n"
+                f"pass the published file with {self.flag} FILE: {self.download}"
             )
-        state = {name: file.get_tensor(key).to(dtype) for key, (name, _) in wanted.items()}
-    module.load_state_dict(state, assign=True)
-    return module.eval().requires_grad_(False)
+        return module
+
+    def load(self) -> torch.nn.Module:
+        """The module with every tensor from the file, in its dtype, ready for inference."""
+        module = self.empty()
+        with self.open() as file:
+            state = {
+                name: file.get_tensor(_name_in_file(name, self.prefixes)).to(self.dtype) for name in module.state_dict()
+            }  # fmt: skip
+        module.load_state_dict(state, assign=True)
+        return module.eval().requires_grad_(False)
+
+    def open(self):
+        return _open(self.path, self.flag, self.download)
 
 
 def _name_in_file(name: str, prefixes: dict[str, str]) -> str:

@@ -1,7 +1,12 @@
 """The one error a user causes: its text says what was wrong, what was got, what was wanted and what to type."""
 
+import os
 import sys
 from collections.abc import Callable
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+
+_NAME_BYTES = 200  # file systems allow 255, a file in the making has a longer name
 
 
 class UserError(Exception):
@@ -15,6 +20,33 @@ def run(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (ENOSPC, EDQUOT):
+            raise
+        print(f"error: the disk is full: {error}\nFree some space and type the same again", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Raise UserError, before any work is done, where a file could not be written to `path`. Creates nothing.
+
+    `flag` is what the user types to choose another place, with the kind of value it takes.
+    """
+    path = Path(path)
+    if os.path.isdir(path):
+        raise UserError(f"{path} is a folder, wanted a file: pass a name inside it with {flag}")
+    if len(os.fsencode(path.name)) > _NAME_BYTES:
+        raise UserError(f"{path.name}: a file name this long cannot be written; pass a shorter one with {flag}")
+    check_folder(path.parent, flag, path)
+
+
+def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
+    """The same for files in a folder, which is made when it is not there. `path` is what the user named, else the folder."""
+    nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
+    if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{path or folder} cannot be written: {nearest} is not a folder you may write to; pass another place with {flag}"
+        )

@@ -3,15 +3,15 @@
 import argparse
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from ltx_neuron import cli, media, report
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.checkpoint import write_json
+from ltx_neuron.compat import COMPAT
 from ltx_neuron.config import SUPPORTED_VERSION
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, check_folder, check_writable
 from ltx_neuron.job import Job
 from ltx_neuron.pipeline import Pipeline, Result
 
@@ -23,12 +23,10 @@ def generate(args: argparse.Namespace) -> None:
     recorder = report.Recorder()
     job = job_of(args)
     job.check()
-    for path in (args.save_tensors, args.perf_dump_path):
-        check_folder(path)
-    media.check_writable(args.output_path)
-    workspace = cli.workspace(args)
+    check_outputs(args)
+    workspace = cli.workspace(args, writes=False)
     pipeline = Pipeline(
-        workspace, recorder, neuron_gemma=args.neuron_gemma, compat_1_0_0=args.compat is not None,
+        workspace, recorder, neuron_gemma=args.neuron_gemma, compat=COMPAT[args.compat],
         spatial_upsampler_path=args.spatial_upsampler_path, temporal_upsampler_path=args.temporal_upsampler_path,
         warmup=args.warmup,
     )  # fmt: skip
@@ -50,23 +48,31 @@ def generate(args: argparse.Namespace) -> None:
 
 def job_of(args: argparse.Namespace) -> Job:
     """The job the flags describe."""
+    recipe = cli.recipe(args)
     return Job(
         prompt=args.prompt, size=cli.size(args), seed=args.seed, images=cli.images(args),
-        num_inference_steps=args.num_inference_steps, negative_prompt=args.negative_prompt, recipe=cli.recipe(args),
-        guidance=cli.guidance(args, SUPPORTED_VERSION), upscale=args.upscale,
+        num_inference_steps=args.num_inference_steps, negative_prompt=args.negative_prompt, recipe=recipe,
+        guidance=cli.guidance(args, SUPPORTED_VERSION, recipe), upscale=args.upscale,
     )  # fmt: skip
 
 
-def check_folder(path: Path | None) -> None:
-    """A file to be written needs a folder that is there or can be made."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"{path} is a folder, wanted a file name")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error}") from None
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raise UserError unless all that is asked for can be written, each to a file of its own."""
+    media.check_writable(args.output_path)
+    inputs = {"--checkpoint-path": args.checkpoint_path, "--spatial-upsampler-path": args.spatial_upsampler_path,
+              "--temporal-upsampler-path": args.temporal_upsampler_path}  # fmt: skip
+    outputs = {"--output-path": args.output_path, "the JSON of --output-path": args.output_path.with_suffix(".json"),
+               "--save-tensors": args.save_tensors, "--perf-dump-path": args.perf_dump_path}  # fmt: skip
+    taken = {path.resolve(): flag for flag, path in inputs.items() if path}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        check_writable(path, f"{flag.split()[-1]} FILE")
+        if path.resolve() in taken:
+            raise UserError(f"{taken[path.resolve()]} and {flag} are the same file {path}; pass another name")
+        taken[path.resolve()] = flag
+    if args.save_frames:
+        check_folder(args.save_frames, "--save-frames DIR")
 
 
 def write(result: Result, args: argparse.Namespace) -> None:
@@ -75,6 +81,7 @@ def write(result: Result, args: argparse.Namespace) -> None:
 
     args.output_path.parent.mkdir(parents=True, exist_ok=True)
     if args.save_tensors:
+        args.save_tensors.parent.mkdir(parents=True, exist_ok=True)
         partial = args.save_tensors.with_name(args.save_tensors.name + ".partial")
         save_file({name: tensor.contiguous() for name, tensor in result.tensors.items()}, partial)
         partial.replace(args.save_tensors)

@@ -46,7 +46,7 @@ class Guidance:
         """Raise UserError for blocks the model does not have and scales that are no numbers."""
         for name, stream in (("video", self.video), ("audio", self.audio)):
             wrong = [block for block in stream.stg_blocks if not 0 <= block < layers]
-            if wrong:
+            if wrong and not isclose(stream.stg_scale, 0.0):
                 raise UserError(f"--{name}-stg-blocks {' '.join(map(str, wrong))}: this model has blocks 0..{layers - 1}")
             if stream.skip_step < 0:
                 raise UserError(f"--{name}-skip-step {stream.skip_step} is negative; type 0 to compute every step")
@@ -85,7 +85,7 @@ class Guidance:
         return enabled
 
 
-# Defaults by model version, newest first. Blocks are clipped to a smaller model's depth by nobody: name them.
+# Defaults by model version, newest first.
 _STREAM_2_3 = StreamGuidance(cfg_scale=3.0, stg_scale=1.0, stg_blocks=(28,), modality_scale=3.0, rescale_scale=0.7)
 DEFAULTS = {
     "2.3": Guidance(video=_STREAM_2_3, audio=StreamGuidance(**{**vars(_STREAM_2_3), "cfg_scale": 7.0})),

@@ -19,6 +19,7 @@ from ltx_neuron.sampling import (
 )
 
 RECIPES = ("distilled", "dev")
+FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
 UPSCALES = {"spatial": ("spatial",), "temporal": ("temporal",), "both": ("spatial", "temporal")}
 
 
@@ -63,11 +64,26 @@ class Size:
             raise UserError(
                 f"--num-frames {self.num_frames} is not of the form 8k+1; nearest legal: {below} or {below + TIME_SCALE}"
             )
-        if not 0 < self.frame_rate < float("inf"):
-            raise UserError(f"--frame-rate {self.frame_rate:g} is not above 0; type for example --frame-rate 24")
+        if not FRAME_RATES[0] <= self.frame_rate <= FRAME_RATES[1]:  # so is NaN
+            raise UserError(f"--frame-rate {self.frame_rate:g} is not a number from {FRAME_RATES[0]} to {FRAME_RATES[1]}; "
+                            "type for example --frame-rate 24")  # fmt: skip
         if audio_latent_frames(self.num_frames, self.frame_rate) < 1:
             raise UserError(f"{self.num_frames} frames at --frame-rate {self.frame_rate:g} last too short for any sound; "
                             "lower the frame rate or raise --num-frames")  # fmt: skip
+
+    def check_images(self, images: tuple[ImageCondition, ...]) -> None:
+        """Raise UserError for an image that is not there or cannot be held where it is asked to be."""
+        for image in images:
+            said = f"--image {image.path}"
+            if not Path(image.path).is_file():
+                raise UserError(f"{said}: {'that is a folder' if Path(image.path).is_dir() else 'no such file'}; "
+                                "pass an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]")  # fmt: skip
+            if not 0 <= image.frame_index < self.num_frames:
+                raise UserError(f"{said}: frame {image.frame_index} is outside the clip's 0..{self.num_frames - 1}")
+            if not 0 <= image.strength <= 1:
+                raise UserError(f"{said}: strength {image.strength:g} is outside 0..1 (1 keeps the image, 0 ignores it)")
+            if not 0 <= image.crf <= 51:
+                raise UserError(f"{said}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)")
 
     def stages(self, recipe: str = "distilled", steps: int = 1) -> tuple[Stage, ...]:
         """One stage at the full size, or one at half of it and a distilled one at the full size.
@@ -88,6 +104,15 @@ class Size:
             video_tokens=token_count(shape, images), audio_tokens=audio_latent_frames(self.num_frames, self.frame_rate),
             timesteps=timesteps or len(distinct_masks(images)), max_steps=stage.max_steps, guided=stage.guided,
         )  # fmt: skip
+
+
+def check_guidable(what: str, recipe: str) -> None:
+    """Raise UserError where something that steers guidance is asked of the recipe that has none."""
+    if recipe == "distilled":
+        raise UserError(
+            f"{what} has no place in the distilled recipe: a distilled checkpoint runs without guidance, and guided like "
+            "the full one it gives noise.\nFor the full checkpoint type --recipe dev"
+        )
 
 
 @dataclass(frozen=True)
@@ -140,9 +165,10 @@ class Job:
     def check(self) -> None:
         if not self.prompt.strip():
             raise UserError("--prompt is empty; type for example --prompt 'a golden retriever runs across a meadow'")
+        if not -(2**63) <= self.seed < 2**64:
+            raise UserError(f"--seed {self.seed} has more than 64 bits; type a smaller number")
         self.size.check()
-        for image in self.images:
-            self._check_image(image)
+        self.size.check_images(self.images)
         if self.upscale and self.size.two_stage:
             raise UserError("--upscale is for one-stage runs; --two-stage upsamples between its stages already")
         if self.recipe not in RECIPES:
@@ -154,28 +180,12 @@ class Job:
 
     def _check_unguided(self) -> None:
         if self.negative_prompt is not None or self.guidance is not None:
-            what = "--negative-prompt" if self.negative_prompt is not None else "guidance"
-            raise UserError(
-                f"{what} has no place in the distilled recipe: a distilled checkpoint runs without guidance, and guided like "
-                "the full one it gives noise.\nFor the full checkpoint type --recipe dev"
-            )
+            check_guidable("--negative-prompt" if self.negative_prompt is not None else "guidance", self.recipe)
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
             raise UserError(
                 f"--num-inference-steps {self.num_inference_steps}: the distilled recipe has one sigma table, of "
                 f"{DISTILLED_MAX_STEPS} steps (and 3 for stage 2); other counts need --recipe dev"
             )
-
-    def _check_image(self, image: ImageCondition) -> None:
-        if not Path(image.path).is_file():
-            raise UserError(f"--image {image.path}: no such file")
-        if not 0 <= image.strength <= 1:
-            raise UserError(f"--image {image.path}: strength {image.strength:g} is outside 0..1")
-        if not 0 <= image.frame_index < self.size.num_frames:
-            raise UserError(
-                f"--image {image.path}: frame {image.frame_index} is outside the clip's 0..{self.size.num_frames - 1}"
-            )
-        if not 0 <= image.crf <= 51:
-            raise UserError(f"--image {image.path}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)")
 
     def describe(self) -> dict:
         """The job as JSON: what the sidecar and the report record."""

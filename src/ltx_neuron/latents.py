@@ -44,14 +44,15 @@ def unpatchify_audio(tokens: Tensor) -> Tensor:
     return tokens.unflatten(2, (AUDIO_CHANNELS, MEL_BINS)).transpose(1, 2).contiguous()
 
 
-def video_positions(shape: tuple[int, int, int], frame_rate: float) -> Tensor:
-    """Mid-points (1, 3, F*h*w) fp32 of every token: seconds, pixel row, pixel column.
+def video_positions(shape: tuple[int, int, int], frame_rate: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Mid-points (1, 3, F*h*w) of every token: seconds, pixel row, pixel column. dtype: see compat.Compat.positions.
 
     The first latent frame is one pixel frame and every later one eight ("causal"): at 24 fps .0208, .2083, .5417 s. The
     audio-video attention compares these seconds with the audio's, so an offset here is out of sync.
     """
     frames = torch.arange(shape[0] + 1)
     bounds = (frames * TIME_SCALE + 1 - TIME_SCALE).clamp(min=0).float() / frame_rate
+    bounds = bounds.to(dtype)
     return _grid((bounds[:-1] + bounds[1:]) / 2.0, shape[1], shape[2])
 
 
@@ -66,8 +67,8 @@ def keyframe_positions(rows: int, columns: int, frame_index: int, frame_rate: fl
 
 def _grid(seconds: Tensor, rows: int, columns: int) -> Tensor:
     def middles(count: int) -> Tensor:
-        starts = torch.arange(count) * SPACE_SCALE
-        return (starts + starts + SPACE_SCALE).float() / 2.0
+        bounds = (torch.arange(count + 1) * SPACE_SCALE).to(seconds.dtype)
+        return (bounds[:-1] + bounds[1:]) / 2.0
 
     grid = torch.meshgrid(seconds, middles(rows), middles(columns), indexing="ij")
     return torch.stack(grid).flatten(1).unsqueeze(0)

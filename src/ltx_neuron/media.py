@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ltx_neuron import errors
 from ltx_neuron.errors import UserError
 
 # Pillow's own bound between a large photograph and a decompression bomb.
@@ -37,23 +38,17 @@ def load_image(path: str | Path, height: int, width: int, crf: int = 33, dtype: 
     image = _decode_image(path)
     if crf != 0:
         image = _h264_round_trip(image, crf)
+    size = _filling_size(path, image, height, width)
     pixels = torch.tensor(image, dtype=torch.float32).permute(2, 0, 1)[None]
-    scale = max(height / image.shape[0], width / image.shape[1])
-    size = math.ceil(image.shape[0] * scale), math.ceil(image.shape[1] * scale)
-    if size[0] * size[1] > MAX_IMAGE_PIXELS:
-        raise UserError(
-            f"{path} is too narrow to fill {width}x{height}: got {image.shape[1]}x{image.shape[0]} pixels, "
-            "wanted a shape closer to the video's; crop it and pass it again with --image FILE"
-        )
     pixels = torch.nn.functional.interpolate(pixels, size=size, mode="bilinear", align_corners=False)
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
     pixels = pixels[:, :, None, top : top + height, left : left + width]
     return (pixels / 127.5 - 1.0).to(dtype)
 
 
-def check_image(path: str | Path) -> None:
-    """Raise UserError where `load_image` could not read the file."""
-    _decode_image(path)
+def check_image(path: str | Path, height: int = 1, width: int = 1) -> None:
+    """Raise UserError where `load_image` could not read the file, or not fill height x width with it."""
+    _filling_size(path, _decode_image(path), height, width)
 
 
 def write_video(path: str | Path, frames: torch.Tensor, frame_rate: float, waveform: torch.Tensor, sample_rate: int) -> None:
@@ -128,17 +123,9 @@ def read_video(path: str | Path) -> dict:
 
 def check_writable(path: str | Path) -> None:
     """Raise UserError, before any work is done, where an MP4 could not be written to `path`. Creates nothing."""
-    path = Path(path)
-    if path.suffix.lower() != ".mp4":
+    if Path(path).suffix.lower() != ".mp4":
         raise UserError(f'the output is an MP4 file, got the name "{path}": pass --output-path FILE.mp4')
-    if os.path.isdir(path):
-        raise UserError(f"{path} is a folder, wanted a file: pass a name inside it with --output-path FILE.mp4")
-    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{path} cannot be written: {folder} is not a folder you may write to; "
-            "pass another place with --output-path FILE.mp4"
-        )
+    errors.check_writable(Path(path), "--output-path FILE.mp4")
 
 
 def exact_frame_rate(frame_rate: float) -> Fraction:
@@ -174,6 +161,18 @@ def _decode_image(path: str | Path) -> np.ndarray:
             f"{IMAGE_SIDES[1]} on each side; pass another with --image FILE"
         )
     return picture
+
+
+def _filling_size(path: str | Path, image: np.ndarray, height: int, width: int) -> tuple[int, int]:
+    """Height and width of the image scaled to fill height x width."""
+    scale = max(height / image.shape[0], width / image.shape[1])
+    size = math.ceil(image.shape[0] * scale), math.ceil(image.shape[1] * scale)
+    if size[0] * size[1] > MAX_IMAGE_PIXELS:
+        raise UserError(
+            f"{path} is too narrow to fill {width}x{height}: got {image.shape[1]}x{image.shape[0]} pixels, "
+            "wanted a shape closer to the video's; crop it and pass it again with --image FILE"
+        )
+    return size
 
 
 def _eight_bit(image):

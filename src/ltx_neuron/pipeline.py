@@ -17,6 +17,7 @@ from ltx_neuron import conditioning, latents, media, text
 from ltx_neuron.backends.export import Manifest
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.checkpoint import HOST_FILE
+from ltx_neuron.compat import COMPAT, Compat
 from ltx_neuron.config import Bucket
 from ltx_neuron.decode import HostModels
 from ltx_neuron.graphs import PASSES
@@ -50,13 +51,15 @@ class Pipeline:
     """Runs jobs on one workspace. Everything that can be wrong is checked in `check`, before anything loads."""
 
     def __init__(
-        self, workspace: Workspace, recorder: Recorder, neuron_gemma: bool = False, compat_1_0_0: bool = False,
+        self, workspace: Workspace, recorder: Recorder, neuron_gemma: bool = False, compat: Compat = COMPAT[None],
         spatial_upsampler_path: Path | None = None, temporal_upsampler_path: Path | None = None, warmup: bool = False,
     ):  # fmt: skip
         self.workspace, self.recorder = workspace, recorder
-        self.neuron_gemma, self.compat, self.warmup = neuron_gemma, compat_1_0_0, warmup
-        self.spatial_upsampler_path = spatial_upsampler_path
-        self.host = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype, spatial_upsampler_path)
+        self.neuron_gemma, self.compat, self.warmup = neuron_gemma, compat, warmup
+        self.host = HostModels(
+            workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype, spatial_upsampler_path,
+            temporal_upsampler_path, audio_dtype=workspace.dtype if compat.vocoder else torch.float32,
+        )  # fmt: skip
 
     def check(self, jobs: list[Job]) -> dict[str, "Program"]:
         """Validate jobs and find every artifact they need; returns the DiT programs by bucket name."""
@@ -241,17 +244,19 @@ class Program:
 class StageRun:
     """One stage on the ranks: uploads what stays the same, then sends a step number per step."""
 
-    def __init__(self, ranks: Ranks, bucket: Bucket, workspace: Workspace, adaln: dict, compat_1_0_0: bool):
+    def __init__(self, ranks: Ranks, bucket: Bucket, workspace: Workspace, adaln: dict, compat: Compat):
         self.ranks, self.bucket, self.config, self.dtype = ranks, bucket, workspace.transformer, workspace.dtype
-        self.adaln, self.compat = adaln, compat_1_0_0
+        self.adaln, self.compat = adaln, compat
 
     def prepare(self, job: Job, stage: Stage, contexts: list, video: Tensor, audio: Tensor, generator, images) -> None:
         """Noise initial latents (1, 128, F, h, w) and (1, 8, Ta, 16) and upload all that the steps share."""
         self.sequence = ["main"] * self.bucket.max_steps
-        state = conditioning.video_state(video, job.size.frame_rate, images, self.compat)
+        first = self.compat.conditioning
+        positions_dtype = self.dtype if self.compat.positions else torch.float32
+        state = conditioning.video_state(video, job.size.frame_rate, images, first, positions_dtype)
         scale = stage.sigmas[0]
-        self.video = conditioning.noised(state.latent, generator, scale, state.clean, state.denoise_mask, self.compat)
-        self.audio = conditioning.noised(latents.patchify_audio(audio), generator, scale, compat_1_0_0=self.compat)
+        self.video = conditioning.noised(state.latent, generator, scale, state.clean, state.denoise_mask, first)
+        self.audio = conditioning.noised(latents.patchify_audio(audio), generator, scale, compat_1_0_0=first)
         masks = conditioning.distinct_masks(job.images)
         rows, choice = conditioning.timestep_choice(state.denoise_mask, masks, self.bucket.timesteps, self.dtype)
         self.ranks.put(
@@ -279,7 +284,7 @@ class StageRun:
                 for stream, context in (("video", contexts[1].video), ("audio", contexts[1].audio)):
                     reads[f"{stream}_context"] = f"negative_{stream}_context"
                     self.ranks.put(name, f"{stream}_context", **{f"negative_{stream}_context": context})
-                if self.compat:  # the first release computes a skipped stream in this pass all the same
+                if self.compat.conditioning:  # the first release computes a skipped stream in this pass all the same
                     reads["enabled_steps"] = "enabled_always"
                     self.ranks.put(name, "enabled_steps", enabled_always=always)
             runs.append(("pass", reads, {f"{stream}_x0": f"{kind}_{stream}" for stream in ("video", "audio")}))
@@ -292,7 +297,9 @@ class StageRun:
     def _schedule(self, stage: Stage, rows: Tensor) -> dict[str, Tensor]:
         pairs = sigma_pairs(stage.sigmas, self.bucket.max_steps)
         tables = {
-            f"{stream}_modulation": modulation_table(self.adaln, self.config, stream, pairs[:, 0], masks, self.compat)
+            f"{stream}_modulation": modulation_table(
+                self.adaln, self.config, stream, pairs[:, 0], masks, self.compat.cross_sigma
+            )
             for stream, masks in (("video", rows), ("audio", torch.ones(1)))
         }
         return {"sigmas": pairs, "step_numbers": torch.arange(self.bucket.max_steps, dtype=torch.int32), **tables}

@@ -1,0 +1,131 @@
+"""Connectors turns features into ltx-core's contexts, with the registers where ltx-core puts them."""
+
+from functools import cache
+
+import pytest
+import torch
+from helpers import STREAMS, made_config, one_thread, randn, randomised, rel  # noqa: F401
+from torch.func import functional_call
+
+from ltx_neuron.config import REGISTERS, TEXT_TOKENS
+from ltx_neuron.connectors import Connectors
+from ltx_neuron.parallel import SingleRank
+from ltx_neuron.text import connector_inputs
+from ltx_neuron.tiny import TinySizes
+
+EQUAL = 1e-5  # fp32 over two blocks and 1024 positions in another order of sums
+SHOWS = 1e-2
+SIZES = {"4 heads of 8": TinySizes(), "8 heads of 10": TinySizes(heads=8, head_dim=10, audio_head_dim=6, connector_layers=3)}
+COUNTS = [1, 12, 128, 700, 1024]  # tokens of a prompt: one, few, as many as registers, more, all
+
+
+@cache
+def models(name="4 heads of 8", **overrides):
+    """ltx-core's connector of each stream with random fp32 weights, and our config."""
+    from ltx_core.text_encoders.gemma.embeddings_connector import (
+        AudioEmbeddings1DConnectorConfigurator,
+        Embeddings1DConnectorConfigurator,
+    )
+
+    content, config = made_config(SIZES[name], **overrides)
+    configurators = Embeddings1DConnectorConfigurator, AudioEmbeddings1DConnectorConfigurator
+    made = (randomised(configurator.from_config(content), seed) for seed, configurator in enumerate(configurators))
+    return dict(zip(STREAMS, made, strict=True)), config
+
+
+def features(config, count):
+    """Features of a prompt padded on its left, whose padding no one may read."""
+    sizes = {"video": config.video_connector, "audio": config.audio_connector}
+    found = {stream: randn(1, TEXT_TOKENS, size.inner, seed=seed) for seed, (stream, size) in enumerate(sizes.items())}
+    for tensor in found.values():
+        tensor[:, : TEXT_TOKENS - count] = torch.nan
+    return found
+
+
+def ltx_contexts(connectors, found, count):
+    from ltx_core.text_encoders.gemma.embeddings_processor import convert_to_additive_mask
+
+    mask = torch.cat([torch.zeros(1, TEXT_TOKENS - count), torch.ones(1, count)], dim=1)
+    additive = convert_to_additive_mask(mask, torch.float32)
+    return {stream: connectors[stream](tensor.nan_to_num(), additive)[0] for stream, tensor in found.items()}
+
+
+def our_inputs(connectors, config, found, count):
+    own = {f"{stream}_features": tensor[:, TEXT_TOKENS - count :] for stream, tensor in found.items()}
+    registers = {stream: connector.learnable_registers for stream, connector in connectors.items()}
+    return connector_inputs(own, registers, config)
+
+
+def our_contexts(connectors, config, inputs):
+    with torch.device("meta"):
+        module = Connectors(config, 1, SingleRank())
+    weights = {
+        f"{stream}_connector.{name}": weight
+        for stream, connector in connectors.items()
+        for name, weight in connector.state_dict().items()
+        if name != "learnable_registers"
+    }
+    outputs = functional_call(module, weights, (inputs,), strict=True)
+    return {"video": outputs.video_context, "audio": outputs.audio_context}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_contexts_are_ltx_cores_for_prompts_of_any_length(count):
+    connectors, config = models()
+    found = features(config, count)
+    theirs = ltx_contexts(connectors, found, count)
+    ours = our_contexts(connectors, config, our_inputs(connectors, config, found, count))
+    for stream in STREAMS:
+        assert rel(ours[stream], theirs[stream]) < EQUAL
+
+
+def test_contexts_are_ltx_cores_at_another_size():
+    connectors, config = models("8 heads of 10")
+    found = features(config, 12)
+    theirs = ltx_contexts(connectors, found, 12)
+    ours = our_contexts(connectors, config, our_inputs(connectors, config, found, 12))
+    for stream in STREAMS:
+        assert rel(ours[stream], theirs[stream]) < EQUAL
+
+
+def test_connectors_of_unequal_depth_are_each_ltx_cores():
+    connectors, config = models(audio_connector_num_layers=1)
+    assert (config.connector_num_layers, config.audio_connector_num_layers) == (2, 1)
+    found = features(config, 12)
+    theirs = ltx_contexts(connectors, found, 12)
+    ours = our_contexts(connectors, config, our_inputs(connectors, config, found, 12))
+    for stream in STREAMS:
+        assert rel(ours[stream], theirs[stream]) < EQUAL
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_tokens_come_first_and_registers_stand_where_ltx_core_puts_them(count):
+    connectors, config = models()
+    found = features(config, count)
+    inputs = our_inputs(connectors, config, found, count)
+    mask = torch.cat([torch.full((1, 1, 1, TEXT_TOKENS - count), -1e9), torch.zeros(1, 1, 1, count)], dim=-1)
+    for stream in STREAMS:
+        theirs, _ = connectors[stream]._replace_padded_with_learnable_registers(found[stream].nan_to_num(), mask)
+        ours = getattr(inputs, f"{stream}_tokens")
+        assert torch.equal(ours, theirs)
+        registers = connectors[stream].learnable_registers
+        assert torch.equal(ours[0, :count], found[stream][0, TEXT_TOKENS - count :])
+        for position in [p for p in (count, 500, 1023) if count <= p < TEXT_TOKENS]:
+            assert torch.equal(ours[0, position], registers[position % REGISTERS])
+
+
+def test_every_register_position_reaches_the_first_token():
+    """All attend to all: there is no mask that would make a prompt's context depend on its own tokens alone."""
+    connectors, config = models()
+    inputs = our_inputs(connectors, config, features(config, 12), 12)
+    other = inputs.video_tokens.clone()
+    other[:, -1] += 10
+    before, after = (our_contexts(connectors, config, i) for i in (inputs, inputs._replace(video_tokens=other)))
+    assert rel(after["video"][:, :1], before["video"][:, :1]) > EQUAL
+    assert torch.equal(after["audio"], before["audio"])
+
+
+def test_contexts_differ_by_position_of_the_same_register():
+    connectors, config = models()
+    ours = our_contexts(connectors, config, our_inputs(connectors, config, features(config, 12), 12))
+    assert rel(ours["video"][:, 200], ours["video"][:, 200 + REGISTERS]) > SHOWS

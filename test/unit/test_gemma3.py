@@ -1,0 +1,198 @@
+"""Gemma3Encoder has transformers' hidden states and ltx-core's features, whatever the padding it is given."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import made_config, one_thread, randn, randomised, rel  # noqa: F401
+from torch import nn
+from torch.func import functional_call
+
+from ltx_neuron.config import TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_config
+from ltx_neuron.gemma3 import Gemma3Encoder, layers_first
+from ltx_neuron.parallel import SingleRank
+from ltx_neuron.rope import half_rope
+from ltx_neuron.text import embed, encoder_inputs, prompt_slices
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny import gemma_config as tiny_gemma_config
+
+# Every second layer attends to all with the global RoPE; every third, in a model of other widths throughout.
+PATTERNS = {
+    "every 2nd of 4": TinySizes(),
+    "every 3rd of 6": TinySizes(
+        gemma_layers=6, gemma_heads=4, gemma_kv_heads=2, gemma_head_dim=16, gemma_hidden=48, gemma_sliding_window_pattern=3
+    ),
+}
+COUNT, BUCKET = 12, 128  # tokens of the prompt, and positions of the smallest compiled graph
+# RoPE turns by positions up to 1023: fp32 keeps the angle between two tokens to 6e-5, whatever the padding in between.
+EQUAL = 2e-5
+SHOWS = 1e-2  # a wrong base, layer kind or mask
+
+
+class Setting(NamedTuple):
+    """A random model in both forms, and what transformers makes of one prompt padded on its left to 1024."""
+
+    gemma: GemmaConfig
+    config: TransformerConfig
+    weights: dict
+    table: torch.Tensor
+    projections: dict
+    ids: list
+    states: tuple  # of (1, 1024, width)
+    mask: torch.Tensor
+    reference: nn.Module
+
+
+def hidden_states(reference, ids):
+    """transformers' hidden states as ltx-core asks for them, and the mask."""
+    padding = TEXT_TOKENS - len(ids)
+    mask = torch.tensor([[0] * padding + [1] * len(ids)])
+    padded = torch.tensor([[0] * padding + list(ids)])
+    return reference(input_ids=padded, attention_mask=mask, output_hidden_states=True).hidden_states, mask
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def setting(request, tmp_path_factory):
+    from transformers import Gemma3Config, Gemma3TextModel
+
+    sizes = PATTERNS[request.param]
+    content, folder = tiny_gemma_config(sizes), tmp_path_factory.mktemp("gemma")
+    (folder / "config.json").write_text(json.dumps(content))
+    reference = randomised(Gemma3TextModel(Gemma3Config.from_dict(content).text_config))
+    gemma, config = gemma_config(folder), made_config(sizes)[1]
+    width = gemma.hidden_size * (gemma.num_hidden_layers + 1)
+    projections = {
+        stream: randomised(nn.Linear(width, size.inner), seed)
+        for seed, (stream, size) in enumerate({"video": config.video, "audio": config.audio}.items())
+    }
+    weights = dict(reference.state_dict())
+    table = weights.pop("embed_tokens.weight")
+    for stream, projection in projections.items():
+        weights[f"{stream}_aggregate_embed.weight"] = layers_first(projection.weight, gemma.hidden_size)
+        weights[f"{stream}_aggregate_embed.bias"] = projection.bias
+    ids = torch.randint(5, gemma.vocab_size, (COUNT,), generator=torch.Generator().manual_seed(3)).tolist()
+    return Setting(gemma, config, weights, table, projections, ids, *hidden_states(reference, ids), reference)
+
+
+def inputs_of(setting, prompts, tokens):
+    """Our inputs for prompts at the end of `tokens` positions."""
+    rows = embed(setting.table[[i for ids in prompts for i in ids]], torch.float32)
+    padding = torch.zeros(tokens - len(rows), setting.gemma.hidden_size)
+    return encoder_inputs(torch.cat([padding, rows])[None], [len(ids) for ids in prompts], setting.gemma)
+
+
+def encode(setting, inputs):
+    with torch.device("meta"):
+        encoder = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), return_states=True)
+    return functional_call(encoder, setting.weights, (inputs,), strict=True)
+
+
+def last_states(states, count):
+    """(1, count, width, layers + 1) of the prompt's own tokens."""
+    return torch.stack(states, dim=-1)[:, -count:]
+
+
+@pytest.mark.parametrize("tokens", [COUNT, BUCKET, TEXT_TOKENS])
+def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_1024(setting, tokens):
+    ours = encode(setting, inputs_of(setting, [setting.ids], tokens)).hidden_states
+    assert ours.shape == (1, tokens, setting.gemma.hidden_size, setting.gemma.num_hidden_layers + 1)
+    theirs = last_states(setting.states, COUNT)
+    for layer in range(setting.gemma.num_hidden_layers + 1):
+        assert rel(ours[:, -COUNT:, :, layer], theirs[..., layer]) < EQUAL, layer
+        assert layer == 0 or rel(theirs[..., layer], theirs[..., layer - 1]) > SHOWS
+
+
+def test_the_last_state_is_the_only_normed_one(setting):
+    states = encode(setting, inputs_of(setting, [setting.ids], COUNT)).hidden_states
+    weight = 1 + setting.weights["norm.weight"]
+    sizes = (states / weight[:, None]).square().mean(2)  # (1, count, layers + 1): 1 where a state was normed last
+    assert (sizes[..., -1] - 1).abs().max() < SHOWS
+    assert (sizes[..., :-1] - 1).abs().min() > SHOWS
+
+
+def test_features_are_ltx_cores_of_the_same_states(setting):
+    from ltx_core.text_encoders.gemma.feature_extractor import FeatureExtractorV2
+
+    video, audio = setting.projections["video"], setting.projections["audio"]
+    extractor = FeatureExtractorV2(video, setting.gemma.hidden_size, audio)
+    theirs = extractor(setting.states, setting.mask)
+    for tokens in (COUNT, BUCKET):
+        ours = encode(setting, inputs_of(setting, [setting.ids], tokens))
+        for got, wanted in zip(ours[:2], theirs, strict=True):
+            assert rel(got[:, -COUNT:], wanted[:, -COUNT:]) < EQUAL
+
+
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_a_uniform_rope_base_would_show(setting, kind):
+    """The layers' two bases are what the comparison above sees: either one in all layers gives other states."""
+    inputs = inputs_of(setting, [setting.ids], COUNT)
+    base = {"cos": getattr(inputs, f"{kind}_cos"), "sin": getattr(inputs, f"{kind}_sin")}
+    uniform = inputs._replace(**{f"{k}_{part}": table for k in ("local", "global") for part, table in base.items()})
+    states = encode(setting, uniform).hidden_states
+    assert rel(states[..., -1], last_states(setting.states, COUNT)[..., -1]) > SHOWS
+
+
+def test_tokens_keep_the_positions_that_padding_to_1024_gives_them(setting):
+    """A prompt's tokens have the positions that the reference's padding to 1024 gives them, in any bucket."""
+    inputs = inputs_of(setting, [setting.ids], COUNT)
+    wanted = half_rope(torch.arange(TEXT_TOKENS - COUNT, TEXT_TOKENS), setting.gemma.head_dim, 1e6, 8.0)
+    assert torch.equal(inputs.global_cos, wanted.cos)
+    assert torch.equal(inputs_of(setting, [setting.ids], BUCKET).global_cos[:, :, -COUNT:], wanted.cos)
+
+
+def test_what_stands_in_the_padding_changes_no_token(setting):
+    inputs = inputs_of(setting, [setting.ids], BUCKET)
+    other = inputs.embeddings.clone()
+    other[:, :-COUNT] = randn(1, BUCKET - COUNT, setting.gemma.hidden_size)
+    one, two = encode(setting, inputs), encode(setting, inputs._replace(embeddings=other))
+    assert torch.equal(one.video_features[:, -COUNT:], two.video_features[:, -COUNT:])
+    assert torch.equal(one.hidden_states[:, -COUNT:], two.hidden_states[:, -COUNT:])
+
+
+def test_a_token_sees_no_later_one(setting):
+    changed = [*setting.ids[:-1], setting.ids[-1] + 1 if setting.ids[-1] < 500 else 5]
+    one, two = (encode(setting, inputs_of(setting, [ids], COUNT)).hidden_states for ids in (setting.ids, changed))
+    assert torch.equal(one[:, :-1], two[:, :-1])
+    assert rel(one[:, -1:], two[:, -1:]) > SHOWS
+
+
+def test_two_prompts_in_one_pass_are_encoded_as_if_each_were_alone(setting):
+    second = setting.ids[:1] + setting.ids[5:8]
+    outputs = encode(setting, inputs_of(setting, [setting.ids, second], BUCKET)).hidden_states
+    parts = prompt_slices([COUNT, len(second)], BUCKET)
+    alone = setting.states, hidden_states(setting.reference, second)[0]
+    for part, states in zip(parts, alone, strict=True):
+        assert rel(outputs[:, part], last_states(states, part.stop - part.start)) < EQUAL
+
+
+def test_layers_first_turns_the_released_matrix_into_one_matrix_per_layer():
+    width, layers, out = 6, 5, 4
+    released = randn(out, width * layers)
+    arranged = layers_first(released, width)
+    assert arranged.shape == (layers, out, width)
+    states = randn(3, width, layers, seed=1)
+    summed = sum(states[..., layer] @ arranged[layer].T for layer in range(layers))
+    assert rel(summed, states.flatten(1) @ released.T) < EQUAL
+    for d, layer in ((0, 1), (4, 2)):
+        assert torch.equal(arranged[layer, :, d], released[:, d * layers + layer])
+
+
+def test_embeddings_are_scaled_in_their_own_dtype():
+    """In bf16 the release's sqrt(3840) = 61.97 is 62, as in transformers."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = Gemma3TextScaledWordEmbedding(4, 3840, 0, embed_scale=3840**0.5)
+        theirs.weight.data = randn(4, 3840).to(dtype)
+        assert torch.equal(embed(theirs.weight.data, dtype), theirs(torch.arange(4)))
+    assert embed(torch.ones(1, 3840), torch.bfloat16)[0, 0] == 62
+
+
+def test_the_encoder_returns_states_only_when_asked(setting):
+    inputs = inputs_of(setting, [setting.ids], COUNT)
+    with torch.device("meta"):
+        silent = Gemma3Encoder(setting.gemma, setting.config, 1, SingleRank(), return_states=False)
+    outputs = functional_call(silent, setting.weights, (inputs,), strict=True)
+    assert outputs._fields == ("video_features", "audio_features")
+    assert torch.equal(outputs.video_features, encode(setting, inputs).video_features)
