@@ -17,23 +17,20 @@ EXAMPLE = """python src/generate_ltx23.py --neuron-gemma --checkpoint-path ltx-2
 
 def arguments() -> argparse.Namespace:
     parser = cli.parser("Generate a video with sound from a prompt.", EXAMPLE, gemma=True)
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--negative-prompt", help="dev recipe only")
-    parser.add_argument("--seed", type=int, default=10)
-    parser.add_argument("--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only")
+    cli.add_job(parser)
+    parser.add_argument("--prompts-file", type=Path, metavar="FILE.jsonl",
+                        help="one JSON object per line, flags as keys; models are loaded once for all")  # fmt: skip
     parser.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE", help="needed by --two-stage and --upscale")
     parser.add_argument("--temporal-upsampler-path", type=Path, metavar="FILE", help="needed by --upscale temporal|both")
-    parser.add_argument("--upscale", choices=["spatial", "temporal", "both"], help="after a one-stage run")
     parser.add_argument("--neuron-gemma", action="store_true",
                         help="encode the prompt on the profile's device, sharded; without it, on the host CPU")  # fmt: skip
     parser.add_argument("--compat", choices=["ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"],
                         help="the first release's numerics; or only how it holds images")  # fmt: skip
     parser.add_argument("--warmup", action="store_true", help="a discarded first step per stage")
-    cli.add_size(parser)
-    cli.add_guidance(parser)
     cli.add_loras(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--output-path", type=Path, required=True, metavar="FILE.mp4")
+    output.add_argument("--output-path", type=Path, metavar="FILE.mp4")
+    output.add_argument("--output-dir", type=Path, metavar="DIR", help="of a --prompts-file: 0001.mp4 and so on, results.json")
     output.add_argument("--save-frames", type=Path, metavar="DIR", help="every frame as PNG as well")
     output.add_argument("--save-tensors", type=Path, metavar="FILE.safetensors", help="every named intermediate")
     output.add_argument("--perf-dump-path", type=Path, metavar="FILE.json", help="the latency report")

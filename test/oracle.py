@@ -45,7 +45,7 @@ class Job:
 @torch.no_grad()
 def generate(assets, job: Job, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The tensors of generate_ltx23.py --save-tensors, for assets as ltx_neuron.tiny.TinyAssets."""
-    with later_semantics():
+    with later_semantics(), one_thread():
         tensors = encode(assets, job.prompt, dtype)
         tensors |= Denoising(assets, job, tensors["video_context"], tensors["audio_context"], dtype).run()
         last = "s2" if job.two_stage else "s1"
@@ -153,6 +153,17 @@ def ledger(assets, dtype: torch.dtype):
 
     paths = dict(checkpoint_path=str(assets.checkpoint), spatial_upsampler_path=str(assets.spatial_upsampler))
     return ModelLedger(dtype=dtype, device=CPU, **paths)
+
+
+@contextmanager
+def one_thread():
+    """Operations this small take no time on one core, and very long on two that others use as well."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -140,6 +140,8 @@ class Source:
                     raise UserError(f"tensor {name!r} is in two places: {self.where[name][0].path} and {file.path}")
                 if name is not None:
                     self.where[name] = (file, key)
+        if not self.where:
+            raise self._lacks("tensors")
 
     @property
     def fingerprint(self) -> str:
@@ -151,10 +153,12 @@ class Source:
 
     def _find(self, name: str) -> tuple[TensorFile, str]:
         if name not in self.where:
-            files = ", ".join(str(file.path) for file in self.files)
-            raise UserError(f"no tensor {name!r} for {self.model.name} in {files}\n"
-                            f"Download it again: {self.files[-1].download}")  # fmt: skip
+            raise self._lacks(f"tensor {name!r}")
         return self.where[name]
+
+    def _lacks(self, what: str) -> UserError:
+        files = ", ".join(str(file.path) for file in self.files)
+        return UserError(f"no {what} of {self.model.name} in {files}\nThe published one: {self.files[-1].download}")
 
     def read(self, name: str, split: int | str | None, tp: int, rank: int) -> Iterator[Tensor]:
         """A rank's part of a tensor in pieces of at most 128 MiB, to be put one after another."""

@@ -12,7 +12,7 @@ from ltx_neuron import checkpoint
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.errors import UserError, check_folder
 from ltx_neuron.guidance import DEFAULTS, Guidance
-from ltx_neuron.job import Size, check_guidable
+from ltx_neuron.job import UPSCALES, Job, Size, check_guidable
 from ltx_neuron.lora import Lora
 from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.workspace import Workspace
@@ -51,6 +51,17 @@ def parser(description: str, example: str, gemma: bool) -> argparse.ArgumentPars
     made.add_argument("--tp-degree", type=int, metavar="N", help="tensor-parallel ranks (default: the profile's)")
     made.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="weights and activations")
     return made
+
+
+def add_job(made: argparse.ArgumentParser) -> None:
+    """What one generation is asked to make: the flags that a line of a prompts file may have as well."""
+    made.add_argument("--prompt")
+    made.add_argument("--negative-prompt", help="dev recipe only")
+    made.add_argument("--seed", type=int, default=Job.seed)
+    made.add_argument("--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only")
+    made.add_argument("--upscale", choices=list(UPSCALES), help="after a one-stage run")
+    add_size(made)
+    add_guidance(made)
 
 
 def add_size(made: argparse.ArgumentParser) -> None:

@@ -3,10 +3,11 @@
 import argparse
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
-from ltx_neuron import cli, media, report
+from ltx_neuron import batch, cli, media, report
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.checkpoint import write_json
 from ltx_neuron.compat import COMPAT
@@ -14,31 +15,27 @@ from ltx_neuron.config import SUPPORTED_VERSION
 from ltx_neuron.errors import UserError, check_folder, check_writable
 from ltx_neuron.job import Job
 from ltx_neuron.pipeline import Pipeline, Result
+from ltx_neuron.workspace import Workspace, require
 
 _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Make one video; raises UserError before anything loads where the flags or files do not fit."""
+    """Make the video or the batch that is asked for; raises UserError before anything loads where something does not fit."""
     recorder = report.Recorder()
+    args.recipe = cli.recipe(args)
+    if args.prompts_file:
+        batch_of(args, recorder)
+        return
     job = job_of(args)
     job.check()
+    require(args.output_path, "--output-path", "--prompt", "Type for example --output-path out.mp4")
     check_outputs(args)
-    workspace = cli.workspace(args, writes=False)
-    pipeline = Pipeline(
-        workspace, recorder, neuron_gemma=args.neuron_gemma, compat=COMPAT[args.compat],
-        spatial_upsampler_path=args.spatial_upsampler_path, temporal_upsampler_path=args.temporal_upsampler_path,
-        warmup=args.warmup,
-    )  # fmt: skip
-    (result,) = pipeline.run([job])
+    with pipeline_of(args, recorder) as pipeline:
+        (result,) = pipeline.run([job])
     with recorder.phase("encode_mp4"):
         write(result, args)
-    identity = {
-        "checkpoint": workspace.checkpoint.fingerprint, "model_version": workspace.checkpoint.model_version,
-        "config": workspace.transformer.digest, "code": code_digest(), "dtype": workspace.dtype_name,
-        "host_threads": workspace.profile.host_threads, "rank_threads": workspace.profile.rank_threads(workspace.tp),
-    }  # fmt: skip
-    said = recorder.report(job.describe(), workspace.profile.name, workspace.tp, versions(), identity)
+    said = report_of(recorder, pipeline.workspace, job.describe())
     write_json(args.output_path.with_suffix(".json"), sidecar(job, said))
     if args.perf_dump_path:
         recorder.write(args.perf_dump_path)
@@ -46,13 +43,54 @@ def generate(args: argparse.Namespace) -> None:
     print(f"video: {args.output_path}")
 
 
+def batch_of(args: argparse.Namespace, recorder: report.Recorder) -> None:
+    """Every line of --prompts-file, into --output-dir."""
+    folder = require(args.output_dir, "--output-dir", "--prompts-file", "Type for example --output-dir outputs")
+    for flag in ("prompt", "output_path", "save_tensors", "save_frames"):
+        if getattr(args, flag):
+            raise UserError(f"--{flag.replace('_', '-')} is for one video; a --prompts-file writes to --output-dir")
+    check_folder(folder, "--output-dir DIR")
+    pipeline = pipeline_of(args, recorder)
+    parser = batch.LineParser(add_help=False, allow_abbrev=False)
+    cli.add_job(parser)
+    lines = batch.read_lines(args.prompts_file, parser, args, job_of, pipeline.workspace.identity)
+
+    def save(result: Result, path: Path) -> None:
+        with recorder.phase("encode_mp4"):
+            media.write_video(path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
+        said = report_of(recorder, pipeline.workspace, result.job.describe())
+        write_json(path.with_suffix(".json"), sidecar(result.job, said))
+
+    with pipeline:
+        entries = batch.run(lines, pipeline, folder, save)
+    said = report_of(recorder, pipeline.workspace, {"prompts_file": str(args.prompts_file), "lines": len(lines)})
+    if args.perf_dump_path:
+        recorder.write(args.perf_dump_path)
+    print(report.table(said))
+    failed = [entry["line"] for entry in entries if entry["status"] != "done"]
+    print(f"videos: {folder} ({len(entries) - len(failed)} done, {len(failed)} failed; {batch.RESULTS})")
+    if failed:
+        raise SystemExit(1)
+
+
+def pipeline_of(args: argparse.Namespace, recorder: report.Recorder) -> Pipeline:
+    return Pipeline(
+        cli.workspace(args, writes=False), recorder, neuron_gemma=args.neuron_gemma, compat=COMPAT[args.compat],
+        spatial_upsampler_path=args.spatial_upsampler_path, temporal_upsampler_path=args.temporal_upsampler_path,
+        warmup=args.warmup,
+    )  # fmt: skip
+
+
+def report_of(recorder: report.Recorder, workspace: Workspace, job: dict) -> dict:
+    return recorder.report(job, workspace.profile.name, workspace.tp, versions(), workspace.identity | {"code": code_digest()})
+
+
 def job_of(args: argparse.Namespace) -> Job:
-    """The job the flags describe."""
-    recipe = cli.recipe(args)
+    """The job the flags, or a line's keys, describe."""
     return Job(
-        prompt=args.prompt, size=cli.size(args), seed=args.seed, images=cli.images(args),
-        num_inference_steps=args.num_inference_steps, negative_prompt=args.negative_prompt, recipe=recipe,
-        guidance=cli.guidance(args, SUPPORTED_VERSION, recipe), upscale=args.upscale,
+        prompt=args.prompt or "", size=cli.size(args), seed=args.seed, images=cli.images(args),
+        num_inference_steps=args.num_inference_steps, negative_prompt=args.negative_prompt, recipe=args.recipe,
+        guidance=cli.guidance(args, SUPPORTED_VERSION, args.recipe), upscale=args.upscale,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def check_guidable(what: str, recipe: str) -> None:
     """Raise UserError where something that steers guidance is asked of the recipe that has none."""
     if recipe == "distilled":
         raise UserError(
-            f"{what} has no place in the distilled recipe: a distilled checkpoint runs without guidance, and guided like "
+            f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance, and guided like "
             "the full one it gives noise.\nFor the full checkpoint type --recipe dev"
         )
 
@@ -165,6 +165,10 @@ class Job:
     def check(self) -> None:
         if not self.prompt.strip():
             raise UserError("--prompt is empty; type for example --prompt 'a golden retriever runs across a meadow'")
+        try:
+            f"{self.prompt}{self.negative_prompt}".encode()
+        except UnicodeEncodeError:
+            raise UserError("--prompt is not UTF-8 text; type it again in a terminal or a file that is UTF-8") from None
         if not -(2**63) <= self.seed < 2**64:
             raise UserError(f"--seed {self.seed} has more than 64 bits; type a smaller number")
         self.size.check()

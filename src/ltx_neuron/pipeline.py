@@ -1,38 +1,38 @@
-"""From jobs to videos: encode every prompt, then denoise, then decode, with one model on the ranks at a time.
+"""From jobs to videos, one model on the ranks at a time; and LTXPipeline, the Python API.
 
-Gemma3 leaves before the DiT enters; both stages, and all jobs, share one copy of the DiT's weights.
+Gemma3 leaves before the DiT enters. Both stages, and all jobs, share one copy of the DiT's weights; a pipeline keeps what
+is loaded until it is closed, so that the next call finds it there.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from ltx_neuron import conditioning, latents, media, text
-from ltx_neuron.backends.export import Manifest
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron import latents, media, text
+from ltx_neuron.backends.torchdist import RankError, Ranks
 from ltx_neuron.checkpoint import HOST_FILE
 from ltx_neuron.compat import COMPAT, Compat
-from ltx_neuron.config import Bucket
+from ltx_neuron.conditioning import ImageCondition
+from ltx_neuron.config import upsampler_download
 from ltx_neuron.decode import HostModels
-from ltx_neuron.graphs import PASSES
-from ltx_neuron.job import Job, Stage
-from ltx_neuron.modulation import modulation_table
+from ltx_neuron.denoise import JobRun, Program, StageRun, refining
+from ltx_neuron.errors import UserError
+from ltx_neuron.guidance import Guidance
+from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.lora import Lora
+from ltx_neuron.profiles import resolve
 from ltx_neuron.report import Recorder
-from ltx_neuron.rope import Rope, split_rope
-from ltx_neuron.sampling import sigma_pairs
 from ltx_neuron.workspace import Workspace, require
 
 UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}  # upsampler -> name of the latents it returns
-UPSAMPLERS = {
-    "spatial": "hf download Lightricks/LTX-2.3 ltx-2.3-spatial-upscaler-x2-1.0.safetensors --local-dir .",
-    "temporal": "hf download Lightricks/LTX-2.3 ltx-2.3-temporal-upscaler-x2-1.0.safetensors --local-dir .",
-}
+_REMEMBERED_PROMPTS = 32  # contexts are 13 MB a prompt
 
 
 @dataclass
@@ -40,15 +40,26 @@ class Result:
     """One job's video. `tensors` holds every named intermediate (interface: --save-tensors)."""
 
     job: Job
-    frames: Tensor  # uint8 (N, H, W, 3)
+    frames: Tensor | None  # uint8 (N, H, W, 3); None where only latents were asked for
     frame_rate: float
-    waveform: Tensor  # float32 (2, samples)
+    waveform: Tensor | None  # float32 (2, samples)
     sample_rate: int
     tensors: dict[str, Tensor]
 
 
+@dataclass
+class Failure:
+    """A job of a batch that failed alone."""
+
+    job: Job
+    error: Exception
+
+
 class Pipeline:
-    """Runs jobs on one workspace. Everything that can be wrong is checked in `check`, before anything loads."""
+    """Runs jobs on one workspace. Everything that can be wrong is checked in `check`, before anything loads.
+
+    A context manager: leaving it ends the rank processes and frees the device.
+    """
 
     def __init__(
         self, workspace: Workspace, recorder: Recorder, neuron_gemma: bool = False, compat: Compat = COMPAT[None],
@@ -60,8 +71,26 @@ class Pipeline:
             workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype, spatial_upsampler_path,
             temporal_upsampler_path, audio_dtype=workspace.dtype if compat.vocoder else torch.float32,
         )  # fmt: skip
+        self.on_step_end: Callable[[Stage, int], None] | None = None
+        self.progress = True
+        self._ranks: Ranks | None = None
+        self._loaded: tuple[Path, frozenset[str]] | None = None  # DiT weights and programs on the ranks
+        self._contexts: dict[tuple[str, ...], list[text.Contexts]] = {}
 
-    def check(self, jobs: list[Job]) -> dict[str, "Program"]:
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the rank processes and drop the host's models."""
+        if self._ranks:
+            self._ranks.close()
+        self._ranks = self._loaded = None
+        self.host.release()
+
+    def check(self, jobs: list[Job]) -> dict[str, Program]:
         """Validate jobs and find every artifact they need; returns the DiT programs by bucket name."""
         programs = {}
         for job in jobs:
@@ -69,7 +98,8 @@ class Pipeline:
             if job.recipe == "dev":
                 job.resolved_guidance.check(self.workspace.transformer.num_layers)
             for kind, why in job.upsamplers.items():
-                require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", why, f"Download it: {UPSAMPLERS[kind]}")
+                download = f"Download it: {upsampler_download(kind)}"
+                require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", why, download)
                 self.host.upsampler_config(kind)
             for image in job.images:
                 media.check_image(image.path)
@@ -81,66 +111,115 @@ class Pipeline:
             self.workspace.gemma3_weights(), self.workspace.text_programs(self.workspace.profile.text_buckets)
         else:
             _ = self.workspace.gemma, self.workspace.gemma_source
+        text.check_tokenizer(self.workspace.gemma_root)
         return programs
 
     @torch.no_grad()
-    def run(self, jobs: list[Job]) -> Iterator[Result]:
-        """Generate every job, in order."""
-        programs = self.check(jobs)
-        workspace, phase = self.workspace, self.recorder.phase
-        torch.set_num_threads(workspace.profile.host_threads)
-        tokenizer = text.tokenizer(workspace.gemma_root)
-        prompts = [[text.tokenize(tokenizer, prompt) for prompt in job.prompts] for job in jobs]
-        ranks = None
-        try:
-            with phase("load_gemma3"):
-                if self.neuron_gemma:
-                    ranks = Ranks(workspace.profile, workspace.tp)
-                encoder = self._text_encoder(ranks, prompts)
-            with phase("encode_text"):
-                runs = [JobRun(job, encoder.encode(ids)) for job, ids in zip(jobs, prompts, strict=True)]
-            with phase("unload_gemma3"):
-                del encoder
-                if ranks:
-                    ranks.unload()
-            with phase("load_transformer"):
-                ranks = ranks or Ranks(workspace.profile, workspace.tp)
-                manifests = {name: program.manifest for name, program in programs.items()}
-                ranks.load(workspace.dit_weights(), manifests, workspace.dtype)
-            self._denoise(ranks, programs, runs)
-            with phase("unload_transformer"):
-                ranks.close()
-        finally:
-            if ranks:
-                ranks.close()
-        for run in runs:
-            yield self._decode(run)
+    def run(
+        self, jobs: list[Job], keep: bool = False, decode: bool = True, isolate: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Result | Failure]:  # fmt: skip
+        """Generate every job. Jobs finish in order, those that need a swap of weights after those that do not.
 
-    def _text_encoder(self, ranks: Ranks | None, prompts: list[list[list[int]]]):
+        keep       leave the DiT on the ranks afterwards; else it leaves before the last job is decoded
+        decode     False: latents only
+        isolate    a job that fails is a Failure and the others go on; a failed rank still ends the run
+        generator  draw noise from it instead of one made from the job's seed
+        """
+        programs = self.check(jobs)
+        torch.set_num_threads(self.workspace.profile.host_threads)
+        try:
+            self._encode(jobs)
+            self._need_dit(programs)
+            runs = [JobRun(job, self._contexts[job.prompts], generator) for job in jobs]
+            for refine in (False, True):
+                yield from self._sweep(programs, runs, refine, keep, decode, isolate)
+        except BaseException:
+            self.close()
+            raise
+        if not keep:
+            self.close()
+
+    def _sweep(self, programs: dict, runs: list[JobRun], refine: bool, keep: bool, decode: bool, isolate: bool):
+        """Run every stage that takes the plain (or the refining) weights, and finish the jobs that are then complete."""
+        todo = [r for r in runs if not r.failed and any(refining(r.job, stage) == refine for stage in r.job.stages)]
+        if not todo:
+            return
+        weights = self.workspace.dit_weights(refine)
+        if self._loaded[0] != weights:
+            with self.recorder.phase("load_transformer"):
+                self._ranks.replace_weights(weights)
+            self._loaded = weights, self._loaded[1]
+        adaln = load_file(weights / HOST_FILE)
+        swaps_later = not refine and any(refining(r.job, stage) for r in runs for stage in r.job.stages)
+        for run in todo:
+            try:
+                for stage in run.job.stages:
+                    if refining(run.job, stage) == refine:
+                        self._stage(programs, adaln, run, stage)
+                if refining(run.job, run.job.stages[-1]) != refine:
+                    continue
+                if run is todo[-1] and not swaps_later and not keep:
+                    with self.recorder.phase("unload_transformer"):
+                        self._ranks.close()
+                        self._ranks = self._loaded = None
+                outcome = self._decode(run, decode)
+            except (RankError, UserError):
+                raise
+            except Exception as error:
+                if not isolate:
+                    raise
+                outcome, run.failed = Failure(run.job, error), True
+            yield outcome
+
+    def _encode(self, jobs: list[Job]) -> None:
+        """Encode the prompts that were not encoded yet; the text encoder is gone afterwards."""
+        if len(self._contexts) > _REMEMBERED_PROMPTS:
+            self._contexts.clear()
+        todo = list(dict.fromkeys(job.prompts for job in jobs if job.prompts not in self._contexts))
+        if not todo:
+            return
+        workspace, phase = self.workspace, self.recorder.phase
+        tokenizer = text.tokenizer(workspace.gemma_root)
+        ids = {prompts: [text.tokenize(tokenizer, prompt) for prompt in prompts] for prompts in todo}
+        with phase("load_gemma3"):
+            encoder = self._rank_encoder(ids) if self.neuron_gemma else text.HostTextEncoder(
+                workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype
+            )  # fmt: skip
+        with phase("encode_text"):
+            for prompts in todo:
+                self._contexts[prompts] = encoder.encode(ids[prompts])
+        with phase("unload_gemma3"):
+            del encoder
+            if self.neuron_gemma:
+                self._ranks.unload()
+
+    def _rank_encoder(self, ids: dict) -> text.RankTextEncoder:
         workspace = self.workspace
-        if ranks is None:
-            return text.HostTextEncoder(workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype)
-        groups = [group for job in prompts for group in text.passes(job)]
+        self._start_ranks()
+        if self._loaded:
+            self._ranks.unload()
+            self._loaded = None
+        groups = [group for prompts in ids.values() for group in text.passes(prompts)]
         buckets = tuple({text.bucket_for(group, workspace.profile.text_buckets) for group in groups})
         weights = workspace.gemma3_weights()
-        ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
-        return text.RankTextEncoder(ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype)
+        self._ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
+        return text.RankTextEncoder(self._ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype)
 
-    def _denoise(self, ranks: Ranks, programs: dict, runs: list["JobRun"]) -> None:
-        """Every stage of every job. Stages that refine with other weights come last: one swap serves all jobs."""
-        for refine in (False, True):
-            todo = [(run, stage) for run in runs for stage in run.job.stages if refining(run.job, stage) == refine]
-            if not todo:
-                continue
-            weights = self.workspace.dit_weights(refine)
-            if refine:
-                with self.recorder.phase("load_transformer"):
-                    ranks.replace_weights(weights)
-            adaln = load_file(weights / HOST_FILE)
-            for run, stage in todo:
-                self._stage(ranks, programs, adaln, run, stage)
+    def _start_ranks(self) -> None:
+        self._ranks = self._ranks or Ranks(self.workspace.profile, self.workspace.tp)
 
-    def _stage(self, ranks: Ranks, programs: dict, adaln: dict, run: "JobRun", stage: Stage) -> None:
+    def _need_dit(self, programs: dict[str, Program]) -> None:
+        """Have the DiT on the ranks with at least these programs."""
+        if self._loaded and programs.keys() <= self._loaded[1]:
+            return
+        weights = self.workspace.dit_weights()
+        with self.recorder.phase("load_transformer"):
+            self._start_ranks()
+            self._ranks.load(weights, {name: program.manifest for name, program in programs.items()}, self.workspace.dtype)
+        self._loaded = weights, frozenset(programs)
+
+    def _stage(self, programs: dict, adaln: dict, run: JobRun, stage: Stage) -> None:
         job, tensors, phase = run.job, run.tensors, f"denoise_{stage.name}"
         if stage.name == "stage_2":
             with self.recorder.phase("upsample"):
@@ -149,7 +228,7 @@ class Pipeline:
         else:
             video, audio = self._empty(job, stage)
         program = programs[self.workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name]
-        on_ranks = StageRun(ranks, program.bucket, self.workspace, adaln, self.compat)
+        on_ranks = StageRun(self._ranks, program.bucket, self.workspace, adaln, self.compat)
         with self.recorder.phase(phase):
             on_ranks.prepare(job, stage, run.contexts, video, audio, run.generator, self._encode_images(job, stage))
         if self.warmup:
@@ -163,38 +242,18 @@ class Pipeline:
             tensors[f"{prefix}_video"], tensors[f"{prefix}_audio"] = on_ranks.result(tuple(video.shape[2:]))
         self._count(program, job)
 
-    def _empty(self, job: Job, stage: Stage) -> tuple[Tensor, Tensor]:
-        """Latents of zeros, which the noise of a first stage replaces."""
-        shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
-        frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
-        dtype = self.workspace.dtype
-        return (torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
-                torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype))  # fmt: skip
-
-    def _decode(self, run: "JobRun") -> Result:
-        job, tensors = run.job, run.tensors
-        last = "s2" if job.size.two_stage else "s1"
-        video = tensors[f"{last}_video"]
-        if job.upscale:
-            with self.recorder.phase("upsample"):
-                for kind, name in UPSCALED.items():
-                    if job.upscale in (kind, "both"):
-                        video = tensors[name] = self.host.upsample(video, kind)
-        with self.recorder.phase("decode_video"):
-            tensors["frames"] = self.host.decode_video(video)
-        with self.recorder.phase("decode_audio"):
-            tensors["waveform"] = self.host.decode_audio(tensors[f"{last}_audio"])
-        return Result(job, tensors["frames"], job.output_frame_rate, tensors["waveform"], self.host.sample_rate, tensors)
-
-    def _steps(self, run: "StageRun", stage: Stage) -> None:
-        for step in tqdm(range(len(stage.sigmas) - 1), desc=stage.name, unit="step"):
-            sent, began = run.ranks.bytes_sent, time.perf_counter()
-            device_ms = run.step(step)
+    def _steps(self, on_ranks: StageRun, stage: Stage) -> None:
+        counters, ranks = self.recorder.counters, on_ranks.ranks
+        for step in tqdm(range(len(stage.sigmas) - 1), desc=stage.name, unit="step", disable=not self.progress):
+            sent, began = ranks.bytes_sent, time.perf_counter()
+            device_ms = on_ranks.step(step)
             total_ms = (time.perf_counter() - began) * 1e3
             self.recorder.step(stage.name, total_ms, min(device_ms, total_ms))
-            self.recorder.counters.bytes_to_device_per_step = run.ranks.bytes_sent - sent
+            counters.bytes_to_device_per_step = ranks.bytes_sent - sent
+            if self.on_step_end:
+                self.on_step_end(stage, step)
 
-    def _count(self, program: "Program", job: Job) -> None:
+    def _count(self, program: Program, job: Job) -> None:
         """Record what the step's graphs hold: the collectives and FLOPs that were counted in the files."""
         passes = len(job.resolved_guidance.passes()) if program.bucket.guided else 1
         one = program.manifest.cost("pass" if program.bucket.guided else "main")
@@ -205,7 +264,15 @@ class Pipeline:
         peak = self.workspace.profile.peak_flops
         counters.peak_flops = peak and peak * tp
 
-    def _encode_images(self, job: Job, stage: Stage) -> list[tuple[conditioning.ImageCondition, Tensor]]:
+    def _empty(self, job: Job, stage: Stage) -> tuple[Tensor, Tensor]:
+        """Latents of zeros, which the noise of a first stage replaces."""
+        shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
+        frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
+        dtype = self.workspace.dtype
+        return (torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
+                torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype))  # fmt: skip
+
+    def _encode_images(self, job: Job, stage: Stage) -> list[tuple[ImageCondition, Tensor]]:
         """The job's images as latents of a stage's size."""
         found = []
         for image in job.images:
@@ -213,125 +280,111 @@ class Pipeline:
             found.append((image, self.host.encode_image(pixels)))
         return found
 
-
-class JobRun:
-    """A job on its way: its contexts (prompt first), its noise generator, and its named tensors so far."""
-
-    def __init__(self, job: Job, contexts: list[text.Contexts]):
-        self.job, self.contexts = job, contexts
-        self.generator = torch.Generator().manual_seed(job.seed)  # one for all stages, drawn in the reference's order
-        prompt = contexts[0]
-        self.tensors = {
-            "attention_mask": prompt.attention_mask, "video_context": prompt.video, "audio_context": prompt.audio,
-        }  # fmt: skip
-        if prompt.hidden_states is not None:
-            self.tensors["hidden_states"] = prompt.hidden_states
-
-
-def refining(job: Job, stage: Stage) -> bool:
-    """Whether a stage runs on the weights with the distilled LoRA: stage 2 of the dev recipe."""
-    return job.recipe == "dev" and stage.name == "stage_2"
+    def _decode(self, run: JobRun, decode: bool) -> Result:
+        job, tensors = run.job, run.tensors
+        last = "s2" if job.size.two_stage else "s1"
+        video = tensors[f"{last}_video"]
+        if job.upscale:
+            with self.recorder.phase("upsample"):
+                for kind, name in UPSCALED.items():
+                    if job.upscale in (kind, "both"):
+                        video = tensors[name] = self.host.upsample(video, kind)
+        if decode:
+            with self.recorder.phase("decode_video"):
+                tensors["frames"] = self.host.decode_video(video)
+            with self.recorder.phase("decode_audio"):
+                tensors["waveform"] = self.host.decode_audio(tensors[f"{last}_audio"])
+        frames, waveform = tensors.get("frames"), tensors.get("waveform")
+        return Result(job, frames, job.output_frame_rate, waveform, self.host.sample_rate, tensors)
 
 
-@dataclass(frozen=True)
-class Program:
-    """A compiled DiT step and the bucket it was compiled for."""
+@dataclass
+class LTXPipelineOutput:
+    """What a call returns. Which fields are filled depends on output_type."""
 
-    bucket: Bucket
-    manifest: Manifest
+    frames: Any = None  # "np": uint8 array (N, H, W, 3)
+    audio: Any = None  # "np": float32 array (2, samples)
+    frame_rate: float = 0.0
+    sample_rate: int = 0
+    video_latent: Tensor | None = None  # "latent": (1, 128, F, h, w)
+    audio_latent: Tensor | None = None  # "latent": (1, 8, Ta, 16)
+    path: Path | None = None  # "mp4"
 
 
-class StageRun:
-    """One stage on the ranks: uploads what stays the same, then sends a step number per step."""
+class LTXPipeline:
+    """The Python API, in diffusers' manner: from_pretrained(...), then call it. A context manager that frees the device."""
 
-    def __init__(self, ranks: Ranks, bucket: Bucket, workspace: Workspace, adaln: dict, compat: Compat):
-        self.ranks, self.bucket, self.config, self.dtype = ranks, bucket, workspace.transformer, workspace.dtype
-        self.adaln, self.compat = adaln, compat
+    def __init__(self, pipeline: Pipeline, recipe: str):
+        self.pipeline, self.recipe = pipeline, recipe
 
-    def prepare(self, job: Job, stage: Stage, contexts: list, video: Tensor, audio: Tensor, generator, images) -> None:
-        """Noise initial latents (1, 128, F, h, w) and (1, 8, Ta, 16) and upload all that the steps share."""
-        self.sequence = ["main"] * self.bucket.max_steps
-        first = self.compat.conditioning
-        positions_dtype = self.dtype if self.compat.positions else torch.float32
-        state = conditioning.video_state(video, job.size.frame_rate, images, first, positions_dtype)
-        scale = stage.sigmas[0]
-        self.video = conditioning.noised(state.latent, generator, scale, state.clean, state.denoise_mask, first)
-        self.audio = conditioning.noised(latents.patchify_audio(audio), generator, scale, compat_1_0_0=first)
-        masks = conditioning.distinct_masks(job.images)
-        rows, choice = conditioning.timestep_choice(state.denoise_mask, masks, self.bucket.timesteps, self.dtype)
-        self.ranks.put(
-            self.bucket.name,
-            **self._schedule(stage, rows), **self._ropes(state.positions, audio.shape[2]),
-            timestep_mask=choice, denoise_mask=state.denoise_mask, clean_latent=state.clean,
-            video_context=contexts[0].video, audio_context=contexts[0].audio,
+    @classmethod
+    def from_pretrained(
+        cls, *, checkpoint_path: str | Path, gemma_root: str | Path, profile: str | None = None,
+        artifacts_dir: str | Path = "artifacts", tp_degree: int | None = None, dtype: str = "bfloat16",
+        neuron_gemma: bool = True, recipe: str = "distilled", spatial_upsampler_path: str | Path | None = None,
+        temporal_upsampler_path: str | Path | None = None, loras: list[tuple] = (), distilled_loras: list[tuple] = (),
+        compat: str | None = None,
+    ) -> "LTXPipeline":  # fmt: skip
+        """Open a sharded and compiled checkpoint; models load at the first call. loras: [(path, strength), ...].
+
+        Raises UserError as the scripts do, with the command to type where an artifact is missing.
+        """
+        resolved = resolve(profile)
+        merged = [tuple(Lora(Path(path), strength) for path, strength in given) for given in (loras, distilled_loras)]
+        workspace = Workspace(
+            checkpoint_path, resolved, artifacts_dir, tp_degree or resolved.tp, dtype, gemma_root, None, *merged
+        )
+        pipeline = Pipeline(
+            workspace, Recorder(), neuron_gemma, COMPAT[compat], spatial_upsampler_path, temporal_upsampler_path
+        )
+        return cls(pipeline, recipe)
+
+    def __enter__(self) -> "LTXPipeline":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the device; the next call loads again."""
+        self.pipeline.close()
+
+    def __call__(
+        self, prompt: str, *, negative_prompt: str | None = None, image: str | Path | list[ImageCondition] | None = None,
+        height: int = Size.height, width: int = Size.width, num_frames: int = Size.num_frames,
+        frame_rate: float = Size.frame_rate, two_stage: bool = False, num_inference_steps: int | None = None,
+        guidance: Guidance | None = None, generator: torch.Generator | None = None, seed: int = Job.seed,
+        upscale: str | None = None, output_type: str = "np", output_path: str | Path | None = None,
+        callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
+    ) -> LTXPipelineOutput:  # fmt: skip
+        """Generate one video.
+
+        image                 a path held at frame 0, or ImageConditions
+        generator             a CPU generator to draw noise from; else one seeded with `seed`
+        output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at output_path
+        callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
+        """
+        if output_type not in ("np", "latent", "mp4"):
+            raise UserError(f"output_type {output_type!r} is not known; known: np, latent, mp4")
+        if output_type == "mp4":
+            media.check_writable(require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'"))
+        images = image if isinstance(image, list) else [ImageCondition(str(image))] if image else []
+        job = Job(
+            prompt=prompt, size=Size(height, width, num_frames, frame_rate, two_stage), seed=seed, images=tuple(images),
+            num_inference_steps=num_inference_steps, negative_prompt=negative_prompt, recipe=self.recipe,
+            guidance=guidance, upscale=upscale,
         )  # fmt: skip
-        if self.bucket.guided:
-            self._guide(job, stage, contexts)
-
-    def _guide(self, job: Job, stage: Stage, contexts: list[text.Contexts]) -> None:
-        """Upload what guidance needs and name the step's passes; a pass that is not run is read from "cond"."""
-        guidance, name, steps = job.resolved_guidance, self.bucket.name, len(stage.sigmas) - 1
-        enabled, always = guidance.enabled_steps(steps, self.bucket.max_steps), torch.ones(self.bucket.max_steps, 2)
-        self.ranks.put(name, guidance=guidance.weights(), enabled_steps=enabled)
-        runs, unread = [], {}
-        for kind in PASSES:
-            if kind not in guidance.passes():
-                unread |= {f"{kind}_{stream}": f"cond_{stream}" for stream in ("video", "audio")}
-                continue
-            reads = {"keep": f"keep_{kind}"}
-            self.ranks.put(name, "keep", **{f"keep_{kind}": guidance.keep(kind, self.config.num_layers, self.dtype)})
-            if kind == "uncond":
-                for stream, context in (("video", contexts[1].video), ("audio", contexts[1].audio)):
-                    reads[f"{stream}_context"] = f"negative_{stream}_context"
-                    self.ranks.put(name, f"{stream}_context", **{f"negative_{stream}_context": context})
-                if self.compat.conditioning:  # the first release computes a skipped stream in this pass all the same
-                    reads["enabled_steps"] = "enabled_always"
-                    self.ranks.put(name, "enabled_steps", enabled_always=always)
-            runs.append(("pass", reads, {f"{stream}_x0": f"{kind}_{stream}" for stream in ("video", "audio")}))
-        self.ranks.put(name, guided_video=torch.zeros_like(self.video), guided_audio=torch.zeros_like(self.audio))
-        self.ranks.define(name, "guided", [*runs, ("guide", unread, {})])
-        self.ranks.define(name, "repeat", [("guide", unread, {})])
-        computed = [any(stream.computes(step) for stream in guidance.streams) for step in range(steps)]
-        self.sequence = ["guided" if any_stream else "repeat" for any_stream in computed]
-
-    def _schedule(self, stage: Stage, rows: Tensor) -> dict[str, Tensor]:
-        pairs = sigma_pairs(stage.sigmas, self.bucket.max_steps)
-        tables = {
-            f"{stream}_modulation": modulation_table(
-                self.adaln, self.config, stream, pairs[:, 0], masks, self.compat.cross_sigma
-            )
-            for stream, masks in (("video", rows), ("audio", torch.ones(1)))
-        }
-        return {"sigmas": pairs, "step_numbers": torch.arange(self.bucket.max_steps, dtype=torch.int32), **tables}
-
-    def _ropes(self, video_positions: Tensor, audio_tokens: int) -> dict[str, Tensor]:
-        config, audio_positions = self.config, latents.audio_positions(audio_tokens)
-        video_max, audio_max = config.positional_embedding_max_pos, config.audio_positional_embedding_max_pos
-        cross_max = (max(video_max[0], audio_max[0]),)
-        heads, theta = config.video.heads, config.positional_embedding_theta
-        tables = {
-            "video": split_rope(video_positions, video_max, config.video.inner, heads, theta),
-            "audio": split_rope(audio_positions, audio_max, config.audio.inner, heads, theta),
-            "video_cross": split_rope(video_positions[:, :1], cross_max, config.audio.inner, heads, theta),
-            "audio_cross": split_rope(audio_positions, cross_max, config.audio.inner, heads, theta),
-        }
-        return {f"{name}_{part}": getattr(rope, part) for name, rope in tables.items() for part in Rope._fields}
-
-    def start(self) -> None:
-        """Put the noised latents where the steps find them."""
-        self.ranks.put(self.bucket.name, video_latent=self.video, audio_latent=self.audio)
-
-    def step(self, number: int) -> float:
-        """One step, latents to next latents on the ranks; returns the device's milliseconds."""
-        return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
-
-    def result(self, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        """The latents (1, 128, F, h, w) and (1, 8, Ta, 16), which every rank must hold bit for bit alike."""
-        names = ("video_latent", "audio_latent")
-        hashes = self.ranks.hashes(*names)
-        if len(set(hashes)) != 1:
-            raise RuntimeError(f"the ranks ended with different latents: {hashes}")
-        video, audio = (self.ranks.get(self.bucket.name, name) for name in names)
-        if not (video.isfinite().all() and audio.isfinite().all()):
-            raise RuntimeError("the latents hold NaN or Inf")
-        return latents.unpatchify_video(video, shape), latents.unpatchify_audio(audio)
+        callback = callback_on_step_end
+        self.pipeline.on_step_end = callback and (lambda s, i: callback(self, i, s.sigmas[i], {"stage": s.name}))
+        (result,) = self.pipeline.run([job], keep=True, decode=output_type != "latent", generator=generator)
+        output = LTXPipelineOutput(frame_rate=result.frame_rate, sample_rate=result.sample_rate)
+        if output_type == "latent":
+            last = "s2" if two_stage else "s1"
+            video = next((UPSCALED[k] for k in ("temporal", "spatial") if upscale in (k, "both")), f"{last}_video")
+            output.video_latent, output.audio_latent = result.tensors[video], result.tensors[f"{last}_audio"]
+        elif output_type == "np":
+            output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
+        else:
+            media.write_video(output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
+            output.path = Path(output_path)
+        return output

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ltx_neuron.checkpoint import HOST_FILE, Source
-from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig
+from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_download
 from ltx_neuron.connectors import Connectors
 from ltx_neuron.errors import UserError
 from ltx_neuron.gemma3 import Gemma3Encoder, layers_first
@@ -33,11 +33,15 @@ class Contexts(NamedTuple):
     hidden_states: Tensor | None  # (1, 1024, width, layers + 1), zero where padded
 
 
+def check_tokenizer(gemma_root: Path) -> None:
+    """Raise UserError where a Gemma root has no tokenizer."""
+    if not (Path(gemma_root) / "tokenizer.json").is_file():
+        raise UserError(f"no tokenizer.json in --gemma-root {gemma_root}\nDownload it: {gemma_download(gemma_root)}")
+
+
 def tokenizer(gemma_root: Path):
     """The Gemma tokenizer of a root, loaded without network."""
-    if not (Path(gemma_root) / "tokenizer.json").is_file():
-        raise UserError(f"no tokenizer.json in --gemma-root {gemma_root}\nDownload it: hf download "
-                        f"google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir {gemma_root}")  # fmt: skip
+    check_tokenizer(gemma_root)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(gemma_root), local_files_only=True)

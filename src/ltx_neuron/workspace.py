@@ -60,6 +60,15 @@ class Workspace:
     def gemma_source(self) -> Source:
         return Source(MODELS["gemma3"], [self.checkpoint, *gemma_files(self.gemma_root)])
 
+    @property
+    def identity(self) -> dict:
+        """What the outputs of a run depend on besides the job: recorded in reports and sidecars."""
+        return {
+            "checkpoint": self.checkpoint.fingerprint, "model_version": self.checkpoint.model_version,
+            "config": self.transformer.digest, "dtype": self.dtype_name, "loras": self.refining_source.lora_identity,
+            "host_threads": self.profile.host_threads, "rank_threads": self.profile.rank_threads(self.tp),
+        }  # fmt: skip
+
     # identities
 
     def _weights_identity(self, model: str, source: Source) -> dict:

@@ -23,10 +23,11 @@ pytestmark = pytest.mark.slow
 FP32 = 1e-5
 # Frames are cut to whole numbers, so one of 1e-6 below a number and one above it are a count apart.
 FRAME_COUNTS = 1
-# Random weights make the vocoder chaotic: it amplifies a difference of the latents about 250-fold (measured). From equal
-# latents, that is from ours, the same modules give the same bits on one machine.
-VOCODER_AMPLIFIES = 250
-WAVEFORM = FP32 * VOCODER_AMPLIFIES
+# From equal latents, that is from ours, the same modules on one machine give the same bits (3e-6 with another thread count).
+DECODED = 1e-4
+# Not so from the oracle's latents. The random vocoder's output is loud enough to be clipped almost everywhere, so signs flip:
+# it answers any change of the latents with 1.5e-4, and one of 1e-6 or more with about 200 times as much (measured).
+WAVEFORM = 250 * FP32
 # bf16 keeps 8 bits: as far from the truth as ltx-core's own bf16 run, twice that where rounding falls out differently in
 # every rank, and a floor of one rounding (2**-8 = 0.004) for tensors that only one operation separates from exact ones.
 BF16_FACTOR, BF16_FLOOR = 2, 0.005
@@ -74,7 +75,7 @@ def with_images(assets, *images) -> oracle.Job:
 
 
 def text_to_video(assets, tp: int, **more) -> Case:
-    """At TP 4 from graphs for text alone, at others from graphs that an image may use too."""
+    """At TP 4 from a graph for text alone, elsewhere from one that has a timestep for an image as well: both must do."""
     compiled_for = () if tp == 4 else ((assets.image, 0),)
     return Case(PUPPY_JOB, tp, compiled_for=compiled_for, **more)
 
@@ -119,11 +120,11 @@ def assert_equals_the_oracle(assets, got: dict, want: dict) -> None:
     """Every tensor of a float32 run."""
     assert got.keys() == want.keys()
     assert torch.equal(got["attention_mask"], want["attention_mask"])
-    found = distances(got, want)
-    found |= {"waveform of our latents": rel(got["waveform"], decoded_by_the_oracle(assets, got))}
-    print({name: f"{distance:.1e}" for name, distance in found.items()}, f"waveform {rel(got['waveform'], want['waveform']):.1e}")
-    assert {name: distance for name, distance in found.items() if not distance <= FP32} == {}
-    assert rel(got["waveform"], want["waveform"]) <= WAVEFORM
+    found, bounds = distances(got, want), {"decoded": DECODED, "waveform": WAVEFORM}
+    found["decoded"] = rel(got["waveform"], decoded_by_the_oracle(assets, got))
+    found["waveform"] = rel(got["waveform"], want["waveform"])
+    print({name: f"{distance:.1e}" for name, distance in found.items()})
+    assert {name: distance for name, distance in found.items() if not distance <= bounds.get(name, FP32)} == {}
     assert got["frames"].shape == want["frames"].shape
     assert (got["frames"].int() - want["frames"].int()).abs().max() <= FRAME_COUNTS
 
@@ -148,24 +149,30 @@ def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core(scripts
     assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, case.job))
 
 
+def test_a_keyframe_beside_a_first_frame_equals_ltx_core(scripts, tiny, wanted):
+    job = with_images(tiny, (0, 1.0), (16, 0.6))
+    case = Case(job, tp=1, neuron_gemma=False, compiled_for=job.images)
+    assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, job))
+
+
 def test_sizes_nobody_tuned_to_equal_ltx_core(scripts, odd_assets, wanted):
     case = odd_sizes()
     assert_equals_the_oracle(odd_assets, case.generate(scripts, odd_assets).tensors, wanted(odd_assets, case.job))
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_ltx_cores_own(scripts, tiny, wanted):
-    case = text_to_video(tiny, 4, dtype="bfloat16")
+    case = Case(PUPPY_JOB, tp=4, dtype="bfloat16", compiled_for=((tiny.image, 0),))
     truth, theirs = wanted(tiny, case.job), wanted(tiny, case.job, torch.bfloat16)
     ours = case.generate(scripts, tiny).tensors
     ours_off, theirs_off = distances(ours, truth), distances(theirs, truth)
     print({name: f"{ours_off[name]:.4f} {theirs_off[name]:.4f}" for name in ours_off})
     assert {name for name in ours_off if not ours_off[name] <= BF16_FACTOR * theirs_off[name] + BF16_FLOOR} == set()
     assert ours["s2_video"].dtype == torch.bfloat16
-    assert rel(ours["waveform"], decoded_by_the_oracle(tiny, ours)) <= FP32
+    assert rel(ours["waveform"], decoded_by_the_oracle(tiny, ours)) <= DECODED
 
 
 def test_the_same_command_makes_the_same_bits(scripts, tiny):
-    case = text_to_video(tiny, 2)
+    case = partly_held_image(tiny)
     first, second = (case.generate(scripts, tiny, repeat) for repeat in (0, 1))
     assert first.video != second.video
     assert differing(first.tensors, second.tensors) == set()
@@ -180,8 +187,13 @@ def test_how_the_step_is_cut_into_graphs_does_not_matter(scripts, tiny, blocks):
 
 def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts, tiny, monkeypatch):
     alone = text_to_video(tiny, 4).generate(scripts, tiny)
-    hashes, hash_ranks = [], Ranks.hashes
-    monkeypatch.setattr(Ranks, "hashes", lambda ranks, *names: hashes.append((names, hash_ranks(ranks, *names))) or hashes[-1][1])
+    compared, hashes = [], Ranks.hashes
+
+    def spy(ranks, *names):
+        compared.append((names, found := hashes(ranks, *names)))
+        return found
+
+    monkeypatch.setattr(Ranks, "hashes", spy)
     jobs = [
         Job(prompt, Size(height=128, width=192, num_frames=17, frame_rate=24.0, two_stage=True), seed)
         for prompt, seed in ((WAVES, 11), (PUPPY, 10))
@@ -193,8 +205,8 @@ def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts
         torch.set_num_threads(threads)
     assert differing(second.tensors, alone.tensors) == set()
     assert rel(first.tensors["s2_video"], second.tensors["s2_video"]) > 0.1
-    assert [names for names, _ in hashes] == [("video_latent", "audio_latent")] * 4  # two jobs of two stages
-    assert all(len(each) == 4 and len(set(each)) == 1 for _, each in hashes)
+    assert [names for names, _ in compared] == [("video_latent", "audio_latent")] * 4  # two jobs of two stages
+    assert all(len(found) == 4 and len(set(found)) == 1 for _, found in compared)
 
 
 def pipeline(setup, assets) -> Pipeline:

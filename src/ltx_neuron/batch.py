@@ -1,0 +1,140 @@
+"""--prompts-file: one JSON object per line, flags as keys. Models load once; every line's result is recorded as it ends.
+
+A killed batch is resumed by the same command: lines that are done, and still say the same, are not run again.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ltx_neuron.checkpoint import write_json
+from ltx_neuron.config import digest
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Job
+from ltx_neuron.pipeline import Failure, Pipeline, Result
+
+RESULTS = "results.json"
+MAX_LINES, MAX_LINE_BYTES = 100_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a prompts file."""
+
+    number: int
+    job: Job
+    digest: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.number:04d}.mp4"
+
+
+class LineParser(argparse.ArgumentParser):
+    """A parser whose errors name the line instead of ending the program."""
+
+    def error(self, message: str) -> None:
+        raise UserError(message)
+
+
+def read_lines(
+    path: Path, parser: argparse.ArgumentParser, base: argparse.Namespace, job_of: Callable, identity: dict
+) -> list[Line]:
+    """Parse and check every line on top of the command's own flags. One UserError lists every bad line by number.
+
+    identity is what a line's video depends on besides the job: another checkpoint's videos are not taken for done.
+    """
+    if not path.is_file():
+        raise UserError(f"--prompts-file {path}: no such file. Wanted: one JSON object per line, for example\n"
+                        '{"prompt": "a golden retriever runs across a meadow", "seed": 10}')  # fmt: skip
+    known = {option for action in parser._actions for option in action.option_strings}
+    lines, problems = [], []
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if number > MAX_LINES:
+                raise UserError(f"{path} has more than {MAX_LINES} lines; split it")
+            if not raw.strip():
+                continue
+            try:
+                words = _words(raw, known)
+                job = job_of(parser.parse_args(words, copy.copy(base)))
+                job.check()
+                lines.append(Line(number, job, digest([job.describe(), identity])))
+            except UserError as error:
+                problems.append(f"line {number}: {error}")
+    if problems:
+        raise UserError(f"{path}: nothing was run.\n" + "\n".join(problems))
+    if not lines:
+        raise UserError(f"{path} has no lines")
+    return lines
+
+
+def _words(raw: bytes, known: set[str]) -> list[str]:
+    """A line as command-line words. Keys are flags without dashes; a list is several values, a list of lists repeats."""
+    try:
+        if len(raw) > MAX_LINE_BYTES:
+            raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
+        values = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"got {type(values).__name__}, wanted a JSON object with flags as keys")
+    words = []
+    for key, value in values.items():
+        flag = "--" + key.replace("_", "-")
+        if flag not in known:
+            names = ", ".join(sorted(name.strip("-") for name in known if name.startswith("--") and name != "--help"))
+            raise UserError(f"unknown key {key!r}; known: {names}")
+        if value is True:
+            words.append(flag)
+        elif value not in (False, None):
+            repeats = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+            for one in repeats:
+                words += [flag, *map(str, one)] if isinstance(one, list) else [f"{flag}={one}"]
+    return words
+
+
+def run(lines: list[Line], pipeline: Pipeline, folder: Path, write: Callable[[Result, Path], None]) -> list[dict]:
+    """Run the lines that are not done yet; returns every line's entry, in the file's order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = _earlier(folder / RESULTS, lines, folder)
+    todo = [line for line in lines if line.number not in entries]
+    if len(todo) < len(lines):
+        print(f"resumed: {len(lines) - len(todo)} of {len(lines)} lines were done before")
+    pending = {id(line.job): line for line in todo}
+    for outcome in pipeline.run([line.job for line in todo], isolate=True) if todo else ():
+        line = pending[id(outcome.job)]
+        entry = {"line": line.number, "digest": line.digest, "prompt": line.job.prompt}
+        try:
+            if isinstance(outcome, Failure):
+                raise outcome.error
+            write(outcome, folder / line.file)
+            entry |= {"status": "done", "output": line.file}
+        except Exception as error:
+            entry |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            print(f"line {line.number} failed: {error}")
+        entries[line.number] = entry
+        write_json(folder / RESULTS, {"lines": [entries[n] for n in sorted(entries)]})
+    return [entries[line.number] for line in lines]
+
+
+def _earlier(path: Path, lines: list[Line], folder: Path) -> dict[int, dict]:
+    """Entries of an earlier run that still hold: done, of the same job, and the video is there."""
+    if not path.is_file():
+        return {}
+    try:
+        found = {entry["line"]: entry for entry in json.loads(path.read_text())["lines"]}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not a results file; delete it to run every line") from None
+    wanted = {line.number: line for line in lines}
+    return {
+        number: entry
+        for number, entry in found.items()
+        if number in wanted
+        and entry.get("status") == "done"
+        and entry.get("digest") == wanted[number].digest
+        and (folder / wanted[number].file).is_file()
+    }
