@@ -1,4 +1,4 @@
-"""The oracle: ltx-core 1.0.0 and ltx-pipelines 1.0.0 on any tiny assets, with the numerics of their later releases.
+"""The oracle: ltx-core 1.0.0 and ltx-pipelines 1.0.0 on any tiny assets, as published or with later releases' numerics.
 
 The package index has 1.0.0 only. What later releases compute differently is patched in, for the time of a run:
 
@@ -14,7 +14,7 @@ makes ltx_core.model.audio_vae importable without torchaudio.
 
 import dataclasses
 import json
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -43,14 +43,14 @@ class Job:
 
 
 @torch.no_grad()
-def generate(assets, job: Job, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def generate(assets, job: Job, dtype: torch.dtype = torch.float32, as_published: bool = False) -> dict[str, Tensor]:
     """The tensors of generate_ltx23.py --save-tensors, for assets as ltx_neuron.tiny.TinyAssets."""
-    with later_semantics(), one_thread():
+    with nullcontext() if as_published else later_semantics(), one_thread():
         tensors = encode(assets, job.prompt, dtype)
         tensors |= Denoising(assets, job, tensors["video_context"], tensors["audio_context"], dtype).run()
         last = "s2" if job.two_stage else "s1"
         tensors["frames"] = decode_video(assets, tensors[f"{last}_video"])
-        tensors["waveform"] = decode_audio(assets, tensors[f"{last}_audio"])
+        tensors["waveform"] = decode_audio(assets, tensors[f"{last}_audio"], dtype if as_published else torch.float32)
     return tensors
 
 
@@ -139,12 +139,12 @@ def decode_video(assets, latent: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def decode_audio(assets, latent: Tensor) -> Tensor:
-    """Waveform, float32 (2, samples), decoded in float32 whatever the latent's dtype."""
+def decode_audio(assets, latent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Waveform, float32 (2, samples), decoded in float32 as later releases do, or in another dtype."""
     from ltx_core.model.audio_vae import decode_audio as decode
 
-    models = ledger(assets, torch.float32)
-    return decode(latent.float(), models.audio_decoder(), models.vocoder()).waveform
+    models = ledger(assets, dtype)
+    return decode(latent.to(dtype), models.audio_decoder(), models.vocoder()).waveform
 
 
 def ledger(assets, dtype: torch.dtype):

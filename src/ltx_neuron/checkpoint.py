@@ -289,7 +289,7 @@ def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> 
     try:
         opened = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {error}\nMake it again: delete its folder and run the sharder") from None
+        raise UserError(f"{path} cannot be read: {error}") from None
     with opened as file:
         got = {name: (tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()}
         problems = [f"missing: {name}" for name in wanted if name not in got]
@@ -298,6 +298,5 @@ def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> 
             if got[name] != (tuple(wanted[name]), _NAMES[dtype]):
                 problems.append(f"{name}: {got[name][0]} {got[name][1]}, wanted {tuple(wanted[name])} {_NAMES[dtype]}")
         if problems:
-            raise UserError("\n  ".join([f"{path} does not hold this model's weights:", *sorted(problems)])
-                            + "\nMake it again: delete its folder and run the sharder")  # fmt: skip
+            raise UserError(f"{path} does not hold this model's weights:\n  " + "\n  ".join(sorted(problems)))
         return {name: file.get_tensor(name) for name in wanted}

@@ -50,6 +50,8 @@ def batch_of(args: argparse.Namespace, recorder: report.Recorder) -> None:
         if getattr(args, flag):
             raise UserError(f"--{flag.replace('_', '-')} is for one video; a --prompts-file writes to --output-dir")
     check_folder(folder, "--output-dir DIR")
+    if args.perf_dump_path:
+        check_writable(args.perf_dump_path, "--perf-dump-path FILE")
     pipeline = pipeline_of(args, recorder)
     parser = batch.LineParser(add_help=False, allow_abbrev=False)
     cli.add_job(parser)

@@ -21,6 +21,9 @@ class Profile:
     blocks_per_graph: int  # transformer blocks in one graph, called num_layers / this many times; 0: the whole step
     return_hidden_states: bool  # whether the text graph hands back all layers (49 x tokens x width) as well
     peak_flops: float | None
+    # How rank processes start. A forked child cannot use a Neuron or CUDA runtime; on a CPU a fork server imports torch
+    # once for all ranks instead of once each.
+    start_method: str = "spawn"
     text_buckets: tuple[int, ...] = (128, 256, 512, 1024)
 
     def rank_threads(self, tp: int) -> int:
@@ -36,7 +39,7 @@ class Profile:
 PROFILES = {
     # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is what runs there.
     "cpu": Profile("cpu", tp=4, device="cpu", process_group="gloo", compile_backend="export", blocks_per_graph=4,
-                   return_hidden_states=True, peak_flops=None),
+                   return_hidden_states=True, peak_flops=None, start_method="forkserver"),
 }  # fmt: skip
 
 

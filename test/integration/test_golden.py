@@ -1,5 +1,6 @@
 """The five scripts, run as a user runs them, against ltx-core itself (test/oracle.py) on tiny checkpoints."""
 
+import functools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import torch
 from helpers import rel
 
 from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.compat import COMPAT
+from ltx_neuron.denoise import StageRun
 from ltx_neuron.job import Job, Size
 from ltx_neuron.media import read_video
-from ltx_neuron.pipeline import Pipeline, StageRun
+from ltx_neuron.pipeline import Pipeline
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report import PHASES, Recorder
 from ltx_neuron.tiny import TinySizes, make_tiny
@@ -56,6 +59,7 @@ class Case:
     neuron_gemma: bool = True
     compiled_for: tuple = ()  # the images that the graphs are made for; none: what the script makes when not told
     blocks_per_graph: int | None = None
+    compat: str | None = None
 
     def generate(self, scripts, assets, repeat: int = 0):
         """Shard, compile and generate, as far as no earlier test did."""
@@ -64,6 +68,7 @@ class Case:
         size["blocks_per_graph"] = self.blocks_per_graph
         setup.prepare(**size, image=self.compiled_for)
         flags = dict(prompt=job.prompt, seed=job.seed, image=job.images, neuron_gemma=self.neuron_gemma)
+        flags["compat"] = self.compat
         return setup.generate(repeat, **size, **flags)
 
 
@@ -91,16 +96,8 @@ def odd_sizes() -> Case:
 
 @pytest.fixture(scope="module")
 def wanted():
-    """wanted(assets, job, dtype): the oracle's tensors, made once for the same arguments."""
-    made = {}
-
-    def tensors(assets, job: oracle.Job, dtype: torch.dtype = torch.float32):
-        key = (assets, job, dtype)
-        if key not in made:
-            made[key] = oracle.generate(assets, job, dtype)
-        return made[key]
-
-    return tensors
+    """oracle.generate, once for the same arguments."""
+    return functools.cache(oracle.generate)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +144,13 @@ def test_image_to_video_equals_ltx_core(scripts, tiny, wanted):
 def test_a_partly_held_image_and_text_encoded_on_the_host_equal_ltx_core(scripts, tiny, wanted):
     case = partly_held_image(tiny)
     assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, case.job))
+
+
+def test_the_first_releases_numerics_equal_ltx_core_as_published(scripts, tiny, wanted):
+    case = partly_held_image(tiny, compat="ltx-core-1.0.0")
+    want = wanted(tiny, case.job, as_published=True)
+    assert rel(want["s2_video"], wanted(tiny, case.job)["s2_video"]) > 100 * FP32
+    assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, want)
 
 
 def test_a_keyframe_beside_a_first_frame_equals_ltx_core(scripts, tiny, wanted):
@@ -200,7 +204,8 @@ def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts
     ]
     threads = torch.get_num_threads()
     try:
-        first, second = pipeline(scripts(tiny), tiny).run(jobs)
+        with pipeline(scripts(tiny), tiny) as opened:
+            first, second = opened.run(jobs)
     finally:
         torch.set_num_threads(threads)
     assert differing(second.tensors, alone.tensors) == set()
@@ -223,7 +228,7 @@ def differing(a: dict, b: dict) -> set[str]:
 def test_ranks_that_end_with_different_latents_are_an_error():
     ranks = SimpleNamespace(hashes=lambda *names: ["a", "a", "b", "a"], get=lambda *_: torch.zeros(1, 1, 128))
     workspace = SimpleNamespace(transformer=None, dtype=torch.float32)
-    run = StageRun(ranks, SimpleNamespace(name="v1"), workspace, {}, False)
+    run = StageRun(ranks, SimpleNamespace(name="v1"), workspace, {}, COMPAT[None])
     with pytest.raises(RuntimeError, match="different latents"):
         run.result((1, 1, 1))
     ranks.hashes = lambda *names: ["a"] * 4

@@ -18,8 +18,9 @@ from ltx_neuron.latents import (
 
 SIZES = [(1, 1, 1), (3, 2, 5), (4, 6, 4), (16, 3, 2)]  # latent frames, rows, columns
 RATES = [24.0, 25.0, 30.0, 23.976]
-# (frames, frame rate) and the audio latents that last as long, as ltx-core counts them
+# (frames, frame rate) and the audio latents that last as long; the last three are rounded: up, half to even, half to even
 AUDIO_FRAMES = {(25, 24): 26, (97, 24): 101, (121, 24): 126, (121, 25): 121, (241, 24): 251}
+AUDIO_FRAMES |= {(17, 24): 18, (33, 30): 28, (9, 50): 4}
 SECONDS = 1e-6  # one fp32 rounding of a time below 20 s; a frame too early or late is 4e-2
 
 
@@ -115,7 +116,7 @@ def test_audio_lasts_as_long_as_the_video(video, latents):
     assert AudioLatentShape.from_video_pixel_shape(VideoPixelShape(1, video[0], 64, 64, video[1])).frames == latents
 
 
-@pytest.mark.parametrize("pixels", [(512, 768, 121), (64, 128, 1), (1024, 1536, 25), (512, 512, 28)])
+@pytest.mark.parametrize("pixels", [(512, 768, 121), (64, 128, 1), (1024, 1536, 25), (512, 512, 28), (64, 64, 32)])
 def test_video_latents_have_the_shape_that_ltx_core_gives_a_video(pixels):
     from ltx_core.types import VideoLatentShape, VideoPixelShape
 

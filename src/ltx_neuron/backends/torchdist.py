@@ -37,7 +37,9 @@ class Ranks:
         self.fields: dict[str, dict[str, Field]] = {}
         self.outputs: dict[str, set[str]] = {}
         self._store = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
-        context, self._pipes, self._processes = get_context("spawn"), [], []
+        context, self._pipes, self._processes = get_context(profile.start_method), [], []
+        if profile.start_method == "forkserver":
+            context.set_forkserver_preload(["ltx_neuron.backends.torchdist", "torch._export.serde.serialize"])
         if profile.process_group == "gloo" and os.path.exists("/sys/class/net/lo"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not matter
         for rank in range(tp):

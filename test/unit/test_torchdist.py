@@ -1,0 +1,274 @@
+"""Rank processes over gloo: what is uploaded, run and downloaded, and that no failure leaves a process or a wait behind."""
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import furthest, randn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
+from ltx_neuron.backends.torchdist import RankError, Ranks
+from ltx_neuron.checkpoint import rank_file
+from ltx_neuron.graphs import Field
+from ltx_neuron.parallel import Comm, RowLinear
+from ltx_neuron.profiles import PROFILES
+from ltx_neuron.programs import Graph, Program
+
+TP = 2
+EQUAL = 1e-5  # fp32 sums of two halves against one sum of the whole
+COMMAND_BYTES = 1000  # what a step may cost the host, over all ranks: a command is a short line, never a tensor
+SOON = 10  # seconds in which every process must have ended; it takes a tenth of one
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class ToyInputs(NamedTuple):
+    step: Tensor
+    x: Tensor
+    table: Tensor
+
+
+class ToyOutputs(NamedTuple):
+    y: Tensor
+    doubled: Tensor
+
+
+class Toy(nn.Module):
+    """One matrix product split over the ranks, a step's number, and a table of which each rank has its own part."""
+
+    def __init__(self, width: int, comm: Comm):
+        super().__init__()
+        self.comm, self.down = comm, RowLinear(width, width, comm.size, bias=False)
+
+    def forward(self, inputs: ToyInputs) -> ToyOutputs:
+        (summed,) = self.comm.sum(self.down.partial(inputs.table))
+        return ToyOutputs(summed + inputs.step * inputs.x, inputs.table * 2)
+
+
+def make_toy(folder: Path, width: int = 8) -> SimpleNamespace:
+    """The program compiled, its weights for all ranks, and whole inputs."""
+    comm = TorchDistComm(TP)
+    split = Field((1, 4, width // TP), torch.float32, split=2)
+    whole = Field((1, 4, width), torch.float32)
+    fields = {"step": Field((1,), torch.int32), "x": whole, "table": split, "y": whole, "doubled": split}
+    with torch.device("meta"):
+        graph = Graph(Toy(width, comm), ToyInputs, ToyOutputs)
+    with fake_process_group(TP):
+        program = Program({"toy": graph}, {"main": (("toy", 0),)}, fields)
+        compile_program(program, folder / "graphs", {}, torch.float32)
+    weights = {seed: write_weights(folder / f"weights{seed}", width, seed) for seed in (1, 2)}
+    return SimpleNamespace(
+        programs={"toy": Manifest(folder / "graphs")}, folders={seed: folder / f"weights{seed}" for seed in weights},
+        weights=weights, x=randn(1, 4, width, seed=3), table=randn(1, 4, width, seed=4),
+    )  # fmt: skip
+
+
+def write_weights(folder: Path, width: int, seed: int) -> Tensor:
+    weight = randn(width, width, seed=seed)
+    folder.mkdir()
+    for rank, part in enumerate(weight.chunk(TP, dim=1)):
+        save_file({"down.weight": part.contiguous()}, folder / rank_file(rank))
+    return weight
+
+
+def wanted(toy, step: int, seed: int = 1) -> Tensor:
+    return toy.table @ toy.weights[seed].T + step * toy.x
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Processes that are neither gone nor merely waiting to be collected."""
+
+    def running(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except FileNotFoundError:
+            return False
+
+    return [pid for pid in pids if running(pid)]
+
+
+def assert_all_end(pids: list[int]) -> None:
+    until = time.monotonic() + SOON
+    while alive(pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive(pids) == []
+
+
+def pids_of(ranks: Ranks) -> list[int]:
+    pids = [process.pid for process in ranks._processes]
+    assert len(pids) == TP and alive(pids) == pids
+    return pids
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has to itself."""
+    resident, shared = map(int, Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def started():
+    """Two ranks, for all tests that leave them in good health."""
+    with Ranks(PROFILES["cpu"], TP) as ranks:
+        pids = pids_of(ranks)
+        yield ranks
+    assert_all_end(pids)
+    assert not Path(ranks._store.name).exists()
+
+
+@pytest.fixture
+def ranks(started, toy):
+    """The ranks with the toy loaded and its inputs uploaded."""
+    started.load(toy.folders[1], toy.programs, torch.float32)
+    started.put("toy", x=toy.x, table=toy.table)
+    return started
+
+
+def test_a_program_runs_on_what_was_uploaded_and_keeps_what_it_returns(ranks, toy):
+    milliseconds = ranks.run("toy", step=3)
+    assert 0 < milliseconds < 1e3 * SOON
+    assert furthest(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
+    ranks.run("toy", step=5)
+    assert furthest(ranks.get("toy", "y"), wanted(toy, 5)) < EQUAL
+
+
+def test_a_split_tensor_is_sent_whole_and_each_rank_keeps_its_part(ranks, toy):
+    assert torch.equal(ranks.get("toy", "table"), toy.table)
+    ranks.run("toy", step=0)
+    assert torch.equal(ranks.get("toy", "doubled"), 2 * toy.table)
+    parts = [part.contiguous().numpy().tobytes() for part in toy.table.chunk(TP, dim=2)]
+    assert ranks.hashes("table") == [hashlib.sha256(part).hexdigest() for part in parts]
+
+
+def test_hashes_are_over_the_bits_of_the_named_tensors_in_their_order(ranks, toy):
+    ranks.run("toy", step=1)
+    y = ranks.get("toy", "y")
+    bits = toy.x.numpy().tobytes(), y.numpy().tobytes()
+    assert ranks.hashes("x", "y") == [hashlib.sha256(bits[0] + bits[1]).hexdigest()] * TP
+    assert ranks.hashes("y", "x") == [hashlib.sha256(bits[1] + bits[0]).hexdigest()] * TP
+    changed = toy.x.clone()
+    changed.view(torch.int32)[0, 0, 0] ^= 1  # one bit
+    ranks.put("toy", x=changed)
+    assert ranks.hashes("x", "y") != [hashlib.sha256(bits[0] + bits[1]).hexdigest()] * TP
+
+
+def test_tensors_arrive_bit_for_bit(ranks, toy):
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-42, 3.4e38, 1.0, -1.0]).expand(1, 4, 8)
+    ranks.put("toy", x=special, table=special)
+    for name in ("x", "table"):
+        assert torch.equal(ranks.get("toy", name).view(torch.int32), special.contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("name", ["x", "table"])
+def test_a_tensor_of_another_shape_is_refused_before_anything_is_sent(ranks, toy, name):
+    before, sent = ranks.hashes("x", "table"), ranks.bytes_sent
+    with pytest.raises(ValueError, match=rf"toy\.{name}: got shape \(1, 4, 4\), wanted \(1, 4, 8\)"):
+        ranks.put("toy", **{name: torch.zeros(1, 4, 4)})  # what a single rank has of the split one
+    assert ranks.bytes_sent == sent
+    assert ranks.hashes("x", "table") == before
+
+
+def test_a_tensor_that_no_graph_knows_is_refused(ranks):
+    with pytest.raises(KeyError, match="unknown"):
+        ranks.put("toy", unknown=torch.zeros(1))
+
+
+def test_a_run_costs_the_host_a_short_command_and_an_upload_its_bytes(ranks, toy):
+    sent = ranks.bytes_sent
+    ranks.run("toy", step=7)
+    run = ranks.bytes_sent - sent
+    assert 0 < run < COMMAND_BYTES
+    ranks.put("toy", x=toy.x)
+    assert toy.x.nbytes < ranks.bytes_sent - sent - run < toy.x.nbytes + COMMAND_BYTES
+
+
+def test_a_program_says_what_it_returns(ranks):
+    assert ranks.returns("toy", "y")
+    assert not ranks.returns("toy", "x")
+
+
+def test_a_sequence_reads_and_leaves_tensors_under_other_names(ranks, toy):
+    ranks.put("toy", like="x", other=10 * toy.x)
+    ranks.define("toy", "twice", [("main", {"x": "other"}, {"y": "first"}), ("main", {"x": "first"}, {})])
+    ranks.run("toy", "twice", step=1)
+    first = toy.table @ toy.weights[1].T + 10 * toy.x
+    assert furthest(ranks.get("toy", "y"), toy.table @ toy.weights[1].T + first) < EQUAL
+
+
+def test_replaced_weights_serve_the_same_graphs_and_tensors(ranks, toy):
+    ranks.replace_weights(toy.folders[2])
+    ranks.run("toy", step=3)
+    assert furthest(ranks.get("toy", "y"), wanted(toy, 3, seed=2)) < EQUAL
+    assert furthest(wanted(toy, 3, seed=2), wanted(toy, 3)) > 1
+
+
+def test_an_unloaded_model_may_be_loaded_again(ranks, toy):
+    ranks.unload()
+    ranks.load(toy.folders[2], toy.programs, torch.float32)
+    ranks.put("toy", x=toy.x, table=toy.table)
+    ranks.run("toy", step=2)
+    assert furthest(ranks.get("toy", "y"), wanted(toy, 2, seed=2)) < EQUAL
+
+
+def test_unloading_frees_weights_and_tensors_and_a_ranks_own_error_reaches_the_host(tmp_path):
+    width = 4096
+    toy, weight_bytes = make_toy(tmp_path, width), 4 * width * width // TP
+    with Ranks(PROFILES["cpu"], TP) as ranks:
+        pids = pids_of(ranks)
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        ranks.put("toy", x=toy.x, table=toy.table)
+        ranks.run("toy", step=1)
+        loaded = [resident(pid) for pid in pids]
+        ranks.unload()
+        freed = [before - resident(pid) for before, pid in zip(loaded, pids, strict=True)]
+        assert min(freed) > 0.9 * weight_bytes
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        with pytest.raises(RankError, match=r"(?s)^rank \d of 2 failed: Traceback.*KeyError: 'x'"):
+            ranks.hashes("x")  # was uploaded before
+        assert_all_end(pids)
+
+
+def test_an_error_of_one_rank_is_said_by_its_number_and_ends_all(toy, tmp_path):
+    """The other rank is healthy and would wait for the next command for ever."""
+    for name in (rank_file(0), rank_file(1)):
+        (tmp_path / name).write_bytes((toy.folders[1] / name).read_bytes())
+    save_file({"up.weight": torch.ones(8, 4)}, tmp_path / rank_file(1))
+    with pytest.raises(RankError) as error, Ranks(PROFILES["cpu"], TP) as ranks:
+        pids = pids_of(ranks)
+        ranks.load(tmp_path, toy.programs, torch.float32)
+    assert_all_end(pids)
+    assert str(error.value) == (  # a user's mistake: no traceback
+        f"rank 1 of 2 failed: {tmp_path / rank_file(1)} does not hold this model's weights:\n"
+        "  missing: down.weight\n  unexpected: up.weight"
+    )
+
+
+def test_a_rank_killed_in_a_run_ends_it_with_an_error_and_leaves_no_process(toy):
+    with Ranks(PROFILES["cpu"], TP) as ranks:
+        pids = pids_of(ranks)
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        ranks.put("toy", x=toy.x, table=toy.table)
+        os.kill(pids[1], signal.SIGSTOP)  # so that the run lasts: rank 0 waits in the all-reduce
+        killer = threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL))
+        killer.start()
+        began = time.monotonic()
+        with pytest.raises(RankError, match=r"rank \d of 2 failed"):
+            ranks.run("toy", step=1)
+        assert 0.3 < time.monotonic() - began < SOON
+        assert_all_end(pids)
+        killer.join()
+    assert not Path(ranks._store.name).exists()
