@@ -22,6 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     size, images = cli.size(args), cli.images(args)
     size.check()
+    size.check_images(images)
     workspace = cli.workspace(args)
     stages = size.stages(cli.recipe(args))
     # Text to video has one timestep per step, an image at frame 0 a second one; either is its own, faster graph.

@@ -47,7 +47,8 @@ class Guidance:
         for name, stream in (("video", self.video), ("audio", self.audio)):
             wrong = [block for block in stream.stg_blocks if not 0 <= block < layers]
             if wrong and not isclose(stream.stg_scale, 0.0):
-                raise UserError(f"--{name}-stg-blocks {' '.join(map(str, wrong))}: this model has blocks 0..{layers - 1}")
+                raise UserError(f"{name} STG block {', '.join(map(str, wrong))}: this model has blocks 0..{layers - 1}; "
+                                f"type for example --{name}-stg-blocks {layers // 2}")  # fmt: skip
             if stream.skip_step < 0:
                 raise UserError(f"--{name}-skip-step {stream.skip_step} is negative; type 0 to compute every step")
             if not all(abs(weight) < float("inf") for weight in stream.weights()):

@@ -6,7 +6,9 @@ is loaded until it is closed, so that the next call finds it there.
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from ltx_neuron import latents, media, text
+from ltx_neuron import latents, lora, media, text
 from ltx_neuron.backends.torchdist import RankError, Ranks
 from ltx_neuron.checkpoint import HOST_FILE
 from ltx_neuron.compat import COMPAT, Compat
@@ -26,7 +28,6 @@ from ltx_neuron.denoise import JobRun, Program, StageRun, refining
 from ltx_neuron.errors import UserError
 from ltx_neuron.guidance import Guidance
 from ltx_neuron.job import Job, Size, Stage
-from ltx_neuron.lora import Lora
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report import Recorder
 from ltx_neuron.workspace import Workspace, require
@@ -91,28 +92,50 @@ class Pipeline:
         self.host.release()
 
     def check(self, jobs: list[Job]) -> dict[str, Program]:
-        """Validate jobs and find every artifact they need; returns the DiT programs by bucket name."""
-        programs = {}
+        """Validate jobs and find every artifact they need; returns the DiT programs by bucket name.
+
+        First what was typed, then the files it names, then what must be made from them.
+        """
+        workspace, programs = self.workspace, {}
         for job in jobs:
             job.check()
             if job.recipe == "dev":
-                job.resolved_guidance.check(self.workspace.transformer.num_layers)
+                job.resolved_guidance.check(workspace.transformer.num_layers)
             for kind, why in job.upsamplers.items():
                 download = f"Download it: {upsampler_download(kind)}"
                 require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", why, download)
-                self.host.upsampler_config(kind)
+        refined = any(refining(job, stage) for job in jobs for stage in job.stages)
+        if refined and not workspace.distilled_loras:
+            raise UserError("--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps, which only the "
+                            f"distilled LoRA makes enough\nDownload it: {lora.DOWNLOAD}")  # fmt: skip
+        if workspace.distilled_loras and not refined:
+            raise UserError("--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs that; "
+                            "a LoRA for every stage is --lora PATH [STRENGTH]")  # fmt: skip
+        for job in jobs:
             for image in job.images:
-                media.check_image(image.path)
-            for stage in job.stages:
-                bucket, manifest = self.workspace.dit_program_for(job.size, stage, job.images, job.recipe)
-                programs[bucket.name] = Program(bucket, manifest)
-                self.workspace.dit_weights(refining(job, stage))
+                media.check_image(image.path, job.size.height, job.size.width)
+        self.host.check(dict.fromkeys(name for job in jobs for name in _host_models(job)))
+        _ = workspace.refining_source, workspace.gemma, workspace.gemma_source, self.tokenizer
         if self.neuron_gemma:
-            self.workspace.gemma3_weights(), self.workspace.text_programs(self.workspace.profile.text_buckets)
+            workspace.gemma.check_tensor_parallel(workspace.tp)
         else:
-            _ = self.workspace.gemma, self.workspace.gemma_source
-        text.check_tokenizer(self.workspace.gemma_root)
+            self._host_encoder().check()
+        for job in jobs:
+            for stage in job.stages:
+                bucket, manifest = workspace.dit_program_for(job.size, stage, job.images, job.recipe)
+                programs[bucket.name] = Program(bucket, manifest)
+                workspace.dit_weights(refining(job, stage))
+        if self.neuron_gemma:
+            workspace.gemma3_weights(), workspace.text_programs(workspace.profile.text_buckets)
         return programs
+
+    @cached_property
+    def tokenizer(self):
+        return text.tokenizer(self.workspace.gemma_root)
+
+    def _host_encoder(self) -> text.HostTextEncoder:
+        workspace = self.workspace
+        return text.HostTextEncoder(workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype)
 
     @torch.no_grad()
     def run(
@@ -147,7 +170,7 @@ class Pipeline:
             return
         weights = self.workspace.dit_weights(refine)
         if self._loaded[0] != weights:
-            with self.recorder.phase("load_transformer"):
+            with self.recorder.phase("load_transformer"), _mended_by_deleting(weights):
                 self._ranks.replace_weights(weights)
             self._loaded = weights, self._loaded[1]
         adaln = load_file(weights / HOST_FILE)
@@ -179,13 +202,10 @@ class Pipeline:
         todo = list(dict.fromkeys(job.prompts for job in jobs if job.prompts not in self._contexts))
         if not todo:
             return
-        workspace, phase = self.workspace, self.recorder.phase
-        tokenizer = text.tokenizer(workspace.gemma_root)
-        ids = {prompts: [text.tokenize(tokenizer, prompt) for prompt in prompts] for prompts in todo}
+        phase = self.recorder.phase
+        ids = {prompts: [text.tokenize(self.tokenizer, prompt) for prompt in prompts] for prompts in todo}
         with phase("load_gemma3"):
-            encoder = self._rank_encoder(ids) if self.neuron_gemma else text.HostTextEncoder(
-                workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype
-            )  # fmt: skip
+            encoder = self._rank_encoder(ids) if self.neuron_gemma else self._host_encoder()
         with phase("encode_text"):
             for prompts in todo:
                 self._contexts[prompts] = encoder.encode(ids[prompts])
@@ -203,7 +223,8 @@ class Pipeline:
         groups = [group for prompts in ids.values() for group in text.passes(prompts)]
         buckets = tuple({text.bucket_for(group, workspace.profile.text_buckets) for group in groups})
         weights = workspace.gemma3_weights()
-        self._ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
+        with _mended_by_deleting(weights):
+            self._ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
         return text.RankTextEncoder(self._ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype)
 
     def _start_ranks(self) -> None:
@@ -216,7 +237,9 @@ class Pipeline:
         weights = self.workspace.dit_weights()
         with self.recorder.phase("load_transformer"):
             self._start_ranks()
-            self._ranks.load(weights, {name: program.manifest for name, program in programs.items()}, self.workspace.dtype)
+            manifests = {name: program.manifest for name, program in programs.items()}
+            with _mended_by_deleting(weights):
+                self._ranks.load(weights, manifests, self.workspace.dtype)
         self._loaded = weights, frozenset(programs)
 
     def _stage(self, programs: dict, adaln: dict, run: JobRun, stage: Stage) -> None:
@@ -298,6 +321,22 @@ class Pipeline:
         return Result(job, frames, job.output_frame_rate, waveform, self.host.sample_rate, tensors)
 
 
+@contextmanager
+def _mended_by_deleting(weights: Path) -> Iterator[None]:
+    """Say what to type where the ranks refuse their files."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}\nDelete {weights} and type the same again: it says how to make it") from None
+
+
+def _host_models(job: Job) -> list[str]:
+    """Names of the host models a job runs."""
+    names = ["video_decoder", "audio_decoder", "vocoder", *(f"{kind}_upsampler" for kind in job.upsamplers)]
+    names += ["video_encoder"] if job.images else []
+    return names + (["video_statistics"] if job.upsamplers else [])
+
+
 @dataclass
 class LTXPipelineOutput:
     """What a call returns. Which fields are filled depends on output_type."""
@@ -330,7 +369,7 @@ class LTXPipeline:
         Raises UserError as the scripts do, with the command to type where an artifact is missing.
         """
         resolved = resolve(profile)
-        merged = [tuple(Lora(Path(path), strength) for path, strength in given) for given in (loras, distilled_loras)]
+        merged = [tuple(lora.Lora(Path(path), strength) for path, strength in given) for given in (loras, distilled_loras)]
         workspace = Workspace(
             checkpoint_path, resolved, artifacts_dir, tp_degree or resolved.tp, dtype, gemma_root, None, *merged
         )

@@ -33,18 +33,17 @@ class Contexts(NamedTuple):
     hidden_states: Tensor | None  # (1, 1024, width, layers + 1), zero where padded
 
 
-def check_tokenizer(gemma_root: Path) -> None:
-    """Raise UserError where a Gemma root has no tokenizer."""
-    if not (Path(gemma_root) / "tokenizer.json").is_file():
-        raise UserError(f"no tokenizer.json in --gemma-root {gemma_root}\nDownload it: {gemma_download(gemma_root)}")
-
-
 def tokenizer(gemma_root: Path):
     """The Gemma tokenizer of a root, loaded without network."""
-    check_tokenizer(gemma_root)
+    if not (Path(gemma_root) / "tokenizer.json").is_file():
+        raise UserError(f"no tokenizer.json in --gemma-root {gemma_root}\nDownload it: {gemma_download(gemma_root)}")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(gemma_root), local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(str(gemma_root), local_files_only=True)
+    except Exception as error:  # a broken tokenizer.json is a bare Exception of the tokenizers library
+        raise UserError(f"the tokenizer (tokenizer.json, tokenizer_config.json) in --gemma-root {gemma_root} cannot be "
+                        f"loaded: {error}\nDownload it again: {gemma_download(gemma_root)}") from None  # fmt: skip
 
 
 def tokenize(tokenizer, prompt: str) -> list[int]:
@@ -163,12 +162,30 @@ class HostTextEncoder:
     def __init__(self, source: Source, gemma: GemmaConfig, config: TransformerConfig, dtype: torch.dtype):
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
 
+    def check(self) -> None:
+        """Raise UserError, listing every tensor, where the source's are not those the configs describe. Loads nothing."""
+        modules, problems = self._modules(), []
+        for name, tensor in {**modules[0].state_dict(), **modules[1].state_dict()}.items():
+            wanted = tuple(tensor.shape)
+            if name.endswith("aggregate_embed.weight"):  # stored with all layers side by side
+                wanted = (wanted[1], wanted[0] * wanted[2])
+            if name not in self.source.where:
+                problems.append(f"missing: {name}")
+            elif self.source.shape(name) != wanted:
+                problems.append(f"{name}: {self.source.shape(name)}, wanted {wanted}")
+        if problems:
+            raise UserError("\n  ".join(["the text encoder's weights are not those its config.json describes:", *problems])
+                            + f"\nDownload it again: {self.source.files[-1].download}")  # fmt: skip
+
+    def _modules(self) -> tuple[Gemma3Encoder, Connectors]:
+        with torch.device("meta"):
+            encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
+            return encoder, Connectors(self.config, 1, SingleRank())
+
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
-        with torch.device("meta"):
-            encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
-            connectors = Connectors(self.config, 1, SingleRank())
+        encoder, connectors = self._modules()
         layers = [(f"layers.{i}.", layer) for i, layer in enumerate(encoder.layers)]
         for prefix, module in [*layers, ("norm.", encoder.norm)]:  # in memory only while it runs
             module.register_forward_pre_hook(lambda module, _, prefix=prefix: self._fill(module, prefix))

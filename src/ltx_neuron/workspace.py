@@ -4,6 +4,8 @@ It knows the identity of every weight set and graph, makes them, and finds them 
 """
 
 import shlex
+import shutil
+import sys
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.sharding import MODELS
 
+ROOT = Path(__file__).resolve().parents[2]  # where the scripts lie
 MAX_TIMESTEPS = 4  # how many more distinct timesteps than needed a found graph may have
 
 
@@ -43,7 +46,8 @@ class Workspace:
     @cached_property
     def gemma(self):
         config = gemma_config(self.gemma_root)
-        check_gemma_fits(config, self.transformer, self.gemma_root)
+        projection = self.checkpoint.shapes.get("text_embedding_projection.video_aggregate_embed.weight")
+        check_gemma_fits(config, self.transformer, self.gemma_root, projection and projection[1])
         return config
 
     @cached_property
@@ -152,7 +156,7 @@ class Workspace:
         flags = []
         for flag, loras in (("--lora", self.loras), ("--distilled-lora", self.distilled_loras)):
             for lora in loras:
-                flags += [flag, lora.path, f"{lora.strength:g}"]
+                flags += [flag, lora.path, lora.strength]
         command = self._command("shards/shard_backbone_weights.py", *flags)
         source = self.refining_source if refining else self.dit_source
         return artifacts.find(self.artifacts, self._weights_identity("dit", source), command)
@@ -181,15 +185,16 @@ class Workspace:
         else:
             bucket = size.bucket(stage, images)
         extra = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
-        extra += ["--frame-rate", f"{size.frame_rate:g}", *(["--two-stage"] if size.two_stage else [])]
+        extra += ["--frame-rate", size.frame_rate, *(["--two-stage"] if size.two_stage else [])]
         extra += ["--recipe", recipe]
         for image in images:
-            extra += ["--image", image.path, image.frame_index, f"{image.strength:g}"]
+            extra += ["--image", image.path, image.frame_index, image.strength]
         command = self._command("compile/compile_transformer.py", *extra)
         return bucket, Manifest(artifacts.find(self.artifacts, self._dit_identity(bucket), command))
 
     def _command(self, script: str, *extra, gemma: bool = False) -> str:
-        words = ["python", script, "--checkpoint-path", self.checkpoint_path]
+        python = "python" if shutil.which("python") == sys.executable else _from_here(Path(sys.executable))
+        words = [python, _from_here(ROOT / script), "--checkpoint-path", self.checkpoint_path]
         words += ["--gemma-root", self.gemma_root] if gemma else []
         words += extra
         words += ["--tp-degree", self.tp, "--dtype", self.dtype_name, "--artifacts-dir", self.artifacts]
@@ -197,6 +202,11 @@ class Workspace:
         if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.blocks_per_graph:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         return shlex.join(map(str, words))
+
+
+def _from_here(path: Path) -> Path:
+    """A path as it is typed in this folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def require(value, flag: str, why: str, example: str):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ltx_neuron.backends.export import GROUP, Manifest
 from ltx_neuron.checkpoint import load, rank_file
+from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import Field
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import weight_name
@@ -27,6 +28,10 @@ from ltx_neuron.programs import weight_name
 
 class RankError(RuntimeError):
     """A rank failed; the text is that rank's own error."""
+
+
+class RankRefusal(RankError, UserError):
+    """A rank refused the files it was given: a mistake the user can mend."""
 
 
 class Ranks:
@@ -158,7 +163,8 @@ class Ranks:
                 if "error" in answers[rank]:
                     for process in self._processes:
                         process.kill()
-                    raise RankError(f"rank {rank} of {self.tp} failed: {answers[rank]['error']}")
+                    kind = RankRefusal if answers[rank].get("user") else RankError
+                    raise kind(f"rank {rank} of {self.tp} failed: {answers[rank]['error']}")
         return [answers[rank] for rank in range(self.tp)]
 
 
@@ -298,7 +304,8 @@ def _serve(pipe: connection.Connection, settings: dict) -> None:
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         pass  # the host is done, or is ending the run
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
-        text = str(error) if type(error).__name__ == "UserError" else traceback.format_exc()
-        pipe.send_bytes(json.dumps({"error": text}).encode())
+        user = isinstance(error, UserError)
+        text = str(error) if user else traceback.format_exc()
+        pipe.send_bytes(json.dumps({"error": text, "user": user}).encode())
     finally:
         os._exit(0)  # gloo's threads may wait for a rank that is gone
