@@ -280,13 +280,13 @@ def table(report: dict) -> str:
     reason = "no peak for this profile" if report["flops_per_step"] and measured else "no flops or no warm step counted"
     return "\n".join(
         [
-            *textwrap.wrap(f"{_title(report)}  {job}", 100),
+            *textwrap.wrap(f"{title(report)}  {job}", 100),
             "",
             *_columns(phases),
             "",
             *_columns(steps),
             "",
-            f"bytes to device per step  {_text(report['bytes_to_device_per_step'] / 1e6)} MB",
+            f"bytes to device per step  {report['bytes_to_device_per_step']:,}",
             f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",
             f"percent of peak           {reason if percent is None else f'{percent:.1f} %'}",
         ]
@@ -295,7 +295,7 @@ def table(report: dict) -> str:
 
 def compare(a: dict, b: dict) -> str:
     """Two reports side by side, with the ratio b/a, and what differs in what they ran."""
-    lines = [f"A: {_title(a)}   B: {_title(b)}"]
+    lines = [f"A: {title(a)}   B: {title(b)}"]
     for part in ("job", "versions", "identity"):
         for key in {**a[part], **b[part]}:
             before, after = (textwrap.shorten(str(run[part].get(key)), 30) for run in (a, b))
@@ -335,7 +335,7 @@ def _merged(report: dict) -> dict[str, dict]:
     return merged
 
 
-def _title(report: dict) -> str:
+def title(report: dict) -> str:
     return f"profile {report['profile']}, tp {report['tp']}"
 
 
@@ -358,64 +358,6 @@ def _text(number: float | None) -> str:
         if isinstance(number, int)
         else (f"{number:,.3f}" if abs(number) < 1e9 else f"{number:.4g}")
     )
-
-
-def plot(reports: dict | list[dict], path: str | Path) -> None:
-    """Draw one report, or a list of two, as a PNG of 1200 x 500: phases in seconds left, steps in ms right."""
-    from matplotlib.figure import Figure
-
-    reports = [reports] if isinstance(reports, dict) else reports
-    figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
-    figure.suptitle("   ".join(f"{'AB'[index]}: {_title(report)}" for index, report in enumerate(reports)))
-    phases, steps = figure.subplots(1, 2)
-    _plot_phases(phases, reports)
-    _plot_steps(steps, reports)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-
-
-def _plot_phases(axes, reports: list[dict]) -> None:
-    """A waterfall: each phase begins where the phase before it ended; what no phase covers closes it."""
-    present = {phase["name"] for report in reports for phase in report["phases"]}
-    names = [name for name in PHASES if name in present] + ["residual"]
-    height = 0.8 / len(reports)
-    for index, report in enumerate(reports):
-        begin = 0.0
-        for phase in [*report["phases"], {"name": "residual", "seconds": report["residual_seconds"]}]:
-            row = names.index(phase["name"]) + (index + 0.5) * height - 0.4
-            axes.barh(row, phase["seconds"], 0.9 * height, begin, color=f"C{index}")
-            begin += phase["seconds"]
-            axes.text(begin, row, f" {phase['seconds']:.2f}", va="center", fontsize=8)
-    axes.set(title="Phases", xlabel="seconds since the start", yticks=range(len(names)), yticklabels=names)
-    axes.margins(x=0.1)
-    axes.set_xlim(left=0)
-    axes.invert_yaxis()
-    axes.set_axisbelow(True)
-    axes.grid(axis="x", alpha=0.3)
-
-
-def _plot_steps(axes, reports: list[dict]) -> None:
-    """Lines of warm steps; hollow marks are cold steps. Far slower cold steps make the scale logarithmic."""
-    everything = [0.0]
-    for index, report in enumerate(reports):
-        for stage, style in zip(STAGES, ("o-", "s--"), strict=True):
-            if steps := report["denoise_steps_ms"][stage]:
-                label = f"{'AB'[index]}: {stage}"
-                axes.plot(range(2, len(steps) + 1), steps[1:], style, color=f"C{index}", label=label)
-                axes.plot(1, steps[0], style[0], color=f"C{index}", fillstyle="none", markersize=10)
-                everything += steps
-    axes.plot([], [], "o", color="0.3", fillstyle="none", markersize=10, label="hollow: cold first step")
-    logarithmic = max(everything) > 10 * statistics.median(everything) > 0
-    axes.set(
-        title="Denoise steps",
-        xlabel="step of its stage",
-        ylabel="milliseconds, log scale" if logarithmic else "milliseconds",
-    )
-    axes.set_yscale("log") if logarithmic else axes.set_ylim(0, 1.1 * max(everything) or 1)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend()
 
 
 def exceeded(report: dict, limits: list[str], source: str = "report") -> list[str]:
@@ -460,6 +402,8 @@ def main(argv: list[str] | None = None) -> None:
     sentences = [text for path, report in zip(paths, runs, strict=True) for text in exceeded(report, options.max, path)]
     print("\n\n".join([*map(table, runs), *([compare(*runs)] if runs[1:] else [])]))
     if options.plot:
+        from ltx_neuron.report_plot import plot  # matplotlib, only where it is asked for
+
         plot(runs, options.plot)
     if sentences:
         print(*sentences, sep="\n", file=sys.stderr)

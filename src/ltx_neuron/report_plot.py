@@ -1,0 +1,66 @@
+"""The picture of a latency report: phases as a waterfall, steps as lines, cold ones apart from warm ones."""
+
+import statistics
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from ltx_neuron.report import PHASES, STAGES, title
+
+
+def plot(reports: dict | list[dict], path: str | Path) -> None:
+    """Draw one report, or a list of two, as a PNG of 1200 x 500: phases in seconds left, steps in ms right."""
+    reports = [reports] if isinstance(reports, dict) else reports
+    figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
+    figure.suptitle("   ".join(f"{'AB'[index]}: {title(report)}" for index, report in enumerate(reports)))
+    phases, steps = figure.subplots(1, 2)
+    _plot_phases(phases, reports)
+    _plot_steps(steps, reports)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _plot_phases(axes, reports: list[dict]) -> None:
+    """A waterfall: each phase begins where the phase before it ended; what no phase covers closes it."""
+    present = {phase["name"] for report in reports for phase in report["phases"]}
+    names = [name for name in PHASES if name in present] + ["residual"]
+    height = 0.8 / len(reports)
+    for index, report in enumerate(reports):
+        begin, ends = 0.0, {}
+        for phase in [*report["phases"], {"name": "residual", "seconds": report["residual_seconds"]}]:
+            row = names.index(phase["name"]) + (index + 0.5) * height - 0.4
+            axes.barh(row, phase["seconds"], 0.9 * height, begin, color=f"C{index}")
+            begin += phase["seconds"]
+            ends[phase["name"]] = begin, row, ends.get(phase["name"], (0, 0, 0.0))[2] + phase["seconds"]
+        for begin, row, seconds in ends.values():  # a phase that comes back is labelled once, with its sum
+            axes.text(begin, row, f" {seconds:.2f}", va="center", fontsize=8)
+    axes.set(title="Phases", xlabel="seconds since the start", yticks=range(len(names)), yticklabels=names)
+    axes.margins(x=0.1)
+    axes.set_xlim(left=0)
+    axes.invert_yaxis()
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _plot_steps(axes, reports: list[dict]) -> None:
+    """Lines of warm steps; hollow marks are cold steps. Far slower cold steps make the scale logarithmic."""
+    everything = [0.0]
+    for index, report in enumerate(reports):
+        for stage, style in zip(STAGES, ("o-", "s--"), strict=True):
+            if steps := report["denoise_steps_ms"][stage]:
+                label = f"{'AB'[index]}: {stage}"
+                axes.plot(range(2, len(steps) + 1), steps[1:], style, color=f"C{index}", label=label)
+                axes.plot(1, steps[0], style[0], color=f"C{index}", fillstyle="none", markersize=10)
+                everything += steps
+    axes.plot([], [], "o", color="0.3", fillstyle="none", markersize=10, label="hollow: cold first step")
+    logarithmic = max(everything) > 10 * statistics.median(everything) > 0
+    axes.set(
+        title="Denoise steps",
+        xlabel="step of its stage",
+        ylabel="milliseconds, log scale" if logarithmic else "milliseconds",
+    )
+    axes.set_yscale("log") if logarithmic else axes.set_ylim(0, 1.1 * max(everything) or 1)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend()
