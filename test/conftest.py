@@ -41,7 +41,6 @@ class Generated(NamedTuple):
     tensors: dict
     perf: dict
     video: Path
-    sidecar: dict
 
 
 class Setup:
@@ -97,8 +96,8 @@ class Setup:
             **flags, **{flag: out / name for flag, name in files.items()},
         )  # fmt: skip
         succeeded(process)
-        perf, sidecar = (json.loads((out / name).read_text()) for name in ("perf.json", "video.json"))
-        return Generated(process, load_file(out / "tensors.safetensors"), perf, out / "video.mp4", sidecar)
+        perf = json.loads((out / "perf.json").read_text())
+        return Generated(process, load_file(out / "tensors.safetensors"), perf, out / "video.mp4")
 
 
 def words(**flags) -> list[str]:

@@ -12,79 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
 from ltx_neuron.errors import UserError
 from ltx_neuron.sharding import HOST, Model, local_shape, rename, rule
+from ltx_neuron.tensorfile import DTYPE_NAMES, TORCH_DTYPES, TensorFile
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
-_FILE_BYTES = {"BF16": 2, "F32": 4, "F16": 2, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_MAX_HEADER = 100_000_000  # safetensors' own bound
 _CHUNK_BYTES = 128 * 2**20  # most that is read from the source at once
 HOST_FILE, MANIFEST = "host.safetensors", "manifest.json"
 
 
 def rank_file(rank: int) -> str:
     return f"rank{rank}.safetensors"
-
-
-class TensorFile:
-    """A safetensors file's header, checked: every entry lies in the file and the file ends where the last one does."""
-
-    def __init__(self, path: Path, download: str):
-        self.path, self.download = Path(path), download
-        if self.path.is_dir():
-            raise UserError(f"{path} is a folder; split (multi-file) checkpoints are not supported yet.\nWanted: one "
-                            f".safetensors file, as published: {download}")  # fmt: skip
-        if not self.path.is_file():
-            raise UserError(f"no such file: {path}\nDownload it: {download}")
-        size = self.path.stat().st_size
-        if size == 0:
-            raise self._broken("it is empty")
-        with self._open() as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if size < 8 or length > min(_MAX_HEADER, size - 8):
-                raise self._broken(f"its first bytes {start!r} are no header length that fits {size} bytes")
-            self.header = file.read(length)
-        try:
-            entries = json.loads(self.header)
-            self.metadata = entries.pop("__metadata__", {}) or {}
-            self.shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-            self.dtypes = {name: entry["dtype"] for name, entry in entries.items()}
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise self._broken(f"the header is not a safetensors header ({type(error).__name__}: {error})") from None
-        if 8 + length + end != size:
-            raise self._broken(f"the header describes {8 + length + end} bytes, the file has {size}: truncated?")
-        self.size = size
-        try:
-            with safe_open(self.path, "pt"):
-                pass
-        except SafetensorError as error:
-            raise self._broken(str(error)) from None
-
-    def _open(self):
-        try:
-            return open(self.path, "rb")
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror}") from None
-
-    def _broken(self, why: str) -> UserError:
-        return UserError(f"{self.path} is not a whole safetensors file: {why}.\nDownload it again: {self.download}")
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of the content: size, header, and 64 samples of data (dev and distilled have equal headers)."""
-        hasher = hashlib.sha256(self.header + str(self.size).encode())
-        with open(self.path, "rb") as file:
-            for i in range(64):
-                file.seek(8 + len(self.header) + (self.size - 8 - len(self.header)) * i // 64)
-                hasher.update(file.read(4096))
-        return hasher.hexdigest()[:16]
 
 
 class Checkpoint(TensorFile):
@@ -133,9 +74,9 @@ class Source:
                     name = rename(model, key)
                 except UserError as error:
                     raise UserError(f"{file.path}: {error}\nThe published one: {file.download}") from None
-                if name is not None and file.dtypes[key] not in _FILE_BYTES:
+                if name is not None and file.dtypes[key] not in TORCH_DTYPES:
                     raise UserError(f"{file.path}: {key} is stored as {file.dtypes[key]}, which is not implemented; "
-                                    f"wanted {', '.join(_FILE_BYTES)}.\nThe published one: {file.download}")  # fmt: skip
+                                    f"wanted {', '.join(TORCH_DTYPES)}.\nThe published one: {file.download}")  # fmt: skip
                 if name is not None and name in self.where:
                     raise UserError(f"tensor {name!r} is in two places: {self.where[name][0].path} and {file.path}")
                 if name is not None:
@@ -165,23 +106,25 @@ class Source:
         file, key = self._find(name)
         shape = file.shapes[key]
         local = local_shape(shape, split, tp, name)
-        with safe_open(file.path, "pt") as opened:
-            view = opened.get_slice(key)
-            if not shape:
-                yield opened.get_tensor(key)
-                return
-            row_bytes = _FILE_BYTES[file.dtypes[key]] * max(1, torch.Size(local[1:]).numel())
-            step = max(1, _CHUNK_BYTES // row_bytes)
-            first = local[0] * rank if split == 0 else 0
-            for start in range(first, first + local[0], step):
-                stop = min(start + step, first + local[0])
-                yield view[start:stop, local[1] * rank : local[1] * (rank + 1)] if split == 1 else view[start:stop]
+        if not shape:
+            yield file.read(key)
+            return
+        row_bytes = TORCH_DTYPES[file.dtypes[key]].itemsize * max(1, torch.Size(shape[1:]).numel())
+        step = max(1, _CHUNK_BYTES // row_bytes)
+        first = local[0] * rank if split == 0 else 0
+        for start in range(first, first + local[0], step):
+            rows = file.read(key, start, min(start + step, first + local[0]))
+            yield rows[:, local[1] * rank : local[1] * (rank + 1)] if split == 1 else rows
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, memory-mapped."""
+        """A whole tensor."""
         file, key = self._find(name)
-        with safe_open(file.path, "pt") as opened:
-            return opened.get_tensor(key)
+        return file.read(key)
+
+    def rows(self, name: str, indices: list[int]) -> Tensor:
+        """Single rows of a tensor."""
+        file, key = self._find(name)
+        return torch.cat([file.read(key, index, index + 1) for index in indices])
 
 
 @dataclass(frozen=True)
@@ -199,7 +142,7 @@ def write_tensors(path: Path, entries: list[Entry], dtype: torch.dtype, metadata
     for entry in entries:
         length = torch.Size(entry.shape).numel() * dtype.itemsize
         header[entry.name] = {
-            "dtype": _NAMES[dtype],
+            "dtype": DTYPE_NAMES[dtype],
             "shape": list(entry.shape),
             "data_offsets": [offset, offset + length],
         }
@@ -286,17 +229,18 @@ def verify(folder: Path, quick: bool = False) -> list[str]:
 
 def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
     """Load exactly the wanted tensors of a rank file. Missing, extra, misshapen or recast ones are one error."""
-    try:
-        opened = safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    with opened as file:
-        got = {name: (tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()}
-        problems = [f"missing: {name}" for name in wanted if name not in got]
-        problems += [f"unexpected: {name}" for name in got if name not in wanted]
-        for name in wanted.keys() & got.keys():
-            if got[name] != (tuple(wanted[name]), _NAMES[dtype]):
-                problems.append(f"{name}: {got[name][0]} {got[name][1]}, wanted {tuple(wanted[name])} {_NAMES[dtype]}")
-        if problems:
-            raise UserError(f"{path} does not hold this model's weights:\n  " + "\n  ".join(sorted(problems)))
-        return {name: file.get_tensor(name) for name in wanted}
+    file = TensorFile(path, "run the shard script again")
+    got = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
+    problems = [f"missing: {name}" for name in wanted if name not in got]
+    problems += [f"unexpected: {name}" for name in got if name not in wanted]
+    for name in wanted.keys() & got.keys():
+        if got[name] != (tuple(wanted[name]), DTYPE_NAMES[dtype]):
+            problems.append(f"{name}: {got[name][0]} {got[name][1]}, wanted {tuple(wanted[name])} {DTYPE_NAMES[dtype]}")
+    if problems:
+        raise UserError(f"{path} does not hold this model's weights:\n  " + "\n  ".join(sorted(problems)))
+    return {name: file.read(name) for name in wanted}
+
+
+def load_host(folder: Path) -> TensorFile:
+    """The tensors of a weight set that stay on the host."""
+    return TensorFile(folder / HOST_FILE, "run the shard script again")

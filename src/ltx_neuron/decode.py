@@ -13,6 +13,7 @@ import torch
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import UserError
+from ltx_neuron.tensorfile import TensorFile
 
 
 def import_ltx_core() -> None:
@@ -162,8 +163,7 @@ class HostModels:
         if path is None:
             raise UserError(f"{kind} upsampling needs its own model and got none: pass its file with {flag} FILE\n"
                             f"Download it: {upsampler_download(kind)}")  # fmt: skip
-        with _open(path, flag, upsampler_download(kind)) as file:
-            text = (file.metadata() or {}).get("config", "{}")
+        text = TensorFile(path, f"{upsampler_download(kind)}\nand pass it with {flag} FILE").metadata.get("config", "{}")
         try:
             config = {**json.loads(text)}
         except (ValueError, TypeError) as error:
@@ -178,18 +178,6 @@ class HostModels:
                 f"pass the published {kind} x2 file with {flag} FILE: {upsampler_download(kind)}"
             )
         return config
-
-
-def _open(path: str | Path, flag: str, download: str):
-    """The safetensors file at `path`, opened; UserError, naming the `flag` that sets it, where that fails."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path} cannot be read as a safetensors file: {error}\npass the published file with {flag} FILE: {download}"
-        ) from None
 
 
 class _Part(NamedTuple):
@@ -217,8 +205,7 @@ class _Part(NamedTuple):
                             f"pass the published file with {self.flag} FILE: {self.download}") from None  # fmt: skip
         wanted = {_name_in_file(name, self.prefixes): tensor for name, tensor in module.state_dict().items()}
         own = next(iter(self.prefixes.values()))
-        with self.open() as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        found = self.file().shapes
         problems = [f"missing {name}" for name in wanted if name not in found]
         problems += [f"unexpected {name}" for name in found if name.startswith(own) and name not in wanted]
         problems += [
@@ -239,15 +226,13 @@ class _Part(NamedTuple):
     def load(self) -> torch.nn.Module:
         """The module with every tensor from the file, in its dtype, ready for inference."""
         module = self.empty()
-        with self.open() as file:
-            state = {
-                name: file.get_tensor(_name_in_file(name, self.prefixes)).to(self.dtype) for name in module.state_dict()
-            }  # fmt: skip
+        file = self.file()
+        state = {name: file.read(_name_in_file(name, self.prefixes)).to(self.dtype) for name in module.state_dict()}
         module.load_state_dict(state, assign=True)
         return module.eval().requires_grad_(False)
 
-    def open(self):
-        return _open(self.path, self.flag, self.download)
+    def file(self) -> TensorFile:
+        return TensorFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
 
 
 def _name_in_file(name: str, prefixes: dict[str, str]) -> str:

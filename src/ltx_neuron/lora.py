@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from ltx_neuron.checkpoint import Source, TensorFile
+from ltx_neuron.checkpoint import Source
 from ltx_neuron.errors import UserError
 from ltx_neuron.sharding import Model
+from ltx_neuron.tensorfile import TensorFile
 
 DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled-lora-384.safetensors --local-dir ."
 _PREFIX, _DOWN, _UP = "diffusion_model.", ".lora_A.weight", ".lora_B.weight"
@@ -99,6 +99,4 @@ class MergedSource(Source):
 
 def _product(file: TensorFile, module: str, strength: float) -> Tensor:
     key = f"{_PREFIX}{module}" if f"{_PREFIX}{module}{_DOWN}" in file.shapes else module
-    with safe_open(file.path, "pt") as opened:
-        down, up = opened.get_tensor(key + _DOWN), opened.get_tensor(key + _UP)
-    return (up * strength) @ down
+    return (file.read(key + _UP) * strength) @ file.read(key + _DOWN)

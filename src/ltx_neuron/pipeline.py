@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
 from ltx_neuron import latents, lora, media, text
 from ltx_neuron.backends.torchdist import RankError, Ranks
-from ltx_neuron.checkpoint import HOST_FILE
+from ltx_neuron.checkpoint import load_host
 from ltx_neuron.compat import COMPAT, Compat
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.config import upsampler_download
@@ -173,7 +172,8 @@ class Pipeline:
             with self.recorder.phase("load_transformer"), _mended_by_deleting(weights):
                 self._ranks.replace_weights(weights)
             self._loaded = weights, self._loaded[1]
-        adaln = load_file(weights / HOST_FILE)
+        host = load_host(weights)
+        adaln = {name: host.read(name) for name in host.shapes}
         swaps_later = not refine and any(refining(r.job, stage) for r in runs for stage in r.job.stages)
         for run in todo:
             try:

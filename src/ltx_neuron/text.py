@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from ltx_neuron.checkpoint import HOST_FILE, Source
+from ltx_neuron.checkpoint import Source, load_host
 from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_download
 from ltx_neuron.connectors import Connectors
 from ltx_neuron.errors import UserError
@@ -115,7 +114,7 @@ class RankTextEncoder:
 
     def __init__(self, ranks, weights: Path, gemma: GemmaConfig, config: TransformerConfig, buckets, dtype: torch.dtype):
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
-        self.buckets, self.host_file = buckets, weights / HOST_FILE
+        self.buckets, self.host = buckets, load_host(weights)
 
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
@@ -123,10 +122,8 @@ class RankTextEncoder:
 
     def _pass(self, prompts: list[list[int]]) -> list[Contexts]:
         counts, bucket = [len(ids) for ids in prompts], bucket_for(prompts, self.buckets)
-        with safe_open(self.host_file, "pt") as file:
-            table = file.get_slice("embed_tokens.weight")
-            rows = torch.cat([table[i : i + 1] for ids in prompts for i in ids])
-            registers = {m: file.get_tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
+        rows = torch.cat([self.host.read("embed_tokens.weight", i, i + 1) for ids in prompts for i in ids])
+        registers = {m: self.host.read(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
         padding = torch.zeros(bucket - len(rows), rows.shape[1], dtype=self.dtype)
         inputs = encoder_inputs(torch.cat([padding, embed(rows, self.dtype)])[None], counts, self.gemma)
         program = program_name(bucket)
@@ -197,8 +194,7 @@ class HostTextEncoder:
 
     def _pass(self, encoder: Gemma3Encoder, connectors: Connectors, prompts: list[list[int]]) -> list[Contexts]:
         counts = [len(ids) for ids in prompts]
-        table = self.source.tensor("embed_tokens.weight")
-        rows = embed(table[[i for ids in prompts for i in ids]], self.dtype)[None]
+        rows = embed(self.source.rows("embed_tokens.weight", [i for ids in prompts for i in ids]), self.dtype)[None]
         outputs = encoder(encoder_inputs(rows, counts, self.gemma))._asdict()
         registers = {m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
         found = []

@@ -69,6 +69,17 @@ def test_video_positions_are_those_that_ltx_cores_own_tools_give_a_stage(shape):
     assert torch.equal(video_positions(shape, 24.0), middles(state.positions))
 
 
+@pytest.mark.parametrize("fps", RATES)
+def test_in_bf16_positions_are_those_of_ltx_core_1_0_0(fps):
+    from ltx_core.tools import VideoLatentTools
+
+    shape = (16, 3, 2)
+    theirs = middles(VideoLatentTools(*ltx_video(shape), fps).create_initial_state("cpu", torch.bfloat16).positions)
+    ours = video_positions(shape, fps, torch.bfloat16)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert torch.equal(ours, theirs)
+
+
 def test_the_first_latent_frame_is_one_frame_and_every_other_is_eight():
     seconds = video_positions((4, 1, 1), 24.0)[0, 0]
     assert furthest(seconds, torch.tensor([0.5, 5, 13, 21]) / 24) < SECONDS

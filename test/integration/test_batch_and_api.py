@@ -1,0 +1,271 @@
+"""Batches and the Python API: models load once, results are those of single runs bit for bit, nothing is lost or left over."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
+from helpers import rel
+
+from ltx_neuron.batch import RESULTS
+from ltx_neuron.conditioning import ImageCondition
+from ltx_neuron.errors import UserError
+from ltx_neuron.guidance import DEFAULTS
+from ltx_neuron.media import read_video
+from ltx_neuron.pipeline import LTXPipeline
+
+pytestmark = pytest.mark.slow
+
+TP = 2
+SIZE = {"height": 64, "width": 64, "num_frames": 9}
+ORPHAN_SECONDS = 15  # a rank notices at once that the host is gone; a busy machine is given time
+OTHER = 0.1  # another prompt, seed or image changes latents by more than this
+
+
+def lines(tiny) -> list[dict]:
+    """Five jobs that share their graphs; keys spelled both ways."""
+    return [
+        {"prompt": "waves crash on the shore", **SIZE},
+        {"prompt": "« hello » says a man", "seed": 4, **SIZE},
+        {"prompt": "a golden retriever", "seed": 5, "image": [str(tiny.image), 0, 0.8], **SIZE},
+        {"prompt": "waves crash on the shore", "seed": 6, "num-frames": 9, "height": 64, "width": 64},
+        {"prompt": "birds sing", "image": [[str(tiny.image)]], **SIZE},
+    ]
+
+
+@pytest.fixture(scope="module")
+def setup(scripts, tiny):
+    """Both models sharded and compiled for all jobs of this file."""
+    made = scripts(tiny, TP)
+    made.prepare(**SIZE)
+    return made
+
+
+def batch_flags(setup, tiny, folder) -> dict:
+    file = folder / "jobs.jsonl"
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines(tiny)) + "\n\n")
+    return dict(neuron_gemma=True, prompts_file=file, output_dir=folder / "out", perf_dump_path=folder / "perf.json")
+
+
+@pytest.fixture(scope="module")
+def batch(setup, tiny, tmp_path_factory):
+    """The folder of a batch that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("batch")
+    succeeded(setup.run("src/generate_ltx23.py", **batch_flags(setup, tiny, folder)))
+    return folder
+
+
+def videos(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "out").glob("*.mp4"))}
+
+
+def opened(setup, tiny, **more) -> LTXPipeline:
+    """The API on the batch's artifacts."""
+    pipe = LTXPipeline.from_pretrained(
+        checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu",
+        tp_degree=TP, dtype="float32", **more,
+    )  # fmt: skip
+    pipe.pipeline.progress = False
+    return pipe
+
+
+def children() -> set[int]:
+    """Processes that this one started, but for the one that multiprocessing keeps to clean shared memory."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline()):
+                found.add(child.pid)
+    return found
+
+
+@pytest.fixture(scope="module")
+def api(setup, tiny):
+    """One open pipeline for the tests that only call it; nothing is left of it afterwards."""
+    threads, before = torch.get_num_threads(), children()
+    with opened(setup, tiny) as pipe:
+        yield pipe
+    torch.set_num_threads(threads)
+    assert children() <= before
+
+
+# --- batches -------------------------------------------------------------------------------------------------------
+def test_a_batch_writes_every_video_in_order_and_says_so(batch, tiny):
+    entries = json.loads((batch / "out" / RESULTS).read_text())["lines"]
+    assert [entry["line"] for entry in entries] == [1, 2, 3, 4, 5]
+    assert [entry["prompt"] for entry in entries] == [line["prompt"] for line in lines(tiny)]
+    assert {entry["status"] for entry in entries} == {"done"}
+    assert [entry["output"] for entry in entries] == list(videos(batch)) == [f"{n:04d}.mp4" for n in range(1, 6)]
+    for name in videos(batch):
+        assert (batch / "out" / name).with_suffix(".json").is_file()
+        found = read_video(batch / "out" / name)
+        assert (found["width"], found["height"], found["frame_count"]) == (64, 64, 9)
+    assert len(set(videos(batch).values())) == 5
+
+
+def test_a_batch_loads_each_model_once(batch):
+    perf = json.loads((batch / "perf.json").read_text())
+    names = [phase["name"] for phase in perf["phases"]]
+    loads = ("load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "unload_transformer")
+    assert {name: names.count(name) for name in loads} == dict.fromkeys(loads, 1)
+    assert names.count("denoise_stage_1") >= 5 and names.count("encode_mp4") == 5
+    assert len(perf["denoise_steps_ms"]["stage_1"]) == 5 * 8
+
+
+def test_a_batch_makes_the_bits_of_single_runs(batch, api, setup, tiny, tmp_path):
+    for number, line in enumerate(lines(tiny), 1):
+        image = {"image": [ImageCondition(*line["image"])]} if number == 3 else {"image": tiny.image} if number == 5 else {}
+        path = tmp_path / f"{number:04d}.mp4"
+        made = api(line["prompt"], **SIZE, **image, seed=line.get("seed", 10), output_type="mp4", output_path=path)
+        assert made.path == path and made.frames is None
+        assert path.read_bytes() == videos(batch)[path.name], number
+    alone = setup.generate(**SIZE, prompt=lines(tiny)[1]["prompt"], seed=4, neuron_gemma=True)  # in its own process
+    assert alone.video.read_bytes() == videos(batch)["0002.mp4"]
+
+
+def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tmp_path):
+    flags = batch_flags(setup, tiny, tmp_path)
+    common = dict(checkpoint_path=tiny.checkpoint, artifacts_dir=setup.artifacts, gemma_root=tiny.gemma_root)
+    said = words(**flags, **common, tp_degree=TP, dtype="float32")
+    results, log = tmp_path / "out" / RESULTS, tmp_path / "log.txt"
+    with open(log, "wb") as out:
+        command = [sys.executable, ROOT / "src/generate_ltx23.py", *said]
+        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=out, stderr=out)
+    deadline = time.monotonic() + SCRIPT_SECONDS
+    while not results.is_file() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() is None, log.read_text()[-2000:]
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    done = [entry["line"] for entry in json.loads(results.read_text())["lines"]]
+    assert 1 <= len(done) < 5, log.read_text()[-2000:]
+    assert len(started) >= TP
+    _, alive = psutil.wait_procs(started, timeout=ORPHAN_SECONDS)
+    for orphan in alive:
+        orphan.kill()
+    assert [orphan.name() for orphan in alive] == []
+
+    stamps = {line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done}
+    resumed = succeeded(setup.run("src/generate_ltx23.py", **flags))
+    assert f"resumed: {len(done)} of 5 lines were done before" in resumed.stdout
+    assert {line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done} == stamps
+    assert videos(tmp_path) == videos(batch)
+    entries = json.loads(results.read_text())["lines"]
+    assert [(entry["line"], entry["status"]) for entry in entries] == [(n, "done") for n in range(1, 6)]
+    perf = json.loads((tmp_path / "perf.json").read_text())
+    assert len(perf["denoise_steps_ms"]["stage_1"]) == (5 - len(done)) * 8
+    assert list((tmp_path / "out").glob("*partial*")) == []
+
+
+def test_a_bad_line_stops_a_batch_before_anything_runs(setup, tiny, tmp_path):
+    flags = batch_flags(setup, tiny, tmp_path)
+    flags["prompts_file"].write_text('{"prompt": "a"}\n{"prompt": "b", "sead": 3}\n{"prompt": "c", "num_frames": 10}\n')
+    process = setup.run("src/generate_ltx23.py", **flags)
+    assert process.returncode != 0
+    said = process.stdout + process.stderr
+    assert "nothing was run" in said and "line 2: unknown key 'sead'" in said and "line 3: --num-frames 10" in said
+    assert "Traceback" not in said and not (tmp_path / "out" / RESULTS).exists()
+
+
+# --- Python API ----------------------------------------------------------------------------------------------------
+def test_latents_follow_from_the_seed_or_the_generator(api):
+    call = dict(prompt="birds sing", **SIZE, output_type="latent")
+    first, again = api(**call, seed=5), api(**call, seed=5)
+    assert first.video_latent.shape == (1, 128, 2, 2, 2) and first.audio_latent.shape == (1, 8, 9, 16)
+    assert first.frames is first.audio is first.path is None
+    drawn = api(**call, generator=torch.Generator().manual_seed(5), seed=99)
+    for other in (again, drawn):
+        assert torch.equal(first.video_latent, other.video_latent)
+        assert torch.equal(first.audio_latent, other.audio_latent)
+    assert rel(api(**call, seed=6).video_latent, first.video_latent) > OTHER
+    generator = torch.Generator().manual_seed(5)
+    kept = [api(**call, generator=generator).video_latent for _ in range(2)]  # drawn on from, not started anew
+    assert torch.equal(kept[0], first.video_latent) and not torch.equal(kept[1], first.video_latent)
+
+
+def test_frames_and_waveform_come_as_arrays(api):
+    made = api("birds sing", **SIZE)
+    assert made.frames.dtype == np.uint8 and made.frames.shape == (9, 64, 64, 3)
+    assert made.audio.dtype == np.float32 and made.audio.shape == (2, 33 * 480)  # 4 * 9 - 3 mel frames
+    assert (made.frame_rate, made.sample_rate) == (24.0, 48000)
+    assert np.isfinite(made.audio).all() and made.frames.std() > 0
+
+
+def test_the_callback_hears_of_every_step(api):
+    heard = []
+    api("birds sing", **SIZE, output_type="latent", callback_on_step_end=lambda *said: heard.append(said))
+    sigmas = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875]
+    assert [(pipe is api, step, sigma, info) for pipe, step, sigma, info in heard] == [
+        (True, step, sigma, {"stage": "stage_1"}) for step, sigma in enumerate(sigmas)
+    ]
+    count = len(heard)
+    api("birds sing", **SIZE, output_type="latent")
+    assert len(heard) == count  # not of the next call's
+
+
+def test_models_stay_loaded_between_calls(api):
+    phases = api.pipeline.recorder.phases
+    api("birds sing", **SIZE, output_type="latent")
+    before = len(phases)
+    api("birds sing", **SIZE, output_type="latent", seed=8)
+    names = [phase["name"] if isinstance(phase, dict) else phase.name for phase in phases[before:]]
+    assert "denoise_stage_1" in names
+    assert {"load_transformer", "load_gemma3", "encode_text"} & set(names) == set()
+
+
+MISTAKES = {
+    "output_type": (dict(output_type="gif"), "output_type 'gif' is not known; known: np, latent, mp4"),
+    "no path": (dict(output_type="mp4"), "output_path"),
+    "size": (dict(height=65), "--height 65 is not a multiple of 32"),
+    "guidance": (dict(guidance=DEFAULTS["2.3"]), "--recipe dev"),
+    "image": (dict(image="absent.png"), "absent.png: no such file"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_plain_words_and_the_pipeline_goes_on(api, mistake):
+    wrong, said = MISTAKES[mistake]
+    with pytest.raises(UserError) as error:
+        api("birds sing", **SIZE | wrong)
+    assert said in str(error.value)
+    assert api.pipeline._ranks is not None or not api.pipeline.recorder.phases  # still loaded
+
+
+def test_an_error_in_a_callback_ends_the_ranks_and_the_next_call_loads_again(setup, tiny):
+    before, threads = children(), torch.get_num_threads()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with opened(setup, tiny, neuron_gemma=False) as pipe:
+        with pytest.raises(KeyboardInterrupt):
+            pipe("birds sing", **SIZE, output_type="latent", callback_on_step_end=stop)
+        assert children() <= before
+        assert pipe("birds sing", **SIZE, output_type="latent").video_latent.isfinite().all()
+        assert len(children() - before) == TP
+    assert children() <= before
+    torch.set_num_threads(threads)
+
+
+def test_the_readmes_example_runs(scripts, tiny, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    setup = scripts(tiny, 4, "bfloat16")
+    setup.prepare(**SIZE)
+    for name, target in (("gemma", tiny.gemma_root), ("artifacts", setup.artifacts), (tiny.checkpoint.name, tiny.checkpoint)):
+        (tmp_path / name).symlink_to(target)
+    body = "".join(f"    {line}\n" if line else "\n" for line in code.splitlines())
+    (tmp_path / "example.py").write_text(f'if __name__ == "__main__":\n{body}')  # as the README says of scripts
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=env, capture_output=True, text=True,
+                             timeout=SCRIPT_SECONDS)  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert process.stdout.strip().splitlines()[-1] == "(9, 64, 64, 3) (2, 15840) 48000"
