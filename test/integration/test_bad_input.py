@@ -327,7 +327,7 @@ FLAGS = [
                                 ("rescale-scale", 0.7), ("skip-step", 1))
         ] + [("a2v-guidance-scale", 3), ("v2a-guidance-scale", 3)]
     ],
-    case("blocks", "--recipe dev --video-stg-blocks 28", "--video-stg-blocks 28", "blocks 0..1"),
+    case("blocks", "--recipe dev --video-stg-blocks 28", "video STG block 28", "blocks 0..1", "--video-stg-blocks"),
 ]  # fmt: skip
 IMAGES = [
     case("missing", "--image {bad}/absent.png", "absent.png", "no such file", "--image FILE"),
