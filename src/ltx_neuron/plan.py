@@ -89,8 +89,16 @@ def plan(checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: s
     config.check_tensor_parallel(tp)
     gemma.check_tensor_parallel(tp)
     weights = _dit_bytes(checkpoint, tp, kind)
+
+    def planned(of: Size) -> list[StagePlan]:
+        return [_stage(config, of, stage, profile, tp, kind) for stage in of.stages(recipe, steps)]
+
+    def peak(of: Size) -> int:
+        with fake_process_group(tp):
+            return max(stage.activation_bytes_per_core + stage.upload_bytes for stage in planned(of))
+
     with fake_process_group(tp):
-        stages = [_stage(config, size, stage, profile, tp, kind) for stage in size.stages(recipe, steps)]
+        stages = planned(size)
         gemma_bytes = _gemma_bytes(gemma, config, tp, kind)
     embeddings = gemma.vocab_size * gemma.hidden_size * kind.itemsize
     last, limit = stages[-1], profile.chip and profile.chip.memory_bytes_per_rank
@@ -98,7 +106,7 @@ def plan(checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: s
     in_turn = max(weights["rank"] + activations, gemma_bytes) + ASSUMED["runtime_bytes_per_core"]
     resident = weights["rank"] + gemma_bytes + activations + ASSUMED["runtime_bytes_per_core"]
     fits = None if limit is None else in_turn <= limit
-    nearest = _nearest(size, last, weights["rank"], limit) if fits is False else None
+    nearest = _nearest(size, last, weights["rank"], limit, peak) if fits is False else None
     return Plan(
         profile=profile.name, tp=tp, dtype=dtype, block_weight_bytes_per_rank=weights["blocks"],
         dit_weight_bytes_per_rank=weights["rank"], gemma3_weight_bytes_per_rank=gemma_bytes,
@@ -195,13 +203,15 @@ def _decode_bytes(vae: dict, size: Size) -> int:
     return int(features + size.height * size.width * size.num_frames * 3 * 5)
 
 
-def _nearest(size: Size, stage: StagePlan, weights: int, limit: int) -> str | None:
-    """The longest clip of this height and width, else the tallest of its shape, whose step fits; linear in the tokens."""
+def _nearest(size: Size, stage: StagePlan, weights: int, limit: int, peak) -> str | None:
+    """The longest clip of this height and width whose step fits. `peak` gives a size's bytes beside the weights."""
+    room = limit - weights - ASSUMED["runtime_bytes_per_core"]
     per_token = (stage.activation_bytes_per_core + stage.upload_bytes) / stage.video_tokens
-    room = (limit - weights - ASSUMED["runtime_bytes_per_core"]) / per_token
-    per_frame = size.height * size.width // 1024
-    if room >= per_frame:
-        return f"{size.height}x{size.width}, {8 * (int(room // per_frame) - 1) + 1} frames"
+    latent_frames = int(room / per_token) // (stage.video_tokens // ((size.num_frames - 1) // 8 + 1))
+    for count in range(latent_frames, 0, -1):  # the guess leaves out what does not grow with the tokens
+        shorter = dataclasses.replace(size, num_frames=8 * (count - 1) + 1)
+        if peak(shorter) <= room:
+            return f"{size.height}x{size.width}, {shorter.num_frames} frames"
     return None
 
 

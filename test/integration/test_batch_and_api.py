@@ -129,13 +129,15 @@ def test_a_batch_loads_each_model_once(batch):
 
 def test_a_batch_makes_the_bits_of_single_runs(batch, api, setup, tiny, tmp_path):
     for number, line in enumerate(lines(tiny), 1):
+        if number == 2:
+            alone = setup.generate(**SIZE, prompt=line["prompt"], seed=4, neuron_gemma=True)  # in its own process
+            assert alone.video.read_bytes() == videos(batch)["0002.mp4"]
+            continue
         image = {"image": [ImageCondition(*line["image"])]} if number == 3 else {"image": tiny.image} if number == 5 else {}
         path = tmp_path / f"{number:04d}.mp4"
         made = api(line["prompt"], **SIZE, **image, seed=line.get("seed", 10), output_type="mp4", output_path=path)
         assert made.path == path and made.frames is None
         assert path.read_bytes() == videos(batch)[path.name], number
-    alone = setup.generate(**SIZE, prompt=lines(tiny)[1]["prompt"], seed=4, neuron_gemma=True)  # in its own process
-    assert alone.video.read_bytes() == videos(batch)["0002.mp4"]
 
 
 def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tmp_path):

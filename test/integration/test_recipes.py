@@ -16,6 +16,7 @@ from recipes_oracle import OFF, STREAMS
 
 from ltx_neuron.compat import COMPAT
 from ltx_neuron.conditioning import ImageCondition
+from ltx_neuron.errors import UserError
 from ltx_neuron.guidance import Guidance, StreamGuidance
 from ltx_neuron.job import Job, Size
 from ltx_neuron.lora import Lora
@@ -187,8 +188,6 @@ def test_ten_runs_of_other_guidance_blocks_and_seeds_compile_nothing(opened):
 
 def test_the_model_versions_guidance_is_used_where_none_is_said(opened):
     job = replace(told(GUIDED), guidance=None)
-    from ltx_neuron.errors import UserError
-
     with pytest.raises(UserError, match="28: this model has blocks 0..3"):  # its STG block, of 48
         generate(opened(1, 1), job)
 
@@ -250,9 +249,8 @@ def test_compat_equals_ltx_core_1_0_0_as_released(opened, wanted, assets):
     assert_equals_the_oracle(got, wanted(job))
 
 
-def test_three_images_and_a_crf_equal_ltx_core(opened, wanted, assets):
-    """Two of them share a strength, so their tokens share a timestep."""
-    job = image_job(assets, (0, 0.5, 0), (5, 0.5, 40), (16, 0.25, 20))
+def test_images_of_other_crf_equal_ltx_core(opened, wanted, assets):
+    job = image_job(assets, (0, 0.5, 0), (5, 0.25, 45))  # no H.264 round trip, and a rough one
     got = generate(opened(2), told(job))
     assert_equals_the_oracle(got, wanted(job))
     default = replace(job, images=tuple(image[:3] for image in job.images))
