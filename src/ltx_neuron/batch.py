@@ -5,6 +5,7 @@ A killed batch is resumed by the same command: lines that are done, and still sa
 
 import argparse
 import copy
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ def read_lines(
                 words = _words(raw, known)
                 job = job_of(parser.parse_args(words, copy.copy(base)))
                 job.check()
-                lines.append(Line(number, job, digest([job.describe(), identity])))
+                pictures = [hashlib.sha256(Path(image.path).read_bytes()).hexdigest() for image in job.images]
+                lines.append(Line(number, job, digest([job.describe(), pictures, identity])))
             except UserError as error:
                 problems.append(f"line {number}: {error}")
     if problems:

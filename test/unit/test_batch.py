@@ -265,7 +265,6 @@ def test_a_results_file_that_is_none_is_not_overwritten(tmp_path):
         assert (tmp_path / RESULTS).read_text() == content
 
 
-@pytest.mark.xfail(reason="a line's digest holds the image's path, not its content", strict=True)
 def test_an_image_of_other_content_under_the_same_name_runs_again(tmp_path):
     image, line = tmp_path / "a.png", {"prompt": "a", "image": str(tmp_path / "a.png")}
     image.write_bytes(b"one")
