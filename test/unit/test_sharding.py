@@ -31,6 +31,7 @@ from ltx_neuron.gemma3 import layers_first
 from ltx_neuron.parallel import SingleRank
 from ltx_neuron.programs import connector_program, dit_program, gemma3_program
 from ltx_neuron.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
+from ltx_neuron.tensorfile import TensorFile
 from ltx_neuron.tiny import TinySizes, released_config
 from ltx_neuron.tiny import gemma_config as tiny_gemma_config
 
@@ -147,7 +148,7 @@ def test_a_tensor_that_nobody_knows_stops_the_sharder(name, tmp_path):
         rule(MODELS["dit"], name)
     path = tmp_path / "one.safetensors"
     save_file({f"model.diffusion_model.{name}": torch.ones(4, 4)}, path)
-    source = Source(MODELS["dit"], [checkpoint.TensorFile(path, "")])
+    source = Source(MODELS["dit"], [TensorFile(path, "")])
     with pytest.raises(UserError, match=re.escape(name)):
         shard(source, tmp_path / "out", {}, 2, torch.float32, {})
     assert not (tmp_path / "out").exists()
@@ -169,7 +170,7 @@ def test_a_tensor_found_in_two_files_stops_the_sharder(tmp_path):
     for path in files:
         save_file({"language_model.model.norm.weight": torch.ones(4)}, path)
     with pytest.raises(UserError, match=r"(?s)'norm\.weight' is in two places.*one\.safetensors and .*two\.safetensors"):
-        Source(MODELS["gemma3"], [checkpoint.TensorFile(path, "") for path in files])
+        Source(MODELS["gemma3"], [TensorFile(path, "") for path in files])
 
 
 def whole_again(name, split, parts, arranged):
@@ -326,7 +327,7 @@ def test_the_same_input_gives_the_same_bytes(sharded, tmp_path):
     assert names == sorted([MANIFEST, HOST_FILE, *(rank_file(rank) for rank in range(TP))])
     for name in names:
         assert (tmp_path / name).read_bytes() == (sharded.folder / name).read_bytes(), name
-    written = list(checkpoint.TensorFile(tmp_path / rank_file(0), "").shapes)
+    written = list(TensorFile(tmp_path / rank_file(0), "").shapes)
     assert written == sorted(written)  # an order of their own, not that of a set, which differs from run to run
 
 
