@@ -21,7 +21,18 @@ _MEANINGS = {
     "source": "the checkpoint's content", "config": "the model's sizes", "code": "this toolkit's code",
     "torch": "the version of PyTorch", "bucket": "the video's size in tokens, or the prompt's",
 }  # fmt: skip
-_TRACED = ("attention", "connectors", "dit", "gemma3", "graphs", "modulation", "parallel", "rope", "backends/torchdist")
+_TRACED = (
+    "attention",
+    "connectors",
+    "dit",
+    "gemma3",
+    "graphs",
+    "modulation",
+    "parallel",
+    "rope",
+    "programs",
+    "backends/export",
+)
 
 
 def folder(artifacts: Path, identity: dict) -> Path:

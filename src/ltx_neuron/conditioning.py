@@ -61,7 +61,9 @@ def video_state(
     An image at frame 0 takes the place of the first latent frame's tokens; others are appended as keyframe tokens.
     """
     shape = tuple(latent.shape[2:])
-    tokens, positions = patchify_video(latent), video_positions(shape, frame_rate, positions_dtype)
+    # ltx-core 1.0.0 appends a keyframe's fp32 bounds to the rounded ones, and takes all mid-points in fp32 from then on.
+    middles = torch.float32 if any(image.frame_index for image, _ in images) else positions_dtype
+    tokens, positions = patchify_video(latent), video_positions(shape, frame_rate, positions_dtype, middles)
     clean, mask, per_frame = tokens.clone(), torch.ones(tokens.shape[1], 1), shape[1] * shape[2]
     for image, encoded in images:
         held, value = patchify_video(encoded), mask_value(image)

@@ -44,15 +44,19 @@ def unpatchify_audio(tokens: Tensor) -> Tensor:
     return tokens.unflatten(2, (AUDIO_CHANNELS, MEL_BINS)).transpose(1, 2).contiguous()
 
 
-def video_positions(shape: tuple[int, int, int], frame_rate: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Mid-points (1, 3, F*h*w) of every token: seconds, pixel row, pixel column. dtype: see compat.Compat.positions.
+def video_positions(
+    shape: tuple[int, int, int], frame_rate: float, dtype: torch.dtype = torch.float32, middles: torch.dtype | None = None
+) -> Tensor:
+    """Mid-points (1, 3, F*h*w) of every token: seconds, pixel row, pixel column.
+
+    dtype and middles round the bounds and the mid-points: see compat.Compat.positions.
 
     The first latent frame is one pixel frame and every later one eight ("causal"): at 24 fps .0208, .2083, .5417 s. The
     audio-video attention compares these seconds with the audio's, so an offset here is out of sync.
     """
     frames = torch.arange(shape[0] + 1)
     bounds = (frames * TIME_SCALE + 1 - TIME_SCALE).clamp(min=0).float() / frame_rate
-    bounds = bounds.to(dtype)
+    bounds = bounds.to(dtype).to(middles or dtype)
     return _grid((bounds[:-1] + bounds[1:]) / 2.0, shape[1], shape[2])
 
 

@@ -83,6 +83,9 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     module = _Named(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
     with torch.no_grad():
         exported = torch.export.export(module, (), example)
+    kinds = torch.export.graph_signature.InputKind
+    if any(spec.kind not in (kinds.PARAMETER, kinds.USER_INPUT) for spec in exported.graph_signature.input_specs):
+        raise RuntimeError("the graph holds a tensor of its own; make it an input instead")  # traced on meta, it has no value
     return _without_traces_of_the_tracer(exported)
 
 

@@ -92,7 +92,7 @@ class Ranks:
         self._call(op="unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
-        """Upload named tensors (whole ones: each rank takes its part). Shapes and dtypes must be the program's.
+        """Upload named tensors (whole ones: each rank takes its part). Shapes must be the program's; dtypes become so.
 
         `like` is the field that describes them when their own names are none, as those that a sequence reads by alias.
         """
