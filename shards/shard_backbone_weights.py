@@ -9,24 +9,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from ltx_neuron import cli, errors  # noqa: E402
+from ltx_neuron.workspace import Workspace  # noqa: E402
 
 
 def main() -> None:
     parser = cli.parser(
         "Cut the DiT's weights into one file per rank.",
         "python shards/shard_backbone_weights.py --checkpoint-path ltx-2.3-22b-distilled.safetensors --tp-degree 4",
-        gemma=False,
-    )
+        gemma=False, required=False,
+    )  # fmt: skip
     cli.add_loras(parser)
-    cli.add_verify(parser)
+    cli.add_sharding(parser)
     args = parser.parse_args()
-    workspace = cli.workspace(args)
-    if args.verify:
-        for refining in (False, True) if workspace.distilled_loras else (False,):
-            cli.verify(workspace.dit_weights(refining))
-    else:
-        for path in workspace.shard_dit():
-            print(f"weights: {path}")
+    cli.shard(args, "dit", lambda w: w.shard_dit(args.num_workers), Workspace.verify_dit)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from ltx_neuron import cli, errors  # noqa: E402
+from ltx_neuron.workspace import Workspace, require  # noqa: E402
 
 
 def main() -> None:
     parser = cli.parser(
         "Cut the weights of Gemma3, the text projections and the connectors into one file per rank.",
         "python shards/shard_gemma3_weights.py --gemma-root gemma-3-12b --checkpoint-path CKPT --tp-degree 4",
-        gemma=True,
-    )
-    cli.add_verify(parser)
+        gemma=True, required=False,
+    )  # fmt: skip
+    cli.add_sharding(parser)
     args = parser.parse_args()
-    workspace = cli.workspace(args)
-    if args.verify:
-        cli.verify(workspace.gemma3_weights())
-    else:
-        print(f"weights: {workspace.shard_gemma3()}")
+    if args.checkpoint_path:
+        require(args.gemma_root, "--gemma-root", "--checkpoint-path", "Type for example --gemma-root gemma-3-12b")
+    cli.shard(args, "gemma3", lambda w: [w.shard_gemma3(args.num_workers)], Workspace.verify_gemma3)
 
 
 if __name__ == "__main__":

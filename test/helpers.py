@@ -3,19 +3,24 @@
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
 
+from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ltx_neuron.config import TEXT_TOKENS, TransformerConfig, transformer_config
 from ltx_neuron.decode import import_ltx_core
+from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.graphs import Field
 from ltx_neuron.latents import audio_positions
 from ltx_neuron.modulation import modulation_table
 from ltx_neuron.programs import Program, weight_name
+from ltx_neuron.rankfiles import file_names
 from ltx_neuron.rope import split_rope
 from ltx_neuron.sampling import sigma_pairs
 from ltx_neuron.tiny import TinySizes, merge, random_weights, tiny_config
@@ -144,3 +149,17 @@ def random_value(field: Field, tp: int, seed: int) -> Tensor:
     """A whole tensor of a field, random where it is of floats."""
     shape = [size * tp if dim == field.split else size for dim, size in enumerate(field.shape)]
     return randn(*shape, seed=seed).to(field.dtype) if field.dtype.is_floating_point else torch.zeros(shape, dtype=field.dtype)
+
+
+def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
+    """A finished weight set that holds the given tensors, none of them on the host."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = {}
+    for name, tensors in zip(file_names(len(ranks)), (*ranks, {}), strict=True):
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
+        content = (folder / name).read_bytes()
+        header = content[: 8 + int.from_bytes(content[:8], "little")]
+        digests = {"sha256": sha256(content).hexdigest(), "header_sha256": sha256(header).hexdigest()}
+        lines[name] = {"bytes": len(content), **digests}
+    write_json(folder / MANIFEST, {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines})
+    return folder

@@ -6,16 +6,16 @@ never mix. A folder is named by its identity; when the wanted one is absent, the
 
 import ast
 import hashlib
-import json
 import shlex
 from functools import cache
 from pathlib import Path
 
-from ltx_neuron.checkpoint import MANIFEST, verify
 from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST, read_json
+from ltx_neuron.rankfiles import verify
 
-LAYOUT = 1  # of rank files: raise it when what the sharders write changes
+LAYOUT = 2  # of rank files: raise it when what the sharders write changes
 # What the fields of an identity are to a person, where the name does not say it.
 _MEANINGS = {
     "source": "the checkpoint's content", "config": "the model's sizes", "code": "this toolkit's code",
@@ -47,7 +47,7 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
     path = folder(artifacts, identity)
     if (path / MANIFEST).is_file():
         got = _identity(path)
-        problems = verify(path, quick=True) if got == identity else [f"its {MANIFEST} {_said(identity, got)}"]
+        problems = _problems(path) if got == identity else [f"its {MANIFEST} {_said(identity, got)}"]
         if problems:
             again = f"rm -r {shlex.quote(str(path))} && {command}"
             raise UserError("\n  ".join([f"{path} is damaged:", *problems]) + f"\nMake it again: {again}")
@@ -60,6 +60,32 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
         raise UserError(f"no {what} in {artifacts}\nMake them: {command}")
     nearest = min(others, key=lambda other: len(differences(identity, other)))
     raise UserError(f"no fitting {what} in {artifacts}. The nearest {_said(identity, nearest)}\nMake them: {command}")
+
+
+def _problems(path: Path) -> list[str]:
+    """What is wrong with a finished folder's files: of weights the sizes, of graphs, which are small, everything."""
+    content = read_json(path / MANIFEST)
+    if content["identity"]["kind"] == "weights":
+        return verify(path, quick=True)
+    try:
+        graphs = {name: graph["sha256"] for name, graph in content["graphs"].items() if graph["file"] == graph_file(name)}
+    except (KeyError, TypeError, AttributeError):
+        graphs = {}
+    if not graphs or len(graphs) != len(content["graphs"]):
+        return [f"{MANIFEST}: not a list of graphs"]
+    problems = []
+    for name, digest_wanted in graphs.items():
+        file = path / graph_file(name)
+        if not file.is_file():
+            problems.append(f"{file.name}: missing")
+        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest_wanted:
+            problems.append(f"{file.name}: content differs from its sha256")
+    return problems
+
+
+def graph_file(name: str) -> str:
+    """A graph's file in its folder. A name that would lead out of it is none."""
+    return f"{name}.pt2" if name.isidentifier() else ""
 
 
 def _said(wanted: dict, got: dict | None) -> str:
@@ -83,12 +109,17 @@ def _identities(parent: Path) -> list[dict]:
     return [identity for identity in found if identity is not None]
 
 
+def finished_weights(artifacts: Path, model: str) -> list[Path]:
+    """The folders of a model's finished weight sets."""
+    found = [path.parent for path in sorted((Path(artifacts) / "weights").glob(f"*/{MANIFEST}"))]
+    return [path for path in found if (_identity(path) or {}).get("model", model) == model]
+
+
 def _identity(path: Path) -> dict | None:
     """What a finished folder was made from and for; None where its manifest cannot be read."""
     try:
-        content = json.loads((path / MANIFEST).read_text())
-        return {**content["identity"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        return {**read_json(path / MANIFEST)["identity"]}
+    except (UserError, KeyError, TypeError):
         return None
 
 

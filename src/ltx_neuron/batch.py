@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ltx_neuron.checkpoint import write_json
 from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import write_json
 from ltx_neuron.job import Job
 from ltx_neuron.pipeline import Failure, Pipeline, Result
 

@@ -2,20 +2,21 @@
 
 import argparse
 import dataclasses
-import shlex
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from ltx_neuron import checkpoint
+from ltx_neuron import artifacts
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.errors import UserError, check_folder
 from ltx_neuron.guidance import DEFAULTS, Guidance
 from ltx_neuron.job import UPSCALES, Job, Size, check_guidable
 from ltx_neuron.lora import Lora
 from ltx_neuron.profiles import PROFILES, resolve
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.rankfiles import verify
+from ltx_neuron.workspace import Workspace, check_whole, reshard
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,18 +33,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\nAll flags: python {sys.argv[0]} --help\n")
 
 
-def parser(description: str, example: str, gemma: bool) -> argparse.ArgumentParser:
+def parser(description: str, example: str, gemma: bool, required: bool = True) -> argparse.ArgumentParser:
     """A parser with the flags common to all five scripts; abbreviations are off, so a typo is an error."""
     made = _Parser(
         description=description, epilog=f"example:\n  {example}", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     made.add_argument(
-        "--checkpoint-path", "--distilled-checkpoint-path", "--model-path", type=Path, required=True, metavar="FILE",
+        "--checkpoint-path", "--distilled-checkpoint-path", "--model-path", type=Path, required=required, metavar="FILE",
         help="the single-file LTX-2.3 checkpoint",
     )  # fmt: skip
     if gemma:
-        made.add_argument("--gemma-root", type=Path, required=True, metavar="DIR", help="Gemma3-12B: weights and tokenizer")
+        made.add_argument("--gemma-root", type=Path, required=required, metavar="DIR", help="Gemma3-12B: weights and tokenizer")
     made.add_argument("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR",
                       help="where weights and graphs lie (default: artifacts)")  # fmt: skip
     made.add_argument("--profile", metavar="NAME",
@@ -143,17 +144,46 @@ def recipe(args: argparse.Namespace) -> str:
     return guess
 
 
-def add_verify(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--verify", action="store_true", help="check the finished folder against its manifest, write nothing")
+def add_sharding(made: argparse.ArgumentParser) -> None:
+    """What the shard scripts share: to check instead of to write, and where else weights may come from."""
+    made.add_argument("--verify", action="store_true",
+                      help="check finished folders against their manifests, and with --checkpoint-path bit for bit against the "
+                      "source; write nothing")  # fmt: skip
+    made.add_argument("--from-shards", type=Path, metavar="DIR",
+                      help="instead of --checkpoint-path: a finished folder, to be cut for another tp or dtype")  # fmt: skip
+    made.add_argument("--num-workers", type=int, metavar="N", help="writing threads (default: one a file)")
 
 
-def verify(folder: Path) -> None:
-    """Print that a folder of weights is whole; UserError listing what is not."""
-    problems = checkpoint.verify(folder)
-    if problems:
-        raise UserError("\n  ".join([f"{folder} is damaged:", *problems])
-                        + f"\nMake it again: rm -r {shlex.quote(str(folder))}, then this script without --verify")  # fmt: skip
-    print(f"whole: {folder}")
+def shard(args: argparse.Namespace, model: str, make: Callable[[Workspace], list[Path]],
+          check: Callable[[Workspace], list[Path]]) -> None:  # fmt: skip
+    """What a shard script does once its flags are parsed."""
+    if args.num_workers is not None and args.num_workers < 1:
+        raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
+    if args.from_shards:
+        if args.checkpoint_path or args.verify:
+            raise UserError("--from-shards takes the place of --checkpoint-path and does not go with --verify; leave one out")
+        check_folder(args.artifacts_dir, "--artifacts-dir DIR")
+        profile = resolve(args.profile)
+        tp = profile.tp if args.tp_degree is None else args.tp_degree
+        print(f"weights: {reshard(args.from_shards, args.artifacts_dir, model, tp, args.dtype, args.num_workers)}")
+    elif args.checkpoint_path:
+        found = (check if args.verify else make)(workspace(args))
+        for path in found:
+            print(f"{'whole, and bit for bit the source' if args.verify else 'weights'}: {path}")
+    elif args.verify:
+        _verify_all(args.artifacts_dir, model)
+    else:
+        raise UserError("which weights? Type --checkpoint-path FILE, or --from-shards DIR to cut finished ones anew")
+
+
+def _verify_all(artifacts_dir: Path, model: str) -> None:
+    """Compare every finished weight set of a model with its manifest."""
+    folders = artifacts.finished_weights(artifacts_dir, model)
+    if not folders:
+        raise UserError(f"no finished {model} weights in {artifacts_dir}; choose another place with --artifacts-dir DIR")
+    for path in folders:
+        check_whole(path, verify(path))
+        print(f"whole: {path} (with --checkpoint-path it is compared with the source as well)")
 
 
 # Flag of each stream -> the field of StreamGuidance it sets. The modality flag is named after the direction it weakens.

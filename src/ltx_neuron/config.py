@@ -90,12 +90,17 @@ class TransformerConfig:
         """Identity of the traced models: equal configs give equal graphs."""
         return digest(dataclasses.asdict(self))
 
-    def check_tensor_parallel(self, tp: int) -> None:
-        """Refuse a degree that would cut a head: such a split can divide evenly and still be wrong."""
+    @property
+    def heads(self) -> dict[str, int]:
+        """The counts that a tensor-parallel degree must divide."""
         sizes = {"num_attention_heads": self.video, "audio_num_attention_heads": self.audio,
                  "connector_num_attention_heads": self.video_connector,
                  "audio_connector_num_attention_heads": self.audio_connector}  # fmt: skip
-        check_heads(tp, {name: size.heads for name, size in sizes.items()})
+        return {name: size.heads for name, size in sizes.items()}
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        """Refuse a degree that would cut a head: such a split can divide evenly and still be wrong."""
+        check_heads(tp, self.heads)
 
 
 def check_heads(tp: int, heads: dict[str, int]) -> None:
@@ -200,9 +205,13 @@ class GemmaConfig:
     def digest(self) -> str:
         return digest(dataclasses.asdict(self))
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """The counts that a tensor-parallel degree must divide."""
+        return {"Gemma num_attention_heads": self.num_attention_heads, "Gemma num_key_value_heads": self.num_key_value_heads}
+
     def check_tensor_parallel(self, tp: int) -> None:
-        check_heads(tp, {"Gemma num_attention_heads": self.num_attention_heads,
-                         "Gemma num_key_value_heads": self.num_key_value_heads})  # fmt: skip
+        check_heads(tp, self.heads)
 
 
 def gemma_config(root: Path) -> GemmaConfig:

@@ -9,10 +9,10 @@ import torch
 
 from ltx_neuron import batch, cli, media, report
 from ltx_neuron.artifacts import code_digest
-from ltx_neuron.checkpoint import write_json
 from ltx_neuron.compat import COMPAT
 from ltx_neuron.config import SUPPORTED_VERSION
 from ltx_neuron.errors import UserError, check_folder, check_writable
+from ltx_neuron.files import write_json
 from ltx_neuron.job import Job
 from ltx_neuron.pipeline import Pipeline, Result
 from ltx_neuron.workspace import Workspace, require

@@ -38,8 +38,8 @@ class Lora:
 class MergedSource(Source):
     """A model's tensors with LoRAs merged in. Every LoRA tensor must belong to a weight of the model, in its shape."""
 
-    def __init__(self, model: Model, files: list[TensorFile], loras: tuple[Lora, ...]):
-        super().__init__(model, files)
+    def __init__(self, model: Model, files: list[TensorFile], loras: tuple[Lora, ...], heads: dict[str, int] | None = None):
+        super().__init__(model, files, heads)
         self.loras = [(lora.file(), lora.strength) for lora in loras]
         self.carriers: dict[str, list[tuple[TensorFile, float]]] = {}
         for file, strength in self.loras:
@@ -78,15 +78,12 @@ class MergedSource(Source):
     def lora_identity(self) -> list:
         return [[file.fingerprint, strength] for file, strength in self.loras]
 
-    def read(self, name: str, split: int | str | None, tp: int, rank: int) -> Iterator[Tensor]:
+    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
         if name not in self.carriers:
-            yield from super().read(name, split, tp, rank)
+            yield from super().pieces(name, bounds)
             return
         whole = self.tensor(name)
-        if split in (0, 1):
-            size = whole.shape[split] // tp
-            whole = whole.narrow(split, size * rank, size)
-        yield whole
+        yield from (whole[start:stop] for start, stop in bounds)
 
     def tensor(self, name: str) -> Tensor:
         """The whole merged tensor: products are taken whole, because slices of them may round differently."""

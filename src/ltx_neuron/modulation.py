@@ -60,6 +60,25 @@ def _adaln(weights: dict[str, Tensor], name: str, timesteps: Tensor) -> tuple[Te
     return rows.unflatten(-1, (-1, embedded.shape[-1])), embedded
 
 
+def host_weights(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that modulation_table reads."""
+    found = {}
+    for stream, prefix, gate, width in (
+        ("video", "", "a2v", config.video.inner),
+        ("audio", "audio_", "v2a", config.audio.inner),
+    ):
+        rows = {f"{prefix}adaln_single": A2V, f"av_ca_{stream}_scale_shift_adaln_single": AV_GATE - A2V,
+                f"av_ca_{gate}_gate_adaln_single": PROMPT - AV_GATE}  # fmt: skip
+        if config.use_prompt_adaln_single:
+            rows[f"{prefix}prompt_adaln_single"] = EMBEDDED_TIMESTEP - PROMPT
+        for name, count in rows.items():
+            parts = {"emb.timestep_embedder.linear_1": (width, _SINUSOID), "emb.timestep_embedder.linear_2": (width, width),
+                     "linear": (count * width, width)}  # fmt: skip
+            for part, shape in parts.items():
+                found |= {f"{name}.{part}.weight": shape, f"{name}.{part}.bias": shape[:1]}
+    return found
+
+
 def sinusoid(timesteps: Tensor) -> Tensor:
     """Sinusoidal embedding (..., 256) fp32, cosines first."""
     half = _SINUSOID // 2

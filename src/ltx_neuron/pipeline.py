@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from ltx_neuron import latents, lora, media, text
 from ltx_neuron.backends.torchdist import RankError, Ranks
-from ltx_neuron.checkpoint import load_host
 from ltx_neuron.compat import COMPAT, Compat
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.config import upsampler_download
@@ -28,6 +27,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.guidance import Guidance
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.profiles import resolve
+from ltx_neuron.rankfiles import load_host
 from ltx_neuron.report import Recorder
 from ltx_neuron.workspace import Workspace, require
 

@@ -17,12 +17,13 @@ import torch
 
 from ltx_neuron import cli, errors
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
-from ltx_neuron.checkpoint import DTYPES, Checkpoint, Source
+from ltx_neuron.checkpoint import Checkpoint, Source
 from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig, gemma_config, transformer_config
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.programs import Program, dit_program, gemma3_program
 from ltx_neuron.sharding import HOST, MODELS, local_shape, rule
+from ltx_neuron.tensorfile import DTYPES
 
 ASSUMED = {
     "runtime_bytes_per_core": 2 * 2**30,  # compiled graphs, scratch, runtime; published peaks suggest 1 to 3 GB

@@ -62,6 +62,15 @@ class Program:
     runs: dict[str, Calls]
     fields: dict[str, Field]
 
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape on one rank of every weight the program's calls use."""
+        return {
+            weight_name(parameter, first): tuple(value.shape)
+            for calls in self.runs.values()
+            for name, first in calls
+            for parameter, value in self.graphs[name].module.named_parameters()
+        }
+
 
 def weight_name(parameter: str, first_block: int) -> str:
     """The rank file's name for a graph's parameter when the graph stands for blocks first_block, first_block + 1, ..."""

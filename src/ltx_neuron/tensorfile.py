@@ -17,6 +17,7 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # what --dtype may say
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _SAMPLES, _SAMPLE_BYTES = 64, 4096

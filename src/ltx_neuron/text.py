@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.checkpoint import Source, load_host
+from ltx_neuron.checkpoint import Source
 from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_download
 from ltx_neuron.connectors import Connectors
 from ltx_neuron.errors import UserError
 from ltx_neuron.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.graphs import ConnectorInputs, Gemma3Inputs
 from ltx_neuron.parallel import SingleRank
+from ltx_neuron.rankfiles import load_host
 from ltx_neuron.rope import half_rope, split_rope
 
 _CONNECTOR_THETA = 10000.0  # ltx-core's connectors take the default, whatever the transformer's config says

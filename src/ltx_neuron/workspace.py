@@ -13,15 +13,18 @@ import torch
 
 from ltx_neuron import artifacts
 from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
-from ltx_neuron.checkpoint import DTYPES, Checkpoint, Source, gemma_files, shard
-from ltx_neuron.config import Bucket, check_gemma_fits, gemma_config, transformer_config
+from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.config import REGISTERS, Bucket, check_gemma_fits, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.gemma3 import layers_first
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.lora import Lora, MergedSource
+from ltx_neuron.modulation import host_weights
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
+from ltx_neuron.rankfiles import Cut, Layout, RankSource, check_filled, compare, cuts_of, shard, verify
 from ltx_neuron.sharding import MODELS
+from ltx_neuron.tensorfile import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]  # where the scripts lie
 MAX_TIMESTEPS = 4  # how many more distinct timesteps than needed a found graph may have
@@ -53,16 +56,18 @@ class Workspace:
     @cached_property
     def dit_source(self) -> MergedSource:
         """The DiT's weights, with --lora merged in."""
-        return MergedSource(MODELS["dit"], [self.checkpoint], self.loras)
+        return MergedSource(MODELS["dit"], [self.checkpoint], self.loras, self.transformer.heads)
 
     @cached_property
     def refining_source(self) -> MergedSource:
         """The weights of the dev recipe's stage 2: --distilled-lora on top of --lora."""
-        return MergedSource(MODELS["dit"], [self.checkpoint], self.loras + self.distilled_loras)
+        loras = self.loras + self.distilled_loras
+        return MergedSource(MODELS["dit"], [self.checkpoint], loras, self.transformer.heads)
 
     @cached_property
     def gemma_source(self) -> Source:
-        return Source(MODELS["gemma3"], [self.checkpoint, *gemma_files(self.gemma_root)])
+        heads = self.transformer.heads | self.gemma.heads
+        return Source(MODELS["gemma3"], [self.checkpoint, *gemma_files(self.gemma_root)], heads)
 
     @property
     def identity(self) -> dict:
@@ -98,27 +103,63 @@ class Workspace:
 
     # making
 
-    def shard_dit(self) -> list[Path]:
+    def shard_dit(self, workers: int | None = None) -> list[Path]:
         """Write the DiT's rank files, once more with --distilled-lora if one is given; returns the folders."""
-        sources = [self.dit_source, *([self.refining_source] if self.distilled_loras else [])]
-        paths = []
-        for source in sources:
-            path = artifacts.folder(self.artifacts, identity := self._weights_identity("dit", source))
-            shard(source, path, identity, self.tp, self.dtype, layouts={})
-            paths.append(path)
-        return paths
+        return [self._shard("dit", source, self._dit_cuts(source), workers) for source in self._dit_sources]
 
-    def shard_gemma3(self) -> Path:
+    def shard_gemma3(self, workers: int | None = None) -> Path:
         """Write the text encoder's, its projections' and the connectors' rank files; returns their folder."""
-        self.gemma.check_tensor_parallel(self.tp)
-        path = artifacts.folder(self.artifacts, identity := self._weights_identity("gemma3", self.gemma_source))
+        return self._shard("gemma3", self.gemma_source, self._gemma3_cuts(), workers)
 
-        def arrange(weight):
-            return layers_first(weight, self.gemma.hidden_size)
+    @property
+    def _dit_sources(self) -> list[MergedSource]:
+        return [self.dit_source, *([self.refining_source] if self.distilled_loras else [])]
 
-        layouts = {f"{modality}_aggregate_embed.weight": arrange for modality in ("video", "audio")}
-        shard(self.gemma_source, path, identity, self.tp, self.dtype, layouts)
+    def _shard(self, model: str, source: Source, cuts: list[Cut], workers: int | None) -> Path:
+        identity = self._weights_identity(model, source)
+        path = artifacts.folder(self.artifacts, identity)
+        if not shard(source, path, identity, self.tp, self.dtype, cuts, workers):
+            print(f"already there, nothing to do (--verify checks every byte): {path}")
         return path
+
+    def _dit_cuts(self, source: Source) -> list[Cut]:
+        cuts = cuts_of(source, self.tp, {})
+        bucket = Size().bucket(Size().stages("distilled")[0], ())
+        program = dit_program(self.transformer, bucket, self.tp, TorchDistComm(self.tp), self.dtype, 1)
+        check_filled(cuts, program.weights(), host_weights(self.transformer))
+        return cuts
+
+    def _gemma3_cuts(self) -> list[Cut]:
+        self.gemma.check_tensor_parallel(self.tp)
+        layout = Layout(lambda weight: layers_first(weight, self.gemma.hidden_size), split=1)
+        cuts = cuts_of(self.gemma_source, self.tp, {f"{m}_aggregate_embed.weight": layout for m in ("video", "audio")})
+        comm, wanted = TorchDistComm(self.tp), {}
+        for program in (
+            gemma3_program(self.gemma, self.transformer, self.profile.text_buckets[0], self.tp, comm, self.dtype, False),
+            connector_program(self.transformer, self.tp, comm, self.dtype),
+        ):
+            wanted |= program.weights()
+        sizes = {"video": self.transformer.video_connector, "audio": self.transformer.audio_connector}
+        host = {f"{name}_connector.learnable_registers": (REGISTERS, size.inner) for name, size in sizes.items()}
+        check_filled(cuts, wanted, {"embed_tokens.weight": (self.gemma.vocab_size, self.gemma.hidden_size), **host})
+        return cuts
+
+    # verifying
+
+    def verify_dit(self) -> list[Path]:
+        """Compare the DiT's finished rank files with their manifests and bit for bit with the checkpoint."""
+        found = [self.dit_weights(), *([self.dit_weights(refining=True)] if self.distilled_loras else [])]
+        for path, source in zip(found, self._dit_sources, strict=True):
+            self._verify(path, source, self._dit_cuts(source))
+        return found
+
+    def verify_gemma3(self) -> list[Path]:
+        """The same for the text encoder."""
+        self._verify(path := self.gemma3_weights(), self.gemma_source, self._gemma3_cuts())
+        return [path]
+
+    def _verify(self, path: Path, source: Source, cuts: list[Cut]) -> None:
+        check_whole(path, verify(path) or compare(source, path, self.tp, self.dtype, cuts))
 
     def compile_dit(self, buckets: list[Bucket]) -> list[Path]:
         """Trace the DiT step for each bucket that is not there yet; returns the folders."""
@@ -214,3 +255,24 @@ def require(value, flag: str, why: str, example: str):
     if value is None:
         raise UserError(f"{why} needs {flag}\n{example}")
     return value
+
+
+def check_whole(path: Path, problems: list[str]) -> None:
+    """Raise UserError with the problems of a folder of weights, if there are any."""
+    if problems:
+        shown = [*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])]
+        raise UserError("\n  ".join([f"{path} is damaged:", *shown])
+                        + f"\nMake it again: rm -r {shlex.quote(str(path))}, then this script without --verify")  # fmt: skip
+
+
+def reshard(folder: Path, artifacts_dir: Path, model: str, tp: int, dtype: str, workers: int | None = None) -> Path:
+    """Make the rank files of another tp or dtype from finished ones, without the checkpoint; returns their folder."""
+    source = RankSource(folder)
+    if source.model.name != model:
+        raise UserError(f"{folder} holds weights of {source.model.name}, wanted {model}: use its own shard script")
+    source.check(tp, DTYPES[dtype])
+    identity = source.identity | {"tp": tp, "dtype": dtype}
+    path = artifacts.folder(artifacts_dir, identity)
+    if not shard(source, path, identity, tp, DTYPES[dtype], cuts_of(source, tp, {}), workers):
+        print(f"already there, nothing to do: {path}")
+    return path

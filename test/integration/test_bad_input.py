@@ -20,8 +20,11 @@ import pytest
 import torch
 
 from ltx_neuron import artifacts as places
-from ltx_neuron import checkpoint, errors
+from ltx_neuron import errors
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST
+from ltx_neuron.rankfiles import load
+from ltx_neuron.tensorfile import TensorFile
 from ltx_neuron.tiny import merge, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +116,7 @@ def _break_files(world: World) -> None:
     data = 8 + int.from_bytes(whole[:8], "little")
     (bad / "other content.safetensors").write_bytes(whole[:data] + whole[data : data + 4096][::-1] + whole[data + 4096 :])
 
-    metadata = checkpoint.TensorFile(tiny.checkpoint, "").metadata
+    metadata = TensorFile(tiny.checkpoint, "").metadata
     config = json.loads(metadata["config"])
 
     def header_only(name: str, config: object, version: str | None = "2.3.0", tensors: dict | None = None) -> None:
@@ -137,7 +140,7 @@ def _break_files(world: World) -> None:
         header_only(name, merge(config, {"transformer": {name: value}}))
     no_layers = {name: value for name, value in config["transformer"].items() if name != "num_layers"}
     header_only("no-num_layers", {**config, "transformer": no_layers})
-    upsampler = json.loads(checkpoint.TensorFile(tiny.spatial_upsampler, "").metadata["config"])
+    upsampler = json.loads(TensorFile(tiny.spatial_upsampler, "").metadata["config"])
     header_only("empty-upsampler", upsampler, None, {"other": torch.zeros(1)})
     header_only("not-json-upsampler", "{", None)
 
@@ -187,7 +190,7 @@ def _damage_artifacts(world: World) -> None:
 
     def of_another(name: str, kind: str, move: bool = True, **fields) -> None:
         """As if the artifacts of a kind had been made for other values of these fields."""
-        for manifest in copy(name).glob(f"{kind}/*/{checkpoint.MANIFEST}"):
+        for manifest in copy(name).glob(f"{kind}/*/{MANIFEST}"):
             content = json.loads(manifest.read_text())
             content["identity"] |= fields
             rewrite(manifest, json.dumps(content).encode())
@@ -480,7 +483,7 @@ def test_a_rank_file_of_other_tensors_is_one_error_that_lists_them_all(tmp_path)
     save(tmp_path / "rank0.safetensors", tensors | {"recast": torch.zeros(4).bfloat16()})
     wanted = {"kept": (2, 3), "misshapen": (3, 2), "missing": (5,), "recast": (4,)}
     with pytest.raises(UserError) as error:
-        checkpoint.load(tmp_path / "rank0.safetensors", wanted, torch.float32)
+        load(tmp_path / "rank0.safetensors", wanted, torch.float32)
     for line in ("missing: missing", "unexpected: extra", "misshapen: (2, 3) F32, wanted (3, 2) F32",
                  "recast: (4,) BF16, wanted (4,) F32"):  # fmt: skip
         assert line in str(error.value)

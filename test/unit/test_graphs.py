@@ -10,9 +10,9 @@ import torch
 from helpers import Held, furthest, ltx_model, made_config, one_thread, randn, run_program, step_inputs, step_number  # noqa: F401
 
 from ltx_neuron.backends.export import GROUP, Manifest, TorchDistComm, compile_program, fake_process_group, trace
-from ltx_neuron.checkpoint import MANIFEST
 from ltx_neuron.config import TEXT_TOKENS, Bucket, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST
 from ltx_neuron.graphs import BlockInputs, BlockOutputs, dit_fields
 from ltx_neuron.latents import video_positions
 from ltx_neuron.modulation import MODULATION_ROWS

@@ -9,10 +9,11 @@ from recipes_oracle import fused_state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron.checkpoint import HOST_FILE, Checkpoint, Source, rank_file, shard
+from ltx_neuron.checkpoint import Checkpoint, Source
 from ltx_neuron.errors import UserError
 from ltx_neuron.lora import Lora, MergedSource
 from ltx_neuron.profiles import resolve
+from ltx_neuron.rankfiles import HOST_FILE, cuts_of, rank_file, shard
 from ltx_neuron.sharding import COL, HOST, MODELS, ROW, rule
 from ltx_neuron.workspace import Workspace
 
@@ -88,7 +89,8 @@ def test_strength_0_changes_no_weight(tiny, other_lora, loras):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, tmp_path):
-    shard(merged(tiny, (tiny.lora, STRENGTH)), tmp_path, {"made": "here"}, tp, torch.bfloat16, layouts={})
+    source = merged(tiny, (tiny.lora, STRENGTH))
+    shard(source, tmp_path, {"tp": tp}, tp, torch.bfloat16, cuts_of(source, tp, {}))
     wanted = {name: weight.bfloat16() for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()}
     host = load_file(tmp_path / HOST_FILE)
     checked = set(host)
@@ -104,7 +106,8 @@ def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, tmp_path):
 
 
 def test_in_fp32_the_rank_files_hold_the_weights_that_were_merged_in_bf16(tiny, tmp_path):
-    shard(merged(tiny, (tiny.lora, STRENGTH)), tmp_path, {"made": "here"}, 1, torch.float32, layouts={})
+    source = merged(tiny, (tiny.lora, STRENGTH))
+    shard(source, tmp_path, {"tp": 1}, 1, torch.float32, cuts_of(source, 1, {}))
     wanted = fused_state(tiny, ((tiny.lora, STRENGTH),))
     held = load_file(tmp_path / rank_file(0)) | load_file(tmp_path / HOST_FILE)
     assert [name for name in wanted if not same_bits(held[name], wanted[name].float())] == []

@@ -8,28 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import made_config
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron import checkpoint
-from ltx_neuron.checkpoint import (
-    HOST_FILE,
-    MANIFEST,
-    Checkpoint,
-    Entry,
-    Source,
-    gemma_files,
-    load,
-    rank_file,
-    shard,
-    verify,
-    write_tensors,
-)
+from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import Bucket, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.gemma3 import layers_first
 from ltx_neuron.parallel import SingleRank
 from ltx_neuron.programs import connector_program, dit_program, gemma3_program
+from ltx_neuron.rankfiles import HOST_FILE, Layout, cuts_of, rank_file, shard
 from ltx_neuron.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
 from ltx_neuron.tensorfile import TensorFile
 from ltx_neuron.tiny import TinySizes, released_config
@@ -80,14 +67,14 @@ def layouts(tiny):
     """How shard() lays out the two projections of the text encoder."""
     width = gemma_config(tiny.gemma_root).hidden_size
     names = [f"{stream}_aggregate_embed.weight" for stream in ("video", "audio")]
-    return {"dit": {}, "gemma3": {name: lambda weight: layers_first(weight, width) for name in names}}
+    return {"dit": {}, "gemma3": dict.fromkeys(names, Layout(lambda weight: layers_first(weight, width), split=1))}
 
 
 @pytest.fixture(scope="module", params=["dit", "gemma3"])
 def sharded(request, sources, layouts, tmp_path_factory):
     """One model cut into four in fp32, which keeps every bit of bf16 and of fp32 sources."""
     model, folder = request.param, tmp_path_factory.mktemp(request.param)
-    shard(sources[model], folder, {"made": "here"}, TP, torch.float32, layouts[model])
+    shard(sources[model], folder, {"tp": TP}, TP, torch.float32, cuts_of(sources[model], TP, layouts[model]))
     return SimpleNamespace(model=model, folder=folder, source=sources[model], layouts=layouts[model])
 
 
@@ -150,7 +137,7 @@ def test_a_tensor_that_nobody_knows_stops_the_sharder(name, tmp_path):
     save_file({f"model.diffusion_model.{name}": torch.ones(4, 4)}, path)
     source = Source(MODELS["dit"], [TensorFile(path, "")])
     with pytest.raises(UserError, match=re.escape(name)):
-        shard(source, tmp_path / "out", {}, 2, torch.float32, {})
+        cuts_of(source, 2, {})
     assert not (tmp_path / "out").exists()
 
 
@@ -219,12 +206,7 @@ def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, la
             for program in programs[model] for graph in program.graphs.values()
             for name, parameter in graph.module.named_parameters()
         }  # fmt: skip
-        got = {}
-        for name in source.where:
-            split = rule(source.model, name)
-            if split != HOST:
-                part = torch.empty(local_shape(source.shape(name), split, TP, name), device="meta")
-                got[name] = tuple(layouts[model].get(name, lambda same: same)(part).shape)
+        got = {cut.name: cut.stored for cut in cuts_of(source, TP, layouts[model]) if cut.split != HOST}
         assert got == wanted
 
 
@@ -251,118 +233,6 @@ def test_half_heads_of_the_transformer_are_refused():
 def test_a_tensor_that_does_not_divide_is_refused_by_name():
     with pytest.raises(UserError, match=r"'to_q' of shape \[6, 4\] cannot be split over 4 ranks along dimension 0"):
         local_shape((6, 4), COL, 4, "to_q")
-
-
-def test_strict_loading_lists_every_problem_at_once(tmp_path):
-    path = tmp_path / "rank0.safetensors"
-    kept, recast = torch.ones(2, 3), torch.ones(4, dtype=torch.bfloat16)
-    save_file({"kept": kept, "recast": recast, "reshaped": torch.ones(2), "extra": torch.ones(1)}, path)
-    with pytest.raises(UserError) as error:
-        load(path, {"kept": (2, 3), "recast": (4,), "reshaped": (3,), "lost": (1,), "lost too": (1,)}, torch.float32)
-    said = str(error.value).splitlines()
-    assert said[0] == f"{path} does not hold this model's weights:"
-    assert [line.strip() for line in said[1:]] == [
-        "missing: lost",
-        "missing: lost too",
-        "recast: (4,) BF16, wanted (4,) F32",
-        "reshaped: (2,) F32, wanted (3,) F32",
-        "unexpected: extra",
-    ]
-
-
-def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
-    path = tmp_path / "rank0.safetensors"
-    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, path)
-    loaded = load(path, {"b": (3,), "a": (2,)}, torch.float32)
-    assert list(loaded) == ["b", "a"]
-    assert torch.equal(loaded["a"], torch.ones(2))
-
-
-def pieces(*tensors, then=None):
-    yield from tensors
-    if then:
-        raise then
-
-
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), OSError("the source went away")])
-def test_a_file_that_was_interrupted_does_not_appear(tmp_path, interruption):
-    path = tmp_path / "rank0.safetensors"
-    entries = [Entry("a", (2, 2), pieces(torch.ones(1, 2), then=interruption))]
-    with pytest.raises(type(interruption)):
-        write_tensors(path, entries, torch.float32, {})
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("wrong", [pieces(torch.ones(1, 2)), pieces(torch.ones(2, 2), torch.ones(1, 2))])
-def test_pieces_that_do_not_fill_their_tensor_are_refused(tmp_path, wrong):
-    with pytest.raises(RuntimeError, match="the header says"):
-        write_tensors(tmp_path / "rank0.safetensors", [Entry("a", (2, 2), wrong)], torch.float32, {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interrupted_sharder_leaves_no_manifest_and_only_whole_files(sources, tmp_path, monkeypatch):
-    """Also where a finished set was before: it must not count as finished with files of two runs."""
-    source, folder = sources["dit"], tmp_path / "weights"
-    shard(source, folder, {}, TP, torch.float32, {})
-    read, last = Source.read, sorted(source.where)[-1]
-
-    def interrupted(self, name, split, tp, rank):
-        for piece in read(self, name, split, tp, rank):
-            if (name, rank) == (last, 1):
-                raise KeyboardInterrupt
-            yield piece
-
-    monkeypatch.setattr(Source, "read", interrupted)
-    assert rule(source.model, last) != HOST
-    with pytest.raises(KeyboardInterrupt):
-        shard(source, folder, {}, TP, torch.float32, {})
-    assert {path.name for path in folder.iterdir()} == {HOST_FILE, *(rank_file(rank) for rank in range(TP))}
-    for path in folder.iterdir():
-        assert load_file(path)
-
-
-def test_the_same_input_gives_the_same_bytes(sharded, tmp_path):
-    shard(sharded.source, tmp_path, {"made": "here"}, TP, torch.float32, sharded.layouts)
-    names = sorted(path.name for path in sharded.folder.iterdir())
-    assert names == sorted([MANIFEST, HOST_FILE, *(rank_file(rank) for rank in range(TP))])
-    for name in names:
-        assert (tmp_path / name).read_bytes() == (sharded.folder / name).read_bytes(), name
-    written = list(TensorFile(tmp_path / rank_file(0), "").shapes)
-    assert written == sorted(written)  # an order of their own, not that of a set, which differs from run to run
-
-
-def test_tensors_read_in_small_pieces_give_the_same_bytes(sharded, tmp_path, monkeypatch):
-    name, chunk = next(n for n in sharded.source.where if n.endswith("to_q.weight")), 70
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", chunk)
-    pieces_read = list(sharded.source.read(name, COL, TP, 1))
-    assert len(pieces_read) > 1
-    assert max(piece.nbytes for piece in pieces_read) <= chunk
-    shard(sharded.source, tmp_path, {"made": "here"}, TP, torch.float32, sharded.layouts)
-    assert (tmp_path / MANIFEST).read_bytes() == (sharded.folder / MANIFEST).read_bytes()  # it holds every file's sha256
-
-
-def test_weights_are_cast_to_the_wanted_dtype_and_data_is_aligned(sources, tmp_path):
-    shard(sources["dit"], tmp_path, {}, 2, torch.bfloat16, {})
-    path = tmp_path / rank_file(0)
-    with safe_open(path, "pt") as file:
-        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
-        name = "transformer_blocks.0.scale_shift_table"
-        assert torch.equal(file.get_tensor(name), sources["dit"].tensor(name).bfloat16())
-    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
-
-
-def test_verify_names_what_is_missing_cut_or_changed(sources, tmp_path):
-    shard(sources["dit"], tmp_path, {}, TP, torch.float32, {})
-    assert verify(tmp_path) == []
-    (tmp_path / rank_file(0)).unlink()
-    whole = (tmp_path / rank_file(1)).read_bytes()
-    (tmp_path / rank_file(1)).write_bytes(whole[:-1])
-    (tmp_path / rank_file(2)).write_bytes(whole)
-    assert verify(tmp_path) == [
-        f"{rank_file(0)}: missing",
-        f"{rank_file(1)}: {len(whole) - 1} bytes, wanted {len(whole)}",
-        f"{rank_file(2)}: content differs from its sha256",
-    ]
 
 
 def test_a_rank_of_the_released_model_holds_9_gigabytes_of_four():

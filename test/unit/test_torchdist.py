@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import randn, rel
-from safetensors.torch import save_file
+from helpers import randn, rel, save_weights
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.torchdist import RankError, RankRefusal, Ranks
-from ltx_neuron.checkpoint import rank_file
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import Field
 from ltx_neuron.parallel import Comm, RowLinear
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.programs import Graph, Program
+from ltx_neuron.rankfiles import rank_file
 
 TP, WIDTH = 2, 256  # wide enough that a tensor has more bytes than a command
 EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole
@@ -76,9 +76,7 @@ def make_toy(folder: Path, width: int = WIDTH) -> SimpleNamespace:
 
 def write_weights(folder: Path, width: int, seed: int) -> Tensor:
     weight = randn(width, width, seed=seed)
-    folder.mkdir()
-    for rank, part in enumerate(weight.chunk(TP, dim=1)):
-        save_file({"down.weight": part.contiguous()}, folder / rank_file(rank))
+    save_weights(folder, *({"down.weight": part} for part in weight.chunk(TP, dim=1)))
     return weight
 
 
@@ -247,9 +245,8 @@ def test_unloading_frees_weights_and_tensors_and_a_ranks_own_error_reaches_the_h
 
 
 def test_an_error_of_one_rank_is_said_by_its_number_and_ends_all(toy, tmp_path):
-    for rank in range(TP):
-        (tmp_path / rank_file(rank)).write_bytes((toy.folders[1] / rank_file(rank)).read_bytes())
-    save_file({"up.weight": torch.ones(8, 4)}, tmp_path / rank_file(1))
+    right = load_file(toy.folders[1] / rank_file(0))
+    save_weights(tmp_path, right, {"up.weight": torch.ones(8, 4)})
     with Ranks(PROFILES["cpu"], TP) as ranks:
         pids = pids_of(ranks)
         os.kill(pids[0], signal.SIGSTOP)  # would neither answer nor end by itself

@@ -5,7 +5,6 @@ operations) is read from them.
 """
 
 import hashlib
-import json
 import typing
 import zipfile
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltx_neuron.checkpoint import MANIFEST, write_json
+from ltx_neuron.artifacts import graph_file
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.graphs import Field
 from ltx_neuron.programs import Program
 
@@ -110,7 +110,7 @@ def compile_program(program: Program, folder: Path, identity: dict, dtype: torch
     graphs = {}
     for name, graph in program.graphs.items():
         exported = trace(program, name, dtype)
-        file = f"{name}.pt2"
+        file = graph_file(name)
         _save(exported, folder / file)
         graphs[name] = {
             "file": file,
@@ -157,7 +157,7 @@ class Manifest:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        content = json.loads((folder / MANIFEST).read_text())
+        content = read_json(folder / MANIFEST)
         self.identity, self.graphs = content["identity"], content["graphs"]
         self.runs = {run: [(name, first) for name, first in calls] for run, calls in content["runs"].items()}
         self.fields = {
@@ -183,7 +183,7 @@ class Manifest:
 
     def load(self, name: str) -> torch.export.ExportedProgram:
         """Read a graph file. Raises UserError if it is not the file the manifest was written for."""
-        path = self.folder / self.graphs[name]["file"]
+        path = self.folder / graph_file(name)
         if hashlib.sha256(path.read_bytes()).hexdigest() != self.graphs[name]["sha256"]:
             raise UserError(f"{path} is not the graph its manifest describes; delete {self.folder} and compile again")
         if any(i.filename.endswith((".pt", ".pkl")) and i.file_size for i in zipfile.ZipFile(path).infolist()):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.export import GROUP, Manifest
-from ltx_neuron.checkpoint import load, rank_file
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import Field
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import weight_name
+from ltx_neuron.rankfiles import load, rank_file
 
 
 class RankError(RuntimeError):

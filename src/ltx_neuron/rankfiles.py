@@ -1,0 +1,449 @@
+"""Rank files: a model's weights cut for tp ranks. Written in one pass, resumed where a run stopped, verified, loaded strictly.
+
+A folder holds rank0..rank{tp-1}.safetensors, host.safetensors and, last of all, manifest.json. Until then its files are
+named .partial, and journal.json says how many tensors are safely in them.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ltx_neuron.checkpoint import Source
+from ltx_neuron.config import check_heads
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST, read_json, write_json
+from ltx_neuron.sharding import COL, HOST, MODELS, ROW, local_shape, rule
+from ltx_neuron.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
+
+HOST_FILE, JOURNAL, PARTIAL = "host.safetensors", "journal.json", ".partial"
+AGAIN = "run the shard script again"
+_PIECE_BYTES = 64 * 2**20  # most that is read from the source at once: two pieces and their parts are in memory
+_SYNC_BYTES = 2 * 2**30  # written between two entries of the journal: what a killed run may have to do again
+
+
+def rank_file(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+def file_names(tp: int) -> list[str]:
+    return [*(rank_file(rank) for rank in range(tp)), HOST_FILE]
+
+
+class Layout(NamedTuple):
+    """A tensor stored otherwise than the source has it: a rank's whole part is arranged, and ranks differ in dim `split`."""
+
+    arrange: Callable[[Tensor], Tensor]
+    split: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one tensor of a source goes to the files: `stored` is the shape of a rank's part of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | str | None
+    stored: tuple[int, ...]
+    layout: Layout | None
+
+    def bounds(self, tp: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+        """Rows start..stop of each piece: none goes to two ranks, and one that is arranged is a rank's whole part."""
+        ranks = tp if self.split == COL else 1
+        rows = (self.shape[0] if self.shape else 1) // ranks
+        step = rows if self.layout else max(1, _PIECE_BYTES // max(1, row_bytes))
+        for first in range(0, rows * ranks, rows) if rows else ():
+            for start in range(first, first + rows, step):
+                yield start, min(start + step, first + rows)
+
+    def parts(self, piece: Tensor, start: int, tp: int) -> Iterator[tuple[int, Tensor]]:
+        """(number of the file, what it gets) for a piece that begins at row `start`; the host's file is number tp."""
+        if self.split == HOST:
+            yield tp, piece
+        elif self.split == COL:
+            yield start // (self.shape[0] // tp), self.layout.arrange(piece) if self.layout else piece
+        elif self.split is None:
+            yield from ((rank, piece) for rank in range(tp))
+        else:
+            size = self.shape[self.split] // tp
+            yield from ((rank, piece.narrow(self.split, size * rank, size)) for rank in range(tp))
+
+
+def cuts_of(source: "Source | RankSource", tp: int, layouts: dict[str, Layout]) -> list[Cut]:
+    """How every tensor of a source is cut, in the order of the files. UserError for one that cannot be."""
+    cuts = []
+    for name in sorted(source.names):
+        shape, split, layout = source.shape(name), source.split(name), layouts.get(name)
+        stored = local_shape(shape, split, tp, name)
+        if layout:
+            stored = tuple(layout.arrange(torch.empty(stored, device="meta")).shape)
+        cuts.append(Cut(name, shape, split, stored, layout))
+    return cuts
+
+
+def check_filled(cuts: list[Cut], wanted: dict[str, tuple[int, ...]], host: dict[str, tuple[int, ...]]) -> None:
+    """Raise UserError, listing all, unless the cuts give every rank and the host just the tensors the model takes."""
+    got = {cut.name: cut.stored for cut in cuts}
+    problems = [f"missing: {name}" for name in (wanted | host).keys() - got.keys()]
+    problems += [f"of no use: {name}" for name in got.keys() - (wanted | host).keys()]
+    for name, shape in (wanted | host).items():
+        if got.get(name, shape) != tuple(shape):
+            problems.append(f"{name}: {list(got[name])} a rank, wanted {list(shape)}")
+    if problems:
+        listed = "\n  ".join([*sorted(problems)[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])])
+        raise UserError(f"the files do not hold the weights of the model that their config describes:\n  {listed}")
+
+
+def shard(
+    source: "Source | RankSource", folder: Path, identity: dict, tp: int, dtype: torch.dtype,
+    cuts: list[Cut], workers: int | None = None,
+) -> bool:  # fmt: skip
+    """Write the files of `cuts` and, last, the manifest; False if the folder is finished already.
+
+    The source is read once, by pieces; a thread per file (at most `workers`) takes digests and writes.
+    """
+    if finished(folder, identity):
+        return False
+    made = folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _alone(folder):
+            files = [_File(folder / name, *described) for name, described in _described(cuts, tp, dtype).items()]
+            _check_space(folder, files)
+            (folder / MANIFEST).unlink(missing_ok=True)
+            _write(source, folder, identity, tp, cuts, files, workers or tp)
+    finally:
+        if not made and not any(folder.iterdir()):
+            folder.rmdir()
+    return True
+
+
+def _described(cuts: list[Cut], tp: int, dtype: torch.dtype) -> dict[str, tuple]:
+    """Name of every file -> its header and, for n = 0, 1, ..., where the data of the first n tensors of all ends."""
+    found = {}
+    for number, name in enumerate(file_names(tp)):
+        entries, ends = {"__metadata__": {"rank": HOST if number == tp else str(number)}}, [0]
+        for cut in cuts:
+            mine = (cut.split == HOST) == (number == tp)
+            end = ends[-1] + (prod(cut.stored) * dtype.itemsize if mine else 0)
+            if mine:
+                entries[cut.name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(cut.stored), "data_offsets": [ends[-1], end]}
+            ends.append(end)
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # data starts on a multiple of 8
+        found[name] = (len(text).to_bytes(8, "little") + text, ends, dtype)
+    return found
+
+
+class _File:
+    """One file in the making, written in order, with the digest of what is in it."""
+
+    def __init__(self, path: Path, header: bytes, ends: list[int], dtype: torch.dtype):
+        self.path, self.header, self.ends, self.dtype = path, header, ends, dtype
+        self.partial = path.with_name(path.name + PARTIAL)
+        self.size = len(header) + ends[-1]
+
+    def __enter__(self) -> "_File":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.file.close()
+
+    def open(self, tensors: int, digest: str | None) -> bool:
+        """Begin after the first `tensors` tensors, which must have that digest; False if they are not there."""
+        if self.path.exists() and not self.partial.exists():
+            os.replace(self.path, self.partial)  # stopped between its renaming and the manifest
+        keep = len(self.header) + self.ends[tensors] if digest else 0
+        self.file, self.hasher = open(self.partial, "r+b" if self.partial.exists() else "w+b", buffering=0), hashlib.sha256()
+        left = keep
+        while left and (block := self.file.read(min(left, _PIECE_BYTES))):
+            self.hasher.update(block)
+            left -= len(block)
+        if digest and (left or self.hasher.hexdigest() != digest):
+            self.file.close()
+            return False
+        self.file.truncate(keep)
+        if not keep:
+            self._write(self.header)
+        return True
+
+    def put(self, tensor: Tensor) -> None:
+        for rows in tensor.split(max(1, _PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))) if tensor.dim() else [tensor]:
+            self._write(memoryview(rows.to(self.dtype).contiguous().view(torch.uint8).flatten().numpy()))
+
+    def _write(self, content) -> None:
+        self.hasher.update(content)
+        view = memoryview(content)
+        while view:
+            view = view[self.file.write(view):]  # fmt: skip
+
+    def sync(self) -> str:
+        os.fsync(self.file.fileno())
+        return self.hasher.hexdigest()
+
+    def finish(self) -> dict:
+        """Give the file its name; returns its line of the manifest."""
+        digest, size = self.sync(), self.file.tell()
+        if size != self.size:
+            raise RuntimeError(f"{self.path}: wrote {size} bytes, the header says {self.size}")
+        os.replace(self.partial, self.path)
+        return {"bytes": size, "sha256": digest, "header_sha256": hashlib.sha256(self.header).hexdigest()}
+
+
+def _write(source, folder: Path, identity: dict, tp: int, cuts: list[Cut], files: list[_File], workers: int) -> None:
+    with ExitStack() as stack:
+        digests = _continue(folder, identity, files)
+        for file in files:
+            stack.enter_context(file)
+        pool, tensors = stack.enter_context(ThreadPoolExecutor(workers + 1)), dict(digests)
+        total, before = (sum(source.nbytes(cut.name) for cut in part) for part in (cuts, cuts[: len(digests)]))
+        bar = stack.enter_context(tqdm(total=total, initial=before, unit="B", unit_scale=True, desc=folder.name))
+        written, jobs = 0, []
+        for cut in cuts[len(digests) :]:
+            digest = hashlib.sha256()
+            for start, piece in _pieces(source, cut, tp):
+                for job in jobs:  # while these were written, the next piece was read
+                    job.result()
+                jobs = [pool.submit(files[number].put, part) for number, part in cut.parts(piece, start, tp)]
+                jobs.append(pool.submit(digest.update, _bytes(piece)))
+                bar.update(piece.nbytes)
+                written += piece.nbytes
+            for job in jobs:
+                job.result()
+            tensors[cut.name] = digest.hexdigest()
+            if written >= _SYNC_BYTES:
+                _note(folder, identity, tensors, list(pool.map(_File.sync, files)))
+                written = 0
+        _note(folder, identity, tensors, list(pool.map(_File.sync, files)))
+        lines = {file.path.name: file.finish() for file in files}
+    _sync_folder(folder)
+    content = {"identity": identity, "heads": source.heads, "files": lines, "source": source.described(tensors)}
+    write_json(folder / MANIFEST, content)
+    (folder / JOURNAL).unlink()
+
+
+def _pieces(source, cut: Cut, tp: int) -> Iterator[tuple[int, Tensor]]:
+    """A tensor's first rows and pieces in order."""
+    bounds = list(cut.bounds(tp, source.nbytes(cut.name) // max(1, cut.shape[0]) if cut.shape else 0))
+    return zip((start for start, _ in bounds), source.pieces(cut.name, bounds), strict=True)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _note(folder: Path, identity: dict, tensors: dict, digests: list[str]) -> None:
+    write_json(folder / JOURNAL, {"identity": identity, "tensors": tensors, "files": digests})
+
+
+def _continue(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
+    """Open the files where the journal says an earlier run got to, else at their beginning. Returns its source digests."""
+    try:
+        journal = read_json(folder / JOURNAL)
+        tensors, digests = journal["tensors"], journal["files"]
+        fits = journal["identity"] == identity and len(digests) == len(files) and len(tensors) < len(files[0].ends)
+    except (UserError, KeyError, TypeError):
+        fits = False
+    if fits and all(file.open(len(tensors), digest) for file, digest in zip(files, digests, strict=True)):
+        print(f"continuing an interrupted run: {len(tensors)} of {len(files[0].ends) - 1} tensors were done")
+        return tensors
+    (folder / JOURNAL).unlink(missing_ok=True)
+    for file in files:
+        file.open(0, None)
+    return {}
+
+
+def _check_space(folder: Path, files: list[_File]) -> None:
+    """Raise UserError, before the first byte, where the disk has no room for what is still to be written."""
+    there = sum(path.stat().st_size for file in files for path in (file.path, file.partial) if path.exists())
+    needed, free = sum(file.size for file in files) - there, shutil.disk_usage(folder).free
+    if needed > free:
+        unit, name = (1e9, "GB") if needed > 1e9 else (1e6, "MB")
+        raise UserError(f"the weights need {needed / unit:.2f} {name} more in {folder}, its disk has {free / unit:.2f} {name} "
+                        "free.\n"
+                        "Free some, or choose another place with --artifacts-dir DIR")  # fmt: skip
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder: two runs that write the same files would mix them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"another run is writing {folder}; wait for it or stop it, then type the same again") from None
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def finished(folder: Path, identity: dict) -> bool:
+    """Whether a folder holds a finished set of that identity whose files have their sizes."""
+    try:
+        return read_json(folder / MANIFEST)["identity"] == identity and not verify(folder, quick=True)
+    except (UserError, KeyError, TypeError):
+        return False
+
+
+def lines_of(folder: Path) -> dict[str, dict]:
+    """Every file of a finished weight set with its size and digests. UserError where the manifest is not one."""
+    content = read_json(folder / MANIFEST)
+    try:
+        lines, tp = content["files"], content["identity"]["tp"]
+        if type(tp) is not int or len(lines) != tp + 1 or sorted(lines) != sorted(file_names(tp)):
+            raise ValueError(f"files {sorted(lines)[:8]}")  # also what keeps a path out of the folder from being opened
+        if any(line.keys() != {"bytes", "sha256", "header_sha256"} for line in lines.values()):
+            raise ValueError("a file is described otherwise than by its size and digests")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{folder / MANIFEST} does not describe a weight set ({error}); delete {folder} and {AGAIN}") from None
+    return lines
+
+
+def verify(folder: Path, quick: bool = False) -> list[str]:
+    """Compare every file of a finished weight set with its manifest; the list of differences is empty if it is whole.
+
+    `quick` looks at sizes only.
+    """
+    problems, lines = [], lines_of(folder)
+    for name, wanted in lines.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name}: missing")
+        elif path.stat().st_size != wanted["bytes"]:
+            problems.append(f"{name}: {path.stat().st_size} bytes, wanted {wanted['bytes']}")
+        elif not quick:
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
+                    problems.append(f"{name}: content differs from its sha256")
+                elif _header_digest(TensorFile(path, AGAIN)) != wanted["header_sha256"]:
+                    problems.append(f"{name}: header differs from its sha256")
+    return problems
+
+
+def compare(source: Source, folder: Path, tp: int, dtype: torch.dtype, cuts: list[Cut]) -> list[str]:
+    """Cut the source once more and compare bit for bit with a finished folder; the differing tensors of every file."""
+    problems: dict[str, None] = {}
+    described = _described(cuts, tp, dtype)
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(folder / name, "rb")) for name in described]
+        for file, (header, _, _) in zip(files, described.values(), strict=True):
+            if file.read(len(header)) != header:
+                problems[f"{Path(file.name).name}: the header differs"] = None
+        bar = stack.enter_context(tqdm(total=sum(source.nbytes(cut.name) for cut in cuts), unit="B", unit_scale=True))
+        for cut in cuts:
+            for start, piece in _pieces(source, cut, tp):
+                for number, part in cut.parts(piece, start, tp):
+                    wanted = _bytes(part.to(dtype))
+                    if files[number].read(len(wanted)) != wanted:
+                        problems[f"{Path(files[number].name).name}: {cut.name} differs from the source"] = None
+                bar.update(piece.nbytes)
+    return list(problems)
+
+
+class RankSource:
+    """The tensors of a finished weight set put together again: what another tp or dtype is made from without the source."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        if not (self.folder / MANIFEST).is_file():
+            raise UserError(f"{folder} is no finished weight set: it has no {MANIFEST}.\nWanted: what a shard script printed")
+        if problems := verify(self.folder):
+            raise UserError("\n  ".join([f"{folder} is damaged:", *problems]))
+        content = read_json(self.folder / MANIFEST)
+        self.identity, self.heads, self._described = content["identity"], content["heads"], content["source"]
+        self.model, self.tp = MODELS[self.identity["model"]], self.identity["tp"]
+        self.files = [TensorFile(self.folder / name, AGAIN) for name in file_names(self.tp)]
+        self.names = sorted({*self.files[0].shapes, *self.files[-1].shapes})
+
+    def check(self, tp: int, dtype: torch.dtype) -> None:
+        """Raise UserError where these files cannot give that tp (half heads) or dtype (bits that are gone)."""
+        check_heads(tp, self.heads)
+        if dtype.itemsize > DTYPES[self.identity["dtype"]].itemsize:
+            raise UserError(f"{self.folder} is in {self.identity['dtype']}, which cannot be widened again: shard the "
+                            "checkpoint with --dtype float32")  # fmt: skip
+
+    def split(self, name: str) -> int | str | None:
+        kind = rule(self.model, name)
+        return ROW if (kind, len(self._part(name))) == (COL, 3) else kind  # arranged: (layers, out, width)
+
+    def _part(self, name: str) -> tuple[int, ...]:
+        return self._file(name).shapes[name]
+
+    def _file(self, name: str, rank: int = 0) -> TensorFile:
+        return self.files[-1 if rule(self.model, name) == HOST else rank]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        split = self.split(name)
+        return tuple(size * self.tp if dim == split else size for dim, size in enumerate(self._part(name)))
+
+    def nbytes(self, name: str) -> int:
+        return prod(self.shape(name)) * DTYPES[self.identity["dtype"]].itemsize
+
+    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
+        split, part = self.split(name), self._part(name)
+        for start, stop in bounds:
+            if split == ROW:
+                yield torch.cat([self._file(name, rank).read(name, start, stop) for rank in range(self.tp)], dim=1)
+            elif split == COL:
+                ranks = range(start // part[0], (stop - 1) // part[0] + 1)
+                rows = [(max(start, rank * part[0]) - rank * part[0], min(stop, (rank + 1) * part[0]) - rank * part[0])
+                        for rank in ranks]  # fmt: skip
+                yield torch.cat([self._file(name, rank).read(name, *r) for rank, r in zip(ranks, rows, strict=True)])
+            else:
+                yield self._file(name).read(name, start, stop) if part else self._file(name).read(name)
+
+    def described(self, tensors: dict[str, str]) -> dict:
+        """Of the checkpoint: what these files were made from still describes what is made from them."""
+        return self._described
+
+
+def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load exactly the wanted tensors of a rank file. Missing, extra, misshapen or recast ones are one error."""
+    file = TensorFile(path, AGAIN)
+    got = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
+    problems = [f"missing: {name}" for name in wanted if name not in got]
+    problems += [f"unexpected: {name}" for name in got if name not in wanted]
+    for name in wanted.keys() & got.keys():
+        if got[name] != (tuple(wanted[name]), DTYPE_NAMES[dtype]):
+            problems.append(f"{name}: {got[name][0]} {got[name][1]}, wanted {tuple(wanted[name])} {DTYPE_NAMES[dtype]}")
+    if problems:
+        raise UserError(f"{path} does not hold this model's weights:\n  " + "\n  ".join(sorted(problems)))
+    _check_header(path, file)
+    return {name: file.read(name) for name in wanted}
+
+
+def load_host(folder: Path) -> TensorFile:
+    """The tensors of a weight set that stay on the host."""
+    file = TensorFile(folder / HOST_FILE, AGAIN)
+    _check_header(folder / HOST_FILE, file)
+    return file
+
+
+def _header_digest(file: TensorFile) -> str:
+    return hashlib.sha256(len(file.header).to_bytes(8, "little") + file.header).hexdigest()
+
+
+def _check_header(path: Path, file: TensorFile) -> None:
+    """A header that says what the model wants may still be another's, or point elsewhere."""
+    if _header_digest(file) != lines_of(path.parent)[path.name]["header_sha256"]:
+        raise UserError(f"{path} is not the file its manifest describes: the header differs; delete {path.parent} and {AGAIN}")

@@ -1,0 +1,590 @@
+"""Weight sets that can be trusted: written in one pass, resumed after any kill, verified, cut anew, and loaded strictly."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import one_thread, save_weights  # noqa: F401
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ltx_neuron import rankfiles
+from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.config import transformer_config
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST, MAX_JSON_BYTES, read_json, write_json
+from ltx_neuron.profiles import resolve
+from ltx_neuron.rankfiles import (
+    HOST_FILE,
+    JOURNAL,
+    PARTIAL,
+    RankSource,
+    check_filled,
+    compare,
+    cuts_of,
+    file_names,
+    lines_of,
+    load,
+    load_host,
+    rank_file,
+    shard,
+    verify,
+)
+from ltx_neuron.sharding import COL, HOST, MODELS, ROW
+from ltx_neuron.tensorfile import TORCH_DTYPES, TensorFile
+from ltx_neuron.workspace import Workspace, reshard
+
+TP = 4
+IDENTITY = {"kind": "weights", "model": "dit", "tp": TP, "dtype": "float32"}
+KILLS = 20
+MUTANTS = 10_000
+SLOWEST = 1.0  # seconds until a damaged file is refused, whatever is wrong with it
+
+
+@pytest.fixture(scope="module")
+def source(tiny):
+    checkpoint = Checkpoint(tiny.checkpoint)
+    return Source(MODELS["dit"], [checkpoint], transformer_config(checkpoint.config).heads)
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    """An undisturbed run's folder; tests must not change it."""
+    folder = tmp_path_factory.mktemp("whole") / "weights"
+    write(source, folder)
+    return folder
+
+
+def write(source, folder: Path, dtype: torch.dtype = torch.float32, tp: int = TP) -> bool:
+    return shard(source, folder, IDENTITY | {"tp": tp}, tp, dtype, cuts_of(source, tp, {}))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "weights"))
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """A journal entry every few tensors, and pieces smaller than most tensors."""
+    monkeypatch.setattr(rankfiles, "_SYNC_BYTES", 20_000)
+    monkeypatch.setattr(rankfiles, "_PIECE_BYTES", 500)
+
+
+# one pass
+
+
+def test_the_source_is_read_once_in_pieces_of_bounded_size(source, whole, tmp_path, often, monkeypatch):
+    sizes, read = [], TensorFile.read
+
+    def counted(self, *args):
+        tensor = read(self, *args)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(TensorFile, "read", counted)
+    write(source, tmp_path / "weights")
+    assert sum(sizes) == sum(source.nbytes(name) for name in source.names)
+    row = max(source.nbytes(name) // source.shape(name)[0] for name in source.names)
+    assert max(sizes) <= max(500, row) < source.nbytes("transformer_blocks.0.attn1.to_q.weight")
+    assert content(tmp_path / "weights") == content(whole)
+
+
+def test_the_same_input_gives_the_same_bytes_and_just_these_files(source, whole, tmp_path):
+    assert write(source, tmp_path / "weights")
+    assert content(tmp_path / "weights") == content(whole)
+    assert content(whole).keys() == {MANIFEST, *file_names(TP)}
+    written = list(TensorFile(whole / rank_file(0), "").shapes)
+    assert written == sorted(written)  # an order of their own, not that of a set, which differs from run to run
+
+
+def test_weights_are_cast_to_the_wanted_dtype_and_data_is_aligned(source, tmp_path):
+    write(source, tmp_path / "weights", torch.bfloat16, tp=2)
+    path = tmp_path / "weights" / rank_file(0)
+    with safe_open(path, "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
+        name = "transformer_blocks.0.scale_shift_table"
+        assert torch.equal(file.get_tensor(name), source.tensor(name).bfloat16())
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+
+
+def test_a_finished_set_is_left_alone(source, copy):
+    before = {path: path.stat().st_mtime_ns for path in copy.iterdir()}
+    assert write(source, copy) is False
+    assert {path: path.stat().st_mtime_ns for path in copy.iterdir()} == before
+
+
+def test_a_set_with_a_lost_file_is_written_again(source, copy, whole):
+    (copy / rank_file(2)).unlink()
+    assert write(source, copy)
+    assert content(copy) == content(whole)
+
+
+def test_the_manifest_accounts_for_every_tensor_of_the_source(source, whole, tiny):
+    described, file = read_json(whole / MANIFEST)["source"], TensorFile(tiny.checkpoint, "")
+    assert described["tensors"].keys() == set(source.names)
+    assert len(described["tensors"]) + sum(described["elsewhere"].values()) == len(file.shapes)
+    name = "transformer_blocks.1.ff.net.2.weight"
+    assert described["tensors"][name] == sha256(source.tensor(name))
+    assert described["files"] == [
+        {"name": tiny.checkpoint.name, "bytes": tiny.checkpoint.stat().st_size, "header_sha256": sha256(file.header)}
+    ]
+
+
+def sha256(value) -> str:
+    import hashlib
+
+    data = value if isinstance(value, bytes) else value.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_a_byte_is_written(source):
+    cuts = {cut.name: cut for cut in cuts_of(source, TP, {})}
+    wanted = {name: cut.stored for name, cut in cuts.items() if cut.split != HOST}
+    host = {name: cut.stored for name, cut in cuts.items() if cut.split == HOST}
+    check_filled(list(cuts.values()), wanted, host)
+    del wanted["proj_out.weight"]
+    with pytest.raises(UserError) as error:
+        check_filled(list(cuts.values()), wanted | {"proj_out.bias": (3,)}, host | {"new.weight": (1,)})
+    lines = str(error.value).splitlines()[1:]
+    assert [line.strip() for line in lines] == ["missing: new.weight", "of no use: proj_out.weight",
+                                                "proj_out.bias: [128] a rank, wanted [3]"]  # fmt: skip
+
+
+def test_a_checkpoint_without_a_tensor_of_its_model_is_refused_by_the_workspace(tiny, tmp_path):
+    from safetensors.torch import load_file
+
+    file, tensors = TensorFile(tiny.checkpoint, ""), load_file(tiny.checkpoint)
+    lost = "model.diffusion_model.transformer_blocks.1.attn1.to_q.weight"
+    del tensors[lost]
+    save_file(tensors, tmp_path / "lacking.safetensors", metadata=file.metadata)
+    workspace = Workspace(tmp_path / "lacking.safetensors", resolve("cpu"), tmp_path / "artifacts", TP, "float32")
+    with pytest.raises(UserError, match=r"missing: transformer_blocks\.1\.attn1\.to_q\.weight"):
+        workspace.shard_dit()
+    assert not (tmp_path / "artifacts").exists()
+
+
+# stopped and resumed
+
+
+class Stop(Exception):
+    """What stops a run here."""
+
+
+def stop_at(monkeypatch, name: str) -> None:
+    """Every run stops when it comes to a tensor, until the patch is undone."""
+    pieces = Source.pieces
+
+    def stopping(self, wanted, bounds):
+        if wanted == name:
+            raise Stop
+        return pieces(self, wanted, bounds)
+
+    monkeypatch.setattr(Source, "pieces", stopping)
+
+
+LATE = "transformer_blocks.1.scale_shift_table"
+
+
+def test_a_stopped_run_leaves_nothing_under_a_final_name_and_is_continued(source, whole, tmp_path, often, capsys):
+    folder = tmp_path / "weights"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, LATE)
+        with pytest.raises(Stop):
+            write(source, folder)
+    assert content(folder).keys() == {JOURNAL, *(name + PARTIAL for name in file_names(TP))}
+    read = count_reads(source, folder)
+    assert "continuing an interrupted run" in capsys.readouterr().out
+    assert content(folder) == content(whole)
+    assert read < 0.2 * sum(source.nbytes(name) for name in source.names)  # only what had not been done
+
+
+def count_reads(source, folder) -> int:
+    """Write, and return how many bytes of the source were read."""
+    pieces, total = Source.pieces, 0
+
+    def counted(self, name, bounds):
+        nonlocal total
+        total += self.nbytes(name)
+        return pieces(self, name, bounds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "pieces", counted)
+        write(source, folder)
+    return total
+
+
+def test_a_run_stopped_over_a_finished_set_does_not_count_as_finished(source, copy, monkeypatch):
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, LATE)
+        with pytest.raises(Stop):
+            shard(source, copy, IDENTITY | {"made": "anew"}, TP, torch.float32, cuts_of(source, TP, {}))
+    assert content(copy).keys() == {name + PARTIAL for name in file_names(TP)}
+
+
+@pytest.mark.parametrize("damage", ["another job's journal", "a journal that is none", "a changed byte", "a lost file"])
+def test_what_cannot_be_continued_is_begun_again(source, whole, tmp_path, often, damage):
+    folder = tmp_path / "weights"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, LATE)
+        with pytest.raises(Stop):
+            write(source, folder)
+    partial = folder / (rank_file(1) + PARTIAL)
+    if damage == "another job's journal":
+        journal = read_json(folder / JOURNAL)
+        write_json(folder / JOURNAL, journal | {"identity": {"another": "job"}})
+    elif damage == "a journal that is none":
+        (folder / JOURNAL).write_text("{")
+    elif damage == "a changed byte":
+        changed = bytearray(partial.read_bytes())
+        changed[len(changed) // 2] ^= 1
+        partial.write_bytes(changed)
+    else:
+        partial.unlink()
+    assert count_reads(source, folder) == sum(source.nbytes(name) for name in source.names)
+    assert content(folder) == content(whole)
+
+
+def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, tmp_path, often):
+    """kill -9, in a process of its own; moments are spread over the time an undisturbed run takes."""
+    choose, wanted, unfinished = random.Random(1), content(whole), 0
+    began = time.monotonic()
+    write(source, tmp_path / "timed")
+    lasts = time.monotonic() - began
+    for number in range(KILLS):
+        folder = tmp_path / f"killed{number}"
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress bar
+            write(source, folder)
+            os._exit(0)
+        time.sleep(choose.uniform(0, lasts))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        unfinished += not (folder / MANIFEST).is_file()
+        assert all((folder / MANIFEST).is_file() or not name.endswith(".json") or name == JOURNAL for name in names(folder))
+        write(source, folder)
+        assert content(folder) == wanted, number
+        shutil.rmtree(folder)
+    assert unfinished > KILLS / 4  # most kills met a run at work
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+def test_two_runs_do_not_write_one_folder_at_once(source, tmp_path, monkeypatch):
+    pieces = Source.pieces
+
+    def meanwhile(self, name, bounds):
+        monkeypatch.setattr(Source, "pieces", pieces)
+        with pytest.raises(UserError, match="another run is writing"):
+            write(source, tmp_path / "weights")
+        return pieces(self, name, bounds)
+
+    monkeypatch.setattr(Source, "pieces", meanwhile)
+    assert write(source, tmp_path / "weights")
+
+
+# the disk
+
+
+def test_a_disk_without_room_is_refused_before_the_first_byte(source, tmp_path, monkeypatch):
+    total = sum(line["bytes"] for line in lines_of(tmp_path / "a").values()) if write(source, tmp_path / "a") else 0
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=total - 1))
+    with pytest.raises(UserError, match=r"(?s)need 0\.\d* MB more in .* 0\.\d* MB free.*choose another place with"):
+        write(source, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=total))
+    assert write(source, tmp_path / "b")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("a small file system could not be mounted (needs root): sharding onto a full disk was NOT tested")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_fills_up_leaves_nothing_under_a_final_name_and_the_run_is_resumed(
+    source, whole, small_disk, often, monkeypatch
+):
+    folder, pieces = small_disk / "weights", Source.pieces
+
+    def filling(self, name, bounds):
+        if name == "transformer_blocks.0.ff.net.2.weight":  # somebody else's file takes the room meanwhile
+            free = shutil.disk_usage(small_disk).free
+            (small_disk / "other").write_bytes(bytes(free - free % 4096 - 4096))
+        return pieces(self, name, bounds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "pieces", filling)
+        with pytest.raises(OSError, match="No space left"):  # errors.run says so without a traceback: test_bad_input
+            write(source, folder)
+    assert all(name.endswith(PARTIAL) or name == JOURNAL for name in names(folder))
+    (small_disk / "other").unlink()
+    write(source, folder)
+    assert content(folder) == content(whole)
+
+
+# damage
+
+
+def test_verify_names_what_is_missing_cut_or_changed(copy):
+    assert verify(copy) == []
+    (copy / rank_file(0)).unlink()
+    rank = (copy / rank_file(1)).read_bytes()
+    (copy / rank_file(1)).write_bytes(rank[:-1])
+    (copy / rank_file(2)).write_bytes(rank)
+    assert verify(copy) == [
+        f"{rank_file(0)}: missing",
+        f"{rank_file(1)}: {len(rank) - 1} bytes, wanted {len(rank)}",
+        f"{rank_file(2)}: content differs from its sha256",
+    ]
+
+
+def test_every_single_flipped_bit_is_found(copy):
+    choose = random.Random(2)
+    for name in file_names(TP):
+        right = (copy / name).read_bytes()
+        header = 8 + int.from_bytes(right[:8], "little")
+        for _ in range(20):
+            wrong = bytearray(right)
+            wrong[choose.choice([choose.randrange(header), choose.randrange(header, len(right))])] ^= 1 << choose.randrange(8)
+            (copy / name).write_bytes(wrong)
+            assert verify(copy) == [f"{name}: content differs from its sha256"]
+        (copy / name).write_bytes(right)
+
+
+def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_forged(source, copy):
+    assert compare(source, copy, TP, torch.float32, cuts_of(source, TP, {})) == []
+    name, path = "transformer_blocks.0.attn2.to_out.0.weight", copy / rank_file(3)
+    file, wrong = TensorFile(path, ""), bytearray(path.read_bytes())
+    wrong[8 + len(file.header) + file._begins[name] + 5] ^= 4
+    path.write_bytes(wrong)
+    manifest = read_json(copy / MANIFEST)
+    manifest["files"][path.name]["sha256"] = sha256(bytes(wrong))
+    write_json(copy / MANIFEST, manifest)
+    assert verify(copy) == []
+    assert compare(source, copy, TP, torch.float32, cuts_of(source, TP, {})) == [f"{path.name}: {name} differs from the source"]
+
+
+def test_strict_loading_lists_every_problem_at_once(tmp_path):
+    path = tmp_path / "rank0.safetensors"
+    kept, recast = torch.ones(2, 3), torch.ones(4, dtype=torch.bfloat16)
+    save_file({"kept": kept, "recast": recast, "reshaped": torch.ones(2), "extra": torch.ones(1)}, path)
+    with pytest.raises(UserError) as error:
+        load(path, {"kept": (2, 3), "recast": (4,), "reshaped": (3,), "lost": (1,), "lost too": (1,)}, torch.float32)
+    said = str(error.value).splitlines()
+    assert said[0] == f"{path} does not hold this model's weights:"
+    assert [line.strip() for line in said[1:]] == [
+        "missing: lost",
+        "missing: lost too",
+        "recast: (4,) BF16, wanted (4,) F32",
+        "reshaped: (2,) F32, wanted (3,) F32",
+        "unexpected: extra",
+    ]
+
+
+def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
+    save_weights(tmp_path, {"a": torch.ones(2), "b": torch.zeros(3)})
+    loaded = load(tmp_path / rank_file(0), {"b": (3,), "a": (2,)}, torch.float32)
+    assert list(loaded) == ["b", "a"]
+    assert torch.equal(loaded["a"], torch.ones(2))
+
+
+def test_two_tensors_of_one_shape_that_changed_places_are_refused(tmp_path):
+    """The names, shapes and dtypes of such a file are all as wanted."""
+    save_weights(tmp_path, {"a": torch.ones(2), "b": torch.zeros(2)})
+    right = (tmp_path / rank_file(0)).read_bytes()
+    (tmp_path / rank_file(0)).write_bytes(right.replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"'))
+    with pytest.raises(UserError, match="the header differs"):
+        load(tmp_path / rank_file(0), {"a": (2,), "b": (2,)}, torch.float32)
+
+
+# other people's files
+
+
+def outcome_of(act) -> tuple[str, float]:
+    """How reading a file ended, and how long that took."""
+    began = time.monotonic()
+    try:
+        act()
+        ended = "accepted"
+    except UserError:
+        ended = "refused"
+    return ended, time.monotonic() - began
+
+
+def mutated(right: bytes, limit: int, choose: random.Random) -> bytes:
+    """One of the things that happen to files; only the first `limit` bytes are changed, anything may be cut off."""
+    wrong, at = bytearray(right), choose.randrange(limit)
+    kind = choose.randrange(7)
+    if kind == 0:
+        wrong[at] ^= 1 << choose.randrange(8)
+    elif kind == 1:
+        wrong[at : at + 8] = choose.randbytes(8)
+    elif kind == 2:
+        del wrong[choose.randrange(len(wrong)) :]
+    elif kind == 3:
+        del wrong[at : at + choose.randrange(1, 40)]
+    elif kind == 4:
+        wrong[at:at] = choose.choice([b"[" * 5000, b"9" * 400, b'{"a":', b"\x00", b"\xff\xfe", b"-", b"1e999", b"../", b"NaN"])
+    elif kind == 5:
+        digits = [i for i in range(limit) if chr(wrong[i]).isdigit()]
+        wrong[choose.choice(digits or [at])] = choose.choice(b"0123456789")
+    else:
+        end = choose.randrange(at, limit)
+        wrong[at:end] = wrong[at:end][::-1]
+    return bytes(wrong)
+
+
+def test_ten_thousand_damaged_headers_manifests_and_truncated_files_are_all_refused(tmp_path):
+    """At load, where the manifest's digests are looked at; also none takes long, or memory."""
+    save_weights(tmp_path, {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.ones(4), "scale": torch.tensor(2.0)})
+    wanted, rank, manifest = {"a.weight": (2, 3), "b.bias": (4,), "scale": ()}, tmp_path / rank_file(0), tmp_path / MANIFEST
+    right = {path: path.read_bytes() for path in (rank, manifest)}
+    header = 8 + int.from_bytes(right[rank][:8], "little")
+    described, choose = json.loads(right[manifest]), random.Random(3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def read() -> None:
+        if problems := verify(tmp_path):
+            raise UserError(str(problems))
+        load(rank, wanted, torch.float32)
+
+    assert outcome_of(read)[0] == "accepted"
+    tried = 0
+    while tried < MUTANTS:
+        path = choose.choice([rank, manifest])
+        wrong = mutated(right[path], header if path == rank else len(right[path]), choose)
+        if wrong == right[path] or (path == manifest and means(wrong) == means_to_us(described)):
+            continue
+        path.write_bytes(wrong)
+        ended, seconds = outcome_of(read)
+        assert ended == "refused" and seconds < SLOWEST, (path.name, wrong.decode(errors="replace"), ended, seconds)
+        path.write_bytes(right[path])
+        tried += 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def means(raw: bytes):
+    """What of a manifest the loader goes by; None where it is no JSON."""
+    try:
+        return means_to_us(json.loads(raw))
+    except (ValueError, RecursionError):
+        return None
+
+
+def means_to_us(described):
+    try:
+        return described["files"], described["identity"]["tp"]
+    except (KeyError, TypeError):
+        return None
+
+
+def test_of_a_damaged_checkpoint_no_byte_is_read_twice_or_left_out(tiny, tmp_path):
+    """It has no manifest: a changed name or metadata makes another checkpoint, which the model's tables judge."""
+    right, path, choose = tiny.lora.read_bytes(), tmp_path / "lora.safetensors", random.Random(4)
+    header = 8 + int.from_bytes(right[:8], "little")
+    for _ in range(2000):
+        path.write_bytes(wrong := mutated(right, header, choose))
+        began = time.monotonic()
+        try:
+            file = TensorFile(path, "")
+            if all(dtype in TORCH_DTYPES for dtype in file.dtypes.values()):
+                assert 8 + len(file.header) + sum(file.read(name).nbytes for name in file.shapes) == len(wrong)
+        except UserError:
+            pass
+        assert time.monotonic() - began < SLOWEST
+
+
+def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(copy, tmp_path):
+    manifest = read_json(copy / MANIFEST)
+    manifest["files"]["../secret"] = manifest["files"].pop(HOST_FILE)
+    write_json(copy / MANIFEST, manifest)
+    with pytest.raises(UserError, match="does not describe a weight set"):
+        verify(copy)
+
+
+def test_a_manifest_too_large_to_be_one_is_not_read(tmp_path):
+    with open(tmp_path / MANIFEST, "wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(UserError, match=f"wanted at most {MAX_JSON_BYTES}"):
+        read_json(tmp_path / MANIFEST)
+
+
+# other degrees and dtypes
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    """made(model, tp, dtype): the folder that the shard script makes of the tiny assets."""
+    artifacts = tmp_path_factory.mktemp("made")
+
+    def folder(model: str, tp: int, dtype: str) -> Path:
+        workspace = Workspace(tiny.checkpoint, resolve("cpu"), artifacts, tp, dtype, tiny.gemma_root)
+        return workspace.shard_dit()[0] if model == "dit" else workspace.shard_gemma3()
+
+    return folder
+
+
+@pytest.mark.parametrize("model", ["dit", "gemma3"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, "float32"), (2, "float32")), ((1, "bfloat16"), (4, "bfloat16")), ((4, "float32"), (1, "bfloat16"))],
+)
+def test_rank_files_cut_anew_are_those_that_the_checkpoint_gives(made, tmp_path, model, before, after):
+    folder = reshard(made(model, *before), tmp_path, model, *after)
+    wanted = made(model, *after)
+    assert folder.name == wanted.name  # found by everything that looks for it
+    assert content(folder) == content(wanted)
+
+
+def test_a_gemma_without_a_table_of_its_own_is_cut_anew_too(tiny):
+    source = Source(MODELS["gemma3"], [Checkpoint(tiny.checkpoint), *gemma_files(tiny.gemma_root)])
+    kinds = {source.split(name) for name in source.names}
+    assert kinds == {COL, ROW, None, HOST}  # every kind of tensor was cut in the test above
+
+
+def test_what_rank_files_cannot_give_is_refused(made, tmp_path):
+    for model, tp, dtype, words in (
+        ("dit", 2, "float32", "cannot be widened again"),
+        ("dit", 8, "bfloat16", "does not divide"),
+        ("gemma3", 2, "bfloat16", "holds weights of dit"),
+    ):
+        with pytest.raises(UserError, match=words):
+            reshard(made("dit", 4, "bfloat16"), tmp_path, model, tp, dtype)
+    with pytest.raises(UserError, match="no finished weight set"):
+        reshard(tmp_path, tmp_path, "dit", 2, "bfloat16")
+    damaged = Path(shutil.copytree(made("dit", 4, "bfloat16"), tmp_path / "damaged"))
+    rank = bytearray((damaged / rank_file(2)).read_bytes())
+    rank[-1] ^= 1
+    (damaged / rank_file(2)).write_bytes(rank)
+    with pytest.raises(UserError, match="content differs"):
+        RankSource(damaged)
+
+
+def test_the_hosts_file_is_checked_like_a_ranks(copy):
+    assert load_host(copy).shapes
+    right = (copy / HOST_FILE).read_bytes()
+    (copy / HOST_FILE).write_bytes(right.replace(b"linear_1.bias", b"linear_9.bias"))
+    with pytest.raises(UserError, match="the header differs"):
+        load_host(copy)
