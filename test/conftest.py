@@ -58,7 +58,7 @@ class Setup:
     def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
         """One script in its own process, whatever its exit code."""
         flags |= {"checkpoint_path": self.assets.checkpoint, "artifacts_dir": self.artifacts}
-        flags |= {"tp_degree": self.tp, "dtype": self.dtype}
+        flags |= {"tp_degree": self.tp, "dtype": self.dtype, "profile": flags.get("profile", "cpu")}
         flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # scripts find src themselves
         command = [sys.executable, ROOT / script, *words(**flags)]

@@ -48,7 +48,9 @@ def parser(description: str, example: str, gemma: bool, required: bool = True) -
     made.add_argument("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR",
                       help="where weights and graphs lie (default: artifacts)")  # fmt: skip
     made.add_argument("--profile", metavar="NAME",
-                      help=f"hardware: {', '.join(PROFILES)} (default: detected; cpu without a Neuron device)")  # fmt: skip
+                      help=f"hardware: {', '.join(PROFILES)} (default: this machine's own)")  # fmt: skip
+    made.add_argument("--profile-set", action="append", default=[], metavar="KEY=VALUE",
+                      help="change one value of the profile, as in attention=matmul; repeatable")  # fmt: skip
     made.add_argument("--tp-degree", type=int, metavar="N", help="tensor-parallel ranks (default: the profile's)")
     made.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="weights and activations")
     return made
@@ -103,7 +105,7 @@ def loras(args: argparse.Namespace, flag: str) -> tuple[Lora, ...]:
 
 def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
     """The workspace of parsed common flags, whose artifacts a script `writes` or only reads."""
-    profile = resolve(args.profile)
+    profile = resolve(args.profile, tuple(args.profile_set))
     if writes and not getattr(args, "verify", False):
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
     blocks = getattr(args, "blocks_per_graph", None)

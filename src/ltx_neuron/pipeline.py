@@ -26,7 +26,7 @@ from ltx_neuron.denoise import JobRun, Program, StageRun, refining
 from ltx_neuron.errors import UserError
 from ltx_neuron.guidance import Guidance
 from ltx_neuron.job import Job, Size, Stage
-from ltx_neuron.profiles import resolve
+from ltx_neuron.profiles import require_runtime, resolve
 from ltx_neuron.rankfiles import load_host
 from ltx_neuron.report import Recorder
 from ltx_neuron.workspace import Workspace, require
@@ -96,6 +96,9 @@ class Pipeline:
         First what was typed, then the files it names, then what must be made from them.
         """
         workspace, programs = self.workspace, {}
+        if self.neuron_gemma and workspace.profile.text_encoder == "host":
+            raise UserError(f"profile {workspace.profile.name!r} encodes prompts on the host (text_encoder=host); leave out "
+                            "--neuron-gemma, or type --profile-set text_encoder=sharded")  # fmt: skip
         for job in jobs:
             job.check()
             if job.recipe == "dev":
@@ -110,6 +113,7 @@ class Pipeline:
         if workspace.distilled_loras and not refined:
             raise UserError("--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs that; "
                             "a LoRA for every stage is --lora PATH [STRENGTH]")  # fmt: skip
+        require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
             for image in job.images:
                 media.check_image(image.path, job.size.height, job.size.width)
@@ -284,8 +288,7 @@ class Pipeline:
         counters = self.recorder.counters
         counters.collectives_per_step = {"count": cost["collectives"], "bytes": cost["collective_bytes"]}
         counters.flops_per_step = cost["flops"] * tp
-        peak = self.workspace.profile.peak_flops
-        counters.peak_flops = peak and peak * tp
+        counters.peak_flops = self.workspace.profile.flops(tp)
 
     def _empty(self, job: Job, stage: Stage) -> tuple[Tensor, Tensor]:
         """Latents of zeros, which the noise of a first stage replaces."""
@@ -362,13 +365,14 @@ class LTXPipeline:
         artifacts_dir: str | Path = "artifacts", tp_degree: int | None = None, dtype: str = "bfloat16",
         neuron_gemma: bool = True, recipe: str = "distilled", spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None, loras: list[tuple] = (), distilled_loras: list[tuple] = (),
-        compat: str | None = None,
+        compat: str | None = None, profile_set: tuple[str, ...] = (),
     ) -> "LTXPipeline":  # fmt: skip
         """Open a sharded and compiled checkpoint; models load at the first call. loras: [(path, strength), ...].
 
+        profile_set: what --profile-set takes, ("attention=matmul", ...).
         Raises UserError as the scripts do, with the command to type where an artifact is missing.
         """
-        resolved = resolve(profile)
+        resolved = resolve(profile, tuple(profile_set))
         merged = [tuple(lora.Lora(Path(path), strength) for path, strength in given) for given in (loras, distilled_loras)]
         workspace = Workspace(
             checkpoint_path, resolved, artifacts_dir, tp_degree or resolved.tp, dtype, gemma_root, None, *merged

@@ -102,7 +102,7 @@ def plan(checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: s
         stages = planned(size)
         gemma_bytes = _gemma_bytes(gemma, config, tp, kind)
     embeddings = gemma.vocab_size * gemma.hidden_size * kind.itemsize
-    last, limit = stages[-1], profile.chip and profile.chip.memory_bytes_per_rank
+    last, limit = stages[-1], profile.memory_bytes_per_core
     activations = max(stage.activation_bytes_per_core + stage.upload_bytes for stage in stages)
     in_turn = max(weights["rank"] + activations, gemma_bytes) + ASSUMED["runtime_bytes_per_core"]
     resident = weights["rank"] + gemma_bytes + activations + ASSUMED["runtime_bytes_per_core"]
@@ -150,9 +150,9 @@ def _stage(config: TransformerConfig, size: Size, stage: Stage, profile: Profile
         # A ring all-reduce moves 2 (tp - 1) / tp of its bytes in and out of each rank.
         moved = total["collective_bytes"] * tp * 2 * (tp - 1) / tp
         times = {
-            "compute_ms": total["flops"] * tp / profile.chip.flops * 1e3,
-            "memory_ms": weights * tp / profile.chip.memory_bytes_per_second * 1e3,
-            "collectives_ms": moved / profile.chip.link_bytes_per_second * 1e3,
+            "compute_ms": total["flops"] * tp / profile.flops(tp) * 1e3,
+            "memory_ms": weights * tp / profile.memory_bytes_per_second(tp) * 1e3,
+            "collectives_ms": moved / profile.link_bytes_per_second(tp) * 1e3,
         }
     return StagePlan(
         name=stage.name, height=stage.height, width=stage.width, steps=len(stage.sigmas) - 1,
@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--num-inference-steps", type=int, default=30, metavar="N", help="dev recipe only")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args: argparse.Namespace = parser.parse_args(argv)
-    profile = resolve(args.profile, to_run=False)
+    profile = resolve(args.profile, tuple(args.profile_set))
     tp = profile.tp if args.tp_degree is None else args.tp_degree
     gemma = gemma_config(args.gemma_root) if args.gemma_root else _GEMMA_3_12B
     checkpoint = Checkpoint(args.checkpoint_path)

@@ -1,50 +1,109 @@
 """The hardware registry: what each machine has, and how the models are cut and placed on it.
 
-A profile is resolved once at start and handed down; no layer looks one up.
+A profile is resolved once at start and handed down; no layer looks one up. Its entries are documented or published values,
+with their sources; nothing here was measured on Neuron hardware by us.
 """
 
+import dataclasses
+import importlib.metadata
 import os
+import typing
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from ltx_neuron.config import TEXT_TOKENS
 from ltx_neuron.errors import UserError
+from ltx_neuron.machine import Machine, look
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Documented limits of what a tensor-parallel group runs on, all its ranks together unless said otherwise.
+    """Documented limits of one accelerator chip."""
 
-    link_bytes_per_second  what moves between the ranks of the group
-    """
-
-    flops: float  # dense bf16
-    memory_bytes_per_rank: int
+    cores: int  # physical ones; `lnc` of them make a logical core, which is a rank
+    flops: float  # dense bf16, per second
+    memory_bytes: int
     memory_bytes_per_second: float
-    link_bytes_per_second: float
-    host_memory_bytes: int
+    link_bytes_per_second: float  # between the chip's own cores
+    chip_link_bytes_per_second: float  # to the instance's other chips
     source: str
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One way of running. `chip` is None where no limit is known and a percentage of one would mean nothing."""
+    """One way of running. `chip` is None where no limit is known and a percentage of one would mean nothing.
+
+    backend         "torchdist": one process per rank; "nxd": NxD's ModelBuilder, one process drives all ranks
+    tp              ranks that share one model; replicas of them run side by side on the other cores
+    device, process_group, compile_backend
+                    of a rank of torchdist: torch device, torch.distributed backend, and what runs the exported graphs:
+                    "export" op by op, others through torch.compile
+    blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the whole step
+    attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always matmul and softmax
+    text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is refused
+    vae             where latents are decoded
+    resident        both models stay on the device; else one enters when the other has left
+    environment     of the processes that drive the device, set before torch is imported
+    compiler_flags  of neuronx-cc by model, without --lnc
+    settings        what --profile-set changed, as it was typed
+    """
 
     name: str
+    source: str
+    backend: Literal["torchdist", "nxd"]
     tp: int
-    device: str  # torch device of a rank
-    process_group: str  # torch.distributed backend of a rank
-    compile_backend: str  # "export": graphs saved by torch.export, interpreted op by op
-    blocks_per_graph: int  # transformer blocks in one graph, called num_layers / this many times; 0: the whole step
-    return_hidden_states: bool  # whether the text graph hands back all layers (49 x tokens x width) as well
-    chip: Chip | None
+    device: Literal["cpu", "cuda", "neuron"]
+    process_group: Literal["gloo", "nccl", "neuron"]
+    compile_backend: Literal["export", "inductor", "neuron"]
+    attention: Literal["sdpa", "matmul", "nki"]
+    blocks_per_graph: int = 4
+    chips: int = 1
+    lnc: int = 1
+    chip: Chip | None = None
+    host_memory_bytes: int | None = None
+    text_encoder: Literal["sharded", "host"] = "sharded"
+    vae: Literal["host"] = "host"
+    resident: bool = False
+    return_hidden_states: bool = False  # whether the text graph hands back all layers (49 x tokens x width) as well
     # How rank processes start. A forked child cannot use a Neuron or CUDA runtime; on a CPU a fork server imports torch
     # once for all ranks instead of once each.
-    start_method: str = "spawn"
+    start_method: Literal["spawn", "forkserver"] = "spawn"
     text_buckets: tuple[int, ...] = (128, 256, 512, 1024)
+    environment: tuple[tuple[str, str], ...] = ()
+    compiler_flags: tuple[tuple[str, str], ...] = ()
+    settings: tuple[str, ...] = ()
 
     @property
-    def peak_flops(self) -> float | None:
-        """FLOP/s of one rank."""
-        return self.chip and self.chip.flops / self.tp
+    def cores(self) -> int | None:
+        """Logical cores of the machine, each good for a rank; None where it is not known."""
+        return self.chip and self.chips * self.chip.cores // self.lnc
+
+    @property
+    def memory_bytes_per_core(self) -> int | None:
+        """Device memory of one logical core."""
+        return self.chip and self.chip.memory_bytes * self.lnc // self.chip.cores
+
+    def flops(self, tp: int) -> float | None:
+        """FLOP/s of `tp` ranks together."""
+        return self.chip and self.chip.flops * self._chips_of(tp)
+
+    def memory_bytes_per_second(self, tp: int) -> float | None:
+        """What `tp` ranks together read from their memory."""
+        return self.chip and self.chip.memory_bytes_per_second * self._chips_of(tp)
+
+    def link_bytes_per_second(self, tp: int) -> float | None:
+        """What moves between `tp` ranks, all together; the slower link decides where they span chips."""
+        if self.chip is None:
+            return None
+        chips = self._chips_of(tp)
+        return chips * (self.chip.link_bytes_per_second if chips <= 1 else self.chip.chip_link_bytes_per_second)
+
+    def _chips_of(self, tp: int) -> float:
+        return tp * self.lnc / self.chip.cores
+
+    def flags(self, model: str) -> str:
+        """neuronx-cc's flags for a model's graphs: "dit", "gemma3" or "connectors"."""
+        return f"{dict(self.compiler_flags)[model]} --lnc={self.lnc}"
 
     def rank_threads(self, tp: int) -> int:
         """CPU threads of one rank: fixed per machine, because results change with the count."""
@@ -55,31 +114,188 @@ class Profile:
         """CPU threads of the host's own stages (text fallback, AdaLN, VAE, vocoder); recorded in every report."""
         return os.cpu_count() or 1
 
+    def check_degree(self, tp: int) -> None:
+        """Raise UserError where the machine has too few cores for `tp` ranks."""
+        if self.cores is not None and tp > self.cores:
+            raise UserError(f"{tp} ranks need {tp} logical cores, {self.name} has {self.cores} (LNC={self.lnc}).\n"
+                            f"Type --tp-degree with at most {self.cores}")  # fmt: skip
+
 
 _GIB = 2**30
 TRAINIUM2 = Chip(
-    flops=667e12, memory_bytes_per_rank=24 * _GIB, memory_bytes_per_second=2.9e12, link_bytes_per_second=3.5e12,
-    host_memory_bytes=124 * _GIB,
-    source="AWS Neuron docs, trainium2.rst: 667 TF bf16 dense, 96 GiB HBM in four banks at 2.9 TB/s, DMA 3.5 TB/s; "
-    "host memory: users of trn2.3xlarge. One chip, four logical cores (LNC=2)",
+    cores=8, flops=667e12, memory_bytes=96 * _GIB, memory_bytes_per_second=2.9e12, link_bytes_per_second=3.5e12,
+    chip_link_bytes_per_second=1.024e12,
+    source="AWS Neuron docs, trainium2.rst and trn2-arch.rst: 8 NeuronCore-v3, 667 TF dense bf16, 96 GiB HBM in four banks at "
+    "2.9 TB/s, DMA 3.5 TB/s, NeuronLink-v3 1024 GB/s within an instance; logical-neuroncore-config.rst: LNC=2 by default",
+)  # fmt: skip
+
+_TRANSFORMER = "--model-type=transformer -O1 --auto-cast=none"
+_TRN2 = dict(
+    backend="nxd", tp=4, device="neuron", process_group="neuron", compile_backend="neuron", attention="nki", lnc=2,
+    chip=TRAINIUM2,
+    environment=(
+        # The slow first run of a graph must not count as a hang: the runtime's default is 30 s (runtime configuration guide).
+        ("NEURON_RT_EXEC_TIMEOUT", "600"),
+        ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
+        ("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2"),  # replica groups and targets are those of trn2 on a build machine too
+        # TorchNeuron. 14 launches a step do not fit the default queue; published LTX runs use the largest (63).
+        ("NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS", "63"),
+        ("NEURON_RT_IO_RING_CACHE_SIZE", "32"),  # reuse DMA rings, as published runs do
+        ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),  # a graph that does not lower is an error, not op by op
+        ("TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY", "1"),  # a tensor left on the host is an error, not an upload per call
+        ("NKI_ENABLE_TRACE_CACHE", "0"),  # a stale one replays old kernels
+        ("OMP_NUM_THREADS", "1"),  # rank_threads says how many
+    ),
+    compiler_flags=(
+        # Published LTX-2.3 port at TP=4 on trn2.3xlarge (SDK 2.28); ours casts nothing (--auto-cast=none).
+        ("dit", f"{_TRANSFORMER} --tensorizer-options='--enable-ccop-compute-overlap'"),
+        ("gemma3", f"{_TRANSFORMER} --tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 "
+                   "--vectorize-strided-dma --enable-scalar-dge-vectorization'"),
+        ("connectors", _TRANSFORMER),
+    ),
 )  # fmt: skip
 
 PROFILES = {
-    # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is what runs there.
-    "cpu": Profile("cpu", tp=4, device="cpu", process_group="gloo", compile_backend="export", blocks_per_graph=4,
-                   return_hidden_states=True, chip=None, start_method="forkserver"),
-    # Known to the plan only: the Neuron backend is not written yet.
-    "trn2.3xlarge": Profile("trn2.3xlarge", tp=4, device="neuron", process_group="neuron", compile_backend="neuron",
-                            blocks_per_graph=4, return_hidden_states=False, chip=TRAINIUM2),
+    profile.name: profile
+    for profile in (
+        # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is what runs there.
+        Profile("cpu", "any machine", "torchdist", tp=4, device="cpu", process_group="gloo", compile_backend="export",
+                attention="sdpa", return_hidden_states=True, start_method="forkserver"),
+        # One GPU holds the DiT in bf16; not run by us, so no peaks are claimed.
+        Profile("cuda", "any machine with a CUDA build of PyTorch; not measured", "torchdist", tp=1, device="cuda",
+                process_group="nccl", compile_backend="inductor", attention="sdpa", return_hidden_states=True),
+        Profile("trn2.3xlarge", "users' reports: 1 chip, 12 vCPU, 124 to 128 GiB host memory; the SDK does not describe it",
+                host_memory_bytes=124 * _GIB, **_TRN2),
+        # 16 replicas of 4 ranks, or --tp-degree 16 for one DiT over four chips.
+        Profile("trn2.48xlarge", "AWS Neuron docs, trn2-arch.rst: 16 chips, 192 vCPU, 2048 GiB host memory", chips=16,
+                host_memory_bytes=2048 * _GIB, **_TRN2),
+    )
 }  # fmt: skip
+_INSTANCES = {"trn2.3xlarge": "trn2.3xlarge", "trn2.48xlarge": "trn2.48xlarge", "trn2u.48xlarge": "trn2.48xlarge"}
 
 
-def resolve(name: str | None, to_run: bool = True) -> Profile:
-    """The profile of that name; without one, `cpu`. to_run: refuse one that this version can only plan for."""
-    name = name or "cpu"
+def resolve(name: str | None = None, settings: tuple[str, ...] = (), machine: Machine | None = None) -> Profile:
+    """The profile of that name, else the machine's own, with `settings` (key=value each) in the place of its values.
+
+    Raises UserError, listing what is known, for an unknown name or key, and for a value of another type.
+    """
+    name = name or detect(machine or look())
     if name not in PROFILES:
         raise UserError(f"unknown profile {name!r}; known: {', '.join(sorted(PROFILES))}. Type --profile with one of them")
-    if to_run and PROFILES[name].compile_backend == "neuron":
-        raise UserError(f"profile {name!r} can be planned for (python -m ltx_neuron.plan) but not run yet: this version has "
-                        "no Neuron backend. Type --profile cpu")  # fmt: skip
-    return PROFILES[name]
+    profile = PROFILES[name]
+    for setting in settings:
+        profile = _changed(profile, setting)
+    _check(profile)
+    return dataclasses.replace(profile, settings=tuple(settings))
+
+
+# What drives a rank of torchdist: (device, process_group, compile_backend).
+DRIVERS = (
+    ("cpu", "gloo", "export"), ("cpu", "gloo", "inductor"), ("cuda", "nccl", "export"), ("cuda", "nccl", "inductor"),
+    ("neuron", "neuron", "neuron"),
+)  # fmt: skip
+
+
+def _check(profile: Profile) -> None:
+    """Refuse values that do not go together."""
+    driver = profile.device, profile.process_group, profile.compile_backend
+    if driver not in DRIVERS:
+        raise UserError(f"--profile-set: device, process_group and compile_backend are {', '.join(driver)}; "
+                        f"known together: {'; '.join(map(', '.join, DRIVERS))}")  # fmt: skip
+    wrong = {
+        "backend=nxd needs a Neuron profile": profile.backend == "nxd" and profile.device != "neuron",
+        "attention=nki needs a Neuron profile": profile.attention == "nki" and profile.device != "neuron",
+        "start_method=forkserver is for device=cpu: a forked child cannot use an accelerator's runtime":
+            profile.start_method == "forkserver" and profile.device != "cpu",
+        f"the last of text_buckets must be {TEXT_TOKENS}, the longest prompt": profile.text_buckets[-1] != TEXT_TOKENS,
+        f"lnc is 1 or 2, got {profile.lnc}": profile.lnc not in (1, 2),
+    }  # fmt: skip
+    for what, applies in wrong.items():
+        if applies:
+            raise UserError(f"--profile-set: {what}")
+
+
+def detect(machine: Machine) -> str:
+    """The name of the profile a machine has by itself."""
+    known, here = _INSTANCES.get(machine.instance), machine.instance or "no known EC2 instance type"
+    type_one = f"Type --profile with one of {', '.join(sorted(PROFILES))}"
+    if known and not machine.neuron_devices:
+        raise UserError(f"this is a {here}, but there is no /dev/neuron*: the Neuron driver is not loaded.\n"
+                        f"Find out why: python -m ltx_neuron.doctor. {type_one} to run without it")  # fmt: skip
+    if machine.neuron_devices and not known:
+        raise UserError(f"this machine ({here}) has {machine.neuron_devices} Neuron devices and no profile of its own; "
+                        f"known are {', '.join(_INSTANCES)}.\n{type_one}")  # fmt: skip
+    return known or ("cuda" if machine.cuda_devices else "cpu")
+
+
+def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -> None:
+    """Raise UserError, saying what to install, where this machine lacks what the profile's backend runs on."""
+    profile.check_degree(tp)
+    if profile.backend == "nxd":
+        _require_package(profile, "neuronx-distributed", "--profile-set backend=torchdist in an environment with torch-neuronx")
+    elif profile.device == "neuron":
+        _require_package(profile, "torch-neuronx", "--profile-set backend=nxd in an environment with neuronx-distributed")
+        version = importlib.metadata.version("torch-neuronx")
+        if tuple(map(int, version.split(".")[:2])) < _TORCH_NEURON:
+            raise UserError(f"torch-neuronx {version} is for torch-xla; TorchNeuron begins with 2.13.\nInstall it: "
+                            f"{_INSTALL}, or type --profile-set backend=nxd")  # fmt: skip
+    elif profile.device == "cuda":
+        count = (machine or look()).cuda_devices
+        if count < tp:
+            raise UserError(f"profile {profile.name!r} with {tp} ranks needs {tp} GPUs that PyTorch can use, found {count}.\n"
+                            "Install a CUDA build of torch, type --tp-degree, or type --profile cpu")  # fmt: skip
+
+
+_TORCH_NEURON = (2, 13)
+_INSTALL = "pip install -r requirements-neuron.txt"
+
+
+def _require_package(profile: Profile, package: str, other: str) -> None:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(f"profile {profile.name!r} runs on {package}, which is not installed.\n"
+                        f"Install it: {_INSTALL}; or type {other}, or --profile cpu") from None  # fmt: skip
+
+
+_FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
+_TYPES = {name: kind for name, kind in typing.get_type_hints(Profile).items() if name not in _FIXED}
+_TABLES = ("environment", "compiler_flags")  # key=value pairs of their own: --profile-set environment.NAME=value
+_MODELS = ("dit", "gemma3", "connectors")
+
+
+def _changed(profile: Profile, setting: str) -> Profile:
+    """A profile with one key=value of --profile-set."""
+    key, equals, text = setting.partition("=")
+    if not equals:
+        raise UserError(f"--profile-set {setting}: wanted key=value, as in --profile-set attention=matmul")
+    table, dot, entry = key.partition(".")
+    if dot and table in _TABLES and entry and (table == "environment" or entry in _MODELS):
+        return dataclasses.replace(profile, **{table: tuple((dict(getattr(profile, table)) | {entry: text}).items())})
+    if key not in _TYPES or key in _TABLES:
+        known = [*(k for k in _TYPES if k not in _TABLES), "environment.NAME", *(f"compiler_flags.{m}" for m in _MODELS)]
+        raise UserError(f"--profile-set {setting}: unknown key {key!r}; known: {', '.join(known)}")
+    try:
+        return dataclasses.replace(profile, **{key: _parsed(_TYPES[key], text, 0 if key == "blocks_per_graph" else 1)})
+    except ValueError as wanted:
+        raise UserError(f"--profile-set {setting}: {text!r} is not {wanted}") from None
+
+
+def _parsed(kind: Any, text: str, least: int) -> Any:
+    """A value of a type from what was typed; ValueError says what is wanted."""
+    if typing.get_origin(kind) is Literal:
+        if text not in typing.get_args(kind):
+            raise ValueError(f"one of {', '.join(typing.get_args(kind))}")
+        return text
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError("true or false")
+        return text == "true"
+    if kind is int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise ValueError(f"a whole number of at least {least}")
+        return int(text)
+    parts = text.split(",")  # tuple[int, ...]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError("whole numbers above 0 with commas between them, as in 128,256")
+    return tuple(sorted({int(part) for part in parts}))

@@ -20,7 +20,7 @@ from ltx_neuron.gemma3 import layers_first
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.lora import Lora, MergedSource
 from ltx_neuron.modulation import host_weights
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.rankfiles import Cut, Layout, RankSource, check_filled, compare, cuts_of, shard, verify
 from ltx_neuron.sharding import MODELS
@@ -75,7 +75,8 @@ class Workspace:
         return {
             "checkpoint": self.checkpoint.fingerprint, "model_version": self.checkpoint.model_version,
             "config": self.transformer.digest, "dtype": self.dtype_name, "loras": self.refining_source.lora_identity,
-            "host_threads": self.profile.host_threads, "rank_threads": self.profile.rank_threads(self.tp),
+            "profile_set": list(self.profile.settings), "host_threads": self.profile.host_threads,
+            "rank_threads": self.profile.rank_threads(self.tp),
         }  # fmt: skip
 
     # identities
@@ -86,7 +87,7 @@ class Workspace:
 
     def _graph_identity(self, model: str, bucket: str, config: str) -> dict:
         return {"kind": "graphs", "model": model, "bucket": bucket, "config": config, "tp": self.tp,
-                "dtype": self.dtype_name, "backend": self.profile.compile_backend, "code": artifacts.code_digest(),
+                "dtype": self.dtype_name, "backend": self.profile.backend, "code": artifacts.code_digest(),
                 "torch": torch.__version__}  # fmt: skip
 
     def _dit_identity(self, bucket: Bucket) -> dict:
@@ -186,6 +187,7 @@ class Workspace:
     def _compile(self, identity: dict, make) -> Path:
         path = artifacts.folder(self.artifacts, identity)
         if not (path / artifacts.MANIFEST).is_file():
+            require_runtime(self.profile, self.tp)
             with fake_process_group(self.tp):
                 compile_program(make(), path, identity, self.dtype)
         return path
@@ -240,6 +242,7 @@ class Workspace:
         words += extra
         words += ["--tp-degree", self.tp, "--dtype", self.dtype_name, "--artifacts-dir", self.artifacts]
         words += ["--profile", self.profile.name]
+        words += [word for setting in self.profile.settings for word in ("--profile-set", setting)]
         if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.blocks_per_graph:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         return shlex.join(map(str, words))

@@ -74,7 +74,7 @@ def test_two_stages_are_planned_one_after_the_other_and_the_second_decides(relea
 
 
 def test_what_does_not_fit_names_a_size_that_does(released):
-    chip = dataclasses.replace(TRN2.chip, memory_bytes_per_rank=int(12.0e9))
+    chip = dataclasses.replace(TRN2.chip, memory_bytes=4 * int(12.0e9))
     small = dataclasses.replace(TRN2, chip=chip)
     made = plan.plan(released, small, Size(1024, 1536, 121), 4, "bfloat16")
     assert made.fits is False

@@ -1,0 +1,221 @@
+"""The hardware registry: which profile a machine has, what --profile-set may change, and what is refused before a run."""
+
+import dataclasses
+
+import pytest
+
+from ltx_neuron import profiles
+from ltx_neuron.errors import UserError
+from ltx_neuron.machine import Machine, look
+from ltx_neuron.profiles import PROFILES, require_runtime, resolve
+
+GIB = 2**30
+
+# What a machine shows -> the profile it has by itself, or what the refusal says.
+DETECTED = {
+    "a plain machine": (Machine(), "cpu"),
+    "an EC2 instance of no accelerator": (Machine("m7i.4xlarge"), "cpu"),
+    "a GPU": (Machine("", 0, 1), "cuda"),
+    "an EC2 instance of GPUs": (Machine("p5.48xlarge", 0, 8), "cuda"),
+    "trn2.3xlarge": (Machine("trn2.3xlarge", 1), "trn2.3xlarge"),
+    "trn2.48xlarge": (Machine("trn2.48xlarge", 16), "trn2.48xlarge"),
+    "trn2u.48xlarge": (Machine("trn2u.48xlarge", 16), "trn2.48xlarge"),
+}
+REFUSED = {
+    "no driver": (Machine("trn2.3xlarge"), "no /dev/neuron*: the Neuron driver is not loaded"),
+    "another generation": (Machine("trn1.2xlarge", 1), "this machine (trn1.2xlarge) has 1 Neuron devices and no profile"),
+    "a container that hides the instance": (Machine("", 16), "(no known EC2 instance type) has 16 Neuron devices"),
+}
+
+
+@pytest.mark.parametrize("machine, wanted", DETECTED.values(), ids=DETECTED)
+def test_a_machine_has_one_profile_by_itself(machine, wanted):
+    assert resolve(machine=machine).name == wanted
+
+
+@pytest.mark.parametrize("machine, said", REFUSED.values(), ids=REFUSED)
+def test_a_neuron_machine_we_do_not_know_is_never_run_as_another(machine, said):
+    with pytest.raises(UserError) as error:
+        resolve(machine=machine)
+    assert said in str(error.value) and "--profile with one of cpu, cuda, trn2.3xlarge, trn2.48xlarge" in str(error.value)
+    assert resolve("cpu", machine=machine).name == "cpu"  # a name is taken at its word
+
+
+@pytest.mark.parametrize(
+    "product, devices, wanted",
+    [
+        ("trn2.3xlarge", ["neuron0"], ("trn2.3xlarge", 1)),
+        ("trn2.48xlarge\n", [f"neuron{i}" for i in range(16)], ("trn2.48xlarge", 16)),
+        ("u-6tb1.metal", [], ("", 0)),  # of no family that has a profile
+        ("Standard PC (i440FX + PIIX, 1996)", ["neuron_core", "neuronics"], ("", 0)),
+        ("PowerEdge.R740", [], ("", 0)),
+        (None, ["neuron0", "neuron1"], ("", 2)),
+    ],
+)
+def test_the_machine_is_read_from_its_firmware_and_device_files(tmp_path, product, devices, wanted):
+    (tmp_path / "dev").mkdir()
+    for name in devices:
+        (tmp_path / "dev" / name).touch()
+    if product is not None:
+        (tmp_path / "sys/devices/virtual/dmi/id").mkdir(parents=True)
+        (tmp_path / "sys/devices/virtual/dmi/id/product_name").write_text(product)
+    machine = look(tmp_path)
+    assert (machine.instance, machine.neuron_devices) == wanted
+
+
+def test_profiles_cannot_be_changed():
+    for profile in PROFILES.values():
+        hash(profile)  # nothing in it can change either
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            profile.tp = 8
+
+
+def test_every_entry_says_where_its_values_are_from():
+    for name, profile in PROFILES.items():
+        assert profile.name == name and profile.source
+        assert profile.chip is None or profile.chip.source
+
+
+# Documented: LNC=2 makes 4 logical cores of a chip's 8, with one 24 GiB bank each.
+@pytest.mark.parametrize("name, cores", [("trn2.3xlarge", 4), ("trn2.48xlarge", 64)])
+def test_a_logical_core_of_trn2_has_a_bank_of_memory(name, cores):
+    profile = PROFILES[name]
+    assert (profile.cores, profile.memory_bytes_per_core, profile.tp, profile.lnc) == (cores, 24 * GIB, 4, 2)
+    single = resolve(name, ("lnc=1",))
+    assert (single.cores, single.memory_bytes_per_core) == (2 * cores, 12 * GIB)
+
+
+def test_peaks_are_those_of_the_ranks_that_share_the_model():
+    large = PROFILES["trn2.48xlarge"]
+    assert large.flops(4) == 667e12 and large.flops(16) == 4 * 667e12
+    assert large.memory_bytes_per_second(4) == 2.9e12
+    assert large.link_bytes_per_second(4) == 3.5e12  # within the chip
+    assert large.link_bytes_per_second(16) == 4 * 1.024e12  # over NeuronLink
+    assert PROFILES["cpu"].flops(4) is PROFILES["cpu"].memory_bytes_per_core is PROFILES["cpu"].cores is None
+
+
+def test_every_model_of_a_neuron_profile_has_flags_that_name_its_lnc():
+    for profile in PROFILES.values():
+        if profile.device == "neuron":
+            for model in ("dit", "gemma3", "connectors"):
+                flags = profile.flags(model).split()
+                assert {"--lnc=2", "--auto-cast=none", "--model-type=transformer", "-O1"} <= set(flags)
+    assert "--lnc=1" in resolve("trn2.3xlarge", ("lnc=1",)).flags("dit")
+
+
+def test_no_profile_sets_what_hides_errors_on_the_device():
+    """Variables that were seen in other ports: the first hides mismatched collectives, the second is gone since 2.31."""
+    harmful = {"NEURON_RT_DISABLE_EXECUTION_BARRIER", "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"}
+    assert all(harmful.isdisjoint(dict(profile.environment)) for profile in PROFILES.values())
+
+
+# key=value -> what the profile then has
+CHANGED = {
+    "tp=16": ("tp", 16),
+    "blocks_per_graph=0": ("blocks_per_graph", 0),
+    "resident=true": ("resident", True),
+    "resident=false": ("resident", False),
+    "attention=matmul": ("attention", "matmul"),
+    "backend=torchdist": ("backend", "torchdist"),
+    "text_buckets=1024,256": ("text_buckets", (256, 1024)),
+    "text_encoder=host": ("text_encoder", "host"),
+}
+
+
+@pytest.mark.parametrize("setting", CHANGED)
+def test_a_setting_changes_one_value_and_is_remembered(setting):
+    key, wanted = CHANGED[setting]
+    changed = resolve("trn2.48xlarge", (setting,))
+    assert getattr(changed, key) == wanted and type(getattr(changed, key)) is type(wanted)
+    assert changed.settings == (setting,)
+    same = {key: getattr(PROFILES["trn2.48xlarge"], key), "settings": ()}
+    assert dataclasses.replace(changed, **same) == PROFILES["trn2.48xlarge"]
+
+
+def test_settings_add_up_and_the_last_of_a_key_counts():
+    assert (resolve("cpu", ("tp=2", "compile_backend=inductor", "tp=1")).tp) == 1
+    changed = resolve("trn2.3xlarge", ("environment.NEURON_RT_EXEC_TIMEOUT=60", "environment.A=b=c"))
+    assert dict(changed.environment) == dict(PROFILES["trn2.3xlarge"].environment) | {
+        "NEURON_RT_EXEC_TIMEOUT": "60", "A": "b=c"
+    }  # fmt: skip
+    assert resolve("trn2.3xlarge", ("compiler_flags.dit=-O2",)).flags("dit") == "-O2 --lnc=2"
+
+
+# key=value -> what the refusal names
+WRONG = {
+    "tp": "wanted key=value",
+    "tps=4": "unknown key 'tps'; known: backend, tp, device, process_group, compile_backend, attention, blocks_per_graph",
+    "chip=8": "unknown key 'chip'",
+    "name=other": "unknown key 'name'",
+    "environment=A": "environment.NAME, compiler_flags.dit, compiler_flags.gemma3, compiler_flags.connectors",
+    "compiler_flags.vae=-O1": "unknown key 'compiler_flags.vae'",
+    "tp=four": "'four' is not a whole number of at least 1",
+    "tp=0": "'0' is not a whole number of at least 1",
+    "tp=4.0": "'4.0' is not a whole number",
+    "tp=": "'' is not a whole number",
+    "tp=²": "'²' is not a whole number",
+    "blocks_per_graph=-1": "'-1' is not a whole number of at least 0",
+    "resident=yes": "'yes' is not true or false",
+    "attention=flash": "'flash' is not one of sdpa, matmul, nki",
+    "compile_backend=inducter": "'inducter' is not one of export, inductor, neuron",
+    "text_buckets=128;256": "'128;256' is not whole numbers above 0 with commas between them",
+    "text_buckets=128,256": "the last of text_buckets must be 1024, the longest prompt",
+    "lnc=4": "lnc is 1 or 2, got 4",
+    "device=cuda": "device, process_group and compile_backend are cuda, gloo, export; known together: cpu, gloo, export; cpu",
+    "backend=nxd": "backend=nxd needs a Neuron profile",
+    "attention=nki": "attention=nki needs a Neuron profile",
+}
+
+
+@pytest.mark.parametrize("setting", WRONG)
+def test_a_wrong_setting_is_an_error_that_says_what_is_wanted(setting):
+    with pytest.raises(UserError) as error:
+        resolve("cpu", (setting,))
+    assert WRONG[setting] in str(error.value) and "--profile-set" in str(error.value)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"unknown profile 'trn3'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge\. "):
+        resolve("trn3")
+
+
+def installed(monkeypatch, **packages):
+    """The machine has these packages, with - for _."""
+
+    def version(name):
+        if name.replace("-", "_") not in packages:
+            raise profiles.importlib.metadata.PackageNotFoundError(name)
+        return packages[name.replace("-", "_")]
+
+    monkeypatch.setattr(profiles.importlib.metadata, "version", version)
+
+
+# settings, what is installed -> what the refusal says; None: none
+RUNTIMES = [
+    ("trn2.3xlarge", (), {}, "runs on neuronx-distributed, which is not installed"),
+    ("trn2.3xlarge", (), {"neuronx_distributed": "0.19"}, None),
+    ("trn2.3xlarge", ("backend=torchdist",), {"neuronx_distributed": "0.19"}, "runs on torch-neuronx, which is not installed"),
+    ("trn2.48xlarge", ("backend=torchdist",), {"torch_neuronx": "2.9.0.2.15"}, "torch-neuronx 2.9.0.2.15 is for torch-xla"),
+    ("trn2.48xlarge", ("backend=torchdist",), {"torch_neuronx": "2.13.3.0"}, None),
+    ("cuda", (), {}, "needs 1 GPUs that PyTorch can use, found 0"),
+    ("cpu", (), {}, None),
+]
+
+
+@pytest.mark.parametrize("name, settings, packages, said", RUNTIMES)
+def test_what_a_backend_runs_on_is_looked_for_before_anything_loads(monkeypatch, name, settings, packages, said):
+    installed(monkeypatch, **packages)
+    profile = resolve(name, settings)
+    if said is None:
+        require_runtime(profile, profile.tp, Machine())
+        return
+    with pytest.raises(UserError) as error:
+        require_runtime(profile, profile.tp, Machine())
+    assert said in str(error.value) and "nstall" in str(error.value)
+
+
+def test_more_ranks_than_the_machine_has_are_refused():
+    with pytest.raises(UserError, match=r"16 ranks need 16 logical cores, trn2\.3xlarge has 4 \(LNC=2\)"):
+        require_runtime(PROFILES["trn2.3xlarge"], 16)
+    with pytest.raises(UserError, match="needs 2 GPUs that PyTorch can use, found 1"):
+        require_runtime(PROFILES["cuda"], 2, Machine("", 0, 1))
