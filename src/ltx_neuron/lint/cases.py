@@ -1,13 +1,13 @@
 """The graphs that lint reads: all of the toolkit's, tiny and at the released width, with one block and with two."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ltx_neuron.config import GEMMA_3_12B, Bucket, GemmaConfig, TransformerConfig, transformer_config
-from ltx_neuron.parallel import Comm
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.tiny import TinySizes, released_config, tiny_config
@@ -36,9 +36,9 @@ def widths() -> dict[str, Width]:
     }
 
 
-def programs(profile: Profile, tp: int, comm: Comm, dtype: torch.dtype) -> Iterator[tuple[str, Program]]:
-    """Every program by name. Their modules are on the meta device: they take no memory."""
-    how = dict(tp=tp, comm=comm, dtype=dtype)
+def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Program]]]:
+    """Every program by name, and how to make it with `comm=`. Modules are on the meta device: they take no memory."""
+    how = dict(tp=tp, dtype=dtype)
     for name, width in widths().items():
         for blocks in BLOCKS:
             config = dataclasses.replace(
@@ -51,10 +51,10 @@ def programs(profile: Profile, tp: int, comm: Comm, dtype: torch.dtype) -> Itera
                 for timesteps, task in ((1, "text to video"), (2, "image to video")):
                     bucket = Bucket(width.video_tokens, width.audio_tokens, timesteps, max_steps=8, guided=guided)
                     dit = f"{label}: DiT, {task}{', guided' * guided}"
-                    yield f"{dit}, cut", dit_program(config, bucket, blocks_per_graph=blocks, **how)
-                    yield f"{dit}, whole", dit_program(config, bucket, blocks_per_graph=0, **how)
+                    yield f"{dit}, cut", partial(dit_program, config, bucket, blocks_per_graph=blocks, **how)
+                    yield f"{dit}, whole", partial(dit_program, config, bucket, blocks_per_graph=0, **how)
             for tokens in profile.text_buckets:
                 for states in (False, True):
                     text = f"{label}: Gemma3, {tokens} tokens{', all states' * states}"
-                    yield text, gemma3_program(gemma, config, tokens, states=states, **how)
-            yield f"{label}: connectors", connector_program(config, **how)
+                    yield text, partial(gemma3_program, gemma, config, tokens, states=states, **how)
+            yield f"{label}: connectors", partial(connector_program, config, **how)

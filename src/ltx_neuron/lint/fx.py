@@ -5,8 +5,9 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from ltx_neuron.backends.export import GROUP
-from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, check
+from ltx_neuron.backends.export import GROUP, trace
+from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Reading, Target, check
+from ltx_neuron.programs import Program
 
 SPELLING = {
     torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.bool: "pred",
@@ -44,6 +45,13 @@ WAIT = "_c10d_functional.wait_tensor.default"
 def check_fx(module: fx.GraphModule | torch.export.ExportedProgram, graph: str = "graph") -> list[Finding]:
     """What would go wrong with an exported program, or with an AOT graph as torch.compile hands it to a backend."""
     return check(graph, operations(module.graph), TARGET)
+
+
+def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
+    """One graph of a program made with a TorchDistComm, exported. Call inside a process group of `tp` ranks."""
+    exported = trace(program, name, dtype)
+    text = "\n".join([exported.graph_module.code, str(exported.graph_signature)])
+    return Reading(text, operations(exported.graph), check_fx(exported, graph))
 
 
 def operations(graph: fx.Graph) -> list[Operation]:

@@ -4,11 +4,12 @@ import re
 
 from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, check
 
-# What the graphs lower to. All are in the compiler's published list of XLA operators (Neuron docs, neuron-cc-ops-xla).
+# What the graphs lower to. All but logistic (every SiLU's, so every LLM's on Trainium) are in the compiler's published list of
+# XLA operators (Neuron docs, neuron-cc-ops-xla).
 OPERATIONS = {
     *("parameter", "constant", "tuple", "get-tuple-element", "convert", "broadcast", "reshape", "transpose", "slice"),
-    *("concatenate", "add", "subtract", "multiply", "divide", "maximum", "exponential", "tanh", "sqrt", "rsqrt", "power"),
-    *("compare", "select", "dot", "reduce"),
+    *("concatenate", "add", "subtract", "multiply", "divide", "maximum", "clamp", "exponential", "tanh", "logistic", "sqrt"),
+    *("rsqrt", "power", "compare", "and", "select", "dot", "reduce", "batch-norm-training"),
 }
 MAY_INDEX = {"parameter", "constant", "convert", "reshape", "broadcast", "tuple", "get-tuple-element"}
 # Read as collectives whatever comes of them; an all-reduce may carry a group of tensors (and torch_xla's scalar token).

@@ -46,6 +46,14 @@ class Finding(NamedTuple):
     do: str
 
 
+class Reading(NamedTuple):
+    """A graph as a front end read it. The text is what the ranks are compared by."""
+
+    text: str
+    operations: list[Operation]
+    findings: list[Finding]
+
+
 class Target(NamedTuple):
     """What a front end's graphs may hold.
 
@@ -97,6 +105,11 @@ REFUSED_OPERATIONS = {
 }  # fmt: skip
 
 
+# The parts of softmax and LayerNorm that sum: rounded to bf16 at every step, they are off by percents on long rows.
+SUMMING = {"exponential", "batch-norm-training", "aten._softmax.default", "aten.layer_norm.default",
+           "aten.native_layer_norm.default"}  # fmt: skip
+
+
 class Rule(NamedTuple):
     """`broken` returns what is wrong with an operation and what to do, or nothing."""
 
@@ -135,6 +148,12 @@ def _constant(operation: Operation, target: Target) -> tuple[str, str] | None:
     return None
 
 
+def _precision(operation: Operation, target: Target) -> tuple[str, str] | None:
+    if operation.name in SUMMING and operation.operands[0].dtype != "f32":
+        return f"computed in {operation.operands[0].dtype}", "cast to fp32 before it and back after it"
+    return None
+
+
 def _unsupported(operation: Operation, target: Target) -> tuple[str, str] | None:
     if operation.collective or operation.name in target.operations:
         return None
@@ -169,6 +188,7 @@ RULES = (
     Rule("dynamic shape", _dynamic),
     Rule("constant", _constant),
     Rule("unsupported operation", _unsupported),
+    Rule("precision", _precision),
     Rule("collective", _collective),
 )
 
