@@ -165,7 +165,7 @@ def shard(args: argparse.Namespace, model: str, make: Callable[[Workspace], list
         if args.checkpoint_path or args.verify:
             raise UserError("--from-shards takes the place of --checkpoint-path and does not go with --verify; leave one out")
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
-        profile = resolve(args.profile)
+        profile = resolve(args.profile, tuple(args.profile_set))
         tp = profile.tp if args.tp_degree is None else args.tp_degree
         print(f"weights: {reshard(args.from_shards, args.artifacts_dir, model, tp, args.dtype, args.num_workers)}")
     elif args.checkpoint_path:

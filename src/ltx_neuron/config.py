@@ -214,6 +214,13 @@ class GemmaConfig:
         check_heads(tp, self.heads)
 
 
+GEMMA_3_12B = GemmaConfig(
+    hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8,
+    head_dim=256, query_pre_attn_scalar=256, vocab_size=262208, rms_norm_eps=1e-6, sliding_window=1024,
+    full_attention_layers=tuple(range(5, 48, 6)), rope_theta=1e6, rope_factor=8.0, rope_local_base_freq=1e4,
+)  # fmt: skip
+
+
 def gemma_config(root: Path) -> GemmaConfig:
     """Read gemma_root/config.json. Defaults are google/gemma-3-12b-it's, whose published file leaves most out."""
     path = Path(root) / "config.json"

@@ -264,7 +264,7 @@ class X0Tail(nn.Module):
     def _velocity(self, x: Tensor, rows: Modulation, table: Tensor, projection: nn.Linear) -> Tensor:
         own = table.unsqueeze(1)  # (shift, scale), both added to the one embedded timestep
         (shift,), (scale,) = rows(own[0], EMBEDDED_TIMESTEP, 0, 1), rows(own[1], EMBEDDED_TIMESTEP, 0, 1)
-        x = nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
+        x = nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)  # XLA would sum in x's own dtype
         return projection(x * (1 + scale) + shift)
 
 

@@ -18,7 +18,7 @@ import torch
 from ltx_neuron import cli, errors
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.checkpoint import Checkpoint, Source
-from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig, gemma_config, transformer_config
+from ltx_neuron.config import GEMMA_3_12B, Bucket, GemmaConfig, TransformerConfig, gemma_config, transformer_config
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.programs import Program, dit_program, gemma3_program
@@ -29,11 +29,6 @@ ASSUMED = {
     "runtime_bytes_per_core": 2 * 2**30,  # compiled graphs, scratch, runtime; published peaks suggest 1 to 3 GB
     "sdpa": "attention scores are never held (a flash kernel)",
 }
-_GEMMA_3_12B = GemmaConfig(
-    hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=256, query_pre_attn_scalar=256, vocab_size=262208, rms_norm_eps=1e-6, sliding_window=1024,
-    full_attention_layers=tuple(range(5, 48, 6)), rope_theta=1e6, rope_factor=8.0, rope_local_base_freq=1e4,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class Plan:
     stages: list[StagePlan]
 
 
-def plan(checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: str, gemma: GemmaConfig = _GEMMA_3_12B,
+def plan(checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: str, gemma: GemmaConfig = GEMMA_3_12B,
          recipe: str = "distilled", steps: int = 30) -> Plan:  # fmt: skip
     """Plan a generation. Raises UserError for sizes and degrees that do not fit the model."""
     size.check()
@@ -266,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     args: argparse.Namespace = parser.parse_args(argv)
     profile = resolve(args.profile, tuple(args.profile_set))
     tp = profile.tp if args.tp_degree is None else args.tp_degree
-    gemma = gemma_config(args.gemma_root) if args.gemma_root else _GEMMA_3_12B
+    gemma = gemma_config(args.gemma_root) if args.gemma_root else GEMMA_3_12B
     checkpoint = Checkpoint(args.checkpoint_path)
     recipe = args.recipe or "distilled"
     made = plan(checkpoint, profile, cli.size(args), tp, args.dtype, gemma, recipe, args.num_inference_steps)

@@ -1,0 +1,108 @@
+"""The FX front end: exported programs and AOT graphs, as TorchNeuron is given them."""
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from ltx_neuron.backends.export import GROUP, trace
+from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Reading, Target, check
+from ltx_neuron.programs import Program
+
+SPELLING = {
+    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.bool: "pred",
+    torch.uint8: "u8", torch.int8: "s8", torch.int16: "s16", torch.int32: "s32", torch.int64: "s64",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+# Elementwise arithmetic, matrix products, reductions over fixed dimensions, and reshapes that are known when compiling.
+# No gather, index, scatter, sort, loop or random number: each is slow or refused on some device.
+EXPORTED = {
+    *("mul.Tensor", "add.Tensor", "sub.Tensor", "div.Tensor", "rsub.Scalar", "square.default", "sqrt.default"),
+    *("rsqrt.default", "sigmoid.default", "gelu.default", "clamp_min.default", "eq.Tensor", "to.dtype"),
+    *("linear.default", "scaled_dot_product_attention.default", "layer_norm.default"),
+    *("sum.dim_IntList", "sum.default", "mean.dim", "mean.default"),
+    *("select.int", "slice.Tensor", "unsqueeze.default", "transpose.int", "unflatten.int", "flatten.using_ints"),
+    *("view.default", "cat.default", "stack.default", "chunk.default", "unbind.int", "split_with_sizes.default"),
+    "repeat_interleave.self_int",
+}
+# What torch.compile makes of the same modules: the composite ones taken apart.
+TRACED = {
+    *("_to_copy.default", "pow.Tensor_Scalar", "mm.default", "addmm.default", "bmm.default", "t.default", "permute.default"),
+    *("expand.default", "clone.default", "_unsafe_view.default", "native_layer_norm.default", "split.Tensor", "rsub.Scalar"),
+    *("_scaled_dot_product_flash_attention_for_cpu.default", "_softmax.default", "squeeze.dim", "alias.default"),
+}
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+TARGET = Target(
+    operations=frozenset({f"aten.{name}" for name in EXPORTED | TRACED} | {"placeholder", "constant"}),
+    collectives={f"_c10d_functional.{name}.default": 1 for name in COLLECTIVES},
+    reduction="sum",
+    group=GROUP,
+)
+WAIT = "_c10d_functional.wait_tensor.default"
+
+
+def check_fx(module: fx.GraphModule | torch.export.ExportedProgram, graph: str = "graph") -> list[Finding]:
+    """What would go wrong with an exported program, or with an AOT graph as torch.compile hands it to a backend."""
+    return check(graph, operations(module.graph), TARGET)
+
+
+def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
+    """One graph of a program made with a TorchDistComm, exported. Call inside a process group of `tp` ranks."""
+    exported = trace(program, name, dtype)
+    text = "\n".join([exported.graph_module.code, str(exported.graph_signature)])
+    return Reading(text, operations(exported.graph), check_fx(exported, graph))
+
+
+def operations(graph: fx.Graph) -> list[Operation]:
+    """Every operation of a graph but the output, python's own unpacking of tuples, and waiting for a collective."""
+    nodes = [node for node in graph.nodes if node.op != "output" and node.target is not operator.getitem]
+    return [_operation(node) for node in nodes if str(node.target) != WAIT]
+
+
+def _operation(node: fx.Node) -> Operation:
+    name = {"placeholder": "placeholder", "get_attr": "constant"}.get(node.op, str(node.target))
+    operands = tuple(kind for used in node.all_input_nodes for kind in kinds(used))
+    return Operation(name, node.name, kinds(node), operands, _collective(node) if "c10d" in name else None)
+
+
+def kinds(node: fx.Node) -> tuple[Kind, ...]:
+    """The tensors that a node stands for, and the numbers that are not known yet."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    symbols = tuple(Kind("symbol", ()) for v in values if isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool))
+    return tuple(_kind(v) for v in values if isinstance(v, Tensor)) + symbols
+
+
+def _kind(value: Tensor) -> Kind:
+    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+    return Kind(SPELLING.get(value.dtype, str(value.dtype).removeprefix("torch.")), shape)
+
+
+def _collective(node: fx.Node) -> Collective:
+    given = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)}
+    given |= node.kwargs
+    waited = all(str(user.target) == WAIT for user in node.users)
+    return Collective(given.get("reduce_op", ""), given.get("group_name", ""), waited)
+
+
+class Recorder:
+    """A torch.compile backend that keeps every graph it is given and runs it as it is: torch.compile(f, backend=recorder)."""
+
+    def __init__(self):
+        from torch._dynamo.backends.common import aot_autograd
+
+        self.graphs: list[fx.GraphModule] = []
+        self._backend = aot_autograd(fw_compiler=self._keep, keep_inference_input_mutations=True)
+
+    def __call__(self, module: fx.GraphModule, example_inputs: list):
+        return self._backend(module, example_inputs)
+
+    def _keep(self, module: fx.GraphModule, example_inputs: list):
+        self.graphs.append(module)
+        return module.forward
+
+    @property
+    def texts(self) -> list[str]:
+        """The graphs as text, without source locations: equal on every rank or wrong."""
+        return [graph.code for graph in self.graphs]

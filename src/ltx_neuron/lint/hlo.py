@@ -1,0 +1,105 @@
+"""The HLO front end: the text of what torch_xla traced, as ModelBuilder hands it to neuronx-cc."""
+
+import re
+
+from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, check
+
+# What the graphs lower to. All but logistic (every SiLU's, so every LLM's on Trainium) are in the compiler's published list of
+# XLA operators (Neuron docs, neuron-cc-ops-xla).
+OPERATIONS = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "convert", "broadcast", "reshape", "transpose", "slice"),
+    *("concatenate", "add", "subtract", "multiply", "divide", "maximum", "clamp", "exponential", "tanh", "logistic", "sqrt"),
+    *("rsqrt", "power", "compare", "and", "select", "dot", "reduce", "batch-norm-training"),
+}
+MAY_INDEX = {"parameter", "constant", "convert", "reshape", "broadcast", "tuple", "get-tuple-element"}
+# Read as collectives whatever comes of them; an all-reduce may carry a group of tensors (and torch_xla's scalar token).
+COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"}
+MOST_TENSORS = 16
+
+_COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(
+    r"^\s*(?P<root>ROOT )?%?(?P<label>[\w.\-]+) = (?P<kinds>.+?) (?P<name>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+)
+_KIND = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([^\]]*)\]")
+_NAME = re.compile(r"%?([\w.\-]+)$")
+
+
+def target(tp: int) -> Target:
+    """What an HLO graph of `tp` ranks may hold."""
+    return Target(
+        operations=frozenset(OPERATIONS),
+        collectives={"all-reduce": MOST_TENSORS},
+        reduction="add",
+        group="{{" + ",".join(map(str, range(tp))) + "}}",
+        may_index=frozenset(MAY_INDEX),
+    )
+
+
+def check_hlo(text: str, tp: int, graph: str = "graph") -> list[Finding]:
+    """What would go wrong with a graph given as HLO text, for a group of `tp` ranks."""
+    return check(graph, operations(text), target(tp))
+
+
+def operations(text: str) -> list[Operation]:
+    """Every instruction of every computation. Raises ValueError for a text that holds none."""
+    parsed, kinds, roots, computation = [], {}, {}, ""
+    for line in text.splitlines():
+        opened = _COMPUTATION.match(line)
+        if opened:
+            computation = opened["name"]
+        found = None if opened else _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))
+        if found:
+            kinds[computation, found["label"]] = _kinds(found["kinds"])
+            parsed.append((computation, found))
+            if found["root"]:
+                roots[computation] = found["name"]
+    if not parsed:
+        raise ValueError("no HLO instruction in this text")
+    return [_operation(computation, found, kinds, roots) for computation, found in parsed]
+
+
+def _operation(computation: str, found: re.Match, kinds: dict, roots: dict) -> Operation:
+    arguments, attributes = _split(found["rest"])
+    name = found["name"].removesuffix("-start")
+    names = [_NAME.search(argument.strip()) for argument in arguments]
+    operands = tuple(k for n in names if n for k in kinds.get((computation, n[1]), ()))
+    collective = Collective(_reduction(attributes, roots), _group(attributes)) if name in COLLECTIVES else None
+    return Operation(name, found["label"], kinds[computation, found["label"]], operands, collective)
+
+
+def _split(rest: str) -> tuple[list[str], str]:
+    """What stands in the parentheses that `rest` begins inside of, by its commas, and what follows them."""
+    parts, depth, start = [], 1, 0
+    for index, letter in enumerate(rest):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth == 0 or depth == 1 and letter == ",":
+            parts.append(rest[start:index])
+            start = index + 1
+        if depth == 0:
+            return [part for part in parts if part.strip()], rest[start:]
+    raise ValueError(f"unbalanced parentheses in HLO: {rest[:80]}")
+
+
+def _kinds(text: str) -> tuple[Kind, ...]:
+    return tuple(Kind(dtype, _shape(dims)) for dtype, dims in _KIND.findall(text))
+
+
+def _shape(dims: str) -> tuple[int | None, ...]:
+    """2,3 is static; <=3 is bounded and ? is not: both are dynamic."""
+    return tuple(int(size) if size.strip().isdigit() else None for size in dims.split(",") if size.strip())
+
+
+def _reduction(attributes: str, roots: dict) -> str:
+    called = re.search(r"to_apply=%?([\w.\-]+)", attributes)
+    return roots.get(called[1], "an unknown computation") if called else ""
+
+
+def _group(attributes: str) -> str:
+    """{{0,1},{2,3}} as written; [2,2]<=[4] is the same written short."""
+    short = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[\d+\](?!T)", attributes)
+    if short:
+        count, size = int(short[1]), int(short[2])
+        groups = (",".join(str(first * size + i) for i in range(size)) for first in range(count))
+        return "{" + ",".join("{" + group + "}" for group in groups) + "}"
+    written = re.search(r"replica_groups=(\{\{[\d,{}]*\}\}|\{\})", attributes)
+    return written[1] if written else ""

@@ -1,0 +1,217 @@
+"""What a graph may hold on Trainium2: one table of rules over operations, whichever front end read them.
+
+Sources, as named in the findings: NCC_* are the compiler's documented error codes (Neuron SDK 2.32, compiler/error-codes);
+"TorchNeuron" is what its lowering of collectives maps (torch-neuronx, neuron_dynamo_backend). What no document says the
+compiler takes is refused: the operations are those that the graphs need.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+
+class Kind(NamedTuple):
+    """dtype in HLO's spelling (bf16, f32, s32, pred, ...; "symbol" for a number known only at run time) and dimensions.
+
+    A dimension that is not known when compiling is None.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+class Collective(NamedTuple):
+    """How a collective travels. `group` in the front end's own spelling, `waited` if its result is awaited before use."""
+
+    reduction: str
+    group: str
+    waited: bool = True
+
+
+class Operation(NamedTuple):
+    """One operation of a graph. `name` says what it does, `label` is its own name in the graph."""
+
+    name: str
+    label: str
+    results: tuple[Kind, ...]
+    operands: tuple[Kind, ...] = ()
+    collective: Collective | None = None
+
+
+class Finding(NamedTuple):
+    """Something the compiler would refuse or get silently wrong."""
+
+    graph: str
+    operation: str
+    wrong: str
+    do: str
+
+
+class Reading(NamedTuple):
+    """A graph as a front end read it. The text is what the ranks are compared by."""
+
+    text: str
+    operations: list[Operation]
+    findings: list[Finding]
+
+
+class Target(NamedTuple):
+    """What a front end's graphs may hold.
+
+    operations   allowed, besides the collectives
+    collectives  allowed, with the most operands one may have
+    reduction    the only reduction, and `group` the only group: all ranks
+    may_index    operations that may carry int64, which the compiler reads as int32: right for indices, wrong for arithmetic
+    """
+
+    operations: frozenset[str]
+    collectives: dict[str, int]
+    reduction: str
+    group: str
+    may_index: frozenset[str] = frozenset()
+
+
+DTYPES = {"bf16", "f32", "s32", "pred"}
+# Why another dtype is refused, by the start of its name, and what to do. The last entry is any other.
+REFUSED_DTYPES = {
+    "f64": ("NCC_ESPP004: float64 is not supported", "make the constant or table fp32 (.float(), dtype=torch.float32), or "
+            "compute it on the host and make it an input; .item() of a tensor makes a float64 too"),
+    "s64": ("neuronx-cc reads int64 as int32", "use int32, or do the arithmetic on the host"),
+    "u64": ("NCC_ESFH002: uint64 is not supported", "use int32"),
+    "c": ("NCC_EVRF004: complex numbers are not supported", "keep real and imaginary parts apart, as rope.rotate does"),
+    "f8": ("NCC_EVRF005, NCC_EVRF051: this 8-bit float is not supported on trn2", "use bfloat16"),
+    "": ("NCC_ESPP004: not among the dtypes that the graphs were checked with", "use bfloat16, float32, int32 or bool"),
+}  # fmt: skip
+
+# Why an operation is refused, by a word of its name, and what to do. The last entry is any other.
+REFUSED_OPERATIONS = {
+    "sort": ("NCC_EVRF001: no sort", "sort on the host and make the result an input"),
+    "topk": ("NCC_EVRF013: limited, and a sort in most lowerings", "choose on the host and make the result an input"),
+    "nonzero": ("NCC_EMOD025: its size depends on the data", "multiply by a mask of 0 and 1 (boolean indexing is nonzero)"),
+    "masked_select": ("NCC_EMOD025: its size depends on the data", "multiply by a mask of 0 and 1"),
+    "index": ("a gather: slow on the device, or NCC_EVRF056", "multiply by a one-hot tensor, as the step's rows are chosen"),
+    "gather": ("a gather: slow on the device, or NCC_EVRF056", "multiply by a one-hot tensor, as the step's rows are chosen"),
+    "scatter": ("NCC_EVRF016, NCC_EVRF060: limited", "add or concatenate instead"),
+    "local_scalar_dense": ("the value is fetched while tracing and baked in", "keep it a tensor: no .item(), no if on it"),
+    "item": ("the value is fetched while tracing and baked in", "keep it a tensor: no .item(), no if on it"),
+    "copy_": ("the graph writes into one of its inputs", "return a fresh tensor; reduce intermediates, never inputs"),
+    "rng": ("NCC_EVRF006: random numbers of the device are not the host's", "draw on the host and make it an input"),
+    "rand": ("NCC_EVRF006: random numbers of the device are not the host's", "draw on the host and make it an input"),
+    "arange": ("the graph makes a tensor of its own", "make it an input"),
+    "while": ("control flow on data", "unroll the loop"),
+    "conditional": ("control flow on data", "compute both and choose by a tensor of 0 and 1"),
+    "custom-call": ("NCC_EHCA005, NCC_EVRF015: a custom call the compiler does not know", "write it with plain operations"),
+    "": ("NCC_EVRF001, NCC_EUOC002: not among the operations that the graphs were checked with",
+         "write it with those in ltx_neuron/lint, or make sure `neuronx-cc list-operators --framework XLA` has it and add it"),
+}  # fmt: skip
+
+
+# The parts of softmax and LayerNorm that sum: rounded to bf16 at every step, they are off by percents on long rows.
+SUMMING = {"exponential", "batch-norm-training", "aten._softmax.default", "aten.layer_norm.default",
+           "aten.native_layer_norm.default"}  # fmt: skip
+
+
+class Rule(NamedTuple):
+    """`broken` returns what is wrong with an operation and what to do, or nothing."""
+
+    name: str
+    broken: Callable[[Operation, Target], tuple[str, str] | None]
+
+
+def _dtype(operation: Operation, target: Target) -> tuple[str, str] | None:
+    before = {kind.dtype for kind in operation.operands}
+    for kind in operation.results:
+        arises = kind.dtype not in DTYPES and kind.dtype != "symbol" and kind.dtype not in before
+        if arises and not (kind.dtype == "s64" and operation.name in target.may_index):
+            why, do = _first(REFUSED_DTYPES, kind.dtype.startswith)
+            return f"{kind.dtype} arises here; {why}", do
+    return None
+
+
+def _integer_arithmetic(operation: Operation, target: Target) -> tuple[str, str] | None:
+    if "s64" in {kind.dtype for kind in operation.operands} and operation.name not in target.may_index:
+        return f"arithmetic on int64; {REFUSED_DTYPES['s64'][0]}", REFUSED_DTYPES["s64"][1]
+    whole = {kind.dtype for kind in operation.operands} & {"s32", "u32"}
+    if whole and (operation.collective or operation.name == "dot"):
+        return "NCC_EVRF035, NCC_EVRF061: sums and products of integers are computed in fp32", "cast to float first"
+    return None
+
+
+def _dynamic(operation: Operation, target: Target) -> tuple[str, str] | None:
+    if any(kind.dtype == "symbol" or None in kind.shape for kind in operation.results):
+        return "NCC_EMOD025: a size or number that is known only at run time", "fix it when compiling, one bucket per size"
+    return None
+
+
+def _constant(operation: Operation, target: Target) -> tuple[str, str] | None:
+    if operation.name == "constant" and any(kind.shape not in ((), (1,)) for kind in operation.results):
+        return "the graph holds a tensor of its own", "make it an input or a parameter, so that every rank brings its own"
+    return None
+
+
+def _precision(operation: Operation, target: Target) -> tuple[str, str] | None:
+    if operation.name in SUMMING and operation.operands[0].dtype != "f32":
+        return f"computed in {operation.operands[0].dtype}", "cast to fp32 before it and back after it"
+    return None
+
+
+def _unsupported(operation: Operation, target: Target) -> tuple[str, str] | None:
+    if operation.collective or operation.name in target.operations:
+        return None
+    return _first(REFUSED_OPERATIONS, lambda word: word in operation.name)
+
+
+def _collective(operation: Operation, target: Target) -> tuple[str, str] | None:
+    form = operation.collective
+    if form is None:
+        return None
+    most = target.collectives.get(operation.name)
+    if most is None:
+        return f"TorchNeuron and ModelBuilder are given {', '.join(sorted(target.collectives))} alone", "sum through Comm"
+    if len(operation.operands) > most:
+        return f"{len(operation.operands)} tensors in one call; this form carries {most}", "one call each, or concatenate"
+    if form.reduction not in ("", target.reduction):
+        return f"reduces by {form.reduction}; the models only sum", "sum through Comm"
+    if form.group != target.group:
+        return f"ranks {form.group or 'not named'}, wanted {target.group}: the others would wait for ever", "sum through Comm"
+    if not form.waited:
+        return "its result is read before it is awaited", "wait_tensor first, as Comm does"
+    return None
+
+
+def _first(table: dict[str, tuple[str, str]], matches: Callable[[str], bool]) -> tuple[str, str]:
+    return next(entry for word, entry in table.items() if matches(word))
+
+
+RULES = (
+    Rule("dtype", _dtype),
+    Rule("integer arithmetic", _integer_arithmetic),
+    Rule("dynamic shape", _dynamic),
+    Rule("constant", _constant),
+    Rule("unsupported operation", _unsupported),
+    Rule("precision", _precision),
+    Rule("collective", _collective),
+)
+
+
+def check(graph: str, operations: Iterable[Operation], target: Target) -> list[Finding]:
+    """What the rules find in a graph, in its order. The same fault of the same kind of operation is reported once."""
+    found: dict[tuple, Finding] = {}
+    for operation in operations:
+        for rule in RULES:
+            broken = rule.broken(operation, target)
+            if broken:
+                finding = Finding(graph, f"{operation.label} ({operation.name})", *broken)
+                found.setdefault((rule.name, operation.name, *broken), finding)
+    return list(found.values())
+
+
+def compare_ranks(graph: str, texts: dict[int, str]) -> list[Finding]:
+    """A finding if a graph's text depends on the rank that traced it: every rank would then run another program."""
+    (first, wanted), *others = texts.items()
+    for rank, text in others:
+        if text != wanted:
+            lines = zip(wanted.splitlines(), text.splitlines(), strict=False)
+            here, there = next((pair for pair in lines if pair[0] != pair[1]), ("a shorter graph", "a longer one"))
+            wrong = f"rank {first} has {here.strip()!r}, rank {rank} has {there.strip()!r}"
+            return [Finding(graph, "the whole graph", wrong, "no rank in the model: cut weights and inputs before they load")]
+    return []
