@@ -1,0 +1,291 @@
+"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test fixture, never the product.
+
+What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO, XLA's CPU compiler and
+its collectives. What is stood in for: torch_neuronx's wrapper around the tracing, neuronx-cc (the "NEFF" is the HLO itself)
+and the runtime (the HLO runs on as many XLA:CPU devices as there are ranks, each with its own arguments).
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from collections import defaultdict
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+SOURCE = "LTX_NEURON_NXD_SOURCE"  # environment variable: a checkout of aws-neuron/neuronx-distributed
+_CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "boto3", "botocore", "s3transfer", "tenacity")
+
+
+def install(source: Path) -> None:
+    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla."""
+    os.environ |= {"PJRT_DEVICE": "CPU", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+    import torch_xla  # noqa: F401
+
+    sys.meta_path.append(_Anything())
+    sys.path.insert(0, str(source / "src"))
+    names = ("", ".contexts", ".proto.metaneff_pb2", ".pyhlo.hlo_pb2", ".utils.utils", ".xla_impl.structure", ".xla_impl.trace")
+    torch_neuronx, _, metaneff, hlo, inner, structure, xla_trace = (import_module(f"torch_neuronx{name}") for name in names)
+    torch_neuronx.__version__ = "2.9.0.stub"
+    for module in (torch_neuronx.utils, inner):
+        module.get_platform_target = lambda *_: "trn2"
+    metaneff.MetaNeff, metaneff.MetaTensor = MetaNeff, MetaTensor
+    hlo.HloModuleProto = hlo_messages()["HloModuleProto"]
+    structure.Flattener, structure.Packer = Flattener, Packer
+    xla_trace.generate_hlo, xla_trace.get_torch_dtype = generate_hlo, lambda name: getattr(torch, name)
+    import_module("libneuronxla").neuron_xla_compile = lambda module_bytes, **_: module_bytes
+    torch.classes.neuron = SimpleNamespace(
+        SPMDModel=SPMDModel, LayoutTransformation=object, Runtime=object, Model=object
+    )  # fmt: skip
+    torch.ops.neuron._parallel_load = lambda ranks: [dict(weights) for weights in ranks]
+
+
+class _Anything(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Serves every module of the closed packages; whatever is asked of one is a class that takes anything."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in _CLOSED:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Module(spec.name)
+
+    def exec_module(self, module):
+        module.__path__ = []
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Kind(name, (_Harmless,), {})
+
+
+class _Kind(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls()
+
+
+class _Harmless(metaclass=_Kind):
+    def __init__(self, *args, **kwargs):
+        self.rank_src_tgt_pairs = defaultdict(list)
+
+    def __init_subclass__(cls, **kwargs):
+        pass
+
+    def __call__(self, *args, **kwargs):
+        return args[0] if args and callable(args[0]) else self
+
+
+@cache
+def hlo_messages() -> dict:
+    """The part of XLA's hlo.proto that NxD reads; what is not described here is kept as it is."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    kind = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="ltx_neuron_test_hlo.proto", package="ltxneurontest", syntax="proto3")
+    described = {
+        "HloInstructionProto": {"name": (1, "string"), "opcode": (2, "string"), "parameter_number": (9, "int64"),
+                                "custom_call_target": (28, "string"), "id": (35, "int64"),
+                                "operand_ids": (36, ["int64"]), "called_computation_ids": (38, ["int64"])},
+        "HloComputationProto": {"name": (1, "string"), "instructions": (2, ["HloInstructionProto"]), "id": (5, "int64"),
+                                "root_id": (6, "int64")},
+        "HloModuleProto": {"name": (1, "string"), "entry_computation_name": (2, "string"),
+                           "computations": (3, ["HloComputationProto"]), "id": (5, "int64"),
+                           "entry_computation_id": (6, "int64")},
+    }  # fmt: skip
+    for message, fields in described.items():
+        added = file.message_type.add(name=message)
+        for name, (number, of) in fields.items():
+            repeated, of = isinstance(of, list), of[0] if isinstance(of, list) else of
+            field = added.field.add(name=name, number=number, label=kind.LABEL_REPEATED if repeated else kind.LABEL_OPTIONAL)
+            if of in described:
+                field.type, field.type_name = kind.TYPE_MESSAGE, f".ltxneurontest.{of}"
+            else:
+                field.type = {"string": kind.TYPE_STRING, "int64": kind.TYPE_INT64}[of]
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {m: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ltxneurontest.{m}")) for m in described}
+
+
+class MetaTensor:
+    """One input or output of a graph. `parameter` is its number in the HLO; a constant carries its value."""
+
+    Type = SimpleNamespace(USER_INPUT=1, INPUT_WEIGHT=2, INPUT_STATE=3, CONSTANT=4)
+
+    def __init__(self, tensor, type=0, checkpoint_key=b"", parameter=0, user_input_key=b"", value=None):
+        self.shape, self.data_type = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
+        self.type, self.checkpoint_key, self.user_input_key = type, checkpoint_key, user_input_key
+        self.parameter, self.value = parameter, value
+
+
+class MetaNeff:
+    """Inputs in the order user inputs, weights, constants: NxD counts on user inputs being first."""
+
+    def __init__(self, inputs=(), outputs=(), graph=b""):
+        self.input_tensors, self.output_tensors, self.output_aliases_to = [*inputs], [*outputs], {}
+        self.serialized_graph_def = graph
+
+    def SerializeToString(self) -> bytes:
+        said = [
+            {"shape": t.shape, "dtype": t.data_type, "type": t.type, "weight": t.checkpoint_key.decode(),
+             "input": t.user_input_key.decode(), "parameter": t.parameter, "value": t.value}
+            for t in self.input_tensors
+        ]  # fmt: skip
+        return json.dumps(said).encode()
+
+
+class Flattener:
+    """The given inputs in the graph's order, without those it does not use."""
+
+    def __init__(self, layout, exclude):
+        self.layout, self.exclude = layout, exclude
+
+    def __call__(self, inputs):
+        return [inputs[i] for i in self.layout if i not in (self.exclude or ())]
+
+
+class Packer:
+    def __init__(self, layout, identifiers, constants):
+        self.layout, self.identifiers, self.constants = layout, identifiers, constants
+
+    def __call__(self, outputs):
+        return tuple(outputs)
+
+
+def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
+    """Trace a module on XLA's lazy device, without running it, as torch_neuronx does."""
+    import torch_xla
+
+    wanted = dict(inline_weights_to_neff=False, cpu_backend=True, preserve_parameters=True, treat_inputs_as_kwargs=True)
+    assert options.items() >= wanted.items(), options
+    xla, device = torch_xla._XLAC, torch_xla.device()
+    seen, inputs = {}, {}
+    for name, tensor in example_inputs.items():  # an object given twice is one input, as it is on Neuron
+        inputs[name] = seen.setdefault(id(tensor), None) if id(tensor) in seen else tensor.to(device)
+        seen[id(tensor)] = inputs[name]
+    weights = {name: parameter.to(device) for name, parameter in module.named_parameters()}
+    with torch.no_grad():
+        outputs = torch.func.functional_call(module, weights, (), inputs, strict=True)
+    ids, values = xla._get_tensors_xla_device_data_node(list(outputs))
+    number = {tensor_id: parameter for parameter, tensor_id in enumerate(ids)}
+    taken = {name: number.pop(xla._xla_get_tensor_id(t), None) for name, t in inputs.items()}
+    held = {name: number.pop(xla._xla_get_tensor_id(t), None) for name, t in weights.items()}
+    kinds = MetaTensor.Type
+    metas = [MetaTensor(inputs[n], kinds.USER_INPUT, parameter=p) for n, p in taken.items() if p is not None]
+    used = {name: parameter for name, parameter in held.items() if parameter is not None}
+    metas += [MetaTensor(weights[n], kinds.INPUT_WEIGHT, n.encode(), p) for n, p in used.items()]
+    metas += [MetaTensor(values[p], kinds.CONSTANT, parameter=p, value=values[p].cpu().tolist()) for p in number.values()]
+    hlo = hlo_messages()["HloModuleProto"].FromString(xla._get_xla_tensors_hlo_proto(list(outputs)))
+    xla._clear_pending_irs(str(device))  # the next trace starts afresh: nothing here is ever run,
+    xla._set_all_reduce_token(str(device), None)  # and its collectives do not follow on these
+    unused = [i for i, parameter in enumerate(taken.values()) if parameter is None]
+    return SimpleNamespace(
+        hlo_module=hlo, metaneff=MetaNeff(metas, [MetaTensor(t) for t in outputs], hlo.SerializeToString()),
+        flattener=Flattener(tuple(range(len(taken))), unused or None), packer=Packer(None, None, None),
+        weight_name_to_idx=used,
+    )  # fmt: skip
+
+
+class SPMDModel:
+    """A graph on as many XLA:CPU devices as there are ranks, with the runtime's interface."""
+
+    def __init__(self, neff: bytes, metaneff: bytes, local_ranks: int, world_size: int):
+        self.hlo, self.inputs, self.ranks = neff, json.loads(metaneff), local_ranks
+        self.weights = None
+
+    def initialize(self, states, weights, start_rank):
+        self.weights = weights
+        self.program = Replicated(self.hlo, self.ranks)
+
+    def forward_ranked(self, given: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        return self.program([self._arguments(rank, tensors) for rank, tensors in enumerate(given)])
+
+    def _arguments(self, rank: int, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        arguments, following = {}, iter(given)
+        for tensor in self.inputs:
+            if tensor["type"] == MetaTensor.Type.USER_INPUT:
+                value = next(following)
+            elif tensor["type"] == MetaTensor.Type.INPUT_WEIGHT:
+                value = self.weights[rank][tensor["weight"]]
+            else:
+                value = torch.tensor(tensor["value"], dtype=getattr(torch, tensor["dtype"]))
+            if [*value.shape] != tensor["shape"] or str(value.dtype) != f"torch.{tensor['dtype']}":
+                raise RuntimeError(f"status=2 message=Invalid: {tensor} given {tuple(value.shape)} {value.dtype}")
+            arguments[tensor["parameter"]] = value
+        return [arguments[number] for number in sorted(arguments)]
+
+
+class Replicated:
+    """One HLO program compiled for n XLA:CPU devices that hold different arguments: SPMD, as the cores of a chip run it."""
+
+    def __init__(self, hlo: bytes, ranks: int):
+        from jaxlib import _jax as xla
+
+        self.devices = _client(ranks).devices()
+        options = xla.CompileOptions()
+        options.num_replicas = ranks
+        computation = xla.mlir.hlo_to_stablehlo(hlo)
+        self.program = _client(ranks).compile_and_load(computation, xla.DeviceList(tuple(self.devices)), options)
+
+    def __call__(self, arguments: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """arguments[rank][parameter] -> outputs[rank][output]"""
+        results = self.program.execute_sharded([self._spread(parts) for parts in zip(*arguments, strict=True)])
+        outputs = results.disassemble_into_single_device_arrays()
+        return [[_to_torch(output[rank]) for output in outputs] for rank in range(len(self.devices))]
+
+    def _spread(self, parts: tuple[torch.Tensor, ...]):
+        """One array whose parts lie on the devices. "Replicated" says only that the parts have the whole's shape."""
+        from jaxlib import _hlo
+        from jaxlib import _jax as xla
+
+        def sharding(devices):
+            return xla.GSPMDSharding(xla.DeviceList(tuple(devices)), _hlo.HloSharding.replicate())
+
+        arrays = [_to_numpy(part) for part in parts]
+        aval = _Described(arrays[0])
+        placed = [
+            xla.batched_device_put(aval, sharding([device]), [array], [device], enable_x64=False)
+            for array, device in zip(arrays, self.devices, strict=True)
+        ]
+        return xla.ArrayImpl(aval, sharding(self.devices), placed, True, _skip_checks=True)
+
+
+class _Described:
+    weak_type = False
+
+    def __init__(self, array: np.ndarray):
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+
+
+@cache
+def _client(ranks: int):
+    from jaxlib import _jax as xla
+
+    return xla.get_tfrt_cpu_client(num_devices=ranks)
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()
+
+
+def _to_torch(array) -> torch.Tensor:
+    values, _ = array._single_device_array_to_np_array_did_copy()
+    values = np.array(values)  # a copy that outlives the device's buffer
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
