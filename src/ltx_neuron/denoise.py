@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ltx_neuron import conditioning, latents
 from ltx_neuron.backends.export import Manifest
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist import NotFiniteError, Ranks
 from ltx_neuron.compat import Compat
 from ltx_neuron.config import Bucket
-from ltx_neuron.graphs import PASSES
+from ltx_neuron.errors import RunError
+from ltx_neuron.graphs import LATENTS, PASSES
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.modulation import modulation_table
 from ltx_neuron.rope import Rope, split_rope
@@ -56,7 +57,7 @@ class StageRun:
 
     def prepare(self, job: Job, stage: Stage, contexts: list, video: Tensor, audio: Tensor, generator, images) -> None:
         """Noise initial latents (1, 128, F, h, w) and (1, 8, Ta, 16) and upload all that the steps share."""
-        self.sequence = ["main"] * self.bucket.max_steps
+        self.stage, self.sequence = stage, ["main"] * self.bucket.max_steps
         first = self.compat.conditioning
         positions_dtype = self.dtype if self.compat.positions else torch.float32
         state = conditioning.video_state(video, job.size.frame_rate, images, first, positions_dtype)
@@ -129,15 +130,18 @@ class StageRun:
 
     def step(self, number: int) -> float:
         """One step, latents to next latents on the ranks; returns the device's milliseconds."""
-        return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
+        try:
+            return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
+        except NotFiniteError as error:
+            sigmas = self.stage.sigmas
+            raise RunError(f"{error} after step {number + 1} of {len(sigmas) - 1} of {self.stage.name} (sigma "
+                           f"{sigmas[number]:.4g} to {sigmas[number + 1]:.4g}): the weights or the inputs are broken, or "
+                           f"{str(self.dtype).removeprefix('torch.')} is too narrow for them") from None  # fmt: skip
 
     def result(self, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """The latents (1, 128, F, h, w) and (1, 8, Ta, 16), which every rank must hold bit for bit alike."""
-        names = ("video_latent", "audio_latent")
-        hashes = self.ranks.hashes(*names)
+        hashes = self.ranks.hashes(*LATENTS)
         if len(set(hashes)) != 1:
-            raise RuntimeError(f"the ranks ended with different latents: {hashes}")
-        video, audio = (self.ranks.get(self.bucket.name, name) for name in names)
-        if not (video.isfinite().all() and audio.isfinite().all()):
-            raise RuntimeError("the latents hold NaN or Inf")
+            raise RunError(f"the ranks ended with different latents: {hashes}")
+        video, audio = (self.ranks.get(self.bucket.name, name) for name in LATENTS)
         return latents.unpatchify_video(video, shape), latents.unpatchify_audio(audio)

@@ -167,6 +167,7 @@ class ConnectorOutputs(NamedTuple):
     audio_context: Tensor
 
 
+LATENTS = ("video_latent", "audio_latent")  # what a step leaves for the next one
 PASSES = ("cond", "uncond", "perturbed", "isolated")
 
 

@@ -1,8 +1,11 @@
 """Rank processes over gloo: what is uploaded, run and downloaded, and that no failure leaves a process or a wait behind."""
 
 import hashlib
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,15 +18,19 @@ from helpers import randn, rel, save_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ltx_neuron.backends import torchdist
 from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
-from ltx_neuron.backends.torchdist import RankError, RankRefusal, Ranks
-from ltx_neuron.errors import UserError
+from ltx_neuron.backends.torchdist import NotFiniteError, RankError, RankRefusal, Ranks
+from ltx_neuron.denoise import StageRun
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.graphs import Field
+from ltx_neuron.job import Stage
 from ltx_neuron.parallel import Comm, RowLinear
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.programs import Graph, Program
 from ltx_neuron.rankfiles import rank_file
 
+SOURCE = Path(torchdist.__file__).parents[2]
 TP, WIDTH = 2, 256  # wide enough that a tensor has more bytes than a command
 EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole
 SHOWS = 0.1  # another step's number, other weights or a part too few
@@ -260,18 +267,96 @@ def test_an_error_of_one_rank_is_said_by_its_number_and_ends_all(toy, tmp_path):
     )
 
 
-def test_a_rank_killed_in_a_run_ends_it_with_an_error_and_leaves_no_process(toy):
-    with Ranks(PROFILES["cpu"], TP) as ranks:
+def ready(toy) -> Ranks:
+    """Ranks of their own, that a test may break."""
+    ranks = Ranks(PROFILES["cpu"], TP)
+    ranks.load(toy.folders[1], toy.programs, torch.float32)
+    ranks.put("toy", x=toy.x, table=toy.table)
+    return ranks
+
+
+def test_a_rank_killed_in_a_run_is_named_and_leaves_no_process(toy):
+    with ready(toy) as ranks:
         pids = pids_of(ranks)
-        ranks.load(toy.folders[1], toy.programs, torch.float32)
-        ranks.put("toy", x=toy.x, table=toy.table)
         os.kill(pids[1], signal.SIGSTOP)  # so that the run lasts: rank 0 waits in the all-reduce
         killer = threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL))
         killer.start()
         began = time.monotonic()
-        with pytest.raises(RankError, match=r"rank \d of 2 failed"):
+        with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was killed \(SIGKILL\)"):
             ranks.run("toy", step=1)
         assert 0.3 < time.monotonic() - began < SOON
         assert_all_end(pids)
         killer.join()
     assert not Path(ranks._store.name).exists()
+
+
+def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
+    with ready(toy) as ranks:
+        pids = pids_of(ranks)
+        monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
+        os.kill(pids[0], signal.SIGSTOP)
+        with pytest.raises(RankError, match="rank 0 of 2 failed: the process gives no sign of life for 2.0 s"):
+            ranks.run("toy", step=1)
+        assert_all_end(pids)
+
+
+def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_run(toy, monkeypatch):
+    """It lives, but does not come to the sum."""
+    monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
+    with ready(toy) as ranks:
+        pids = pids_of(ranks)
+        ours, unread = multiprocessing.Pipe()
+        pipe, ranks._pipes[1] = ranks._pipes[1], ours
+        with pytest.raises(RankError, match="rank 1 of 2 failed: it hangs; the other ranks waited for it in a sum for 2.0 s"):
+            ranks.run("toy", step=1)
+        assert_all_end(pids)
+        pipe.close()
+        unread.close()
+
+
+HOST = """
+import sys
+from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.profiles import PROFILES
+if __name__ == "__main__":
+    ranks = Ranks(PROFILES["cpu"], 2)
+    print(ranks._store.name, *(process.pid for process in ranks._processes), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_path):
+    (tmp_path / "host.py").write_text(HOST)
+    before = set(os.listdir("/dev/shm"))
+    host = subprocess.Popen([sys.executable, tmp_path / "host.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                            env=os.environ | {"PYTHONPATH": str(SOURCE)})  # fmt: skip
+    store, *pids = host.stdout.readline().split()
+    pids = [int(pid) for pid in pids]
+    assert alive(pids) == pids and Path(store).exists()
+    host.kill()
+    host.communicate()
+    assert_all_end(pids)
+    assert not Path(store).exists()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_latents_that_are_not_finite_are_named(ranks, toy):
+    ranks.define("toy", "latents", [("main", {}, {"y": "video_latent", "doubled": "audio_latent"})])
+    ranks.run("toy", "latents", step=1)
+    ranks.put("toy", x=torch.full_like(toy.x, float("nan")))
+    with pytest.raises(NotFiniteError, match="NaN or Inf in video_latent"):
+        ranks.run("toy", "latents", step=1)
+    ranks.put("toy", x=toy.x)
+    ranks.run("toy", "latents", step=1)
+
+
+def test_a_step_whose_latents_are_not_finite_is_named():
+    def fail(*_, **__):
+        raise NotFiniteError(["audio_latent"])
+
+    stage = Stage("stage_2", 64, 64, (0.9, 0.5, 0.0))
+    run = object.__new__(StageRun)
+    run.ranks, run.bucket = SimpleNamespace(run=fail), SimpleNamespace(name="x")
+    run.stage, run.sequence, run.dtype = stage, ["main"] * 2, torch.bfloat16
+    with pytest.raises(RunError, match=r"NaN or Inf in audio_latent after step 2 of 2 of stage_2 \(sigma 0\.5 to 0\)"):
+        run.step(1)

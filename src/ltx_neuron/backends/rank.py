@@ -7,9 +7,13 @@ import hashlib
 import json
 import math
 import os
+import shutil
+import signal
+import threading
 import time
 import traceback
-from multiprocessing import connection, shared_memory
+from datetime import timedelta
+from multiprocessing import connection, parent_process, shared_memory
 from pathlib import Path
 
 import torch
@@ -17,9 +21,12 @@ from torch import Tensor
 
 from ltx_neuron.backends.export import GROUP, Manifest
 from ltx_neuron.errors import UserError
-from ltx_neuron.graphs import Field
+from ltx_neuron.graphs import LATENTS, Field
 from ltx_neuron.programs import weight_name
 from ltx_neuron.rankfiles import load, rank_file
+
+START_SECONDS = 120.0  # until a process has imported torch and met the others: slow on a busy machine
+_PULSE_SECONDS = 0.5
 
 
 def whole_shape(field: Field, tp: int) -> tuple[int, ...]:
@@ -122,7 +129,9 @@ class Rank:
                 values = (self.tensors[reads.get(name, name) + group] for name, group in inputs)
                 results = graph(*weights, *values)
                 self.tensors.update(zip((writes.get(name, name) for name in outputs), results, strict=True))
-        return {"milliseconds": (time.perf_counter() - start) * 1e3}
+        milliseconds = (time.perf_counter() - start) * 1e3
+        latents = [n for n in LATENTS if n in {writes.get(name, name) for name in outputs}]  # of the last graph
+        return {"milliseconds": milliseconds, "not_finite": [n for n in latents if not self.tensors[n].isfinite().all()]}
 
     def get(self, program: str, name: str, memory: str) -> dict:
         field = self.fields[program][name]
@@ -138,17 +147,39 @@ class Rank:
         return {"hash": hasher.hexdigest()}
 
 
-def serve(pipe: connection.Connection, settings: dict) -> None:
+def _pulse(pulses, rank: int, folder: str) -> None:
+    """Say that this process lives; end it when the host's has ended, in whatever way, and leave nothing of the host's.
+
+    A process that is stopped, or whose machine hangs, says nothing. The thread of the commands need not be free for it.
+    """
+    host = parent_process().sentinel
+    pulses[rank] = time.monotonic()
+    while not connection.wait([host], timeout=_PULSE_SECONDS):
+        pulses[rank] = time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+# What gloo says to a rank that lost another one; its own error is not the cause.
+_LOST_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+
+
+def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
     """A rank's life: join the group, then answer commands until the host closes the pipe. An error is the last answer."""
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the host ends its ranks
+    threading.Thread(target=_pulse, args=(pulses, settings["rank"], str(Path(settings["store"]).parent)), daemon=True).start()
     try:
         torch.set_num_threads(settings["threads"])
         store = dist.FileStore(settings["store"], settings["tp"])
-        dist.init_process_group(settings["process_group"], store=store, rank=settings["rank"], world_size=settings["tp"])
+        dist.init_process_group(settings["process_group"], store=store, rank=settings["rank"], world_size=settings["tp"],
+                                timeout=timedelta(seconds=START_SECONDS))  # fmt: skip
         if dist.group.WORLD.group_name != GROUP:
             raise RuntimeError(f"the default process group is named {dist.group.WORLD.group_name!r}, graphs say {GROUP!r}")
         rank = Rank(settings)
+        _set_pg_timeout(timedelta(seconds=settings["late_seconds"]), dist.group.WORLD)
         pipe.send_bytes(b"{}")
         with torch.no_grad():
             while True:
@@ -160,6 +191,7 @@ def serve(pipe: connection.Connection, settings: dict) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
         user = isinstance(error, UserError)
         text = str(error) if user else traceback.format_exc()
-        pipe.send_bytes(json.dumps({"error": text, "user": user}).encode())
+        blame = 3 if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_ANOTHER) else 1
+        pipe.send_bytes(json.dumps({"error": text, "user": user, "blame": blame}).encode())
     finally:
         os._exit(0)  # gloo's threads may wait for a rank that is gone

@@ -7,21 +7,29 @@ step costs the host one command with the step's number.
 
 import json
 import os
+import signal
 import tempfile
+import time
 from multiprocessing import connection, get_context
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ltx_neuron.backends.export import Manifest
-from ltx_neuron.backends.rank import Shared, serve, whole_shape
-from ltx_neuron.errors import UserError
+from ltx_neuron.backends.rank import START_SECONDS, Shared, serve, whole_shape
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.graphs import Field
 from ltx_neuron.profiles import Profile
 
+LATE_SECONDS = 8.0  # how long a rank may be frozen, or keep the others waiting in a sum
+_COMPILE_SECONDS = 1800.0  # the same where ranks compile what they run: one may be much later than another
+_GRACE_SECONDS = 1.0  # after the first failure: how long the others may take to say what they know
+_LEAVE_SECONDS = 2.0  # how long ranks may take to end by themselves
 
-class RankError(RuntimeError):
+
+class RankError(RunError):
     """A rank failed; the text is that rank's own error."""
 
 
@@ -29,8 +37,19 @@ class RankRefusal(RankError, UserError):
     """A rank refused the files it was given: a mistake the user can mend."""
 
 
+class NotFiniteError(RankError):
+    """Latents with NaN or Inf. `names` are theirs."""
+
+    def __init__(self, names: list[str]):
+        super().__init__(f"NaN or Inf in {', '.join(names)}")
+        self.names = names
+
+
 class Ranks:
-    """The rank processes of one run. Use as a context manager: leaving it ends every process, whatever happened."""
+    """The rank processes of one run. Use as a context manager: leaving it ends every process, whatever happened.
+
+    A rank that dies, freezes or keeps the others waiting in a sum ends the run within 10 s (rank.py says how it is seen).
+    """
 
     def __init__(self, profile: Profile, tp: int):
         self.tp, self.bytes_sent = tp, 0
@@ -42,16 +61,27 @@ class Ranks:
             context.set_forkserver_preload(["ltx_neuron.backends.rank", "torch._export.serde.serialize"])
         if profile.process_group == "gloo" and os.path.exists("/sys/class/net/lo"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not matter
-        for rank in range(tp):
+        self._pulses = context.RawArray("d", tp)  # when each rank last gave a sign of life: time.monotonic()
+        try:
+            self._start(context, profile)
+            self._gather()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, context, profile: Profile) -> None:
+        for rank in range(self.tp):
             ours, theirs = context.Pipe()
-            settings = {"rank": rank, "tp": tp, "process_group": profile.process_group, "device": profile.device,
-                        "threads": profile.rank_threads(tp), "store": f"{self._store.name}/store"}  # fmt: skip
-            process = context.Process(target=serve, args=(theirs, settings), daemon=True, name=f"ltx-rank{rank}")
+            settings = {"rank": rank, "tp": self.tp, "process_group": profile.process_group, "device": profile.device,
+                        "threads": profile.rank_threads(self.tp), "store": f"{self._store.name}/store",
+                        "late_seconds": LATE_SECONDS if profile.compile_backend == "export" else _COMPILE_SECONDS}  # fmt: skip
+            arguments = theirs, settings, self._pulses
+            process = context.Process(target=serve, args=arguments, daemon=True, name=f"ltx-rank{rank}")
+            self._pulses[rank] = time.monotonic() + START_SECONDS - LATE_SECONDS
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._gather()
 
     def __enter__(self) -> "Ranks":
         return self
@@ -62,11 +92,12 @@ class Ranks:
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
+        until = time.monotonic() + _LEAVE_SECONDS
         for process in self._processes:
-            process.join(timeout=2)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(timeout=max(0, until - time.monotonic()))
+        for process in self._processes:
+            process.kill()
+            process.join()
         self._store.cleanup()
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
@@ -111,9 +142,11 @@ class Ranks:
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
         """Run a sequence once on the tensors the ranks hold; returns the slowest rank's milliseconds.
 
-        Without `define`, a program's runs are sequences of their own names.
+        Without `define`, a program's runs are sequences of their own names. Raises NotFiniteError where latents are not.
         """
         answers = self._call(op="run", program=program, sequence=sequence, numbers=numbers)
+        if names := sorted({name for answer in answers for name in answer["not_finite"]}):
+            raise NotFiniteError(names)
         return max(answer["milliseconds"] for answer in answers)
 
     def get(self, program: str, name: str) -> Tensor:
@@ -144,20 +177,43 @@ class Ranks:
     def _gather(self) -> list[dict]:
         """Every rank's answer. The first failure ends all ranks: the others would wait for it for ever."""
         answers: dict[int, dict] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        while waiting:
-            ready = connection.wait([*waiting, *(self._processes[r].sentinel for r in waiting.values())])
-            for pipe in [p for p in waiting if p in ready or self._processes[waiting[p]].sentinel in ready]:
-                rank = waiting.pop(pipe)
-                try:
-                    answers[rank] = json.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    self._processes[rank].join(timeout=1)
-                    code = self._processes[rank].exitcode
-                    answers[rank] = {"error": f"the process ended with exit code {code}"}
-                if "error" in answers[rank]:
-                    for process in self._processes:
-                        process.kill()
-                    kind = RankRefusal if answers[rank].get("user") else RankError
-                    raise kind(f"rank {rank} of {self.tp} failed: {answers[rank]['error']}")
+        waiting, until = dict(enumerate(self._pipes)), float("inf")
+        while waiting and time.monotonic() < until:
+            said = connection.wait([*waiting.values(), *(self._processes[r].sentinel for r in waiting)], timeout=0.5)
+            for rank, pipe in list(waiting.items()):
+                if pipe in said or self._processes[rank].sentinel in said:
+                    answers[rank] = self._answer(rank)
+                elif time.monotonic() - self._pulses[rank] > LATE_SECONDS:
+                    answers[rank] = {"error": f"the process gives no sign of life for {LATE_SECONDS} s", "blame": 2}
+                if rank in answers:
+                    del waiting[rank]
+            if until == float("inf") and any("error" in answer for answer in answers.values()):
+                until = time.monotonic() + _GRACE_SECONDS
+        if any("error" in answer for answer in answers.values()):
+            self._fail(answers, set(waiting))
         return [answers[rank] for rank in range(self.tp)]
+
+    def _answer(self, rank: int) -> dict:
+        try:
+            return json.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(timeout=1)
+            code = self._processes[rank].exitcode
+            ended = f"was killed ({signal.Signals(-code).name})" if code and code < 0 else f"ended with exit code {code}"
+            return {"error": f"the process {ended}", "blame": 0}
+
+    def _fail(self, answers: dict[int, dict], silent: set[int]) -> NoReturn:
+        """End all ranks and raise the error of the one that began it.
+
+        A rank that is gone (blame 0) comes before one with an error of its own (1), that before a frozen one (2), and a rank
+        that only lost another (3) comes last: then it is one that does not answer which the others waited for.
+        """
+        for process in self._processes:
+            process.kill()
+        errors = {rank: answer for rank, answer in answers.items() if "error" in answer}
+        rank = min(errors, key=lambda r: (errors[r]["blame"], r))
+        error = errors[rank]
+        if error["blame"] == 3 and silent:
+            rank, error = min(silent), {"error": f"it hangs; the other ranks waited for it in a sum for {LATE_SECONDS} s"}
+        kind = RankRefusal if error.get("user") else RankError
+        raise kind(f"rank {rank} of {self.tp} failed: {error['error']}")
