@@ -33,6 +33,9 @@ def arguments() -> argparse.Namespace:
     output.add_argument("--output-dir", type=Path, metavar="DIR", help="of a --prompts-file: 0001.mp4 and so on, results.json")
     output.add_argument("--save-frames", type=Path, metavar="DIR", help="every frame as PNG as well")
     output.add_argument("--save-tensors", type=Path, metavar="FILE.safetensors", help="every named intermediate")
+    output.add_argument("--resume", nargs="?", const=True, metavar="FILE",
+                        help="continue an interrupted run from the latents it kept beside --output-path, or decode those of a "
+                        "--save-tensors FILE again")  # fmt: skip
     output.add_argument("--perf-dump-path", type=Path, metavar="FILE.json", help="the latency report")
     return parser.parse_args()
 

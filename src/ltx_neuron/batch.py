@@ -5,7 +5,6 @@ A killed batch is resumed by the same command: lines that are done, and still sa
 
 import argparse
 import copy
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Job
+from ltx_neuron.media import file_digest
 from ltx_neuron.pipeline import Failure, Pipeline, Result
 
 RESULTS = "results.json"
@@ -63,7 +63,7 @@ def read_lines(
                 words = _words(raw, known)
                 job = job_of(parser.parse_args(words, copy.copy(base)))
                 job.check()
-                pictures = [hashlib.sha256(Path(image.path).read_bytes()).hexdigest() for image in job.images]
+                pictures = [file_digest(image.path) for image in job.images]
                 lines.append(Line(number, job, digest([job.describe(), pictures, identity])))
             except UserError as error:
                 problems.append(f"line {number}: {error}")

@@ -34,6 +34,20 @@ class JobRun:
         if prompt.hidden_states is not None:
             self.tensors["hidden_states"] = prompt.hidden_states
 
+    @property
+    def left(self) -> list[Stage]:
+        """The stages that are still to be run."""
+        return [stage for stage in self.job.stages if f"{short_name(stage)}_video" not in self.tensors]
+
+    def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
+        """Keep a stage's latents."""
+        self.tensors |= {f"{short_name(stage)}_video": video, f"{short_name(stage)}_audio": audio}
+
+
+def short_name(stage: Stage) -> str:
+    """stage_1 -> s1, as the tensors of --save-tensors are named."""
+    return stage.name.replace("stage_", "s")
+
 
 def refining(job: Job, stage: Stage) -> bool:
     """Whether a stage runs on the weights with the distilled LoRA: stage 2 of the dev recipe."""

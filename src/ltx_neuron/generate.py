@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron import batch, cli, media, report
+from ltx_neuron import batch, cli, media, report, resume
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.compat import COMPAT
 from ltx_neuron.config import SUPPORTED_VERSION
+from ltx_neuron.denoise import JobRun
 from ltx_neuron.errors import UserError, check_folder, check_writable
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Job
@@ -31,10 +32,15 @@ def generate(args: argparse.Namespace) -> None:
     job.check()
     require(args.output_path, "--output-path", "--prompt", "Type for example --output-path out.mp4")
     check_outputs(args)
-    with pipeline_of(args, recorder) as pipeline:
-        (result,) = pipeline.run([job])
-    with recorder.phase("encode_mp4"):
-        write(result, args)
+    state = resume.beside(args.output_path)
+    with resume.kept(state), pipeline_of(args, recorder) as pipeline:
+        pipeline.check([job])
+        described = what_decides(args, job, pipeline.workspace)
+        begun = begun_run(args, job, described, pipeline.workspace)
+        pipeline.on_stage_end = lambda run: resume.keep(state, run, described)
+        (result,) = pipeline.run([job], begun=begun)
+        with recorder.phase("encode_mp4"):
+            write(result, args, described)
     said = report_of(recorder, pipeline.workspace, job.describe())
     write_json(args.output_path.with_suffix(".json"), sidecar(job, said))
     if args.perf_dump_path:
@@ -46,7 +52,7 @@ def generate(args: argparse.Namespace) -> None:
 def batch_of(args: argparse.Namespace, recorder: report.Recorder) -> None:
     """Every line of --prompts-file, into --output-dir."""
     folder = require(args.output_dir, "--output-dir", "--prompts-file", "Type for example --output-dir outputs")
-    for flag in ("prompt", "output_path", "save_tensors", "save_frames"):
+    for flag in ("prompt", "output_path", "save_tensors", "save_frames", "resume"):
         if getattr(args, flag):
             raise UserError(f"--{flag.replace('_', '-')} is for one video; a --prompts-file writes to --output-dir")
     check_folder(folder, "--output-dir DIR")
@@ -83,6 +89,31 @@ def pipeline_of(args: argparse.Namespace, recorder: report.Recorder) -> Pipeline
     )  # fmt: skip
 
 
+def what_decides(args: argparse.Namespace, job: Job, workspace: Workspace) -> dict:
+    """Everything that the latents depend on: a run may be resumed only where all of it is the same."""
+    images = [media.file_digest(image.path) for image in job.images]
+    how = {"profile": workspace.profile.name, "profile_set": list(workspace.profile.settings), "tp": workspace.tp,
+           "blocks_per_graph": workspace.blocks_per_graph, "neuron_gemma": args.neuron_gemma}  # fmt: skip
+    said = {**job.describe(), "images_sha256": images, **how, "compat": args.compat, "code": code_digest()}
+    return said | workspace.identity
+
+
+def begun_run(args: argparse.Namespace, job: Job, described: dict, workspace: Workspace) -> JobRun | None:
+    """The run that --resume names; None where there is none to continue."""
+    state = resume.beside(args.output_path)
+    if args.resume is None:
+        if state.is_file():
+            print(f"{state} is of an interrupted run; this one begins anew (--resume continues that one)")
+        return None
+    path = state if args.resume is True else Path(args.resume)
+    if args.resume is True and not path.is_file():
+        print(f"nothing to resume: there is no {path}; beginning anew")
+        return None
+    run = resume.restore(path, job, described, workspace.dtype)
+    print(f"resuming from {path}: {', '.join(stage.name for stage in run.left) or 'the decoding'} is left")
+    return run
+
+
 def report_of(recorder: report.Recorder, workspace: Workspace, job: dict) -> dict:
     return recorder.report(job, workspace.profile.name, workspace.tp, versions(), workspace.identity | {"code": code_digest()})
 
@@ -102,7 +133,8 @@ def check_outputs(args: argparse.Namespace) -> None:
     inputs = {"--checkpoint-path": args.checkpoint_path, "--spatial-upsampler-path": args.spatial_upsampler_path,
               "--temporal-upsampler-path": args.temporal_upsampler_path}  # fmt: skip
     outputs = {"--output-path": args.output_path, "the JSON of --output-path": args.output_path.with_suffix(".json"),
-               "--save-tensors": args.save_tensors, "--perf-dump-path": args.perf_dump_path}  # fmt: skip
+               "the state of --output-path": resume.beside(args.output_path), "--save-tensors": args.save_tensors,
+               "--perf-dump-path": args.perf_dump_path}  # fmt: skip
     taken = {path.resolve(): flag for flag, path in inputs.items() if path}
     for flag, path in outputs.items():
         if path is None:
@@ -115,16 +147,11 @@ def check_outputs(args: argparse.Namespace) -> None:
         check_folder(args.save_frames, "--save-frames DIR")
 
 
-def write(result: Result, args: argparse.Namespace) -> None:
+def write(result: Result, args: argparse.Namespace, described: dict) -> None:
     """The MP4 and what else was asked for; each appears under its name only when whole."""
-    from safetensors.torch import save_file
-
     args.output_path.parent.mkdir(parents=True, exist_ok=True)
     if args.save_tensors:
-        args.save_tensors.parent.mkdir(parents=True, exist_ok=True)
-        partial = args.save_tensors.with_name(args.save_tensors.name + ".partial")
-        save_file({name: tensor.contiguous() for name, tensor in result.tensors.items()}, partial)
-        partial.replace(args.save_tensors)
+        resume.write(args.save_tensors, result.tensors, described)
     media.write_video(args.output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
     if args.save_frames:
         media.write_frames(args.save_frames, result.frames)

@@ -1,5 +1,6 @@
 """The files people see: the conditioning image that goes in, the MP4, PNG frames and WAV that come out."""
 
+import hashlib
 import math
 import os
 import warnings
@@ -126,6 +127,14 @@ def check_writable(path: str | Path) -> None:
     if Path(path).suffix.lower() != ".mp4":
         raise UserError(f'the output is an MP4 file, got the name "{path}": pass --output-path FILE.mp4')
     errors.check_writable(Path(path), "--output-path FILE.mp4")
+
+
+def file_digest(path: str | Path) -> str:
+    """What a picture is known by, whatever its name; check_image says what is wrong with one that cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return "unreadable"
 
 
 def exact_frame_rate(frame_rate: float) -> Fraction:

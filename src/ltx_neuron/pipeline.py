@@ -72,6 +72,7 @@ class Pipeline:
             temporal_upsampler_path, audio_dtype=workspace.dtype if compat.vocoder else torch.float32,
         )  # fmt: skip
         self.on_step_end: Callable[[Stage, int], None] | None = None
+        self.on_stage_end: Callable[[JobRun], None] | None = None
         self.progress = True
         self._ranks: Ranks | None = None
         self._loaded: tuple[Path, frozenset[str]] | None = None  # DiT weights and programs on the ranks
@@ -143,7 +144,7 @@ class Pipeline:
     @torch.no_grad()
     def run(
         self, jobs: list[Job], keep: bool = False, decode: bool = True, isolate: bool = False,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | None = None, begun: JobRun | None = None,
     ) -> Iterator[Result | Failure]:  # fmt: skip
         """Generate every job. Jobs finish in order, those that need a swap of weights after those that do not.
 
@@ -151,13 +152,16 @@ class Pipeline:
         decode     False: latents only
         isolate    a job that fails is a Failure and the others go on; a failed rank still ends the run
         generator  draw noise from it instead of one made from the job's seed
+        begun      an interrupted run of the one job, to be continued
         """
         programs = self.check(jobs)
         torch.set_num_threads(self.workspace.profile.host_threads)
         try:
-            self._encode(jobs)
-            self._need_dit(programs)
-            runs = [JobRun(job, self._contexts[job.prompts], generator) for job in jobs]
+            if begun is None:
+                self._encode(jobs)
+            runs = [begun or JobRun(job, self._contexts[job.prompts], generator) for job in jobs]
+            if any(run.left for run in runs):
+                self._need_dit(programs)
             for refine in (False, True):
                 yield from self._sweep(programs, runs, refine, keep, decode, isolate)
         except BaseException:
@@ -171,22 +175,18 @@ class Pipeline:
         todo = [r for r in runs if not r.failed and any(refining(r.job, stage) == refine for stage in r.job.stages)]
         if not todo:
             return
-        weights = self.workspace.dit_weights(refine)
-        if self._loaded[0] != weights:
-            with self.recorder.phase("load_transformer"), _mended_by_deleting(weights):
-                self._ranks.replace_weights(weights)
-            self._loaded = weights, self._loaded[1]
-        host = load_host(weights)
-        adaln = {name: host.read(name) for name in host.shapes}
+        adaln = self._weights_for(refine) if any(run.left for run in todo) else {}
         swaps_later = not refine and any(refining(r.job, stage) for r in runs for stage in r.job.stages)
         for run in todo:
             try:
-                for stage in run.job.stages:
+                for stage in run.left:
                     if refining(run.job, stage) == refine:
                         self._stage(programs, adaln, run, stage)
+                        if self.on_stage_end:
+                            self.on_stage_end(run)
                 if refining(run.job, run.job.stages[-1]) != refine:
                     continue
-                if run is todo[-1] and not swaps_later and not keep:
+                if run is todo[-1] and not swaps_later and not keep and self._ranks:
                     with self.recorder.phase("unload_transformer"):
                         self._ranks.close()
                         self._ranks = self._loaded = None
@@ -198,6 +198,16 @@ class Pipeline:
                     raise
                 outcome, run.failed = Failure(run.job, error), True
             yield outcome
+
+    def _weights_for(self, refine: bool) -> dict[str, Tensor]:
+        """Have the plain (or the refining) weights on the ranks; returns the set's host tensors."""
+        weights = self.workspace.dit_weights(refine)
+        if self._loaded[0] != weights:
+            with self.recorder.phase("load_transformer"), _mended_by_deleting(weights):
+                self._ranks.replace_weights(weights)
+            self._loaded = weights, self._loaded[1]
+        host = load_host(weights)
+        return {name: host.read(name) for name in host.shapes}
 
     def _encode(self, jobs: list[Job]) -> None:
         """Encode the prompts that were not encoded yet; the text encoder is gone afterwards."""
@@ -265,8 +275,7 @@ class Pipeline:
         with self.recorder.phase(phase):
             on_ranks.start()
             self._steps(on_ranks, stage)
-            prefix = stage.name.replace("stage_", "s")
-            tensors[f"{prefix}_video"], tensors[f"{prefix}_audio"] = on_ranks.result(tuple(video.shape[2:]))
+            run.finish(stage, *on_ranks.result(tuple(video.shape[2:])))
         self._count(program, job)
 
     def _steps(self, on_ranks: StageRun, stage: Stage) -> None:

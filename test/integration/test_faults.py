@@ -1,0 +1,142 @@
+"""Faults while a video is made: nothing that was computed is lost, and nothing is left behind."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, words
+
+from ltx_neuron.resume import SUFFIX
+
+pytestmark = pytest.mark.slow
+SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
+SOON = 10  # seconds until a run with a broken rank has ended
+
+
+@pytest.fixture(scope="module")
+def made(tiny, scripts):
+    """The scripts on the tiny assets, a command that makes a video, and what an undisturbed run of it makes."""
+    setup = scripts(tiny)
+    setup.prepare(**SIZE)
+
+    def command(folder: Path, *more, **flags) -> list[str]:
+        given = {"checkpoint_path": tiny.checkpoint, "gemma_root": tiny.gemma_root, "artifacts_dir": setup.artifacts,
+                 "tp_degree": 4, "dtype": "float32", "spatial_upsampler_path": tiny.spatial_upsampler, "neuron_gemma": True,
+                 "prompt": "a red fox", "output_path": folder / "fox.mp4"}  # fmt: skip
+        return [str(word) for word in (sys.executable, ROOT / "src/generate_ltx23.py", *words(**SIZE | given | flags), *more)]
+
+    folder = setup.folder / "undisturbed"
+    run(command(folder, save_tensors=folder / "fox.safetensors"))
+    return SimpleNamespace(command=command, wanted=(folder / "fox.mp4").read_bytes(), tensors=folder / "fox.safetensors")
+
+
+def run(command: list[str], code: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes that a run's fork server started."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    return [grandchild for child in children.get(pid, []) for grandchild in children.get(child, [])]
+
+
+def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]]:
+    """A run that has come to where its terminal shows `until`, and the processes of its ranks."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    said = ""
+    while not re.search(until, said):
+        said += (read := process.stderr.read(1))
+        assert read, said
+    return process, ranks_of(process.pid)
+
+
+def ended(pids: list[int]) -> bool:
+    deadline = time.monotonic() + SOON
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+STAGE_2 = r"stage_2:\s+33%"
+
+
+def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(made, tmp_path):
+    process, ranks = started(made.command(tmp_path), STAGE_2)
+    assert len(ranks) == 4
+    began = time.monotonic()
+    os.kill(ranks[2], signal.SIGKILL)
+    said = process.communicate(timeout=SOON)[1]
+    assert time.monotonic() - began < SOON
+    assert process.returncode == 1 and "rank 2 of 4 failed: the process was killed (SIGKILL)" in said
+    assert "Traceback" not in said and "the same command with --resume" in said
+    assert ended(ranks)
+    assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
+    resumed = run(made.command(tmp_path, "--resume"))
+    assert "stage_2 is left" in resumed.stdout and "stage_1:" not in resumed.stderr
+    assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
+    assert not (tmp_path / ("fox" + SUFFIX)).exists()
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+def test_ctrl_c_and_sigterm_end_cleanly(made, tmp_path, number, code, word):
+    before = set(os.listdir("/dev/shm"))
+    process, ranks = started(made.command(tmp_path), STAGE_2)
+    process.send_signal(number)
+    said = process.communicate(timeout=SOON)[1]
+    assert process.returncode == code and word in said and "Traceback" not in said
+    assert ended(ranks)
+    assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_the_decoding_alone_runs_again_from_saved_tensors(made, tmp_path):
+    done = run(made.command(tmp_path, "--resume", str(made.tensors)))
+    assert "the decoding is left" in done.stdout and "load_transformer" not in done.stdout
+    assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
+
+
+def test_another_runs_latents_are_refused_by_the_flags_that_differ(made, tmp_path):
+    said = run(made.command(tmp_path, "--resume", str(made.tensors), seed=11, prompt="a blue fox"), code=2).stderr
+    assert "is of another run: prompt: got a red fox, wanted a blue fox; seed: got 10, wanted 11" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors file", None])
+def test_what_is_no_state_of_a_run_is_refused(made, tmp_path, tiny, content):
+    path = tmp_path / "state"
+    path.write_bytes(tiny.lora.read_bytes() if content is None else content)
+    said = run(made.command(tmp_path / "out", "--resume", str(path)), code=2).stderr
+    assert "leave" in said and "to begin anew" in said and "Traceback" not in said
+
+
+def test_a_disk_that_is_full_when_the_mp4_is_written_keeps_the_latents(made, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # Room for the state (0.5 MB, most of it contexts), not for the frames beside it.
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a small file system could not be mounted (needs root): a full disk was NOT tested")
+    try:
+        said = run(made.command(disk, save_tensors=disk / "fox.safetensors"), code=2).stderr
+        assert "the disk is full" in said and "the same command with --resume" in said and "Traceback" not in said
+        assert [path.name for path in disk.iterdir()] == ["fox" + SUFFIX]
+        shutil.copy(disk / ("fox" + SUFFIX), tmp_path)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    assert "the decoding is left" in run(made.command(tmp_path, "--resume")).stdout
+    assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
