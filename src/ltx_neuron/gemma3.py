@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.attention import attention
+from ltx_neuron.attention import matmul
 from ltx_neuron.config import GemmaConfig, TransformerConfig
 from ltx_neuron.graphs import Gemma3Inputs, Gemma3Outputs, Gemma3OutputsWithStates
 from ltx_neuron.parallel import ColumnLinear, Comm, RowLinear, rms_norm
@@ -52,7 +52,7 @@ class SelfAttention(nn.Module):
         )
         query, key = rotate(self.q_norm(query), rope), rotate(self.k_norm(key), rope)
         key, value = (t.repeat_interleave(self.repeats, dim=1) for t in (key, value))
-        return self.o_proj.partial(attention(query, key, value, self.scale, mask).transpose(1, 2).flatten(-2))
+        return self.o_proj.partial(matmul(query, key, value, self.scale, mask).transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):
