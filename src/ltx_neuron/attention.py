@@ -1,18 +1,63 @@
-"""Attention: one kernel signature, the gated multi-head attention of the DiT and the connectors, and grouped calls of it."""
+"""Attention: kernels of one signature, the gated multi-head attention of the DiT and the connectors, grouped calls of it."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from ltx_neuron.config import AttentionSize
 from ltx_neuron.parallel import ColumnLinear, Comm, RowLinear, ShardedRMSNorm
 from ltx_neuron.rope import Rope, rotate
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """softmax(query key^T scale + mask) value, heads first: (B, H, T, D) x (B, H, S, D) -> (B, H, T, D)."""
-    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """PyTorch's own kernel: on CPU and CUDA it never holds the T x S scores."""
+    return nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+
+
+def matmul(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Two batched products around a softmax, scores in fp32: operations that every compiler takes, for any head size."""
+    lead = query.shape[:-2]
+    scores = torch.bmm(query.flatten(0, -3).float(), key.flatten(0, -3).float().transpose(1, 2)) * scale
+    if mask is not None:
+        scores = (scores.unflatten(0, lead) + mask.float()).flatten(0, -3)
+    weights = scores.softmax(-1).to(value.dtype)
+    return torch.bmm(weights, value.flatten(0, -3)).view(query.shape)
+
+
+def nki(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """nkilib's flash kernel, which a backend puts in the place of `attention_cte`. Head sizes to 128."""
+    rows = (query * scale).flatten(0, -3), key.flatten(0, -3), value.flatten(0, -3)  # the kernel's layouts: heads as batch
+    return attention_cte(*rows).view(query.shape)
+
+
+@torch.library.custom_op("ltx_neuron::attention_cte", mutates_args=())
+def attention_cte(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention without mask of scaled queries (H, T, D) to keys and values (H, S, D): one operation in every graph.
+
+    This is its reference, which runs where there is no NKI: scores, softmax and sum in fp32, as in the kernel.
+    """
+    scores = torch.bmm(query.float(), key.float().transpose(1, 2))
+    return torch.bmm(scores.softmax(-1), value.float()).to(query.dtype)
+
+
+@attention_cte.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_like(query)
+
+
+@register_flop_formula(torch.ops.ltx_neuron.attention_cte)
+def _(query: tuple, key: tuple, value: tuple, **_) -> int:
+    heads, queries, size = query
+    return 4 * heads * queries * key[1] * size  # two products, a multiplication and an addition each
+
+
+# Kernels of the DiT and the connectors, query, key, value (B, H, T|S, D) -> (B, H, T, D); a profile names one, and a program
+# is built with it. Gemma3's heads of 256 are larger than a kernel takes: its attention is always `matmul`.
+Kernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "matmul": matmul, "nki": nki}
 
 
 class Attention(nn.Module):
@@ -22,9 +67,11 @@ class Attention(nn.Module):
     same stage side by side, so that their sums travel together.
     """
 
-    def __init__(self, size: AttentionSize, query_dim: int, context_dim: int, tp: int, eps: float = 1e-6):
+    def __init__(
+        self, size: AttentionSize, query_dim: int, context_dim: int, tp: int, kernel: Kernel, eps: float = 1e-6
+    ):  # fmt: skip
         super().__init__()
-        self.heads, self.head_dim = size.heads // tp, size.head_dim
+        self.heads, self.head_dim, self.kernel = size.heads // tp, size.head_dim, kernel
         self.to_q = ColumnLinear(query_dim, size.inner, tp)
         self.to_k = ColumnLinear(context_dim, size.inner, tp)
         self.to_v = ColumnLinear(context_dim, size.inner, tp)
@@ -44,7 +91,7 @@ class Attention(nn.Module):
         if call.rope is not None:
             query, key = rotate(query, call.rope), rotate(key, call.key_rope or call.rope)
         value = self.split_heads(value)
-        out = attention(query, key, value, self.head_dim**-0.5)
+        out = self.kernel(query, key, value, self.head_dim**-0.5)
         if call.keep is not None:
             out = out * call.keep + value * (1 - call.keep)
         out = out.transpose(1, 2)

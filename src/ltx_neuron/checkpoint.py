@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
 from ltx_neuron.errors import UserError
-from ltx_neuron.sharding import Model, rename, rule
+from ltx_neuron.sharding import COL, KV, Model, copies, rename, rule
 from ltx_neuron.tensorfile import TORCH_DTYPES, TensorFile
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
@@ -88,7 +88,12 @@ class Source:
 
     def split(self, name: str) -> int | str | None:
         """The dimension in which the ranks' parts of a tensor differ: the sharding table's word."""
-        return rule(self.model, name)
+        kind = rule(self.model, name)
+        return COL if kind == KV else kind
+
+    def copies(self, name: str, tp: int) -> int:
+        """How many neighbouring ranks keep the same part of a tensor."""
+        return copies(rule(self.model, name), tp, self.heads)
 
     def nbytes(self, name: str) -> int:
         file, key = self._find(name)

@@ -103,11 +103,18 @@ class TransformerConfig:
         check_heads(tp, self.heads)
 
 
+KEY_VALUE_HEADS = "Gemma num_key_value_heads"  # the name of a count of heads that several ranks may share
+
+
 def check_heads(tp: int, heads: dict[str, int]) -> None:
-    """Raise UserError unless every rank gets whole heads."""
+    """Raise UserError unless every rank gets whole heads. Ranks may share a key-value head, each with a copy of it."""
+
+    def whole(name: str, count: int, degree: int) -> bool:
+        return count % degree == 0 or name == KEY_VALUE_HEADS and degree % count == 0
+
     for name, count in heads.items():
-        if tp < 1 or count % tp:
-            degrees = [d for d in range(1, count + 1) if all(h % d == 0 for h in heads.values())]
+        if tp < 1 or not whole(name, count, tp):
+            degrees = [d for d in range(1, max(heads.values()) + 1) if all(whole(n, h, d) for n, h in heads.items())]
             raise UserError(
                 f"tensor-parallel degree {tp} does not divide {name}={count}; a rank must hold whole heads.\n"
                 f"Type --tp-degree with one of {', '.join(map(str, degrees))}"
@@ -207,8 +214,8 @@ class GemmaConfig:
 
     @property
     def heads(self) -> dict[str, int]:
-        """The counts that a tensor-parallel degree must divide."""
-        return {"Gemma num_attention_heads": self.num_attention_heads, "Gemma num_key_value_heads": self.num_key_value_heads}
+        """The counts that a tensor-parallel degree must divide, or be a multiple of in the case of the second."""
+        return {"Gemma num_attention_heads": self.num_attention_heads, KEY_VALUE_HEADS: self.num_key_value_heads}
 
     def check_tensor_parallel(self, tp: int) -> None:
         check_heads(tp, self.heads)

@@ -6,7 +6,7 @@ come first, learnable registers fill the rest, and all attend to all.
 
 from torch import Tensor, nn
 
-from ltx_neuron.attention import Attention, Call, attend
+from ltx_neuron.attention import Attention, Call, Kernel, attend
 from ltx_neuron.config import AttentionSize, TransformerConfig
 from ltx_neuron.graphs import ConnectorInputs, ConnectorOutputs
 from ltx_neuron.parallel import Comm, FeedForward, rms_norm
@@ -14,30 +14,28 @@ from ltx_neuron.rope import Rope
 
 
 class ConnectorBlock(nn.Module):
-    def __init__(self, size: AttentionSize, tp: int, ff_bias: bool):
+    def __init__(self, size: AttentionSize, tp: int, kernel: Kernel, ff_bias: bool):
         super().__init__()
-        self.attn1 = Attention(size, size.inner, size.inner, tp)
+        self.attn1 = Attention(size, size.inner, size.inner, tp, kernel)
         self.ff = FeedForward(size.inner, tp, ff_bias)
 
 
 class Connector(nn.Module):
     """One stream's blocks; Connectors runs them beside the other stream's."""
 
-    def __init__(self, size: AttentionSize, layers: int, tp: int, ff_bias: bool):
+    def __init__(self, size: AttentionSize, layers: int, tp: int, kernel: Kernel, ff_bias: bool):
         super().__init__()
-        self.transformer_1d_blocks = nn.ModuleList(ConnectorBlock(size, tp, ff_bias) for _ in range(layers))
+        self.transformer_1d_blocks = nn.ModuleList(ConnectorBlock(size, tp, kernel, ff_bias) for _ in range(layers))
 
 
 class Connectors(nn.Module):
     """Tokens and registers (1, 1024, D) of both streams -> contexts of the same shapes."""
 
-    def __init__(self, config: TransformerConfig, tp: int, comm: Comm):
+    def __init__(self, config: TransformerConfig, tp: int, comm: Comm, kernel: Kernel):
         super().__init__()
-        self.comm = comm
-        self.video_connector = Connector(config.video_connector, config.connector_num_layers, tp, config.connector_ff_bias)
-        self.audio_connector = Connector(
-            config.audio_connector, config.audio_connector_num_layers, tp, config.connector_ff_bias
-        )
+        self.comm, how = comm, (tp, kernel, config.connector_ff_bias)
+        self.video_connector = Connector(config.video_connector, config.connector_num_layers, *how)
+        self.audio_connector = Connector(config.audio_connector, config.audio_connector_num_layers, *how)
 
     def forward(self, inputs: ConnectorInputs) -> ConnectorOutputs:
         states = {"video": inputs.video_tokens, "audio": inputs.audio_tokens}

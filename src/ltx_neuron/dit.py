@@ -9,7 +9,7 @@ token picks its row through `timestep_mask`. The blocks are identical in class a
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.attention import Attention, Call, attend
+from ltx_neuron.attention import Attention, Call, Kernel, attend
 from ltx_neuron.config import TransformerConfig
 from ltx_neuron.graphs import (
     PASSES,
@@ -78,18 +78,18 @@ class Switches:
 class TransformerBlock(nn.Module):
     """One of the 48 joint blocks: self, text and audio-video attention and feed-forward of both streams, side by side."""
 
-    def __init__(self, config: TransformerConfig, tp: int):
+    def __init__(self, config: TransformerConfig, tp: int, kernel: Kernel):
         super().__init__()
         video, audio, eps = config.video, config.audio, config.norm_eps
         self.eps = eps
-        self.attn1 = Attention(video, video.inner, video.inner, tp, eps)
-        self.attn2 = Attention(video, video.inner, video.inner, tp, eps)
+        self.attn1 = Attention(video, video.inner, video.inner, tp, kernel, eps)
+        self.attn2 = Attention(video, video.inner, video.inner, tp, kernel, eps)
         self.ff = FeedForward(video.inner, tp, config.ff_bias)
-        self.audio_attn1 = Attention(audio, audio.inner, audio.inner, tp, eps)
-        self.audio_attn2 = Attention(audio, audio.inner, audio.inner, tp, eps)
+        self.audio_attn1 = Attention(audio, audio.inner, audio.inner, tp, kernel, eps)
+        self.audio_attn2 = Attention(audio, audio.inner, audio.inner, tp, kernel, eps)
         self.audio_ff = FeedForward(audio.inner, tp, config.audio_ff_bias)
-        self.audio_to_video_attn = Attention(audio, video.inner, audio.inner, tp, eps)  # audio's heads for both
-        self.video_to_audio_attn = Attention(audio, audio.inner, video.inner, tp, eps)
+        self.audio_to_video_attn = Attention(audio, video.inner, audio.inner, tp, kernel, eps)  # audio's heads for both
+        self.video_to_audio_attn = Attention(audio, audio.inner, video.inner, tp, kernel, eps)
         self.scale_shift_table = nn.Parameter(torch.empty(9, video.inner))
         self.audio_scale_shift_table = nn.Parameter(torch.empty(9, audio.inner))
         self.scale_shift_table_a2v_ca_video = nn.Parameter(torch.empty(5, video.inner))
@@ -219,10 +219,10 @@ class GuidedHead(Head):
 class Blocks(nn.Module):
     """N consecutive blocks: the graph that is called num_layers / N times with other weights."""
 
-    def __init__(self, config: TransformerConfig, tp: int, comm: Comm, count: int):
+    def __init__(self, config: TransformerConfig, tp: int, comm: Comm, kernel: Kernel, count: int):
         super().__init__()
         self.comm = comm
-        self.transformer_blocks = nn.ModuleList(TransformerBlock(config, tp) for _ in range(count))
+        self.transformer_blocks = nn.ModuleList(TransformerBlock(config, tp, kernel) for _ in range(count))
 
     def forward(self, inputs: BlockInputs) -> BlockOutputs:
         video, audio = inputs.video_hidden, inputs.audio_hidden

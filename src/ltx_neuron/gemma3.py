@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.attention import attention
+from ltx_neuron.attention import matmul
 from ltx_neuron.config import GemmaConfig, TransformerConfig
 from ltx_neuron.graphs import Gemma3Inputs, Gemma3Outputs, Gemma3OutputsWithStates
 from ltx_neuron.parallel import ColumnLinear, Comm, RowLinear, rms_norm
@@ -31,17 +31,21 @@ class GemmaRMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with a norm per head. Heads and key-value heads are split over the ranks."""
+    """Grouped-query attention with a norm per head. Heads and key-value heads are split over the ranks.
+
+    With more ranks than key-value heads, each rank has one of them, which neighbouring ranks have as well.
+    """
 
     def __init__(self, config: GemmaConfig, tp: int):
         super().__init__()
         self.head_dim, self.scale = config.head_dim, config.query_pre_attn_scalar**-0.5
-        self.repeats = config.num_attention_heads // config.num_key_value_heads
+        parts = min(tp, config.num_key_value_heads)
+        self.repeats = (config.num_attention_heads // tp) // (config.num_key_value_heads // parts)
         width, queries = config.hidden_size, config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         self.q_proj = ColumnLinear(width, queries, tp, bias=False)
-        self.k_proj = ColumnLinear(width, keys, tp, bias=False)
-        self.v_proj = ColumnLinear(width, keys, tp, bias=False)
+        self.k_proj = ColumnLinear(width, keys, parts, bias=False)
+        self.v_proj = ColumnLinear(width, keys, parts, bias=False)
         self.o_proj = RowLinear(queries, width, tp, bias=False)
         self.q_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
@@ -52,7 +56,7 @@ class SelfAttention(nn.Module):
         )
         query, key = rotate(self.q_norm(query), rope), rotate(self.k_norm(key), rope)
         key, value = (t.repeat_interleave(self.repeats, dim=1) for t in (key, value))
-        return self.o_proj.partial(attention(query, key, value, self.scale, mask).transpose(1, 2).flatten(-2))
+        return self.o_proj.partial(matmul(query, key, value, self.scale, mask).transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):

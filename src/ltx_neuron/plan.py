@@ -134,7 +134,7 @@ def _gemma_bytes(gemma: GemmaConfig, config: TransformerConfig, tp: int, dtype: 
 
 def _stage(config: TransformerConfig, size: Size, stage: Stage, profile: Profile, tp: int, dtype: torch.dtype) -> StagePlan:
     bucket = size.bucket(stage, ())
-    program = dit_program(config, bucket, tp, TorchDistComm(tp), dtype, blocks_per_graph=1)
+    program = dit_program(config, bucket, tp, TorchDistComm(tp), dtype, 1, profile.attention)
     exported = {name: trace(program, name, dtype) for name in program.graphs if name != "guide"}
     calls = [name for name, _ in next(iter(program.runs.values()))]
     costs = {name: cost(graph) for name, graph in exported.items()}

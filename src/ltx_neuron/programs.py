@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ltx_neuron.attention import KERNELS
 from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig
 from ltx_neuron.connectors import Connectors
 from ltx_neuron.dit import Blocks, Guide, GuidedBlocks, GuidedHead, Head, Step, Tail, X0Tail
@@ -88,9 +89,10 @@ def group_size(layers: int, blocks_per_graph: int) -> int:
 
 
 def dit_program(
-    config: TransformerConfig, bucket: Bucket, tp: int, comm: Comm, dtype: torch.dtype, blocks_per_graph: int
-) -> Program:
-    """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step.
+    config: TransformerConfig, bucket: Bucket, tp: int, comm: Comm, dtype: torch.dtype, blocks_per_graph: int,
+    attention: str = "sdpa",
+) -> Program:  # fmt: skip
+    """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step. attention names one of KERNELS.
 
     A guided bucket has two runs instead of "main": "pass" predicts x0, "guide" combines predictions and steps.
     """
@@ -105,7 +107,7 @@ def dit_program(
         head, blocks, tail, kinds, whole = Head, Blocks, Tail, (HeadInputs, BlockInputs, TailInputs), StepInputs
         head_outputs, outputs, run = HeadOutputs, TailOutputs, "main"
     with torch.device("meta"):
-        parts = head(config), blocks(config, tp, comm, count), tail(config)
+        parts = head(config), blocks(config, tp, comm, KERNELS[attention], count), tail(config)
     if blocks_per_graph == 0:
         graphs, calls = {"step": Graph(Step(*parts, kinds), whole, outputs)}, (("step", 0),)
     else:
@@ -129,9 +131,11 @@ def gemma3_program(
     return Program({"gemma3": graph}, {"main": (("gemma3", 0),)}, gemma3_fields(gemma, config, tokens, tp, dtype))
 
 
-def connector_program(config: TransformerConfig, tp: int, comm: Comm, dtype: torch.dtype) -> Program:
+def connector_program(
+    config: TransformerConfig, tp: int, comm: Comm, dtype: torch.dtype, attention: str = "sdpa"
+) -> Program:  # fmt: skip
     """The two text connectors."""
     with torch.device("meta"):
-        connectors = Connectors(config, tp, comm)
+        connectors = Connectors(config, tp, comm, KERNELS[attention])
     graph = Graph(connectors, ConnectorInputs, ConnectorOutputs)
     return Program({"connectors": graph}, {"main": (("connectors", 0),)}, connector_fields(config, tp, dtype))

@@ -25,7 +25,7 @@ from ltx_neuron.checkpoint import Source
 from ltx_neuron.config import check_heads
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
-from ltx_neuron.sharding import COL, HOST, MODELS, ROW, local_shape, rule
+from ltx_neuron.sharding import COL, HOST, KV, MODELS, ROW, copies, local_shape, rule
 from ltx_neuron.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
 
 HOST_FILE, JOURNAL, PARTIAL = "host.safetensors", "journal.json", ".partial"
@@ -51,17 +51,19 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How one tensor of a source goes to the files: `stored` is the shape of a rank's part of it."""
+    """How one tensor of a source goes to the files: `stored` is the shape of a rank's part of it, and so many neighbouring
+    ranks keep the same one."""
 
     name: str
     shape: tuple[int, ...]
     split: int | str | None
     stored: tuple[int, ...]
     layout: Layout | None
+    copies: int = 1
 
     def bounds(self, tp: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         """Rows start..stop of each piece: none goes to two ranks, and one that is arranged is a rank's whole part."""
-        ranks = tp if self.split == COL else 1
+        ranks = tp // self.copies if self.split == COL else 1
         rows = (self.shape[0] if self.shape else 1) // ranks
         step = rows if self.layout else max(1, _PIECE_BYTES // max(1, row_bytes))
         for first in range(0, rows * ranks, rows) if rows else ():
@@ -73,7 +75,8 @@ class Cut:
         if self.split == HOST:
             yield tp, piece
         elif self.split == COL:
-            yield start // (self.shape[0] // tp), self.layout.arrange(piece) if self.layout else piece
+            part, stored = start * tp // self.copies // self.shape[0], self.layout.arrange(piece) if self.layout else piece
+            yield from ((part * self.copies + i, stored) for i in range(self.copies))
         elif self.split is None:
             yield from ((rank, piece) for rank in range(tp))
         else:
@@ -86,10 +89,11 @@ def cuts_of(source: "Source | RankSource", tp: int, layouts: dict[str, Layout]) 
     cuts = []
     for name in sorted(source.names):
         shape, split, layout = source.shape(name), source.split(name), layouts.get(name)
-        stored = local_shape(shape, split, tp, name)
+        copies = source.copies(name, tp)
+        stored = local_shape(shape, split, tp // copies, name)
         if layout:
             stored = tuple(layout.arrange(torch.empty(stored, device="meta")).shape)
-        cuts.append(Cut(name, shape, split, stored, layout))
+        cuts.append(Cut(name, shape, split, stored, layout, copies))
     return cuts
 
 
@@ -384,7 +388,12 @@ class RankSource:
 
     def split(self, name: str) -> int | str | None:
         kind = rule(self.model, name)
+        if kind == KV:
+            return COL
         return ROW if (kind, len(self._part(name))) == (COL, 3) else kind  # arranged: (layers, out, width)
+
+    def copies(self, name: str, tp: int) -> int:
+        return copies(rule(self.model, name), tp, self.heads)
 
     def _part(self, name: str) -> tuple[int, ...]:
         return self._file(name).shapes[name]
@@ -393,14 +402,14 @@ class RankSource:
         return self.files[-1 if rule(self.model, name) == HOST else rank]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        split = self.split(name)
-        return tuple(size * self.tp if dim == split else size for dim, size in enumerate(self._part(name)))
+        split, parts = self.split(name), self.tp // self.copies(name, self.tp)
+        return tuple(size * parts if dim == split else size for dim, size in enumerate(self._part(name)))
 
     def nbytes(self, name: str) -> int:
         return prod(self.shape(name)) * DTYPES[self.identity["dtype"]].itemsize
 
     def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
-        split, part = self.split(name), self._part(name)
+        split, part, copies = self.split(name), self._part(name), self.copies(name, self.tp)
         for start, stop in bounds:
             if split == ROW:
                 yield torch.cat([self._file(name, rank).read(name, start, stop) for rank in range(self.tp)], dim=1)
@@ -408,7 +417,8 @@ class RankSource:
                 ranks = range(start // part[0], (stop - 1) // part[0] + 1)
                 rows = [(max(start, rank * part[0]) - rank * part[0], min(stop, (rank + 1) * part[0]) - rank * part[0])
                         for rank in ranks]  # fmt: skip
-                yield torch.cat([self._file(name, rank).read(name, *r) for rank, r in zip(ranks, rows, strict=True)])
+                parts = [self._file(name, rank * copies).read(name, *r) for rank, r in zip(ranks, rows, strict=True)]
+                yield torch.cat(parts)
             else:
                 yield self._file(name).read(name, start, stop) if part else self._file(name).read(name)
 

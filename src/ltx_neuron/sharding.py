@@ -7,9 +7,11 @@ stops the sharder instead of being copied.
 import re
 from typing import NamedTuple
 
+from ltx_neuron.config import KEY_VALUE_HEADS
 from ltx_neuron.errors import UserError
 
 COL, ROW, ALL = 0, 1, None  # split out-features | split in-features | every rank keeps a copy
+KV = "kv"  # as COL by key-value heads: where ranks outnumber them, neighbouring ranks keep the same head
 HOST = "host"  # stays on the host: goes to host.safetensors, never to a device
 
 BLOCK = r"transformer_blocks\.\d+\."
@@ -41,7 +43,8 @@ DIT = {
 }
 GEMMA3 = {
     r"embed_tokens\.weight": HOST,  # rows are looked up on the host
-    r"layers\.\d+\.self_attn\.[qkv]_proj\.weight": COL,
+    r"layers\.\d+\.self_attn\.q_proj\.weight": COL,
+    r"layers\.\d+\.self_attn\.[kv]_proj\.weight": KV,
     r"layers\.\d+\.self_attn\.o_proj\.weight": ROW,
     r"layers\.\d+\.self_attn\.[qk]_norm\.weight": ALL,  # per head
     r"layers\.\d+\.mlp\.(?:gate|up)_proj\.weight": COL,
@@ -88,11 +91,16 @@ def rename(model: Model, key: str) -> str | None:
 
 
 def rule(model: Model, name: str) -> int | str | None:
-    """The one row that matches a tensor's name: COL, ROW, ALL or HOST."""
+    """The one row that matches a tensor's name: COL, ROW, ALL, KV or HOST."""
     rows = [split for pattern, split in model.table.items() if re.fullmatch(pattern, name)]
     if len(rows) != 1:
         raise UserError(f"tensor {name!r} matches {len(rows)} rows of the {model.name} sharding table, wanted exactly one")
     return rows[0]
+
+
+def copies(kind: int | str | None, tp: int, heads: dict[str, int]) -> int:
+    """How many neighbouring ranks keep the same part of a tensor of that row: with 8 key-value heads, 2 of 16 do."""
+    return max(1, tp // heads.get(KEY_VALUE_HEADS, tp)) if kind == KV else 1
 
 
 def local_shape(shape: tuple[int, ...], split: int | str | None, tp: int, name: str) -> tuple[int, ...]:

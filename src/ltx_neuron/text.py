@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ltx_neuron.attention import sdpa
 from ltx_neuron.checkpoint import Source
 from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_download
 from ltx_neuron.connectors import Connectors
@@ -178,7 +179,7 @@ class HostTextEncoder:
     def _modules(self) -> tuple[Gemma3Encoder, Connectors]:
         with torch.device("meta"):
             encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
-            return encoder, Connectors(self.config, 1, SingleRank())
+            return encoder, Connectors(self.config, 1, SingleRank(), sdpa)
 
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:

@@ -92,7 +92,7 @@ class Workspace:
 
     def _dit_identity(self, bucket: Bucket) -> dict:
         identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
-        return identity | {"blocks_per_graph": self.blocks_per_graph}
+        return identity | {"blocks_per_graph": self.blocks_per_graph, "attention": self.profile.attention}
 
     def _gemma3_identity(self, tokens: int) -> dict:
         config = f"{self.gemma.digest}-{self.transformer.digest}"
@@ -100,7 +100,7 @@ class Workspace:
         return self._graph_identity("gemma3", str(tokens), config) | states
 
     def _connectors_identity(self) -> dict:
-        return self._graph_identity("connectors", "1024", self.transformer.digest)
+        return self._graph_identity("connectors", "1024", self.transformer.digest) | {"attention": self.profile.attention}
 
     # making
 
@@ -137,7 +137,7 @@ class Workspace:
         comm, wanted = TorchDistComm(self.tp), {}
         for program in (
             gemma3_program(self.gemma, self.transformer, self.profile.text_buckets[0], self.tp, comm, self.dtype, False),
-            connector_program(self.transformer, self.tp, comm, self.dtype),
+            connector_program(self.transformer, self.tp, comm, self.dtype, self.profile.attention),
         ):
             wanted |= program.weights()
         sizes = {"video": self.transformer.video_connector, "audio": self.transformer.audio_connector}
@@ -175,14 +175,14 @@ class Workspace:
             return gemma3_program(self.gemma, self.transformer, tokens, self.tp, comm, self.dtype, states)
 
         paths = [self._compile(self._gemma3_identity(n), lambda n=n: encoder(n)) for n in self.profile.text_buckets]
-        connectors = self._compile(
-            self._connectors_identity(), lambda: connector_program(self.transformer, self.tp, comm, self.dtype)
-        )
-        return [*paths, connectors]
+        how = self.tp, comm, self.dtype, self.profile.attention
+        return [*paths, self._compile(self._connectors_identity(), lambda: connector_program(self.transformer, *how))]
 
     def _dit_program(self, bucket: Bucket) -> Program:
         comm = TorchDistComm(self.tp)
-        return dit_program(self.transformer, bucket, self.tp, comm, self.dtype, self.blocks_per_graph)
+        return dit_program(
+            self.transformer, bucket, self.tp, comm, self.dtype, self.blocks_per_graph, self.profile.attention
+        )
 
     def _compile(self, identity: dict, make) -> Path:
         path = artifacts.folder(self.artifacts, identity)

@@ -163,7 +163,7 @@ def _break_files(world: World) -> None:
     root("wide", text_config={"hidden_size": 64})
     root("deep", text_config={"num_hidden_layers": 6})
     root("other-heads", text_config={"num_attention_heads": 4, "num_key_value_heads": 2})
-    root("one-kv-head", text_config={"num_key_value_heads": 1})
+    root("odd-heads", text_config={"num_key_value_heads": 3})
     root("llama", model_type="llama")
 
 
@@ -275,9 +275,9 @@ GEMMA = [
     case("another depth", "--gemma-root {bad}/deep", "num_hidden_layers 6", "take 4 layers", GEMMA_DOWNLOAD),
     case("another depth, sharded", "--gemma-root {bad}/deep", "num_hidden_layers 6", GEMMA_DOWNLOAD, script=SHARD_GEMMA),
     case("weights of other sizes", "--gemma-root {bad}/other-heads", "q_proj", "wanted", GEMMA_DOWNLOAD),
-    case("KV heads", "--gemma-root {bad}/one-kv-head --tp-degree 2", "num_key_value_heads=1", "one of 1", script=SHARD_GEMMA),
-    case("KV heads, compiled", "--gemma-root {bad}/one-kv-head --tp-degree 2", "num_key_value_heads=1", script=COMPILE_GEMMA),
-    case("KV heads, generated", "--gemma-root {bad}/one-kv-head --tp-degree 2 --neuron-gemma", "num_key_value_heads=1"),
+    case("KV heads", "--gemma-root {bad}/odd-heads --tp-degree 2", "num_key_value_heads=3", "one of 1", script=SHARD_GEMMA),
+    case("KV heads, compiled", "--gemma-root {bad}/odd-heads --tp-degree 2", "num_key_value_heads=3", script=COMPILE_GEMMA),
+    case("KV heads, generated", "--gemma-root {bad}/odd-heads --tp-degree 2 --neuron-gemma", "num_key_value_heads=3"),
     case("sharder", "--gemma-root {bad}/no-weights", "model*.safetensors", GEMMA_DOWNLOAD, script=SHARD_GEMMA),
     case("compiler", "--gemma-root {bad}/absent", "not a folder", GEMMA_DOWNLOAD, script=COMPILE_GEMMA),
 ]

@@ -7,6 +7,7 @@ import torch
 from helpers import STREAMS, made_config, one_thread, randn, randomised, rel  # noqa: F401
 from torch.func import functional_call
 
+from ltx_neuron.attention import sdpa
 from ltx_neuron.config import REGISTERS, TEXT_TOKENS
 from ltx_neuron.connectors import Connectors
 from ltx_neuron.parallel import SingleRank
@@ -58,7 +59,7 @@ def our_inputs(connectors, config, found, count):
 
 def our_contexts(connectors, config, inputs):
     with torch.device("meta"):
-        module = Connectors(config, 1, SingleRank())
+        module = Connectors(config, 1, SingleRank(), sdpa)
     weights = {
         f"{stream}_connector.{name}": weight
         for stream, connector in connectors.items()

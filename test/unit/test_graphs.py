@@ -33,6 +33,7 @@ ALLOWED = {
     *("mul.Tensor", "add.Tensor", "sub.Tensor", "div.Tensor", "rsub.Scalar", "square.default", "sqrt.default"),
     *("rsqrt.default", "sigmoid.default", "gelu.default", "clamp_min.default", "eq.Tensor", "to.dtype"),
     *("linear.default", "scaled_dot_product_attention.default", "layer_norm.default"),
+    *("bmm.default", "softmax.int"),  # Gemma3's attention
     *("sum.dim_IntList", "sum.default", "mean.dim", "mean.default"),
     *(
         "select.int",
