@@ -31,8 +31,8 @@ _TRACED = (
     "parallel",
     "rope",
     "programs",
-    "backends/export",
 )
+_TRACING = {"torchdist": "backends/export", "nxd": "backends/nxd"}  # what makes a backend's graphs from them
 
 
 def folder(artifacts: Path, identity: dict) -> Path:
@@ -124,10 +124,10 @@ def _identity(path: Path) -> dict | None:
 
 
 @cache
-def code_digest() -> str:
+def code_digest(backend: str) -> str:
     """Identity of the traced code: a graph made by other code is refused. Comments and docstrings do not count."""
     hasher = hashlib.sha256()
-    for name in _TRACED:
+    for name in (*_TRACED, _TRACING[backend]):
         tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text())
         for node in ast.walk(tree):
             body = getattr(node, "body", None)

@@ -84,7 +84,8 @@ def pipeline_of(args: argparse.Namespace, recorder: report.Recorder) -> Pipeline
 
 
 def report_of(recorder: report.Recorder, workspace: Workspace, job: dict) -> dict:
-    return recorder.report(job, workspace.profile.name, workspace.tp, versions(), workspace.identity | {"code": code_digest()})
+    identity = workspace.identity | {"code": code_digest(workspace.profile.backend)}
+    return recorder.report(job, workspace.profile.name, workspace.tp, versions(), identity)
 
 
 def job_of(args: argparse.Namespace) -> Job:

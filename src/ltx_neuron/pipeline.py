@@ -17,6 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ltx_neuron import latents, lora, media, text
+from ltx_neuron.backends import chosen
+from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.torchdist import RankError, Ranks
 from ltx_neuron.compat import COMPAT, Compat
 from ltx_neuron.conditioning import ImageCondition
@@ -232,7 +234,7 @@ class Pipeline:
         return text.RankTextEncoder(self._ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype)
 
     def _start_ranks(self) -> None:
-        self._ranks = self._ranks or Ranks(self.workspace.profile, self.workspace.tp)
+        self._ranks = self._ranks or chosen.ranks(self.workspace.profile, self.workspace.tp)
 
     def _need_dit(self, programs: dict[str, Program]) -> None:
         """Have the DiT on the ranks with at least these programs."""
@@ -329,6 +331,8 @@ def _mended_by_deleting(weights: Path) -> Iterator[None]:
     """Say what to type where the ranks refuse their files."""
     try:
         yield
+    except DeviceFailure:
+        raise
     except UserError as error:
         raise UserError(f"{error}\nDelete {weights} and type the same again: it says how to make it") from None
 

@@ -185,6 +185,8 @@ def resolve(name: str | None = None, settings: tuple[str, ...] = (), machine: Ma
     profile = PROFILES[name]
     for setting in settings:
         profile = _changed(profile, setting)
+    if profile.backend == "nxd" and not any(setting.startswith("blocks_per_graph=") for setting in settings):
+        profile = dataclasses.replace(profile, blocks_per_graph=0)
     _check(profile)
     return dataclasses.replace(profile, settings=tuple(settings))
 
@@ -203,6 +205,7 @@ def _check(profile: Profile) -> None:
         raise UserError(f"--profile-set: device, process_group and compile_backend are {', '.join(driver)}; "
                         f"known together: {'; '.join(map(', '.join, DRIVERS))}")  # fmt: skip
     wrong = {
+        "backend=nxd runs a step as one graph: blocks_per_graph=0": profile.backend == "nxd" and profile.blocks_per_graph,
         "backend=nxd needs a Neuron profile": profile.backend == "nxd" and profile.device != "neuron",
         "attention=nki needs a Neuron profile": profile.attention == "nki" and profile.device != "neuron",
         "start_method=forkserver is for device=cpu: a forked child cannot use an accelerator's runtime":

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from ltx_neuron import artifacts
-from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
+from ltx_neuron.backends import chosen
+from ltx_neuron.backends.export import Manifest, TorchDistComm
 from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import REGISTERS, Bucket, check_gemma_fits, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
@@ -87,8 +88,8 @@ class Workspace:
 
     def _graph_identity(self, model: str, bucket: str, config: str) -> dict:
         return {"kind": "graphs", "model": model, "bucket": bucket, "config": config, "tp": self.tp,
-                "dtype": self.dtype_name, "backend": self.profile.backend, "code": artifacts.code_digest(),
-                "torch": torch.__version__}  # fmt: skip
+                "dtype": self.dtype_name, "backend": self.profile.backend, "code": artifacts.code_digest(self.profile.backend),
+                "torch": torch.__version__, **chosen.identity(self.profile, model)}  # fmt: skip
 
     def _dit_identity(self, bucket: Bucket) -> dict:
         identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
@@ -169,7 +170,7 @@ class Workspace:
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
-        comm, states = TorchDistComm(self.tp), self.profile.return_hidden_states
+        comm, states = chosen.comm(self.profile, self.tp), self.profile.return_hidden_states
 
         def encoder(tokens: int) -> Program:
             return gemma3_program(self.gemma, self.transformer, tokens, self.tp, comm, self.dtype, states)
@@ -181,15 +182,14 @@ class Workspace:
         return [*paths, connectors]
 
     def _dit_program(self, bucket: Bucket) -> Program:
-        comm = TorchDistComm(self.tp)
+        comm = chosen.comm(self.profile, self.tp)
         return dit_program(self.transformer, bucket, self.tp, comm, self.dtype, self.blocks_per_graph)
 
     def _compile(self, identity: dict, make) -> Path:
         path = artifacts.folder(self.artifacts, identity)
         if not (path / artifacts.MANIFEST).is_file():
             require_runtime(self.profile, self.tp)
-            with fake_process_group(self.tp):
-                compile_program(make(), path, identity, self.dtype)
+            chosen.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
         return path
 
     # finding

@@ -33,6 +33,13 @@ def whole_shape(field: Field, tp: int) -> tuple[int, ...]:
     return tuple(size * tp if dim == field.split else size for dim, size in enumerate(field.shape))
 
 
+def part_of(field: Field, whole: Tensor, rank: int) -> Tensor:
+    """A rank's part of a whole tensor: a view."""
+    if field.split is None:
+        return whole
+    return whole.narrow(field.split, field.shape[field.split] * rank, field.shape[field.split])
+
+
 class Shared:
     """A shared-memory tensor, made by the host and opened by the ranks under its name."""
 
@@ -111,13 +118,8 @@ class Rank:
                     rows = shared.tensor[first : first + field.shape[0]]
                     self.tensors[f"{name}@{first}"] = rows.to(self.device, copy=True)
             else:
-                self.tensors[name] = self._part(shared.tensor, field).to(self.device, copy=True).contiguous()
+                self.tensors[name] = part_of(field, shared.tensor, self.rank).to(self.device, copy=True).contiguous()
         return {}
-
-    def _part(self, whole: Tensor, field: Field) -> Tensor:
-        if field.split is None:
-            return whole
-        return whole.narrow(field.split, field.shape[field.split] * self.rank, field.shape[field.split])
 
     def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
         for name, number in numbers.items():
@@ -137,7 +139,7 @@ class Rank:
         field = self.fields[program][name]
         if self.rank == 0 or field.split is not None:
             with Shared(whole_shape(field, self.tp), field.dtype, memory) as shared:
-                self._part(shared.tensor, field).copy_(self.tensors[name])
+                part_of(field, shared.tensor, self.rank).copy_(self.tensors[name])
         return {}
 
     def hash(self, names: list[str]) -> dict:
