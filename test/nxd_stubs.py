@@ -7,6 +7,7 @@ and the runtime (the HLO runs on as many XLA:CPU devices as there are ranks, eac
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
@@ -23,16 +24,44 @@ import numpy as np
 import torch
 
 SOURCE = "LTX_NEURON_NXD_SOURCE"  # environment variable: a checkout of aws-neuron/neuronx-distributed
+NEEDED = ("torch_xla", "jaxlib", "google.protobuf")  # of the venv that test/make_xla_venv.sh makes
 _CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "boto3", "botocore", "s3transfer", "tenacity")
 
 
-def install(source: Path) -> torch.library.Library:
-    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla."""
-    os.environ |= {"PJRT_DEVICE": "CPU", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+def missing() -> str | None:
+    """What this process lacks to run NxD's source, and how to get it; None where it can."""
+    lacking = [name for name in NEEDED if not _importable(name)]
+    if lacking:
+        return f"{', '.join(lacking)} not installed; a venv that has them: test/make_xla_venv.sh DIR"
+    source = os.environ.get(SOURCE)
+    if not source or not (Path(source) / "src/neuronx_distributed").is_dir():
+        return f"{SOURCE} is {source!r}; wanted a checkout of github.com/aws-neuron/neuronx-distributed"
+    return None
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def install(source: Path, folder: Path) -> torch.library.Library:
+    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla.
+
+    `folder` takes the metadata by which the packages count as installed. Keep the library: operators go with it.
+    """
+    os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla  # noqa: F401
 
     sys.meta_path.append(_Anything())
-    sys.path.insert(0, str(source / "src"))
+    sys.path[:0] = [str(source / "src"), str(folder)]
+    version = {}
+    exec((source / "src/neuronx_distributed/_version.py").read_text(), version)
+    for package, number in (("neuronx-distributed", version["__version__"]), ("torch-neuronx", "2.9.0+stub")):
+        described = folder / f"{package.replace('-', '_')}-{number}.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
     names = ("", ".contexts", ".proto.metaneff_pb2", ".pyhlo.hlo_pb2", ".utils.utils", ".xla_impl.structure", ".xla_impl.trace")
     torch_neuronx, _, metaneff, hlo, inner, structure, xla_trace = (import_module(f"torch_neuronx{name}") for name in names)
     torch_neuronx.__version__ = "2.9.0.stub"
