@@ -67,25 +67,34 @@ def _problems(path: Path) -> list[str]:
     content = read_json(path / MANIFEST)
     if content["identity"]["kind"] == "weights":
         return verify(path, quick=True)
+    backend = content["identity"].get("backend")
     try:
-        graphs = {name: graph["sha256"] for name, graph in content["graphs"].items() if graph["file"] == graph_file(name)}
+        graphs = {
+            graph_file(name, backend): graph["sha256"]
+            for name, graph in content["graphs"].items()
+            if graph["file"] == graph_file(name, backend)
+        }
     except (KeyError, TypeError, AttributeError):
         graphs = {}
     if not graphs or len(graphs) != len(content["graphs"]):
         return [f"{MANIFEST}: not a list of graphs"]
     problems = []
     for name, digest_wanted in graphs.items():
-        file = path / graph_file(name)
-        if not file.is_file():
-            problems.append(f"{file.name}: missing")
-        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest_wanted:
-            problems.append(f"{file.name}: content differs from its sha256")
+        if not (path / name).is_file():
+            problems.append(f"{name}: missing")
+        elif sha256(path / name) != digest_wanted:
+            problems.append(f"{name}: content differs from its sha256")
     return problems
 
 
-def graph_file(name: str) -> str:
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def graph_file(name: str, backend: str = "torchdist") -> str:
     """A graph's file in its folder. A name that would lead out of it is none."""
-    return f"{name}.pt2" if name.isidentifier() else ""
+    return f"{name}.{'pt' if backend == 'nxd' else 'pt2'}" if name.isidentifier() else ""
 
 
 def _said(wanted: dict, got: dict | None) -> str:

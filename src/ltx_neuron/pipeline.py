@@ -193,7 +193,7 @@ class Pipeline:
                         self._ranks.close()
                         self._ranks = self._loaded = None
                 outcome = self._decode(run, decode)
-            except (RankError, UserError):
+            except (RankError, DeviceFailure, UserError):
                 raise
             except Exception as error:
                 if not isolate:
@@ -217,13 +217,13 @@ class Pipeline:
                 self._contexts[prompts] = encoder.encode(ids[prompts])
         with phase("unload_gemma3"):
             del encoder
-            if self.neuron_gemma:
+            if self.neuron_gemma and not self.workspace.profile.resident:
                 self._ranks.unload()
 
     def _rank_encoder(self, ids: dict) -> text.RankTextEncoder:
         workspace = self.workspace
         self._start_ranks()
-        if self._loaded:
+        if self._loaded and not workspace.profile.resident:
             self._ranks.unload()
             self._loaded = None
         groups = [group for prompts in ids.values() for group in text.passes(prompts)]
@@ -331,8 +331,6 @@ def _mended_by_deleting(weights: Path) -> Iterator[None]:
     """Say what to type where the ranks refuse their files."""
     try:
         yield
-    except DeviceFailure:
-        raise
     except UserError as error:
         raise UserError(f"{error}\nDelete {weights} and type the same again: it says how to make it") from None
 

@@ -41,7 +41,7 @@ class Workspace:
     ):  # fmt: skip
         self.checkpoint_path, self.gemma_root = Path(checkpoint_path), gemma_root and Path(gemma_root)
         self.profile, self.artifacts, self.tp, self.dtype_name = profile, Path(artifacts_dir), tp, dtype
-        self.blocks_per_graph = profile.blocks_per_graph if blocks_per_graph is None else blocks_per_graph
+        self.blocks_per_graph = profile.cut if blocks_per_graph is None else blocks_per_graph
         self.dtype, self.loras, self.distilled_loras = DTYPES[dtype], loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
@@ -243,7 +243,7 @@ class Workspace:
         words += ["--tp-degree", self.tp, "--dtype", self.dtype_name, "--artifacts-dir", self.artifacts]
         words += ["--profile", self.profile.name]
         words += [word for setting in self.profile.settings for word in ("--profile-set", setting)]
-        if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.blocks_per_graph:
+        if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.cut:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         return shlex.join(map(str, words))
 

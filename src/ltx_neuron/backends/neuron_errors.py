@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import RunError
 
 
-class DeviceFailure(UserError):
+class DeviceFailure(RunError):
     """The device, its driver or its compiler failed in a way that is known: the text says what to do."""
 
 
@@ -98,9 +98,7 @@ def explained() -> Iterator[None]:
     """Turn the failures that are known into DeviceFailures; the others pass."""
     try:
         yield
-    except UserError:
-        raise
-    except Exception as error:
-        if said := failure(error):
+    except (RuntimeError, OSError) as error:
+        if not isinstance(error, RunError) and (said := failure(error)):
             raise said from error
         raise

@@ -19,12 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ltx_neuron.artifacts import graph_file, sha256
 from ltx_neuron.backends.export import Manifest
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.backends.rank import part_of, whole_shape
+from ltx_neuron.backends.torchdist import NotFiniteError
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, write_json
-from ltx_neuron.graphs import Field
+from ltx_neuron.graphs import LATENTS, Field
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import Graph, Program, weight_name
 from ltx_neuron.rankfiles import load, rank_file
@@ -137,12 +139,12 @@ def compile_program(make, folder: Path, identity: dict, dtype: torch.dtype, prof
         program = make()
         _check_calls(program)
         for name, graph in program.graphs.items():
-            tag, file = f"{identity['model']}-{identity['bucket']}-{name}", f"{name}.pt"
+            tag, file = f"{identity['model']}-{identity['bucket']}-{name}", graph_file(name, "nxd")
             builder = trace(program, name, tag, dtype)
             _compile(builder, tag, folder / file, flags)
             graphs[name] = {
                 "file": file,
-                "sha256": _sha256(folder / file),
+                "sha256": sha256(folder / file),
                 "tag": tag,
                 "parameters": {parameter: list(t.shape) for parameter, t in graph.module.named_parameters()},
                 "inputs": list(graph.inputs._fields),
@@ -171,11 +173,6 @@ def _compile(builder, tag: str, path: Path, flags: str) -> None:
     compiled.save(str(temporary))
     temporary.replace(path)
     shutil.rmtree(workdir / tag, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}  # XLA's numbers of S8 S16 S32 S64 F16 F32 F64 BF16
@@ -238,13 +235,11 @@ class _WeightSet:
 
 
 def _open(manifest: Manifest, graph: str, tp: int):
-    """An NxDModel from its file. Raises UserError where it is not the one that was compiled, or not for this many ranks."""
+    """An NxDModel from its file, whose content was compared with its manifest when it was found."""
     from neuronx_distributed import NxDModel
 
-    path = manifest.folder / manifest.graphs[graph]["file"]
+    path = manifest.folder / graph_file(graph, "nxd")
     again = f"delete {manifest.folder} and compile again"
-    if _sha256(path) != manifest.graphs[graph]["sha256"]:
-        raise UserError(f"{path} is not the graph its manifest describes; {again}")
     model = NxDModel.load(str(path))
     if not isinstance(model, NxDModel):
         raise UserError(f"{path} was made by another version of NxD than the installed one; {again}")
@@ -363,7 +358,7 @@ class Ranks:
         for run, reads, writes in self._sequences.get((program, sequence), [(sequence, {}, {})]):
             for graph, _ in manifest.runs[run]:
                 self._call(held.models[program, graph], manifest, graph, reads, writes)
-        return (time.perf_counter() - start) * 1e3
+        return (time.perf_counter() - start) * 1e3  # ranked mode returns when the last rank is done
 
     def _call(self, model, manifest: Manifest, graph: str, reads: dict, writes: dict) -> None:
         described, fields = manifest.graphs[graph], manifest.fields
@@ -378,10 +373,14 @@ class Ranks:
         self._tensors.update(zip(names, outputs, strict=True))  # [output][rank]
 
     def get(self, program: str, name: str) -> Tensor:
-        """Download a named tensor: rank 0's, or all parts put together."""
+        """Download a named tensor: rank 0's, or all parts put together. NotFiniteError for latents with NaN or Inf: they
+        are looked at here and not after every step, which would cost a download each."""
         split, parts = self.fields[program][name].split, self._tensors[name]
         with explained():
-            return parts[0].cpu() if split is None else torch.cat([part.cpu() for part in parts], dim=split)
+            whole = parts[0].cpu() if split is None else torch.cat([part.cpu() for part in parts], dim=split)
+        if name in LATENTS and not whole.isfinite().all():
+            raise NotFiniteError([name])
+        return whole
 
     def returns(self, program: str, name: str) -> bool:
         """Whether a program hands back a tensor of that name."""

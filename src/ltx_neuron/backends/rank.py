@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.export import GROUP, Manifest
+from ltx_neuron.backends.neuron_errors import failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import LATENTS, Field
 from ltx_neuron.programs import weight_name
@@ -192,7 +193,8 @@ def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
         pass  # the host is done, or is ending the run
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
         user = isinstance(error, UserError)
-        text = str(error) if user else traceback.format_exc()
+        device = failure(error) if settings["device"] == "neuron" else None
+        text = str(device or error) if device or user else traceback.format_exc()
         blame = 3 if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_ANOTHER) else 1
         pipe.send_bytes(json.dumps({"error": text, "user": user, "blame": blame}).encode())
     finally:
