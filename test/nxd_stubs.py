@@ -7,30 +7,61 @@ and the runtime (the HLO runs on as many XLA:CPU devices as there are ranks, eac
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
 import types
 from collections import defaultdict
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Dict, List  # noqa: UP035 - TorchScript knows these
 
 import numpy as np
 import torch
 
 SOURCE = "LTX_NEURON_NXD_SOURCE"  # environment variable: a checkout of aws-neuron/neuronx-distributed
+NEEDED = ("torch_xla", "jaxlib", "google.protobuf")  # of the venv that test/make_xla_venv.sh makes
 _CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "boto3", "botocore", "s3transfer", "tenacity")
 
 
-def install(source: Path) -> None:
-    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla."""
-    os.environ |= {"PJRT_DEVICE": "CPU", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+def missing() -> str | None:
+    """What this process lacks to run NxD's source, and how to get it; None where it can."""
+    lacking = [name for name in NEEDED if not _importable(name)]
+    if lacking:
+        return f"{', '.join(lacking)} not installed; a venv that has them: test/make_xla_venv.sh DIR"
+    source = os.environ.get(SOURCE)
+    if not source or not (Path(source) / "src/neuronx_distributed").is_dir():
+        return f"{SOURCE} is {source!r}; wanted a checkout of github.com/aws-neuron/neuronx-distributed"
+    return None
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def install(source: Path, folder: Path) -> torch.library.Library:
+    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla.
+
+    `folder` takes the metadata by which the packages count as installed. Keep the library: operators go with it.
+    """
+    os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla  # noqa: F401
 
     sys.meta_path.append(_Anything())
-    sys.path.insert(0, str(source / "src"))
+    sys.path[:0] = [str(source / "src"), str(folder)]
+    version = {}
+    exec((source / "src/neuronx_distributed/_version.py").read_text(), version)
+    for package, number in (("neuronx-distributed", version["__version__"]), ("torch-neuronx", "2.9.0+stub")):
+        described = folder / f"{package.replace('-', '_')}-{number}.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
     names = ("", ".contexts", ".proto.metaneff_pb2", ".pyhlo.hlo_pb2", ".utils.utils", ".xla_impl.structure", ".xla_impl.trace")
     torch_neuronx, _, metaneff, hlo, inner, structure, xla_trace = (import_module(f"torch_neuronx{name}") for name in names)
     torch_neuronx.__version__ = "2.9.0.stub"
@@ -41,10 +72,11 @@ def install(source: Path) -> None:
     structure.Flattener, structure.Packer = Flattener, Packer
     xla_trace.generate_hlo, xla_trace.get_torch_dtype = generate_hlo, lambda name: getattr(torch, name)
     import_module("libneuronxla").neuron_xla_compile = lambda module_bytes, **_: module_bytes
-    torch.classes.neuron = SimpleNamespace(
-        SPMDModel=SPMDModel, LayoutTransformation=object, Runtime=object, Model=object
-    )  # fmt: skip
-    torch.ops.neuron._parallel_load = lambda ranks: [dict(weights) for weights in ranks]
+    torch.classes.neuron = SimpleNamespace(SPMDModel=spmd_model, LayoutTransformation=object, Runtime=object, Model=object)
+    torch_neuronx.contexts.disable_nrt_load = nullcontext
+    library = register_operators()
+    torch.jit.script(Cores)
+    return library
 
 
 class _Anything(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -95,8 +127,11 @@ def hlo_messages() -> dict:
     kind = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="ltx_neuron_test_hlo.proto", package="ltxneurontest", syntax="proto3")
     described = {
-        "HloInstructionProto": {"name": (1, "string"), "opcode": (2, "string"), "parameter_number": (9, "int64"),
-                                "custom_call_target": (28, "string"), "id": (35, "int64"),
+        "ShapeProto": {"element_type": (2, "int64"), "dimensions": (3, ["int64"]), "tuple_shapes": (4, ["ShapeProto"])},
+        "DotDimensionNumbers": {"lhs_contracting_dimensions": (1, ["int64"])},
+        "HloInstructionProto": {"name": (1, "string"), "opcode": (2, "string"), "shape": (3, "ShapeProto"),
+                                "parameter_number": (9, "int64"), "custom_call_target": (28, "string"),
+                                "dot_dimension_numbers": (30, "DotDimensionNumbers"), "id": (35, "int64"),
                                 "operand_ids": (36, ["int64"]), "called_computation_ids": (38, ["int64"])},
         "HloComputationProto": {"name": (1, "string"), "instructions": (2, ["HloInstructionProto"]), "id": (5, "int64"),
                                 "root_id": (6, "int64")},
@@ -179,13 +214,14 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
         outputs = torch.func.functional_call(module, weights, (), inputs, strict=True)
     ids, values = xla._get_tensors_xla_device_data_node(list(outputs))
     number = {tensor_id: parameter for parameter, tensor_id in enumerate(ids)}
-    taken = {name: number.pop(xla._xla_get_tensor_id(t), None) for name, t in inputs.items()}
-    held = {name: number.pop(xla._xla_get_tensor_id(t), None) for name, t in weights.items()}
+    taken = {name: number.get(xla._xla_get_tensor_id(t)) for name, t in inputs.items()}
+    held = {name: number.get(xla._xla_get_tensor_id(t)) for name, t in weights.items()}
     kinds = MetaTensor.Type
     metas = [MetaTensor(inputs[n], kinds.USER_INPUT, parameter=p) for n, p in taken.items() if p is not None]
     used = {name: parameter for name, parameter in held.items() if parameter is not None}
     metas += [MetaTensor(weights[n], kinds.INPUT_WEIGHT, n.encode(), p) for n, p in used.items()]
-    metas += [MetaTensor(values[p], kinds.CONSTANT, parameter=p, value=values[p].cpu().tolist()) for p in number.values()]
+    constants = {*range(len(ids))} - {*taken.values(), *held.values()}  # scalars of the code: they have no tensor, so no id
+    metas += [MetaTensor(values[p], kinds.CONSTANT, parameter=p, value=values[p].cpu().tolist()) for p in constants]
     hlo = hlo_messages()["HloModuleProto"].FromString(xla._get_xla_tensors_hlo_proto(list(outputs)))
     xla._clear_pending_irs(str(device))  # the next trace starts afresh: nothing here is ever run,
     xla._set_all_reduce_token(str(device), None)  # and its collectives do not follow on these
@@ -197,33 +233,76 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
     )  # fmt: skip
 
 
-class SPMDModel:
-    """A graph on as many XLA:CPU devices as there are ranks, with the runtime's interface."""
+class Cores:
+    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as NxD saves it so."""
 
-    def __init__(self, neff: bytes, metaneff: bytes, local_ranks: int, world_size: int):
-        self.hlo, self.inputs, self.ranks = neff, json.loads(metaneff), local_ranks
-        self.weights = None
+    def __init__(self, hlo: torch.Tensor, inputs: str, weight_names: list[str], ranks: int):
+        self.hlo, self.inputs, self.ranks = hlo, inputs, ranks
+        self.weight_names: List[str] = weight_names  # noqa: UP006
+        self.weights: List[torch.Tensor] = [hlo]  # noqa: UP006
 
-    def initialize(self, states, weights, start_rank):
-        self.weights = weights
-        self.program = Replicated(self.hlo, self.ranks)
+    def initialize(self, states: List[Dict[str, torch.Tensor]], weights: List[Dict[str, torch.Tensor]], start_rank: int):  # noqa: UP006
+        bound: List[torch.Tensor] = []  # noqa: UP006
+        for rank in weights:
+            bound += [rank[name] for name in self.weight_names]
+        self.weights = bound
 
-    def forward_ranked(self, given: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        return self.program([self._arguments(rank, tensors) for rank, tensors in enumerate(given)])
+    def forward(self, given: List[torch.Tensor]) -> List[torch.Tensor]:  # noqa: UP006
+        return self.forward_ranked([given for _ in range(self.ranks)])[0]
 
-    def _arguments(self, rank: int, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        arguments, following = {}, iter(given)
-        for tensor in self.inputs:
-            if tensor["type"] == MetaTensor.Type.USER_INPUT:
-                value = next(following)
-            elif tensor["type"] == MetaTensor.Type.INPUT_WEIGHT:
-                value = self.weights[rank][tensor["weight"]]
-            else:
-                value = torch.tensor(tensor["value"], dtype=getattr(torch, tensor["dtype"]))
-            if [*value.shape] != tensor["shape"] or str(value.dtype) != f"torch.{tensor['dtype']}":
-                raise RuntimeError(f"status=2 message=Invalid: {tensor} given {tuple(value.shape)} {value.dtype}")
-            arguments[tensor["parameter"]] = value
-        return [arguments[number] for number in sorted(arguments)]
+    def forward_ranked(self, given: List[List[torch.Tensor]]) -> List[List[torch.Tensor]]:  # noqa: UP006
+        flat: List[torch.Tensor] = []  # noqa: UP006
+        for tensors in given:
+            flat += tensors
+        outputs = torch.ops.neuron.run_on_xla_cpu(self.hlo, self.inputs, flat, self.weights, self.ranks)
+        each = len(outputs) // self.ranks
+        return [outputs[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
+
+    def forward_async(self, given: List[List[torch.Tensor]]) -> List[List[torch.Tensor]]:  # noqa: UP006
+        return self.forward_ranked(given)
+
+
+def spmd_model(neff: bytes, metaneff: bytes, local_ranks: int, world_size: int) -> Cores:
+    names = [t["weight"] for t in json.loads(metaneff) if t["type"] == MetaTensor.Type.INPUT_WEIGHT]
+    return Cores(torch.frombuffer(bytearray(neff), dtype=torch.uint8), metaneff.decode(), names, local_ranks)
+
+
+def register_operators() -> torch.library.Library:
+    """torch.ops.neuron, as far as NxDModel uses it, and the operator that runs a graph."""
+    library = torch.library.Library("neuron", "DEF")
+    library.define("_parallel_load(Dict(str, Tensor)[] ranks) -> Dict(str, Tensor)[]")
+    library.define("run_on_xla_cpu(Tensor hlo, str inputs, Tensor[] given, Tensor[] weights, int ranks) -> Tensor[]")
+    library.impl("_parallel_load", lambda ranks: [dict(weights) for weights in ranks], "CompositeImplicitAutograd")
+    library.impl("run_on_xla_cpu", _run, "CompositeImplicitAutograd")
+    return library
+
+
+def _run(hlo: torch.Tensor, inputs: str, given: list[torch.Tensor], weights: list[torch.Tensor], ranks: int) -> list:
+    described, program = json.loads(inputs), _replicated(hlo.numpy().tobytes(), ranks)
+    arguments = [
+        _arguments(described, iter(_of_rank(given, ranks, rank)), iter(_of_rank(weights, ranks, rank)))
+        for rank in range(ranks)
+    ]
+    return [tensor for outputs in program(arguments) for tensor in outputs]
+
+
+def _of_rank(tensors: list[torch.Tensor], ranks: int, rank: int) -> list[torch.Tensor]:
+    each = len(tensors) // ranks
+    return tensors[rank * each : (rank + 1) * each]
+
+
+def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
+    """A rank's tensors by their number in the HLO. Like the runtime it takes no other shape or dtype."""
+    arguments = {}
+    for tensor in described:
+        if tensor["type"] == MetaTensor.Type.CONSTANT:
+            value = torch.tensor(tensor["value"], dtype=getattr(torch, tensor["dtype"]))
+        else:
+            value = next(given if tensor["type"] == MetaTensor.Type.USER_INPUT else weights)
+        if [*value.shape] != tensor["shape"] or str(value.dtype) != f"torch.{tensor['dtype']}":
+            raise RuntimeError(f"status=2 message=Invalid: {tensor} given {tuple(value.shape)} {value.dtype}")
+        arguments[tensor["parameter"]] = value
+    return [arguments[number] for number in sorted(arguments)]
 
 
 class Replicated:
@@ -266,6 +345,11 @@ class _Described:
 
     def __init__(self, array: np.ndarray):
         self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+
+
+@cache
+def _replicated(hlo: bytes, ranks: int) -> Replicated:
+    return Replicated(hlo, ranks)
 
 
 @cache

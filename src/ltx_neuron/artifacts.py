@@ -31,8 +31,8 @@ _TRACED = (
     "parallel",
     "rope",
     "programs",
-    "backends/export",
 )
+_TRACING = {"torchdist": "backends/export", "nxd": "backends/nxd"}  # what makes a backend's graphs from them
 
 
 def folder(artifacts: Path, identity: dict) -> Path:
@@ -67,25 +67,34 @@ def _problems(path: Path) -> list[str]:
     content = read_json(path / MANIFEST)
     if content["identity"]["kind"] == "weights":
         return verify(path, quick=True)
+    backend = content["identity"].get("backend")
     try:
-        graphs = {name: graph["sha256"] for name, graph in content["graphs"].items() if graph["file"] == graph_file(name)}
+        graphs = {
+            graph_file(name, backend): graph["sha256"]
+            for name, graph in content["graphs"].items()
+            if graph["file"] == graph_file(name, backend)
+        }
     except (KeyError, TypeError, AttributeError):
         graphs = {}
     if not graphs or len(graphs) != len(content["graphs"]):
         return [f"{MANIFEST}: not a list of graphs"]
     problems = []
     for name, digest_wanted in graphs.items():
-        file = path / graph_file(name)
-        if not file.is_file():
-            problems.append(f"{file.name}: missing")
-        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest_wanted:
-            problems.append(f"{file.name}: content differs from its sha256")
+        if not (path / name).is_file():
+            problems.append(f"{name}: missing")
+        elif sha256(path / name) != digest_wanted:
+            problems.append(f"{name}: content differs from its sha256")
     return problems
 
 
-def graph_file(name: str) -> str:
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def graph_file(name: str, backend: str = "torchdist") -> str:
     """A graph's file in its folder. A name that would lead out of it is none."""
-    return f"{name}.pt2" if name.isidentifier() else ""
+    return f"{name}.{'pt' if backend == 'nxd' else 'pt2'}" if name.isidentifier() else ""
 
 
 def _said(wanted: dict, got: dict | None) -> str:
@@ -124,10 +133,10 @@ def _identity(path: Path) -> dict | None:
 
 
 @cache
-def code_digest() -> str:
+def code_digest(backend: str) -> str:
     """Identity of the traced code: a graph made by other code is refused. Comments and docstrings do not count."""
     hasher = hashlib.sha256()
-    for name in _TRACED:
+    for name in (*_TRACED, _TRACING[backend]):
         tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text())
         for node in ast.walk(tree):
             body = getattr(node, "body", None)

@@ -115,7 +115,8 @@ def begun_run(args: argparse.Namespace, job: Job, described: dict, workspace: Wo
 
 
 def report_of(recorder: report.Recorder, workspace: Workspace, job: dict) -> dict:
-    return recorder.report(job, workspace.profile.name, workspace.tp, versions(), workspace.identity | {"code": code_digest()})
+    identity = workspace.identity | {"code": code_digest(workspace.profile.backend)}
+    return recorder.report(job, workspace.profile.name, workspace.tp, versions(), identity)
 
 
 def job_of(args: argparse.Namespace) -> Job:

@@ -17,6 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ltx_neuron import latents, lora, media, text
+from ltx_neuron.backends import chosen
+from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.torchdist import RankError, Ranks
 from ltx_neuron.compat import COMPAT, Compat
 from ltx_neuron.conditioning import ImageCondition
@@ -191,7 +193,7 @@ class Pipeline:
                         self._ranks.close()
                         self._ranks = self._loaded = None
                 outcome = self._decode(run, decode)
-            except (RankError, UserError):
+            except (RankError, DeviceFailure, UserError):
                 raise
             except Exception as error:
                 if not isolate:
@@ -225,13 +227,13 @@ class Pipeline:
                 self._contexts[prompts] = encoder.encode(ids[prompts])
         with phase("unload_gemma3"):
             del encoder
-            if self.neuron_gemma:
+            if self.neuron_gemma and not self.workspace.profile.resident:
                 self._ranks.unload()
 
     def _rank_encoder(self, ids: dict) -> text.RankTextEncoder:
         workspace = self.workspace
         self._start_ranks()
-        if self._loaded:
+        if self._loaded and not workspace.profile.resident:
             self._ranks.unload()
             self._loaded = None
         groups = [group for prompts in ids.values() for group in text.passes(prompts)]
@@ -242,7 +244,7 @@ class Pipeline:
         return text.RankTextEncoder(self._ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype)
 
     def _start_ranks(self) -> None:
-        self._ranks = self._ranks or Ranks(self.workspace.profile, self.workspace.tp)
+        self._ranks = self._ranks or chosen.ranks(self.workspace.profile, self.workspace.tp)
 
     def _need_dit(self, programs: dict[str, Program]) -> None:
         """Have the DiT on the ranks with at least these programs."""

@@ -38,7 +38,7 @@ class Profile:
     device, process_group, compile_backend
                     of a rank of torchdist: torch device, torch.distributed backend, and what runs the exported graphs:
                     "export" op by op, others through torch.compile
-    blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the whole step
+    blocks_per_graph  of torchdist: transformer blocks in one graph, called num_layers / this many times; 0: the whole step
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always matmul and softmax
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is refused
     vae             where latents are decoded
@@ -77,6 +77,11 @@ class Profile:
     def cores(self) -> int | None:
         """Logical cores of the machine, each good for a rank; None where it is not known."""
         return self.chip and self.chips * self.chip.cores // self.lnc
+
+    @property
+    def cut(self) -> int:
+        """Blocks per graph of the backend. NxD binds weights when it loads a graph, so one graph is the whole step: 0."""
+        return 0 if self.backend == "nxd" else self.blocks_per_graph
 
     @property
     def memory_bytes_per_core(self) -> int | None:
@@ -203,6 +208,8 @@ def _check(profile: Profile) -> None:
         raise UserError(f"--profile-set: device, process_group and compile_backend are {', '.join(driver)}; "
                         f"known together: {'; '.join(map(', '.join, DRIVERS))}")  # fmt: skip
     wrong = {
+        "resident=true needs backend=nxd: a rank process holds one model at a time":
+            profile.resident and profile.backend != "nxd",
         "backend=nxd needs a Neuron profile": profile.backend == "nxd" and profile.device != "neuron",
         "attention=nki needs a Neuron profile": profile.attention == "nki" and profile.device != "neuron",
         "start_method=forkserver is for device=cpu: a forked child cannot use an accelerator's runtime":

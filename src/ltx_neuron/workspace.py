@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from ltx_neuron import artifacts
-from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
+from ltx_neuron.backends import chosen
+from ltx_neuron.backends.export import Manifest, TorchDistComm
 from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import REGISTERS, Bucket, check_gemma_fits, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
@@ -40,7 +41,7 @@ class Workspace:
     ):  # fmt: skip
         self.checkpoint_path, self.gemma_root = Path(checkpoint_path), gemma_root and Path(gemma_root)
         self.profile, self.artifacts, self.tp, self.dtype_name = profile, Path(artifacts_dir), tp, dtype
-        self.blocks_per_graph = profile.blocks_per_graph if blocks_per_graph is None else blocks_per_graph
+        self.blocks_per_graph = profile.cut if blocks_per_graph is None else blocks_per_graph
         self.dtype, self.loras, self.distilled_loras = DTYPES[dtype], loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
@@ -87,8 +88,8 @@ class Workspace:
 
     def _graph_identity(self, model: str, bucket: str, config: str) -> dict:
         return {"kind": "graphs", "model": model, "bucket": bucket, "config": config, "tp": self.tp,
-                "dtype": self.dtype_name, "backend": self.profile.backend, "code": artifacts.code_digest(),
-                "torch": torch.__version__}  # fmt: skip
+                "dtype": self.dtype_name, "backend": self.profile.backend, "code": artifacts.code_digest(self.profile.backend),
+                "torch": torch.__version__, **chosen.identity(self.profile, model)}  # fmt: skip
 
     def _dit_identity(self, bucket: Bucket) -> dict:
         identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
@@ -169,7 +170,7 @@ class Workspace:
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
-        comm, states = TorchDistComm(self.tp), self.profile.return_hidden_states
+        comm, states = chosen.comm(self.profile, self.tp), self.profile.return_hidden_states
 
         def encoder(tokens: int) -> Program:
             return gemma3_program(self.gemma, self.transformer, tokens, self.tp, comm, self.dtype, states)
@@ -179,7 +180,7 @@ class Workspace:
         return [*paths, self._compile(self._connectors_identity(), lambda: connector_program(self.transformer, *how))]
 
     def _dit_program(self, bucket: Bucket) -> Program:
-        comm = TorchDistComm(self.tp)
+        comm = chosen.comm(self.profile, self.tp)
         return dit_program(
             self.transformer, bucket, self.tp, comm, self.dtype, self.blocks_per_graph, self.profile.attention
         )
@@ -188,8 +189,7 @@ class Workspace:
         path = artifacts.folder(self.artifacts, identity)
         if not (path / artifacts.MANIFEST).is_file():
             require_runtime(self.profile, self.tp)
-            with fake_process_group(self.tp):
-                compile_program(make(), path, identity, self.dtype)
+            chosen.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
         return path
 
     # finding
@@ -243,7 +243,7 @@ class Workspace:
         words += ["--tp-degree", self.tp, "--dtype", self.dtype_name, "--artifacts-dir", self.artifacts]
         words += ["--profile", self.profile.name]
         words += [word for setting in self.profile.settings for word in ("--profile-set", setting)]
-        if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.blocks_per_graph:
+        if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.cut:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         return shlex.join(map(str, words))
 

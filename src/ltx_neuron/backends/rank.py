@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.export import GROUP, Manifest
+from ltx_neuron.backends.neuron_errors import failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import LATENTS, Field
 from ltx_neuron.programs import weight_name
@@ -31,6 +32,13 @@ _PULSE_SECONDS = 0.5
 
 def whole_shape(field: Field, tp: int) -> tuple[int, ...]:
     return tuple(size * tp if dim == field.split else size for dim, size in enumerate(field.shape))
+
+
+def part_of(field: Field, whole: Tensor, rank: int) -> Tensor:
+    """A rank's part of a whole tensor: a view."""
+    if field.split is None:
+        return whole
+    return whole.narrow(field.split, field.shape[field.split] * rank, field.shape[field.split])
 
 
 class Shared:
@@ -111,13 +119,8 @@ class Rank:
                     rows = shared.tensor[first : first + field.shape[0]]
                     self.tensors[f"{name}@{first}"] = rows.to(self.device, copy=True)
             else:
-                self.tensors[name] = self._part(shared.tensor, field).to(self.device, copy=True).contiguous()
+                self.tensors[name] = part_of(field, shared.tensor, self.rank).to(self.device, copy=True).contiguous()
         return {}
-
-    def _part(self, whole: Tensor, field: Field) -> Tensor:
-        if field.split is None:
-            return whole
-        return whole.narrow(field.split, field.shape[field.split] * self.rank, field.shape[field.split])
 
     def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
         for name, number in numbers.items():
@@ -137,7 +140,7 @@ class Rank:
         field = self.fields[program][name]
         if self.rank == 0 or field.split is not None:
             with Shared(whole_shape(field, self.tp), field.dtype, memory) as shared:
-                self._part(shared.tensor, field).copy_(self.tensors[name])
+                part_of(field, shared.tensor, self.rank).copy_(self.tensors[name])
         return {}
 
     def hash(self, names: list[str]) -> dict:
@@ -190,7 +193,8 @@ def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
         pass  # the host is done, or is ending the run
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
         user = isinstance(error, UserError)
-        text = str(error) if user else traceback.format_exc()
+        device = failure(error) if settings["device"] == "neuron" else None
+        text = str(device or error) if device or user else traceback.format_exc()
         blame = 3 if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_ANOTHER) else 1
         pipe.send_bytes(json.dumps({"error": text, "user": user, "blame": blame}).encode())
     finally:

@@ -1,0 +1,39 @@
+"""Which backend a profile runs on: the one place that looks at `profile.backend`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ltx_neuron.backends import export, nxd, torchdist
+from ltx_neuron.parallel import Comm
+from ltx_neuron.profiles import Profile
+from ltx_neuron.programs import Program
+
+
+def comm(profile: Profile, tp: int) -> Comm:
+    """The collectives of graphs that are traced for a profile."""
+    return nxd.XlaComm(tp) if profile.backend == "nxd" else export.TorchDistComm(tp)
+
+
+def identity(profile: Profile, model: str) -> dict:
+    """What a model's graphs depend on besides the model: how they are compiled and by which versions."""
+    if profile.backend != "nxd":
+        return {}
+    return {"compiler_flags": nxd.compiler_flags(profile, model), "neuron": nxd.versions()}
+
+
+def compile_program(
+    make: Callable[[], Program], folder: Path, identity: dict, dtype: torch.dtype, profile: Profile, tp: int
+) -> None:
+    """Compile every graph of the program that `make()` returns into `folder` and, last, write the manifest."""
+    if profile.backend == "nxd":
+        nxd.compile_program(make, folder, identity, dtype, profile, tp)
+    else:
+        with export.fake_process_group(tp):
+            export.compile_program(make(), folder, identity, dtype)
+
+
+def ranks(profile: Profile, tp: int) -> "torchdist.Ranks | nxd.Ranks":
+    """The ranks of a run, started."""
+    return nxd.Ranks(profile, tp) if profile.backend == "nxd" else torchdist.Ranks(profile, tp)
