@@ -49,9 +49,19 @@ def check_fx(module: fx.GraphModule | torch.export.ExportedProgram, graph: str =
 
 def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
     """One graph of a program made with a TorchDistComm, exported. Call inside a process group of `tp` ranks."""
-    exported = trace(program, name, dtype)
-    text = "\n".join([exported.graph_module.code, str(exported.graph_signature)])
-    return Reading(text, operations(exported.graph), check_fx(exported, graph))
+    try:
+        exported = trace(program, name, dtype)
+    except RuntimeError as error:  # all that torch.export raises of a graph it cannot make; a refusal is a finding
+        wrong = f"cannot be exported: {str(error).strip().splitlines()[0]}"
+        return Reading(
+            "", [], [Finding(graph, "the whole graph", wrong, "fixed sizes, no branch on data, every tensor an input")]
+        )
+    return Reading(text(exported), operations(exported.graph), check_fx(exported, graph))
+
+
+def text(exported: torch.export.ExportedProgram) -> str:
+    """Code and signature of a graph, without source locations: equal on every rank or wrong."""
+    return "\n".join([exported.graph_module.code, str(exported.graph_signature)])
 
 
 def operations(graph: fx.Graph) -> list[Operation]:

@@ -1,0 +1,228 @@
+"""Lint finds what neuronx-cc would refuse: in exported and AOT graphs, and in HLO text captured from torch_xla.
+
+The files in hlo/ are torch_xla 2.9's own text of small functions; test/integration/test_xla_lint.py traces the real graphs.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from helpers import made_config, one_thread  # noqa: F401
+from planted import FAULTS, program
+
+from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group
+from ltx_neuron.config import Bucket
+from ltx_neuron.errors import UserError
+from ltx_neuron.lint import Recorder, check_fx, check_hlo, compare_ranks, fx, hlo
+from ltx_neuron.lint.__main__ import main, table
+from ltx_neuron.lint.rules import Finding, Kind
+from ltx_neuron.programs import dit_program
+from ltx_neuron.tiny import TinySizes
+
+TP = 4
+TEXTS = {path.stem: path.read_text() for path in Path(__file__).with_name("hlo").glob("*.txt")}
+CAPTURED = {
+    "float64": "f64 arises", "int64": "arithmetic on int64", "complex": "c64 arises", "sort": "no sort",
+    "triangular_solve": "NCC_EVRF001", "nonzero": "known only at run time", "table": "holds a tensor of its own",
+    "groups": "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}", "maximum": "reduces by maximum", "layer_norm": "computed in bf16",
+    "random": "random numbers",
+}  # fmt: skip
+
+
+def said(findings):
+    return "\n".join(f"{finding.operation}: {finding.wrong}" for finding in findings)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_in_the_exported_graph(name):
+    readings = {}
+    for rank in (0, TP - 1):
+        with fake_process_group(TP, rank):
+            readings[rank] = fx.read(program(FAULTS[name].function), "planted", TP, torch.bfloat16, "graph")
+    findings = readings[0].findings + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
+    assert re.search(FAULTS[name].exported, said(findings)), said(findings)
+    assert all(finding.graph == "graph" and finding.do for finding in findings)
+
+
+def test_an_exported_graph_without_a_fault_has_no_finding():
+    comm = TorchDistComm(TP)
+    with fake_process_group(TP):
+        reading = fx.read(program(lambda x, index: comm.sum(x * 2)[0]), "planted", TP, torch.bfloat16, "graph")
+    assert reading.findings == []
+    assert [operation.collective.group for operation in reading.operations if operation.collective] == [GROUP]
+
+
+def in_place(x):
+    dist.all_reduce(x)
+    return x * 1
+
+
+COMPILED = {
+    "a value fetched by .item()": (lambda x: x * x.float().sum().item(), "f64 arises|only at run time"),
+    "several tensors in one collective": (
+        lambda x: [functional.wait_tensor(t) for t in functional.all_reduce_coalesced([x, x * 2], "sum", GROUP)],
+        "all_reduce_coalesced.*alone",
+    ),
+    "a broadcast": (lambda x: functional.wait_tensor(functional.broadcast(x, 0, GROUP)), "broadcast.*alone"),
+    "a maximum over the ranks": (lambda x: functional.wait_tensor(functional.all_reduce(x, "max", GROUP)), "reduces by max"),
+    "a sum of integers": (lambda x: functional.wait_tensor(functional.all_reduce(x.int(), "sum", GROUP)), "NCC_EVRF061"),
+    "a collective that writes into its input": (in_place, "writes into one of its inputs"),
+    "an int64 range": (lambda x: x * torch.arange(8), "s64 arises"),
+}
+
+
+def compiled(function, *values):
+    """The AOT graphs that torch.compile makes of a function, kept by a Recorder."""
+    torch._dynamo.reset()
+    recorder = Recorder()
+    with torch.no_grad():
+        torch.compile(function, backend=recorder, fullgraph=True, dynamic=False)(*values)
+    return recorder
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_planted_fault_is_found_in_the_graph_that_torch_compile_makes(name):
+    function, wanted = COMPILED[name]
+    with fake_process_group(TP):
+        recorder = compiled(function, torch.ones(4, 8, dtype=torch.bfloat16))
+    (graph,) = recorder.graphs
+    assert re.search(wanted, said(check_fx(graph))), said(check_fx(graph))
+
+
+def test_a_sum_over_some_ranks_is_found_in_the_graph_that_torch_compile_makes():
+    with fake_process_group(TP):
+        some = dist.new_group([0, 1]).group_name
+        recorder = compiled(lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", some)), torch.ones(4))
+    assert f"ranks {some}, wanted {GROUP}" in said(check_fx(recorder.graphs[0]))
+
+
+def test_the_rank_is_found_in_the_graphs_that_torch_compile_makes():
+    texts = {}
+    for rank in (0, 3):
+        with fake_process_group(TP, rank):
+            (texts[rank],) = compiled(lambda x: x * (2 + dist.get_rank()), torch.ones(4)).texts
+    (finding,) = compare_ranks("graph", texts)
+    assert "rank 0 has" in finding.wrong and "rank 3 has" in finding.wrong
+
+
+def test_the_dit_is_three_legal_graphs_at_any_depth_for_any_prompt_seed_and_schedule():
+    """Three blocks in three calls: the graphs are head, block and tail, whatever the number of blocks."""
+    bucket, config = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3), made_config(TinySizes(layers=3))[1]
+    texts = {}
+    for rank, seeds in ((0, (0, 1)), (TP - 1, (0,))):  # another seed: other weights, prompts, latents, sigmas, step numbers
+        torch._dynamo.reset()
+        recorder = Recorder()
+        with fake_process_group(TP, rank), torch.no_grad():
+            made = dit_program(config, bucket, TP, TorchDistComm(TP), torch.bfloat16, blocks_per_graph=1)
+            graphs = {name: compiled_graph(graph.module, recorder) for name, graph in made.graphs.items()}
+            for seed in seeds:
+                run_compiled(made, graphs, seed)
+        assert len(recorder.graphs) == 3
+        texts[rank] = "".join(recorder.texts)
+    assert [finding for graph in recorder.graphs for finding in check_fx(graph)] == []
+    assert compare_ranks("dit", texts) == []
+
+
+def run_compiled(made, graphs, seed):
+    """One step of a program, as torchdist runs it: every call of a graph with weights of its own."""
+    values = {name: filled(field.shape, field.dtype, seed) for name, field in made.fields.items()}
+    for number, (name, _) in enumerate(made.runs["main"]):
+        module, kind, _ = made.graphs[name]
+        weights = {n: filled(p.shape, torch.bfloat16, seed + number) for n, p in module.named_parameters()}
+        outputs = graphs[name](weights, kind(**{field: values[field] for field in kind._fields}))
+        values |= outputs._asdict()
+
+
+def compiled_graph(module, recorder):
+    def call(weights, inputs):
+        return torch.func.functional_call(module, weights, (inputs,))
+
+    return torch.compile(call, backend=recorder, fullgraph=True, dynamic=False)
+
+
+def filled(shape, dtype, seed):
+    return torch.full(shape, 1 + seed, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_fault_is_found_in_captured_hlo(name):
+    findings = check_hlo(TEXTS[name], TP)
+    assert CAPTURED[name] in said(findings), said(findings)
+
+
+def test_captured_hlo_of_attention_and_grouped_sums_has_no_finding():
+    assert check_hlo(TEXTS["clean"], TP) == []
+    names = {operation.name for operation in hlo.operations(TEXTS["clean"])}
+    assert {"all-reduce", "dot", "exponential", "reduce"} <= names <= hlo.OPERATIONS | {"all-reduce"}
+
+
+def test_the_same_hlo_is_wrong_for_another_number_of_ranks():
+    assert "wanted {{0,1}}" in said(check_hlo(TEXTS["clean"], 2))
+
+
+def test_hlo_reads_as_operations_with_dtypes_shapes_and_groups():
+    (reduced, _) = [o for o in hlo.operations(TEXTS["clean"]) if o.collective]
+    assert (reduced.label, reduced.collective.reduction, reduced.collective.group) == ("all-reduce.44", "add", "{{0,1,2,3}}")
+    assert reduced.results == reduced.operands == (Kind("f32", (4, 1)), Kind("f32", ()))
+
+
+HLO = "ENTRY %main (a: f32[2]) -> f32[2] {{\n  %a.1 = f32[2]{{0}} parameter(0)\n  ROOT %b.2 = {line}\n}}"
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("f32[<=2]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
+        ("f32[?]{0} add(f32[2]{0} %a.1, f32[2]{0} %a.1)", "only at run time"),
+        ("f16[2]{0} convert(%a.1)", "f16 arises"),
+        ("f8e4m3fn[2]{0} convert(%a.1)", "NCC_EVRF051"),
+        ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
+        ("f32[8]{0} all-gather(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}", "given all-reduce alone"),
+        ("f32[2]{0} all-reduce(%a.1), replica_groups=[2,2]<=[4], to_apply=%sum", "ranks {{0,1},{2,3}}"),
+        ("f32[2]{0} all-reduce(%a.1), replica_groups={}, to_apply=%sum", "ranks {}"),
+        ("f32[2]{0} constant({1, 2})", "a tensor of its own"),
+    ],
+)
+def test_a_line_of_hlo_that_the_compiler_would_refuse_is_found(line, wanted):
+    sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
+    assert wanted in said(check_hlo(sums + HLO.format(line=line), TP))
+
+
+def test_groups_written_short_are_the_same_groups():
+    line = "f32[2]{0} all-reduce(%a.1), replica_groups=[1,4]<=[4], to_apply=%sum"
+    sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
+    assert check_hlo(sums + HLO.format(line=line), TP) == []
+
+
+def test_text_that_is_no_hlo_is_an_error():
+    with pytest.raises(ValueError, match="no HLO instruction"):
+        check_hlo("HloModule nothing", TP)
+
+
+def test_the_same_fault_of_many_graphs_is_told_once_with_every_graph():
+    faults = [Finding(graph, f"sort.{i} (sort)", "no sort", "sort on the host") for i, graph in enumerate(("head", "tail"))]
+    told = table([*faults, Finding("tail", "add.3 (add)", "f64 arises", "make it fp32")])
+    assert told.count("no sort") == 1 and told.count("f64 arises") == 1
+    assert told.index("head") < told.index("tail") < told.index("no sort") < told.index("sort on the host")
+
+
+def test_without_torch_xla_the_exported_graphs_are_checked_and_the_rest_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    with pytest.raises(UserError, match="was NOT checked") as refusal:
+        main(["--only", "tiny, 1 block: connectors"])
+    assert "torch_xla==2.9.*" in str(refusal.value)
+    printed = capsys.readouterr().out
+    assert "tiny, 1 block: connectors: connectors" in printed and "0 findings" in printed
+
+
+def test_a_finding_is_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    monkeypatch.setattr(fx, "TARGET", fx.TARGET._replace(operations=fx.TARGET.operations - {"aten.linear.default"}))
+    with pytest.raises(SystemExit) as exit_code:
+        main(["--only", "tiny, 1 block: connectors"])
+    assert exit_code.value.code == 1
+    assert "aten.linear.default" in capsys.readouterr().out
