@@ -1,0 +1,125 @@
+"""The XLA lowering check: every planted fault is found in the HLO that torch_xla makes, and the real graphs have none.
+
+Needs torch_xla, so a venv of its own: test/make_xla_venv.sh makes it, and PYTHONPATH=src VENV/bin/python -m pytest runs this
+file there.
+"""
+
+import re
+
+import pytest
+import torch
+from planted import FAULTS, program
+
+from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.lint import compare_ranks, hlo, lower
+from ltx_neuron.lint.cases import programs
+from ltx_neuron.profiles import PROFILES
+
+pytest.importorskip(
+    "torch_xla",
+    reason="XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/make_xla_venv.sh makes a venv that has it",
+)
+TP, DTYPE = 4, torch.bfloat16
+
+
+def said(findings):
+    return "\n".join(f"{finding.operation}: {finding.wrong}" for finding in findings)
+
+
+def findings_of(function):
+    """What lint finds in a function's HLO, traced as the first and as the last rank."""
+    readings = {}
+    for rank in (0, TP - 1):
+        with fake_process_group(TP, rank):
+            readings[rank] = lower.read(program(function), "planted", TP, DTYPE, "graph")
+    return readings[0].findings + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_in_the_hlo(name):
+    findings = findings_of(FAULTS[name].function)
+    assert re.search(FAULTS[name].hlo, said(findings)), said(findings)
+
+
+def reduced(x, groups=((0, 1, 2, 3),), how="sum"):
+    import torch_xla.core.xla_model as xm
+
+    copy = [x * 2]
+    xm.all_reduce(how, copy, groups=[list(group) for group in groups])
+    return copy[0]
+
+
+def gathered(x):
+    import torch_xla.core.xla_model as xm
+
+    return xm.all_gather(x, 0, groups=[[0, 1, 2, 3]], pin_layout=False)
+
+
+COLLECTIVES = {
+    "a sum over half of the ranks": (lambda x, index: reduced(x, ((0, 1), (2, 3))), "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}"),
+    "a sum over ranks that do not exist": (lambda x, index: reduced(x, (tuple(range(8)),)), "wanted {{0,1,2,3}}"),
+    "a maximum over the ranks": (lambda x, index: reduced(x, how="max"), "reduces by maximum"),
+    "an all-gather": (lambda x, index: gathered(x), "given all-reduce alone"),
+    "a sum of integers": (lambda x, index: reduced(index), "NCC_EVRF061"),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_planted_collective_is_found_in_the_hlo(name):
+    function, wanted = COLLECTIVES[name]
+    assert wanted in said(findings_of(function)), said(findings_of(function))
+
+
+def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
+    """torch_xla makes a parameter of a tensor that the function makes of Python numbers: the tracing rank's, for all."""
+    findings = findings_of(lambda x, index: x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device))
+    assert "made while tracing: tensor (8,)" in said(findings)
+    assert "rank 0 has" in said(findings)
+
+
+def test_a_function_without_a_fault_has_no_finding():
+    comm = lower.GroupedComm(TP)
+    assert findings_of(lambda x, index: comm.sum(x * 2 @ x.mT, x.float().square().sum(-1))[0]) == []
+
+
+def test_collectives_of_one_graph_do_not_come_into_the_next():
+    findings_of(lambda x, index: reduced(x))
+    with fake_process_group(TP):
+        reading = lower.read(program(lambda x, index: reduced(x)), "planted", TP, DTYPE, "graph")
+    assert len([operation for operation in reading.operations if operation.collective]) == 1
+
+
+@pytest.fixture(scope="module")
+def readings():
+    """Every graph of the toolkit by name: tiny and at full width, with one block and with two, as two ranks trace it."""
+    found = {}
+    for case, make in programs(PROFILES["trn2.3xlarge"], TP, DTYPE):
+        for rank in (0, TP - 1):
+            with fake_process_group(TP, rank):
+                made = make(comm=lower.GroupedComm(TP))
+                for name in made.graphs:
+                    found.setdefault(f"{case}: {name}", {})[rank] = lower.read(made, name, TP, DTYPE, name)
+    return found
+
+
+def test_no_graph_has_a_finding_and_every_rank_traces_the_same(readings):
+    assert len(readings) == 2 * 2 * 29  # widths, blocks, graphs
+    for name, of_rank in readings.items():
+        findings = of_rank[0].findings + compare_ranks(name, {rank: reading.text for rank, reading in of_rank.items()})
+        assert findings == [], f"{name}: {said(findings)}"
+
+
+def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(readings):
+    """Three stages of attention, each with one group of statistics and one of outputs, and the feed-forward."""
+    first = {name: of_rank[0] for name, of_rank in readings.items()}
+    counts = {name: sum(o.collective is not None for o in reading.operations) for name, reading in first.items()}
+    assert counts["tiny, 1 block: DiT, text to video, cut: blocks"] == 7
+    assert counts["tiny, 1 block: DiT, image to video, guided, whole: step"] == 7
+    assert counts["tiny, 1 block: Gemma3, 1024 tokens: gemma3"] == 2
+    assert counts["tiny, 1 block: connectors: connectors"] == 3
+    assert counts["full, 2 blocks: DiT, text to video, whole: step"] == 14
+
+
+def test_every_allowed_operation_is_needed(readings):
+    used = {operation.name for of_rank in readings.values() for operation in of_rank[0].operations}
+    assert used == hlo.OPERATIONS | {"all-reduce"}
