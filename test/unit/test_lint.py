@@ -3,8 +3,10 @@
 The files in hlo/ are torch_xla 2.9's own text of small functions; test/integration/test_xla_lint.py traces the real graphs.
 """
 
+import dataclasses
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,10 @@ from planted import FAULTS, program
 from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
-from ltx_neuron.lint import Recorder, check_fx, check_hlo, compare_ranks, fx, hlo
+from ltx_neuron.lint import Recorder, cases, check_fx, check_hlo, compare_ranks, fx, hlo
 from ltx_neuron.lint.__main__ import main, table
 from ltx_neuron.lint.rules import Finding, Kind
-from ltx_neuron.programs import dit_program
+from ltx_neuron.programs import dit_program, gemma3_program
 from ltx_neuron.tiny import TinySizes
 
 TP = 4
@@ -79,7 +81,7 @@ def compiled(function, *values):
     """The AOT graphs that torch.compile makes of a function, kept by a Recorder."""
     torch._dynamo.reset()
     recorder = Recorder()
-    with torch.no_grad():
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):  # the default since torch 2.13
         torch.compile(function, backend=recorder, fullgraph=True, dynamic=False)(*values)
     return recorder
 
@@ -109,22 +111,49 @@ def test_the_rank_is_found_in_the_graphs_that_torch_compile_makes():
     assert "rank 0 has" in finding.wrong and "rank 3 has" in finding.wrong
 
 
-def test_the_dit_is_three_legal_graphs_at_any_depth_for_any_prompt_seed_and_schedule():
-    """Three blocks in three calls: the graphs are head, block and tail, whatever the number of blocks."""
+@pytest.fixture(scope="module")
+def recorded():
+    """What torch.compile makes of models on two ranks, by model and rank: {"dit": {0: Recorder, 3: Recorder}, ...}.
+
+    The DiT runs three blocks in three calls, and on rank 0 a second time with another seed.
+    """
     bucket, config = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3), made_config(TinySizes(layers=3))[1]
-    texts = {}
-    for rank, seeds in ((0, (0, 1)), (TP - 1, (0,))):  # another seed: other weights, prompts, latents, sigmas, step numbers
-        torch._dynamo.reset()
-        recorder = Recorder()
-        with fake_process_group(TP, rank), torch.no_grad():
-            made = dit_program(config, bucket, TP, TorchDistComm(TP), torch.bfloat16, blocks_per_graph=1)
-            graphs = {name: compiled_graph(graph.module, recorder) for name, graph in made.graphs.items()}
-            for seed in seeds:
-                run_compiled(made, graphs, seed)
-        assert len(recorder.graphs) == 3
-        texts[rank] = "".join(recorder.texts)
-    assert [finding for graph in recorder.graphs for finding in check_fx(graph)] == []
-    assert compare_ranks("dit", texts) == []
+    gemma = dataclasses.replace(cases.widths()["tiny"].gemma, num_hidden_layers=1)
+    how = dict(tp=TP, comm=TorchDistComm(TP), dtype=torch.bfloat16)
+    made = {
+        "dit": (partial(dit_program, config, bucket, blocks_per_graph=1, **how), (0, 1)),
+        "gemma3": (partial(gemma3_program, gemma, config, 128, states=True, **how), (0,)),
+    }
+    return {name: {rank: record(*of, rank) for rank in (0, TP - 1)} for name, of in made.items()}
+
+
+def record(make, seeds, rank):
+    """The graphs of a program that is run once for each seed: other weights, prompts, latents, sigmas, step numbers."""
+    torch._dynamo.reset()
+    recorder = Recorder()
+    with fake_process_group(TP, rank), torch.no_grad():
+        made = make()
+        graphs = {name: compiled_graph(graph.module, recorder) for name, graph in made.graphs.items()}
+        for seed in seeds if rank == 0 else seeds[:1]:
+            run_compiled(made, graphs, seed)
+    return recorder
+
+
+def test_the_dit_is_three_graphs_at_any_depth_for_any_prompt_seed_and_schedule(recorded):
+    """Head, block and tail, though the blocks were called three times and then three times more with other values."""
+    assert [len(recorder.graphs) for recorder in recorded["dit"].values()] == [3, 3]
+
+
+def test_compiled_graphs_have_no_finding_and_are_the_same_on_every_rank(recorded):
+    for name, of_rank in recorded.items():
+        assert [finding for graph in of_rank[0].graphs for finding in check_fx(graph, name)] == []
+        assert compare_ranks(name, {rank: "".join(recorder.texts) for rank, recorder in of_rank.items()}) == []
+
+
+def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded):
+    graphs = [graph for of_rank in recorded.values() for graph in of_rank[0].graphs]
+    used = {operation.name for graph in graphs for operation in fx.operations(graph.graph)}
+    assert {f"aten.{name}" for name in fx.TRACED} - used == set()
 
 
 def run_compiled(made, graphs, seed):

@@ -28,9 +28,9 @@ EXPORTED = {
 }
 # What torch.compile makes of the same modules: the composite ones taken apart.
 TRACED = {
-    *("_to_copy.default", "pow.Tensor_Scalar", "mm.default", "addmm.default", "bmm.default", "t.default", "permute.default"),
-    *("expand.default", "clone.default", "_unsafe_view.default", "native_layer_norm.default", "split.Tensor", "rsub.Scalar"),
-    *("_scaled_dot_product_flash_attention_for_cpu.default", "_softmax.default", "squeeze.dim", "alias.default"),
+    *("_to_copy.default", "pow.Tensor_Scalar", "mm.default", "addmm.default", "t.default", "split.Tensor", "expand.default"),
+    *("clone.default", "_unsafe_view.default", "native_layer_norm.default"),
+    "_scaled_dot_product_flash_attention_for_cpu.default",
 }
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 TARGET = Target(
