@@ -48,7 +48,7 @@ def check_fx(module: fx.GraphModule | torch.export.ExportedProgram, graph: str =
 
 
 def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
-    """One graph of a program made with a TorchDistComm, exported. Call inside a process group of `tp` ranks."""
+    """One graph of a program made with a TorchDistComm, exported and then compiled. Call in a process group of `tp` ranks."""
     try:
         exported = trace(program, name, dtype)
     except RuntimeError as error:  # all that torch.export raises of a graph it cannot make; a refusal is a finding
@@ -56,7 +56,18 @@ def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -
         return Reading(
             "", [], [Finding(graph, "the whole graph", wrong, "fixed sizes, no branch on data, every tensor an input")]
         )
-    return Reading(text(exported), operations(exported.graph), check_fx(exported, graph))
+    aot = compiled(exported)
+    findings = check_fx(exported, graph) + check_fx(aot, f"{graph}, compiled")
+    return Reading("\n".join([text(exported), aot.code]), operations(aot.graph), findings)
+
+
+def compiled(exported: torch.export.ExportedProgram) -> fx.GraphModule:
+    """The AOT graph that torch.compile gives a backend for an exported graph. Nothing is run."""
+    recorder = Recorder()
+    with torch.no_grad():
+        recorder(exported.graph_module, [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"])
+    (graph,) = recorder.graphs
+    return graph
 
 
 def text(exported: torch.export.ExportedProgram) -> str:
