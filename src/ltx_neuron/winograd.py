@@ -88,8 +88,9 @@ def pays(shape: Sequence[int], outputs: int) -> bool:
 def directly(source: Map, weight: Tensor, bias: Tensor, scratch: Scratch) -> Iterator[tuple[Where, Tensor]]:
     """The convolution by torch, in one piece."""
     frames, height, width, _ = source.shape
-    padded = source.padded[: frames + 2, : height + 2, : width + 2].permute(3, 0, 1, 2)
-    found = F.conv3d(padded[None], weight.float(), bias.float())[0]
+    # Channels first and without the zeros: few positions under many channels are 3 times slower the other way.
+    planes = source.padded[: frames + 2, 1 : 1 + height, 1 : 1 + width].permute(3, 0, 1, 2).contiguous()
+    found = F.conv3d(planes[None], weight.float(), bias.float(), padding=(0, 1, 1))[0]
     yield (slice(0, frames), slice(0, height)), found.permute(1, 2, 3, 0)
 
 
