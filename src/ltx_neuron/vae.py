@@ -4,7 +4,7 @@ Feature maps lie with their channels last, inside the border that convolutions r
 piece, and what follows it (bias, sum, norm, activation, depth to space) is done while the piece is in cache.
 """
 
-from collections.abc import Iterator
+import math
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from ltx_core.model.video_vae.resnet import ResnetBlock3D, UNetMidBlock3D
 from ltx_core.model.video_vae.sampling import DepthToSpaceUpsample
 from torch import Tensor, nn
 
-from ltx_neuron.winograd import LARGEST_FILTERS, Map, Scratch, Where, convolve
+from ltx_neuron.winograd import LARGEST_FILTERS, Map, Workers, convolve
 
 EPS = 1e-8
 # What the released decoder is made of. A module of another type, or with other settings, is not ours to run.
@@ -62,51 +62,57 @@ class FastVideoDecoder(VideoDecoder):
 
         The released decoder uses neither timestep nor noise.
         """
-        return torch.stack([self._decoded(latent) for latent in self.per_channel_statistics.un_normalize(sample.float())])
+        with Workers() as workers:
+            latents = self.per_channel_statistics.un_normalize(sample.float())
+            return torch.stack([self._decoded(latent, workers) for latent in latents])
 
-    def _decoded(self, latent: Tensor) -> Tensor:
+    def _decoded(self, latent: Tensor, workers: Workers) -> Tensor:
         channels, *size = latent.shape
         source = Map(*size, channels)
         source.inner.copy_(latent.permute(1, 2, 3, 0))
         source.repeat_ends()
-        stage = _Stage(*size, self.conv_in.conv.out_channels)
-        for where, piece in _convolved(source, self.conv_in.conv, stage.scratch):
-            stage.write(where, piece)
-        stage.finish()
+        stage = _Stage(*size, self.conv_in.conv.out_channels, workers)
+        stage.enter(source, self.conv_in.conv)
         for block in self.up_blocks:
             if isinstance(block, UNetMidBlock3D):
                 for residual in block.res_blocks:
                     stage.residual(residual)
             else:
                 stage = stage.upsampled(block)
-        patches = torch.empty(*stage.active.shape[:3], self.conv_out.conv.out_channels)
-        for where, piece in _convolved(stage.active, self.conv_out.conv, stage.scratch):
-            patches[where] = piece
-        return unpatchify(patches.permute(3, 0, 1, 2)[None], self.patch_size)[0]
+        return unpatchify(stage.left(self.conv_out.conv).permute(3, 0, 1, 2)[None], self.patch_size)[0]
 
 
 class _Stage:
     """What lies between two upsamplings: the features, and their activation, which is what the next convolution reads."""
 
-    def __init__(self, frames: int, height: int, width: int, channels: int):
+    def __init__(self, frames: int, height: int, width: int, channels: int, workers: Workers):
         self.features, self.active, self.middle = (Map(frames, height, width, channels) for _ in range(3))
-        self.scratch = Scratch()
+        self.workers = workers
 
-    def write(self, where: Where, piece: Tensor) -> None:
-        self.features.inner[where] = piece
-        _activate(piece, self.active.inner[where])
+    def enter(self, source: Map, conv: nn.Conv3d) -> None:
+        """Begin with the convolution of a map."""
 
-    def finish(self) -> None:
-        self.features.repeat_ends()
-        self.active.repeat_ends()
+        def write(f: slice, r: slice, piece: Tensor) -> None:
+            self.features.inner[f, r] = piece
+            _activate(piece, self.active.inner[f, r])
+
+        convolve(source, conv.weight, conv.bias, write, self.workers)
+        self._repeat_ends()
 
     def residual(self, block: ResnetBlock3D) -> None:
-        for where, piece in _convolved(self.active, block.conv1.conv, self.scratch):
-            _activate(piece, self.middle.inner[where])
+        """Add a residual block's result to the features."""
+
+        def write_middle(f: slice, r: slice, piece: Tensor) -> None:
+            _activate(piece, self.middle.inner[f, r])
+
+        def write(f: slice, r: slice, piece: Tensor) -> None:
+            _activate(self.features.inner[f, r].add_(piece), self.active.inner[f, r])
+
+        first, second = block.conv1.conv, block.conv2.conv
+        convolve(self.active, first.weight, first.bias, write_middle, self.workers)
         self.middle.repeat_ends()
-        for where, piece in _convolved(self.middle, block.conv2.conv, self.scratch):
-            _activate(self.features.inner[where].add_(piece), self.active.inner[where])
-        self.finish()
+        convolve(self.middle, second.weight, second.bias, write, self.workers)
+        self._repeat_ends()
 
     def upsampled(self, block: DepthToSpaceUpsample) -> "_Stage":
         """The next stage. Output channel (c, p1, p2, p3) of the convolution is channel c at one of a position's p1 x p2 x p3.
@@ -114,29 +120,43 @@ class _Stage:
         With a stride of 2 in time the first frame goes.
         """
         frames, height, width, inputs = self.features.shape
-        time, down, across = block.stride
-        parts = time * down * across
-        weight, bias = block.conv.conv.weight, block.conv.conv.bias
+        weight, bias, strides = block.conv.conv.weight, block.conv.conv.bias, block.stride
+        parts = math.prod(strides)
         channels = len(bias) // parts
-        stage = _Stage(frames * time - (time - 1), height * down, width * across, channels)
+        time, down, across = strides
+        stage = _Stage(frames * time - (time - 1), height * down, width * across, channels, self.workers)
         together = min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
         for first in range(0, parts, together):
-            of_parts = [slice(part, None, parts) for part in range(first, first + together)]
-            weights, biases = (torch.cat([tensor[part] for part in of_parts]) for tensor in (weight, bias))
-            for (f, r), piece in convolve(self.features, weights, biases, self.scratch):
+            
+            def write(f: slice, r: slice, piece: Tensor, first: int = first) -> None:
                 for part, content in enumerate(piece.split(channels, dim=-1), first):
                     t, y, x = part // (down * across), part // across % down, part % across
                     start, stop = (frame * time + t - (time - 1) for frame in (f.start, f.stop))
                     if start < 0:
                         start, content = start + time, content[1:]
-                    rows = slice(r.start * down + y, r.stop * down, down)
-                    stage.write((slice(start, stop, time), rows, slice(x, None, across)), content)
-        stage.finish()
+                    at = slice(start, stop, time), slice(r.start * down + y, r.stop * down, down), slice(x, None, across)
+                    stage.features.inner[at] = content
+                    _activate(content, stage.active.inner[at])
+
+            of_parts = [slice(part, None, parts) for part in range(first, first + together)]
+            weights, biases = (torch.cat([tensor[part] for part in of_parts]) for tensor in (weight, bias))
+            convolve(self.features, weights, biases, write, self.workers)
+        stage._repeat_ends()
         return stage
 
+    def left(self, conv: nn.Conv3d) -> Tensor:
+        """The convolution (F, H, W, Cout) of the active features."""
+        found = torch.empty(*self.active.shape[:3], conv.out_channels)
 
-def _convolved(source: Map, conv: nn.Conv3d, scratch: Scratch) -> Iterator[tuple[Where, Tensor]]:
-    return convolve(source, conv.weight, conv.bias, scratch)
+        def write(f: slice, r: slice, piece: Tensor) -> None:
+            found[f, r] = piece
+
+        convolve(self.active, conv.weight, conv.bias, write, self.workers)
+        return found
+
+    def _repeat_ends(self) -> None:
+        self.features.repeat_ends()
+        self.active.repeat_ends()
 
 
 def _activate(piece: Tensor, out: Tensor) -> None:
