@@ -92,10 +92,9 @@ def pipeline_of(args: argparse.Namespace, recorder: report.Recorder) -> Pipeline
 def what_decides(args: argparse.Namespace, job: Job, workspace: Workspace) -> dict:
     """Everything that the latents depend on: a run may be resumed only where all of it is the same."""
     images = [media.file_digest(image.path) for image in job.images]
-    how = {"profile": workspace.profile.name, "profile_set": list(workspace.profile.settings), "tp": workspace.tp,
-           "blocks_per_graph": workspace.blocks_per_graph, "neuron_gemma": args.neuron_gemma}  # fmt: skip
-    said = {**job.describe(), "images_sha256": images, **how, "compat": args.compat, "code": code_digest()}
-    return said | workspace.identity
+    how = {"profile": workspace.profile.name, "tp": workspace.tp, "blocks_per_graph": workspace.blocks_per_graph,
+           "neuron_gemma": args.neuron_gemma, "compat": args.compat}  # fmt: skip
+    return {**job.describe(), "images_sha256": images, **how, **identity_of(workspace)}
 
 
 def begun_run(args: argparse.Namespace, job: Job, described: dict, workspace: Workspace) -> JobRun | None:
@@ -114,8 +113,12 @@ def begun_run(args: argparse.Namespace, job: Job, described: dict, workspace: Wo
     return run
 
 
+def identity_of(workspace: Workspace) -> dict:
+    return workspace.identity | {"code": code_digest(workspace.profile.backend)}
+
+
 def report_of(recorder: report.Recorder, workspace: Workspace, job: dict) -> dict:
-    identity = workspace.identity | {"code": code_digest(workspace.profile.backend)}
+    identity = identity_of(workspace)
     return recorder.report(job, workspace.profile.name, workspace.tp, versions(), identity)
 
 

@@ -30,7 +30,7 @@ from ltx_neuron.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
 
 HOST_FILE, JOURNAL, PARTIAL = "host.safetensors", "journal.json", ".partial"
 AGAIN = "run the shard script again"
-_PIECE_BYTES = 64 * 2**20  # most that is read from the source at once: two pieces and their parts are in memory
+_PIECE_BYTES = 16 * 2**20  # read from the source at once; larger blocks would go back to the system and be zeroed anew
 _SYNC_BYTES = 2 * 2**30  # written between two entries of the journal: what a killed run may have to do again
 
 
