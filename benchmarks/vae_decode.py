@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/vae_decode.py --height 384 --width 512 --num-frames 25
 
-Both decode the same latents in the reference's default tiles, in turn, in one process; the medians count. Peak memory is that of
-a process of its own for each, weights and imports included. The last line is how many times faster ours is.
+Both decode the same latents in the reference's default tiles, in turn, in one process; the medians count. Peak memory is that
+of a process of its own for each, weights and imports included. The last line is how many times faster ours is.
 """
 
 import argparse

@@ -49,7 +49,7 @@ class HostModels:
     ):
         """`config` is the checkpoint's parsed `config` metadata; video encoder and upsamplers run in `dtype`.
 
-        Video is decoded in float32, which our decoder does faster than ltx-core does in `dtype`, and nearer to the truth.
+        The released video decoder computes in float32, from weights as they are stored.
         Audio runs in float32: bfloat16 is audible in the vocoder, and ltx-core's later releases do the same.
         """
         self.checkpoint_path = checkpoint_path
@@ -78,9 +78,12 @@ class HostModels:
         decoder = self.video_decoder
         from ltx_core.model.video_vae import TilingConfig, decode_video
 
+        from ltx_neuron.vae import FastVideoDecoder
+
+        dtype = torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
         # The 2.3 decoder draws no noise; a decoder that does is then still reproducible.
         generator = torch.Generator().manual_seed(0)
-        return torch.cat(list(decode_video(latent.to(decoder.dtype), decoder, TilingConfig.default(), generator)))
+        return torch.cat(list(decode_video(latent.to(dtype), decoder, TilingConfig.default(), generator)))
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
@@ -111,11 +114,11 @@ class HostModels:
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
-        """Ours with the weights as they are stored."""
-        part = self._part("video_decoder")
-        from ltx_neuron.vae import FastVideoDecoder
+        """Ours if it is built as the released one; if not, ltx-core's own, in the models' dtype."""
+        decoder = self._part("video_decoder").load()
+        from ltx_neuron.vae import FastVideoDecoder, unknown_parts
 
-        return FastVideoDecoder(part.load())
+        return decoder.to(self.dtype) if unknown_parts(decoder) else FastVideoDecoder(decoder)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
@@ -153,7 +156,7 @@ class HostModels:
             return _Part(self.upsampler_paths[kind], flag, upsampler_download(kind), build, config, {"": ""}, self.dtype)
         build, prefix, dtype = {
             "video_encoder": (video_vae.VideoEncoderConfigurator.from_config, "vae.encoder.", self.dtype),
-            "video_decoder": (video_vae.VideoDecoderConfigurator.from_config, "vae.decoder.", self.dtype),
+            "video_decoder": (video_vae.VideoDecoderConfigurator.from_config, "vae.decoder.", None),
             "video_statistics": (statistics, "vae.per_channel_statistics.", self.dtype),
             "audio_decoder": (audio_vae.AudioDecoderConfigurator.from_config, "audio_vae.decoder.", self.audio_dtype),
             "vocoder": (audio_vae.VocoderConfigurator.from_config, "vocoder.", self.audio_dtype),
@@ -188,6 +191,8 @@ class HostModels:
 class _Part(NamedTuple):
     """What a model is made from: its file and the flag that names it, the configurator and its config, names and dtype.
 
+    A dtype of None leaves every tensor as it is stored.
+
     `prefixes` maps the start of a module's tensor names to their start in the file. The first one is the module's own:
     what else the file holds under it is an error, while the per-channel statistics may have entries nobody reads.
     """
@@ -198,7 +203,7 @@ class _Part(NamedTuple):
     build: Callable[[dict], torch.nn.Module]
     config: dict
     prefixes: dict[str, str]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
     def empty(self) -> torch.nn.Module:
         """The module without memory. Raises UserError unless the file holds every tensor of it, and no other."""
@@ -232,8 +237,12 @@ class _Part(NamedTuple):
         """The module with every tensor from the file, in its dtype, ready for inference."""
         module = self.empty()
         file = self.file()
-        state = {name: file.read(_name_in_file(name, self.prefixes)).to(self.dtype) for name in module.state_dict()}
-        module.load_state_dict(state, assign=True)
+
+        def read(name: str) -> torch.Tensor:
+            tensor = file.read(_name_in_file(name, self.prefixes))
+            return tensor.to(self.dtype or tensor.dtype)
+
+        module.load_state_dict({name: read(name) for name in module.state_dict()}, assign=True)
         return module.eval().requires_grad_(False)
 
     def file(self) -> TensorFile:

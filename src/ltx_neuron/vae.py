@@ -1,7 +1,7 @@
 """The released video decoder, run faster on a CPU: ltx-core's modules and weights, and a forward of our own.
 
-Feature maps lie with their channels last, inside the border that convolutions read. A convolution hands over its result piece by
-piece, and what follows it (bias, sum, norm, activation, depth to space) is done while the piece is in cache.
+Feature maps lie with their channels last, inside the border that convolutions read. A convolution hands over its result piece
+by piece, and what follows it (sum, norm, activation, depth to space) is done while the piece is in cache.
 """
 
 import math
@@ -24,8 +24,10 @@ _KNOWN = {
     VideoDecoder: lambda m: not m.causal and not m.timestep_conditioning,
     PerChannelStatistics: lambda m: True,
     CausalConv3d: lambda m: m.time_kernel_size == 3,
-    nn.Conv3d: lambda m: (m.kernel_size, m.stride, m.padding, m.dilation, m.groups, m.padding_mode, m.bias is None)
-    == ((3, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), 1, "zeros", False),
+    nn.Conv3d: lambda m: (
+        (m.kernel_size, m.stride, m.padding, m.dilation) == ((3, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1))
+        and (m.groups, m.padding_mode, m.bias is None) == (1, "zeros", False)
+    ),
     nn.ModuleList: lambda m: True,
     UNetMidBlock3D: lambda m: not m.timestep_conditioning,
     ResnetBlock3D: lambda m: not m.inject_noise and not m.timestep_conditioning,
@@ -38,7 +40,7 @@ _KNOWN = {
 
 
 def unknown_parts(decoder: nn.Module) -> list[str]:
-    """Name and type of every module of a decoder that the released one does not have: empty if `FastVideoDecoder` can run it."""
+    """Name and type of every module of a decoder that the released one does not have; none if `FastVideoDecoder` can run it."""
     return [
         f"{name or 'decoder'}: {type(module).__name__}({module.extra_repr()})"
         for name, module in decoder.named_modules()
@@ -127,7 +129,7 @@ class _Stage:
         stage = _Stage(frames * time - (time - 1), height * down, width * across, channels, self.workers)
         together = min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
         for first in range(0, parts, together):
-            
+
             def write(f: slice, r: slice, piece: Tensor, first: int = first) -> None:
                 for part, content in enumerate(piece.split(channels, dim=-1), first):
                     t, y, x = part // (down * across), part // across % down, part % across

@@ -65,6 +65,7 @@ class Workers:
         started = threading.Barrier(self.count + 1)
 
         def start() -> None:
+            torch.get_num_threads()  # the first call in a thread sets the default, and would undo the next line later
             torch.set_num_threads(1)
             started.wait()
 
@@ -127,7 +128,7 @@ def by_tiles(source: Map, weight: Tensor, bias: Tensor, write: Write, workers: W
     frames, height, width, _ = source.shape
     long, tall, wide = (-(-size // TILE) for size in (frames, height, width))
     at_once = min(TILES_AT_ONCE, -(-long * tall * wide // (2 * workers.count)))
-    rows, groups = min(tall, max(1, at_once // wide)), min(long, max(1, at_once // (wide * tall)))
+    rows, groups = _even(tall, at_once // wide), _even(long, at_once // (wide * tall))
 
     def piece(corner: tuple[int, int]) -> None:
         first, top = (TILE * at for at in corner)
@@ -140,6 +141,11 @@ def by_tiles(source: Map, weight: Tensor, bias: Tensor, write: Write, workers: W
         write(slice(first, first + len(found)), slice(top, top + found.shape[1]), found)
 
     workers.run(piece, itertools.product(range(0, long, groups), range(0, tall, rows)))
+
+
+def _even(size: int, most: int) -> int:
+    """The length of equal parts of a size, each at most so long, or one."""
+    return -(-size // -(-size // max(1, most)))
 
 
 def _transformed(weight: Tensor, workers: Workers) -> Tensor:

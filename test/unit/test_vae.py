@@ -1,0 +1,115 @@
+"""Our forward of the video decoder against ltx-core's, on the same modules."""
+
+import pytest
+import torch
+from helpers import generator, randn, randomised, rel
+from torch import nn
+
+from ltx_neuron import winograd
+from ltx_neuron.tiny import TinySizes, merge, released_config, tiny_config
+from ltx_neuron.vae import FastVideoDecoder, unknown_parts
+
+# Tens of convolutions: 1.7e-5 with all of them in tiles, 2e-6 with none. A frame, pixel or channel in the wrong place: 0.1.
+FP32 = 5e-5
+LATENTS = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]
+# Not the released order, nor its factors.
+OTHER_ORDER = [["res_x", {"num_layers": 2}], ["compress_space", {"multiplier": 1}], ["compress_all", {"multiplier": 4}],
+               ["res_x", {"num_layers": 1}], ["compress_time", {"multiplier": 2}]]  # fmt: skip
+
+
+def ltx_decoder(**changes) -> nn.Module:
+    """ltx-core's decoder of the tiny config with changes, with random weights."""
+    from ltx_core.model.video_vae import VideoDecoderConfigurator
+
+    return randomised(VideoDecoderConfigurator.from_config(merge(tiny_config(TinySizes()), {"vae": changes})))
+
+
+@pytest.fixture(params=["tiles", "direct"])
+def method(request, monkeypatch):
+    monkeypatch.setattr(winograd, "pays", lambda shape, outputs: request.param == "tiles")
+
+
+@pytest.mark.parametrize("size", LATENTS, ids=str)
+def test_frames_equal_ltx_cores(method, size):
+    decoder = ltx_decoder()
+    latent = randn(1, 128, *size)
+    wanted = decoder(latent)
+    assert wanted.shape == (1, 3, 8 * size[0] - 7, 32 * size[1], 32 * size[2])
+    assert rel(FastVideoDecoder(decoder)(latent), wanted) < FP32
+
+
+def test_another_order_of_blocks_is_followed(method):
+    decoder = ltx_decoder(decoder_blocks=OTHER_ORDER, patch_size=2, decoder_base_channels=8)
+    latent = randn(1, 128, 2, 3, 2)
+    assert rel(FastVideoDecoder(decoder)(latent), decoder(latent)) < FP32
+
+
+def test_each_latent_of_a_batch_is_decoded():
+    decoder = FastVideoDecoder(ltx_decoder())
+    latents = randn(2, 128, 1, 2, 1)
+    wanted = torch.cat([decoder(latent[None]) for latent in latents])
+    assert torch.equal(decoder(latents), wanted)
+
+
+def test_twice_the_same_latent_gives_the_same_bits(method):
+    decoder, latent = FastVideoDecoder(ltx_decoder()), randn(1, 128, 2, 2, 3)
+    assert torch.equal(decoder(latent), decoder(latent))
+
+
+def test_bfloat16_weights_and_latents_are_computed_with_in_float32():
+    decoder, latent = ltx_decoder().bfloat16(), randn(1, 128, 2, 2, 2).bfloat16()
+    found = FastVideoDecoder(decoder)(latent)
+    assert found.dtype == torch.float32
+    assert rel(found, decoder.float()(latent.float())) < FP32
+
+
+def test_the_released_decoder_is_known():
+    from ltx_core.model.video_vae import VideoDecoderConfigurator
+
+    with torch.device("meta"):
+        assert unknown_parts(VideoDecoderConfigurator.from_config(released_config())) == []
+
+
+def another_activation(decoder):
+    decoder.up_blocks[2].res_blocks[0].non_linearity = nn.GELU()
+
+
+def another_epsilon(decoder):
+    decoder.conv_norm_out.eps = 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "change", "named"),
+    [
+        ({"causal_decoder": True}, None, "decoder: VideoDecoder"),
+        ({"timestep_conditioning": True}, None, "up_blocks.0: UNetMidBlock3D"),
+        ({"decoder_blocks": [["res_x", {"num_layers": 1, "inject_noise": True}]]}, None, "res_blocks.0: ResnetBlock3D"),
+        ({"decoder_blocks": [["compress_all", {"residual": True}]]}, None, "up_blocks.0: DepthToSpaceUpsample"),
+        ({"decoder_blocks": [["res_x_y", {"multiplier": 2}]]}, None, "up_blocks.0.norm3: GroupNorm"),
+        ({"norm_layer": "group_norm"}, None, "conv_norm_out: GroupNorm"),
+        ({"spatial_padding_mode": "reflect"}, None, "conv_in.conv: Conv3d"),
+        ({}, another_activation, "up_blocks.2.res_blocks.0.non_linearity: GELU"),
+        ({}, another_epsilon, "conv_norm_out: PixelNorm"),
+    ],
+)
+def test_what_the_released_decoder_does_not_have_is_refused_by_name(changes, change, named):
+    decoder = ltx_decoder(decoder_base_channels=32, **changes)
+    if change:
+        change(decoder)
+    with pytest.raises(ValueError, match="not the released video decoder") as error:
+        FastVideoDecoder(decoder)
+    assert named in str(error.value)
+
+
+def test_weights_are_shared_with_the_decoder_it_was_made_from():
+    decoder = ltx_decoder()
+    ours = FastVideoDecoder(decoder)
+    assert ours.state_dict().keys() == decoder.state_dict().keys()
+    assert all(ours.state_dict()[name].data_ptr() == tensor.data_ptr() for name, tensor in decoder.state_dict().items())
+
+
+def test_no_noise_is_drawn():
+    decoder, noise = FastVideoDecoder(ltx_decoder()), generator(3)
+    before = noise.get_state()
+    decoder(randn(1, 128, 1, 1, 1), generator=noise)
+    assert torch.equal(noise.get_state(), before)
