@@ -80,19 +80,17 @@ class XlaComm:
         return tuple(summed)
 
 
-class _Keywords(nn.Module):
+def traceable(graph: Graph) -> nn.Module:
     """A graph's module with one keyword for each of its inputs: NxD reads the signature and refuses **tensors."""
 
-    def __init__(self, graph: Graph):
-        super().__init__()
-        self.module, self.inputs = graph.module, graph.inputs
+    def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.module(graph.inputs(**tensors)))
 
-        def forward(**tensors: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.module(self.inputs(**tensors)))
-
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in graph.inputs._fields])
-        self.forward = forward
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields)])
+    module = type("Traceable", (nn.Module,), {"forward": forward})()
+    module.module = graph.module
+    return module
 
 
 def example_inputs(graph: Graph, fields: dict[str, Field]) -> dict[str, Tensor]:
@@ -107,7 +105,7 @@ def trace(program: Program, name: str, tag: str, dtype: torch.dtype):
     from neuronx_distributed import ModelBuilder
 
     graph = program.graphs[name]
-    module = _Keywords(graph).to(dtype).eval().requires_grad_(False).to_empty(device="cpu")
+    module = traceable(graph).to(dtype).eval().requires_grad_(False).to_empty(device="cpu")
     builder = ModelBuilder(module).trace(kwargs=example_inputs(graph, program.fields), tag=tag)
     traced = builder.trace_artifacts_collection[tag].weight_name_to_idx
     if lost := sorted({parameter for parameter, _ in module.named_parameters()} - {*traced}):
@@ -141,7 +139,7 @@ def compile_program(make, folder: Path, identity: dict, dtype: torch.dtype, prof
         for name, graph in program.graphs.items():
             tag, file = f"{identity['model']}-{identity['bucket']}-{name}", graph_file(name, "nxd")
             builder = trace(program, name, tag, dtype)
-            _compile(builder, tag, folder / file, flags)
+            _compile(builder, folder / file, flags)
             graphs[name] = {
                 "file": file,
                 "sha256": sha256(folder / file),
@@ -165,14 +163,14 @@ def _check_calls(program: Program) -> None:
         raise UserError("NxD runs a step as one graph, this program cuts it into groups of blocks. Type --blocks-per-graph 0")
 
 
-def _compile(builder, tag: str, path: Path, flags: str) -> None:
+def _compile(builder, path: Path, flags: str) -> None:
     """Run the compiler and save its result. Its working files stay where they are if it fails, with its log."""
     workdir = path.parent / "neuronx-cc"
     compiled = builder.compile(compiler_workdir=str(workdir), compiler_args=flags)
     temporary = path.with_name(path.name + ".partial")
     compiled.save(str(temporary))
     temporary.replace(path)
-    shutil.rmtree(workdir / tag, ignore_errors=True)
+    shutil.rmtree(workdir)
 
 
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}  # XLA's numbers of S8 S16 S32 S64 F16 F32 F64 BF16
