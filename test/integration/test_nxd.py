@@ -25,6 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ltx_neuron.backends import nxd
+from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
+from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.torchdist import NotFiniteError
 from ltx_neuron.errors import UserError
@@ -39,11 +41,9 @@ from ltx_neuron.text import RankTextEncoder, bucket_for, tokenize, tokenizer
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
 
-MISSING = nxd_stubs.missing()
-pytestmark = [
-    pytest.mark.skipif(MISSING is not None, reason=f"THE NXD BACKEND WAS NOT CHECKED: {MISSING}"),
-    pytest.mark.timeout(300),
-]
+if lacking := nxd_stubs.missing():
+    pytest.skip(f"THE NXD BACKEND WAS NOT CHECKED: {lacking}", allow_module_level=True)
+pytestmark = pytest.mark.timeout(300)
 
 TP = 4
 # fp32 on other kernels and in another order of sums: about 1e-6 is seen. A rank's part in a wrong place leaves 1e-1.
@@ -142,9 +142,28 @@ def test_a_step_uploads_its_number_and_nothing_else(generated):
     assert generated.counters.bytes_to_device_per_step == TP * 4
 
 
+def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path):
+    """Six attentions in a block go through NKI, on both cores of a logical one; `matmul` has none of them."""
+    bucket, launched = SIZE.bucket(SIZE.stages("distilled")[0], ()), {}
+    for kernel in ("nki", "matmul"):
+        before = nxd_stubs.NkiKernel.launched
+        open_workspace(assets, tmp_path, f"attention={kernel}").compile_dit([bucket])
+        launched[kernel] = nxd_stubs.NkiKernel.launched - before
+    assert launched == {"nki": 6 * workspace.transformer.num_layers, "matmul": 0}
+
+
 def test_a_block_has_seven_all_reduces_and_the_manifest_counts_them(generated, workspace):
     assert generated.counters.collectives_per_step["count"] == PER_BLOCK * workspace.transformer.num_layers
-    assert generated.counters.flops_per_step > 0
+
+
+def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_fewer_collectives(generated, workspace):
+    bucket, manifest = workspace.dit_program_for(SIZE, SIZE.stages("distilled")[1], (), "distilled")
+    with fake_process_group(TP):
+        program = dit_program(workspace.transformer, bucket, TP, TorchDistComm(TP), torch.float32, 0, "nki")
+        other = cost(export_trace(program, "step", torch.float32))
+    ours = manifest.cost()
+    assert ours["collectives"] == 7 and other["collectives"] == 11
+    assert {**ours, "collectives": 0} == {**other, "collectives": 0}
 
 
 def test_what_differs_between_ranks_is_an_input(generated):
@@ -255,7 +274,7 @@ def test_a_weight_that_became_a_constant_is_refused(workspace):
     program = workspace._dit_program(SIZE.bucket(SIZE.stages("distilled")[0], ()))
     program.graphs["step"].module.head.unused = torch.nn.Parameter(torch.empty(3, device="meta"))
     with inside_nxd(), pytest.raises(RuntimeError, match="constants or are not used: module.head.unused"):
-        nxd.trace(program, "step", "tag", torch.float32)
+        nxd.trace(program, "step", "tag")
 
 
 def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, workspace):
@@ -265,8 +284,9 @@ def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, works
     for dtype in (torch.float32, torch.bfloat16):
         with inside_nxd():
             program = dit_program(workspace.transformer, bucket, TP, nxd.XlaComm(TP), dtype, 0)
-            hlo = nxd.trace(program, "step", "tag", dtype).trace_artifacts_collection["tag"].hlo
-        sent[dtype] = nxd.cost(hlo)
+            program.graphs["step"].module.to(dtype)
+            hlo = nxd.trace(program, "step", "tag").trace_artifacts_collection["tag"].hlo
+        sent[dtype] = nxd.collectives(hlo)
     video, audio = workspace.transformer.video, workspace.transformer.audio
     tokens = (bucket.video_tokens, bucket.audio_tokens)
     activations = 4 * (tokens[0] * video.inner + tokens[1] * audio.inner) * workspace.transformer.num_layers
