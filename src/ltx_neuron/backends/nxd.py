@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron.artifacts import graph_file, sha256
+from ltx_neuron.attention import attention_cte
 from ltx_neuron.backends.export import Manifest
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.backends.rank import part_of, whole_shape
@@ -58,19 +60,13 @@ def set_environment(profile: Profile) -> None:
 
 
 class XlaComm:
-    """Comm that sums all tensors of a call in one variadic all-reduce: NxD's replica groups, torch_xla's operation.
-
-    On meta tensors it sends nothing and only counts: `sent` lists the bytes of every all-reduce.
-    """
+    """Comm that sums all tensors of a call in one variadic all-reduce: NxD's replica groups, torch_xla's operation."""
 
     def __init__(self, size: int):
-        self.size, self.sent = size, []
+        self.size = size
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self.size == 1:
-            return tensors
-        if tensors[0].is_meta:
-            self.sent.append(sum(t.nbytes for t in tensors))
+        if self.size == 1 or tensors[0].is_meta:
             return tensors
         import torch_xla.core.xla_model as xm
         from neuronx_distributed.parallel_layers import parallel_state
@@ -80,19 +76,31 @@ class XlaComm:
         return tuple(summed)
 
 
-class _Keywords(nn.Module):
+def traceable(graph: Graph) -> nn.Module:
     """A graph's module with one keyword for each of its inputs: NxD reads the signature and refuses **tensors."""
 
-    def __init__(self, graph: Graph):
-        super().__init__()
-        self.module, self.inputs = graph.module, graph.inputs
+    def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.module(graph.inputs(**tensors)))
 
-        def forward(**tensors: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.module(self.inputs(**tensors)))
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields)])
+    module = type("Traceable", (nn.Module,), {"forward": forward})()
+    module.module = graph.module
+    return module
 
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in graph.inputs._fields])
-        self.forward = forward
+
+def use_nki_attention(profile: Profile) -> None:
+    """Have graphs that are traced from now on call nkilib's kernel where the models name `attention_cte`."""
+    try:
+        from nkilib.core.attention.attention_cte import attention_cte as kernel
+    except ImportError as error:
+        raise UserError(f"profile {profile.name} has attention=nki, and nkilib cannot be imported: {error}\nInstall the SDK's "
+                        "nki-library, or type --profile-set attention=matmul") from None  # fmt: skip
+
+    @attention_cte.register_kernel("xla")
+    def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = kernel[profile.lnc](query, key, value, scale=1.0, causal_mask=False, tp_q=True, tp_k=True, tp_out=False)
+        return out[0] if isinstance(out, list | tuple) else out
 
 
 def example_inputs(graph: Graph, fields: dict[str, Field]) -> dict[str, Tensor]:
@@ -102,12 +110,12 @@ def example_inputs(graph: Graph, fields: dict[str, Field]) -> dict[str, Tensor]:
     return {name: (value * 4).to(fields[name].dtype) for name, value in drawn.items()}
 
 
-def trace(program: Program, name: str, tag: str, dtype: torch.dtype):
+def trace(program: Program, name: str, tag: str):
     """A ModelBuilder that has traced one graph for all ranks. Call inside NxDParallelState."""
     from neuronx_distributed import ModelBuilder
 
     graph = program.graphs[name]
-    module = _Keywords(graph).to(dtype).eval().requires_grad_(False).to_empty(device="cpu")
+    module = traceable(graph).to_empty(device="cpu")
     builder = ModelBuilder(module).trace(kwargs=example_inputs(graph, program.fields), tag=tag)
     traced = builder.trace_artifacts_collection[tag].weight_name_to_idx
     if lost := sorted({parameter for parameter, _ in module.named_parameters()} - {*traced}):
@@ -135,13 +143,17 @@ def compile_program(make, folder: Path, identity: dict, dtype: torch.dtype, prof
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     flags, graphs = compiler_flags(profile, identity["model"]), {}
+    if profile.attention == "nki":
+        use_nki_attention(profile)
     with explained(), NxDParallelState(world_size=tp, tensor_model_parallel_size=tp, lnc_size=profile.lnc):
         program = make()
         _check_calls(program)
         for name, graph in program.graphs.items():
             tag, file = f"{identity['model']}-{identity['bucket']}-{name}", graph_file(name, "nxd")
-            builder = trace(program, name, tag, dtype)
-            _compile(builder, tag, folder / file, flags)
+            graph.module.to(dtype).eval().requires_grad_(False)
+            spent = flops(graph, program.fields)  # while it is on meta
+            builder = trace(program, name, tag)
+            _compile(builder, folder / file, flags)
             graphs[name] = {
                 "file": file,
                 "sha256": sha256(folder / file),
@@ -149,7 +161,7 @@ def compile_program(make, folder: Path, identity: dict, dtype: torch.dtype, prof
                 "parameters": {parameter: list(t.shape) for parameter, t in graph.module.named_parameters()},
                 "inputs": list(graph.inputs._fields),
                 "outputs": list(graph.outputs._fields),
-                "cost": cost(builder.trace_artifacts_collection[tag].hlo),
+                "cost": {**collectives(builder.trace_artifacts_collection[tag].hlo), "flops": spent},
             }
     fields = {
         name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")} for name, field in program.fields.items()
@@ -165,35 +177,34 @@ def _check_calls(program: Program) -> None:
         raise UserError("NxD runs a step as one graph, this program cuts it into groups of blocks. Type --blocks-per-graph 0")
 
 
-def _compile(builder, tag: str, path: Path, flags: str) -> None:
+def _compile(builder, path: Path, flags: str) -> None:
     """Run the compiler and save its result. Its working files stay where they are if it fails, with its log."""
     workdir = path.parent / "neuronx-cc"
     compiled = builder.compile(compiler_workdir=str(workdir), compiler_args=flags)
     temporary = path.with_name(path.name + ".partial")
     compiled.save(str(temporary))
     temporary.replace(path)
-    shutil.rmtree(workdir / tag, ignore_errors=True)
+    shutil.rmtree(workdir)
 
 
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}  # XLA's numbers of S8 S16 S32 S64 F16 F32 F64 BF16
 
 
-def cost(hlo) -> dict[str, int]:
-    """What one call of a graph costs a rank, counted in its HLO: all-reduces, their bytes, and FLOPs of its products."""
-    collectives = sent = flops = 0
-    for computation in hlo.computations:
-        shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
-        for instruction in computation.instructions:
-            if instruction.opcode == "all-reduce":
-                collectives += 1
-                # XLA keeps all-reduces in order by a scalar that travels with them and is no part of the model.
-                parts = [s for s in instruction.shape.tuple_shapes or [instruction.shape] if s.dimensions]
-                sent += sum(math.prod(s.dimensions) * _DTYPE_BYTES[s.element_type] for s in parts)
-            elif instruction.opcode == "dot":
-                left = shapes[instruction.operand_ids[0]].dimensions
-                summed = (left[i] for i in instruction.dot_dimension_numbers.lhs_contracting_dimensions)
-                flops += 2 * math.prod(instruction.shape.dimensions) * math.prod(summed)
-    return {"collectives": collectives, "collective_bytes": sent, "flops": flops}
+def collectives(hlo) -> dict[str, int]:
+    """All-reduces of a graph and the bytes a rank puts into them, counted in its HLO."""
+    operations = [i for computation in hlo.computations for i in computation.instructions if i.opcode == "all-reduce"]
+    shapes = [shape for i in operations for shape in (i.shape.tuple_shapes or [i.shape])]
+    # XLA keeps all-reduces in order by a scalar that travels with them and is no part of the model.
+    sent = sum(math.prod(s.dimensions) * _DTYPE_BYTES[s.element_type] for s in shapes if s.dimensions)
+    return {"collectives": len(operations), "collective_bytes": sent}
+
+
+def flops(graph: Graph, fields: dict[str, Field]) -> int:
+    """FLOPs of one call of a graph on a rank. Counted in the model: the HLO does not show what is inside a kernel."""
+    example = {name: torch.empty(fields[name].shape, dtype=fields[name].dtype, device="meta") for name in graph.inputs._fields}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        graph.module(graph.inputs(**example))
+    return counter.get_total_flops()
 
 
 def to_core(tensor: Tensor, rank: int) -> Tensor:
