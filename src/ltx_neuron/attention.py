@@ -45,7 +45,7 @@ def attention_cte(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @attention_cte.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return torch.empty_like(query)
+    return query.new_empty(query.shape)  # contiguous, whatever the strides of the query
 
 
 @register_flop_formula(torch.ops.ltx_neuron.attention_cte)

@@ -244,7 +244,8 @@ class Pipeline:
         return text.RankTextEncoder(self._ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype)
 
     def _start_ranks(self) -> None:
-        self._ranks = self._ranks or chosen.ranks(self.workspace.profile, self.workspace.tp)
+        workspace = self.workspace
+        self._ranks = self._ranks or chosen.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
 
     def _need_dit(self, programs: dict[str, Program]) -> None:
         """Have the DiT on the ranks with at least these programs."""

@@ -37,7 +37,7 @@ class Profile:
     tp              ranks that share one model; replicas of them run side by side on the other cores
     device, process_group, compile_backend
                     of a rank of torchdist: torch device, torch.distributed backend, and what runs the exported graphs:
-                    "export" op by op, others through torch.compile
+                    "export" op by op, others through torch.compile ("aot_eager" is TorchNeuron's way without its compiler)
     blocks_per_graph  of torchdist: transformer blocks in one graph, called num_layers / this many times; 0: the whole step
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always matmul and softmax
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is refused
@@ -54,7 +54,7 @@ class Profile:
     tp: int
     device: Literal["cpu", "cuda", "neuron"]
     process_group: Literal["gloo", "nccl", "neuron"]
-    compile_backend: Literal["export", "inductor", "neuron"]
+    compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
     attention: Literal["sdpa", "matmul", "nki"]
     blocks_per_graph: int = 4
     chips: int = 1
@@ -165,7 +165,8 @@ PROFILES = {
     for profile in (
         # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is what runs there.
         Profile("cpu", "any machine", "torchdist", tp=4, device="cpu", process_group="gloo", compile_backend="export",
-                attention="sdpa", return_hidden_states=True, start_method="forkserver"),
+                attention="sdpa", return_hidden_states=True, start_method="forkserver",
+                environment=(("TORCHINDUCTOR_COMPILE_THREADS", "1"),)),  # each rank would start a pool of processes
         # One GPU holds the DiT in bf16; not run by us, so no peaks are claimed.
         Profile("cuda", "any machine with a CUDA build of PyTorch; not measured", "torchdist", tp=1, device="cuda",
                 process_group="nccl", compile_backend="inductor", attention="sdpa", return_hidden_states=True),
@@ -196,8 +197,8 @@ def resolve(name: str | None = None, settings: tuple[str, ...] = (), machine: Ma
 
 # What drives a rank of torchdist: (device, process_group, compile_backend).
 DRIVERS = (
-    ("cpu", "gloo", "export"), ("cpu", "gloo", "inductor"), ("cuda", "nccl", "export"), ("cuda", "nccl", "inductor"),
-    ("neuron", "neuron", "neuron"),
+    ("cpu", "gloo", "export"), ("cpu", "gloo", "aot_eager"), ("cpu", "gloo", "inductor"), ("cuda", "nccl", "export"),
+    ("cuda", "nccl", "inductor"), ("neuron", "neuron", "neuron"),
 )  # fmt: skip
 
 

@@ -165,7 +165,8 @@ class Workspace:
 
     def compile_dit(self, buckets: list[Bucket]) -> list[Path]:
         """Trace the DiT step for each bucket that is not there yet; returns the folders."""
-        return [self._compile(self._dit_identity(bucket), lambda b=bucket: self._dit_program(b)) for bucket in buckets]
+        paths = [self._compile(self._dit_identity(bucket), lambda b=bucket: self._dit_program(b)) for bucket in buckets]
+        return self._precompiled(paths)
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
@@ -177,7 +178,8 @@ class Workspace:
 
         paths = [self._compile(self._gemma3_identity(n), lambda n=n: encoder(n)) for n in self.profile.text_buckets]
         how = self.tp, comm, self.dtype, self.profile.attention
-        return [*paths, self._compile(self._connectors_identity(), lambda: connector_program(self.transformer, *how))]
+        paths.append(self._compile(self._connectors_identity(), lambda: connector_program(self.transformer, *how)))
+        return self._precompiled(paths)
 
     def _dit_program(self, bucket: Bucket) -> Program:
         comm = chosen.comm(self.profile, self.tp)
@@ -191,6 +193,15 @@ class Workspace:
             require_runtime(self.profile, self.tp)
             chosen.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
         return path
+
+    @property
+    def compiler_cache(self) -> Path:
+        """Where compilers that run in the ranks keep what they made."""
+        return self.artifacts / "compiled"
+
+    def _precompiled(self, paths: list[Path]) -> list[Path]:
+        chosen.precompile(paths, self.profile, self.tp, self.compiler_cache)
+        return paths
 
     # finding
 

@@ -34,6 +34,12 @@ def compile_program(
             export.compile_program(make(), folder, identity, dtype)
 
 
-def ranks(profile: Profile, tp: int) -> "torchdist.Ranks | nxd.Ranks":
-    """The ranks of a run, started."""
-    return nxd.Ranks(profile, tp) if profile.backend == "nxd" else torchdist.Ranks(profile, tp)
+def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
+    """Fill `cache` where ranks compile what they run, so that a run finds it there."""
+    if profile.backend == "torchdist" and profile.compile_backend != "export":
+        torchdist.compile_only(folders, profile, tp, cache)
+
+
+def ranks(profile: Profile, tp: int, cache: Path) -> "torchdist.Ranks | nxd.Ranks":
+    """The ranks of a run, started. `cache`: as for precompile."""
+    return nxd.Ranks(profile, tp) if profile.backend == "nxd" else torchdist.Ranks(profile, tp, cache)

@@ -1,6 +1,8 @@
 """A rank process: `serve` is its life, Rank what it holds. The host's side is in torchdist.py.
 
-A rank joins the process group, then answers the host's commands until the host closes the pipe.
+A rank joins the process group, then answers the host's commands until the host closes the pipe. The same code drives a CPU,
+a GPU and a Neuron core: what differs is the profile's device, process group and compile backend. On CUDA and on TorchNeuron
+it was not run by us.
 """
 
 import hashlib
@@ -12,6 +14,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection, parent_process, shared_memory
 from pathlib import Path
@@ -19,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ltx_neuron.backends import compiled
 from ltx_neuron.backends.export import GROUP, Manifest
 from ltx_neuron.backends.neuron_errors import failure
 from ltx_neuron.errors import UserError
@@ -61,11 +65,26 @@ class Shared:
 
 
 class Rank:
-    """What one rank process holds: its weights, its programs and its named tensors."""
+    """What one rank process holds: its weights, its programs and its named tensors.
 
-    def __init__(self, settings: dict):
-        self.rank, self.tp, self.device = settings["rank"], settings["tp"], torch.device(settings["device"])
+    Nothing but copies and compiled graphs runs on the device: whatever is made, cut or looked at is so on the host.
+    """
+
+    def __init__(self, settings: dict, device: torch.device, meet: Callable[[], None]):
+        self.settings, self.rank, self.tp, self.device, self._meet = settings, settings["rank"], settings["tp"], device, meet
+        self._synchronize = torch.get_device_module(device).synchronize
         self._clear()
+        self._join()
+
+    def _join(self) -> None:
+        """The first collective, with every rank there: a device's communicator is made by it, and hangs without one."""
+        total = compiled.runner(compiled.sum_of_ones, self.settings["compile_backend"])
+        self._meet()
+        (summed,) = total(torch.ones(1).to(self.device))
+        if summed.cpu().item() != self.tp:
+            raise RuntimeError(f"ones of {self.tp} ranks sum to {summed.cpu().item()}")
+        self._meet()
+        self._compiled_before = self._compiled()
 
     def _clear(self) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -80,7 +99,7 @@ class Rank:
         for name, folder in programs.items():
             manifest = Manifest(Path(folder))
             self.fields[name] = manifest.fields
-            graphs = {graph: manifest.load(graph).graph_module for graph in manifest.graphs}
+            graphs = {g: compiled.ready(manifest.load(g).graph_module, self.settings) for g in manifest.graphs}
             self.runs[name] = {
                 run: [self._bind(manifest, graphs, *call) for call in calls] for run, calls in manifest.runs.items()
             }
@@ -117,30 +136,43 @@ class Rank:
             if field.per_block:  # one tensor per group of blocks: graphs take whole tensors, not views
                 for first in range(0, shape[0], field.shape[0]):
                     rows = shared.tensor[first : first + field.shape[0]]
-                    self.tensors[f"{name}@{first}"] = rows.to(self.device, copy=True)
+                    self.tensors[f"{name}@{first}"] = _copied(rows).to(self.device)
             else:
-                self.tensors[name] = part_of(field, shared.tensor, self.rank).to(self.device, copy=True).contiguous()
+                self.tensors[name] = _copied(part_of(field, shared.tensor, self.rank)).to(self.device)
         return {}
 
     def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
         for name, number in numbers.items():
             field = self.fields[program][name]
-            self.tensors[name] = torch.full(field.shape, number, dtype=field.dtype, device=self.device)
+            self.tensors[name] = torch.full(field.shape, number, dtype=field.dtype).to(self.device)
+        self._synchronize()
         start = time.perf_counter()
         for run, reads, writes in self.sequences.get((program, sequence), [(sequence, {}, {})]):
             for graph, weights, inputs, outputs in self.runs[program][run]:
                 values = (self.tensors[reads.get(name, name) + group] for name, group in inputs)
+                first = not getattr(graph, "warm", True)
                 results = graph(*weights, *values)
+                if first:  # no rank may run ahead of one that still compiles: their collectives would not match
+                    self._synchronize()
+                    self._meet()
                 self.tensors.update(zip((writes.get(name, name) for name in outputs), results, strict=True))
+        self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
         latents = [n for n in LATENTS if n in {writes.get(name, name) for name in outputs}]  # of the last graph
-        return {"milliseconds": milliseconds, "not_finite": [n for n in latents if not self.tensors[n].isfinite().all()]}
+        not_finite = [n for n in latents if not self.tensors[n].cpu().isfinite().all()]
+        return {"milliseconds": milliseconds, "not_finite": not_finite}
+
+    def compiled_graphs(self) -> dict:
+        return {"count": self._compiled() - self._compiled_before}
+
+    def _compiled(self) -> int:
+        return 0 if self.settings["compile_backend"] == "export" else compiled.graphs_compiled()
 
     def get(self, program: str, name: str, memory: str) -> dict:
         field = self.fields[program][name]
         if self.rank == 0 or field.split is not None:
             with Shared(whole_shape(field, self.tp), field.dtype, memory) as shared:
-                part_of(field, shared.tensor, self.rank).copy_(self.tensors[name])
+                part_of(field, shared.tensor, self.rank).copy_(self.tensors[name].cpu())
         return {}
 
     def hash(self, names: list[str]) -> dict:
@@ -148,6 +180,11 @@ class Rank:
         for name in names:
             hasher.update(self.tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return {"hash": hasher.hexdigest()}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy of its own memory, contiguous: a device takes no views, and shared memory is gone soon."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _pulse(pulses, rank: int, folder: str) -> None:
@@ -163,6 +200,14 @@ def _pulse(pulses, rank: int, folder: str) -> None:
     os._exit(1)
 
 
+def _device(settings: dict) -> torch.device:
+    """This rank's device. A Neuron process sees one core; a CUDA one sees all GPUs and takes its own."""
+    if settings["device"] == "cuda":
+        torch.cuda.set_device(settings["rank"])
+        return torch.device("cuda", settings["rank"])
+    return torch.device(settings["device"])
+
+
 # What gloo says to a rank that lost another one; its own error is not the cause.
 _LOST_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
 
@@ -175,13 +220,16 @@ def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the host ends its ranks
     threading.Thread(target=_pulse, args=(pulses, settings["rank"], str(Path(settings["store"]).parent)), daemon=True).start()
     try:
+        os.environ.update(settings["environment"])  # a fork server's children do not have it yet
         torch.set_num_threads(settings["threads"])
         store = dist.FileStore(settings["store"], settings["tp"])
         dist.init_process_group(settings["process_group"], store=store, rank=settings["rank"], world_size=settings["tp"],
                                 timeout=timedelta(seconds=START_SECONDS))  # fmt: skip
         if dist.group.WORLD.group_name != GROUP:
             raise RuntimeError(f"the default process group is named {dist.group.WORLD.group_name!r}, graphs say {GROUP!r}")
-        rank = Rank(settings)
+        # What the host's side of the ranks says to each other: the device's group carries tensors of the device alone.
+        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings["late_seconds"]))
+        rank = Rank(settings, _device(settings), lambda: dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host))
         _set_pg_timeout(timedelta(seconds=settings["late_seconds"]), dist.group.WORLD)
         pipe.send_bytes(b"{}")
         with torch.no_grad():

@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ltx_neuron.backends import compiled, environment
 from ltx_neuron.backends.export import Manifest
 from ltx_neuron.backends.rank import START_SECONDS, Shared, serve, whole_shape
 from ltx_neuron.errors import RunError, UserError
@@ -45,14 +46,34 @@ class NotFiniteError(RankError):
         self.names = names
 
 
+def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict:
+    """What a rank is told when it starts."""
+    return {"rank": rank, "tp": tp, "process_group": profile.process_group, "device": profile.device, "lnc": profile.lnc,
+            "compile_backend": profile.compile_backend, "threads": profile.rank_threads(tp),
+            "environment": environment.of_rank(profile, tp, rank, cache)}  # fmt: skip
+
+
+def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
+    """Compile programs' graphs in a process of their own, for every rank: graphs are alike on all of them."""
+    settings = rank_settings(profile, tp, 0, cache)
+    if profile.device == "neuron":
+        settings["environment"]["TORCH_NEURONX_COMPILE_ONLY"] = "1"
+    process = get_context("spawn").Process(target=compiled.compile_only, args=([str(f) for f in folders], settings))
+    with environment.added(settings["environment"]):
+        process.start()
+    process.join()
+    if process.exitcode:
+        raise RunError(f"compiling {', '.join(map(str, folders))} ended with exit code {process.exitcode}; its error is above")
+
+
 class Ranks:
     """The rank processes of one run. Use as a context manager: leaving it ends every process, whatever happened.
 
     A rank that dies, freezes or keeps the others waiting in a sum ends the run within 10 s (rank.py says how it is seen).
     """
 
-    def __init__(self, profile: Profile, tp: int):
-        self.tp, self.bytes_sent = tp, 0
+    def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
+        self.tp, self.bytes_sent, self._cache = tp, 0, cache
         self.fields: dict[str, dict[str, Field]] = {}
         self.outputs: dict[str, set[str]] = {}
         self._store = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
@@ -70,15 +91,16 @@ class Ranks:
             raise
 
     def _start(self, context, profile: Profile) -> None:
+        environment.check_ports(profile, self.tp)
         for rank in range(self.tp):
             ours, theirs = context.Pipe()
-            settings = {"rank": rank, "tp": self.tp, "process_group": profile.process_group, "device": profile.device,
-                        "threads": profile.rank_threads(self.tp), "store": f"{self._store.name}/store",
+            settings = {**rank_settings(profile, self.tp, rank, self._cache), "store": f"{self._store.name}/store",
                         "late_seconds": LATE_SECONDS if profile.compile_backend == "export" else _COMPILE_SECONDS}  # fmt: skip
             arguments = theirs, settings, self._pulses
             process = context.Process(target=serve, args=arguments, daemon=True, name=f"ltx-rank{rank}")
             self._pulses[rank] = time.monotonic() + START_SECONDS - LATE_SECONDS
-            process.start()
+            with environment.added(settings["environment"]):
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -163,6 +185,11 @@ class Ranks:
     def hashes(self, *names: str) -> list[str]:
         """Each rank's digest over the bits of its named tensors."""
         return [answer["hash"] for answer in self._call(op="hash", names=names)]
+
+    def compiled_graphs(self) -> int:
+        """Graphs that torch.compile made for the programs so far; every rank has as many."""
+        (count,) = {answer["count"] for answer in self._call(op="compiled_graphs")}
+        return count
 
     def _call(self, **message) -> list[dict]:
         line = json.dumps(message).encode()

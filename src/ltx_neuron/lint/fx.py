@@ -24,7 +24,7 @@ EXPORTED = {
     *("sum.dim_IntList", "sum.default", "mean.dim", "mean.default"),
     *("select.int", "slice.Tensor", "unsqueeze.default", "transpose.int", "unflatten.int", "flatten.using_ints"),
     *("view.default", "cat.default", "stack.default", "chunk.default", "unbind.int", "split_with_sizes.default"),
-    "repeat_interleave.self_int",
+    *("repeat_interleave.self_int", "softmax.int"),
 }
 # What torch.compile makes of the same modules: the composite ones taken apart.
 TRACED = {

@@ -1,0 +1,93 @@
+"""The environment of a rank process: written before it imports torch, because runtimes and compilers read it then.
+
+Of the Neuron variables, none was tried on hardware by us; they are those of published runs (profiles.py says which).
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.profiles import Profile
+
+_ROOT_PORT, _MASTER_PORT = 61234, 62234  # plus the first core: engines on other cores of the machine have other ports
+
+
+def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
+    """Everything a rank adds to the host's environment. `cache` is where compilers keep what they made."""
+    variables = dict(profile.environment)
+    if cache is not None:
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute() / "inductor")
+    if profile.device == "neuron":
+        variables |= _neuron(profile, tp, rank, cache)
+    return variables
+
+
+def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
+    first = cores(profile, tp)[0]
+    variables = {
+        "NEURON_RT_VISIBLE_CORES": str(cores(profile, tp)[rank]),  # one logical core a process
+        "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
+        "NEURON_CC_FLAGS": profile.flags("dit"),  # one set for a process: the text encoder is compiled with it as well
+        # Without it rank 0 looks for a free port and lets go of it, and another engine may take it: then the others hang.
+        "NEURON_RT_ROOT_COMM_ID": f"127.0.0.1:{_ROOT_PORT + first}",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_MASTER_PORT + first),
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(tp), "LOCAL_WORLD_SIZE": str(tp),
+    }  # fmt: skip
+    if cache is not None:
+        folder = Path(cache).absolute() / "neuron"
+        variables |= {
+            "TORCH_NEURONX_NEFF_CACHE_DIR": str(folder / "neff"),
+            "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": str(folder / "locks"),
+            "TORCH_NEURONX_HLO_CACHE_DIR": str(folder / "hlo"),
+        }
+    return variables
+
+
+def cores(profile: Profile, tp: int) -> list[int]:
+    """The logical cores of a launch, a rank each: those of NEURON_RT_VISIBLE_CORES (as in 4-7 or 0,2), else the first ones."""
+    said = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
+    try:
+        found = [core for part in said.split(",") if said for core in _range(part)]
+    except ValueError:
+        raise UserError(f"NEURON_RT_VISIBLE_CORES is {said!r}, wanted cores as in 0-3 or 4,5,6,7") from None
+    found = found or list(range(tp))
+    if len(found) < tp or len(set(found)) < len(found) or max(found) >= (profile.cores or max(found) + 1):
+        raise UserError(f"NEURON_RT_VISIBLE_CORES is {said!r}; {tp} ranks need {tp} different logical cores, of which "
+                        f"{profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES")  # fmt: skip
+    return found[:tp]
+
+
+def _range(part: str) -> range:
+    first, dash, last = part.strip().partition("-")
+    return range(int(first), int(last if dash else first) + 1)
+
+
+def check_ports(profile: Profile, tp: int) -> None:
+    """Raise UserError where another process has a port of this launch: its ranks would wait for ever."""
+    if profile.device != "neuron":
+        return
+    for port in (_ROOT_PORT + cores(profile, tp)[0], _MASTER_PORT + cores(profile, tp)[0]):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                raise UserError(f"port {port} is taken: another run holds core {cores(profile, tp)[0]}.\nWait for it, or "
+                                "choose other cores, as in NEURON_RT_VISIBLE_CORES=4-7") from None  # fmt: skip
+
+
+@contextmanager
+def added(variables: dict[str, str]) -> Iterator[None]:
+    """This process's environment with more variables, for the children started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
