@@ -6,29 +6,21 @@ The closed packages are stood in for (test/nxd_stubs.py); compiler, runtime and 
     LTX_NEURON_NXD_SOURCE=<checkout of aws-neuron/neuronx-distributed> DIR/bin/python -m pytest test/integration/test_nxd.py
 """
 
-import gc
 import logging
 import os
-import shutil
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import nxd_stubs
 import oracle
 import pytest
-import recipes_oracle
 import torch
 from helpers import rel
-from safetensors.torch import load_file, save_file
 
-from ltx_neuron.backends import neuron_errors, nxd
-from ltx_neuron.errors import UserError
-from ltx_neuron.guidance import Guidance, StreamGuidance
+from ltx_neuron.backends import nxd
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import Pipeline
 from ltx_neuron.profiles import resolve
-from ltx_neuron.rankfiles import rank_file
 from ltx_neuron.report import Recorder
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace

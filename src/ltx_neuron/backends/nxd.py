@@ -58,13 +58,13 @@ def set_environment(profile: Profile) -> None:
 
 
 class XlaComm:
-    """Comm that sums all tensors of a call in one variadic all-reduce: NxD's replica groups, torch_xla's operation.
+    """Comm that sums all tensors of a call in one variadic all-reduce of torch_xla: over NxD's replica groups, or those given.
 
     On meta tensors it sends nothing and only counts: `sent` lists the bytes of every all-reduce.
     """
 
-    def __init__(self, size: int):
-        self.size, self.sent = size, []
+    def __init__(self, size: int, groups: list[list[int]] | None = None):
+        self.size, self.groups, self.sent = size, groups, []
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.size == 1:
@@ -73,11 +73,16 @@ class XlaComm:
             self.sent.append(sum(t.nbytes for t in tensors))
             return tensors
         import torch_xla.core.xla_model as xm
-        from neuronx_distributed.parallel_layers import parallel_state
 
         summed = list(tensors)
-        xm.all_reduce(xm.REDUCE_SUM, summed, groups=parallel_state.get_tensor_model_parallel_replica_groups())
+        xm.all_reduce(xm.REDUCE_SUM, summed, groups=self.groups or _replica_groups())
         return tuple(summed)
+
+
+def _replica_groups() -> list[list[int]]:
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_replica_groups()
 
 
 class _Keywords(nn.Module):
