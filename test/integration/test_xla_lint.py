@@ -78,7 +78,7 @@ def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
 
 
 def test_a_function_without_a_fault_has_no_finding():
-    comm = lower.GroupedComm(TP)
+    comm = lower.comm(TP)
     assert findings_of(lambda x, index: comm.sum(x * 2 @ x.mT, x.float().square().sum(-1))[0]) == []
 
 
@@ -96,7 +96,7 @@ def readings():
     for case, make in programs(PROFILES["trn2.3xlarge"], TP, DTYPE):
         for rank in (0, TP - 1):
             with fake_process_group(TP, rank):
-                made = make(comm=lower.GroupedComm(TP))
+                made = make(comm=lower.comm(TP))
                 for name in made.graphs:
                     found.setdefault(f"{case}: {name}", {})[rank] = lower.read(made, name, TP, DTYPE, name)
     return found

@@ -18,58 +18,70 @@ from ltx_neuron.errors import UserError, run
 from ltx_neuron.lint import fx, lower
 from ltx_neuron.lint.cases import programs
 from ltx_neuron.lint.rules import Finding, Reading, compare_ranks
-from ltx_neuron.profiles import PROFILES
+from ltx_neuron.parallel import Comm
+from ltx_neuron.profiles import PROFILES, Profile, resolve
 
 
 class Part(NamedTuple):
     """A front end: the Comm it traces with, what must be there, and how a graph of a program is read."""
 
     title: str
-    comm: type
+    comm: Callable[[int], Comm]
     require: Callable[[], None]
     read: Callable[..., Reading]
 
 
 PARTS = (
     Part("exported graphs (TorchNeuron)", TorchDistComm, lambda: None, fx.read),
-    Part("HLO (ModelBuilder)", lower.GroupedComm, lower.require_torch_xla, lower.read),
+    Part("HLO (ModelBuilder)", lower.comm, lower.require_torch_xla, lower.read),
 )
 
 
-def survey(part: Part, tp: int, dtype: torch.dtype, only: str = "", keep: Path | None = None) -> list[Finding]:
-    """Read every graph whose name contains `only` as the first and as the last rank; print a line for each."""
-    found = []
-    print(f"\n{part.title}: TP={tp}, traced as rank 0 and as rank {tp - 1}\n{_HEAD}")
-    for case, make in programs(PROFILES["cpu"], tp, dtype):
-        readings = {rank: _read(part, case, make, rank, tp, dtype, only) for rank in (0, tp - 1)}
+def survey(
+    part: Part, profile: Profile, tp: int, dtype: torch.dtype, only: str = "", keep: Path | None = None
+) -> list[Finding]:
+    """Read every graph of the programs whose name contains `only`, as the first and as the last rank; print a line for each."""
+    found, ranks = [], (0, tp - 1)
+    print(f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks {ranks}\n{_HEAD}")
+    for case, make in programs(profile, tp, dtype):
+        if only not in case:
+            continue
+        readings = {rank: _read(part, case, make, rank, tp, dtype) for rank in ranks}
         for graph, reading in readings[0].items():
-            texts = {rank: of_rank[graph].text for rank, of_rank in readings.items()}
-            findings = reading.findings + compare_ranks(graph, texts)
+            findings = reading.findings + compare_ranks(graph, {rank: of[graph].text for rank, of in readings.items()})
             print(_row(graph, reading, findings), flush=True)
             found += findings
             if keep:
                 keep.mkdir(parents=True, exist_ok=True)
-                (keep / f"{graph}.txt".replace("/", "-").replace(" ", "_")).write_text(reading.text)
+                name = f"{part.read.__module__.rpartition('.')[2]} {graph}.txt"
+                (keep / name.translate(_IN_A_FILE_NAME)).write_text(reading.text)
     return found
 
 
-def _read(part: Part, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype, only: str) -> dict[str, Reading]:
+_IN_A_FILE_NAME = str.maketrans({" ": "_", ":": None, ",": None})
+
+
+def _read(part: Part, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype) -> dict[str, Reading]:
     with fake_process_group(tp, rank):
         program = make(comm=part.comm(tp))
         names = {f"{case}: {name}": name for name in program.graphs}
-        return {graph: part.read(program, name, tp, dtype, graph) for graph, name in names.items() if only in graph}
+        return {graph: part.read(program, name, tp, dtype, graph) for graph, name in names.items()}
 
 
-_HEAD = f"{'operations':>10}  {'collectives':<28}{'dtypes':<22}{'dynamic':<9}{'findings':<10}graph"
+_PRODUCTS = ("dot", "aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+_HEAD = f"{'operations':>10}  {'collectives':<28}{'dtypes':<20}{'fp32 products':<15}{'dynamic':<9}{'findings':<10}graph"
 
 
 def _row(graph: str, reading: Reading, findings: list[Finding]) -> str:
+    """A graph in numbers. Products in fp32 are right, and several times slower than in bf16."""
     forms = collections.Counter(f"over {o.collective.group}" for o in reading.operations if o.collective)
-    collectives = ", ".join(f"{count} {form}" for form, count in forms.items()) or "-"
+    reductions = ", ".join(f"{count} {form}" for form, count in forms.items()) or "-"
     kinds = [kind for operation in reading.operations for kind in operation.results]
+    products = sum(o.name in _PRODUCTS and "f32" in {kind.dtype for kind in o.operands} for o in reading.operations)
     dynamic = sum(None in kind.shape for kind in kinds)
     dtypes = " ".join(sorted({kind.dtype for kind in kinds}))
-    return f"{len(reading.operations):>10}  {collectives:<28}{dtypes:<22}{dynamic:<9}{len(findings):<10}{graph}"
+    count = len(reading.operations)
+    return f"{count:>10}  {reductions:<28}{dtypes:<20}{products:<15}{dynamic:<9}{len(findings):<10}{graph}"
 
 
 def table(findings: list[Finding]) -> str:
@@ -90,11 +102,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ltx_neuron.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tp-degree", type=int, default=4, metavar="N", help="ranks of the group (default 4)")
+    neuron = [name for name, profile in PROFILES.items() if profile.device == "neuron"]
+    parser.add_argument("--profile", choices=neuron, default=neuron[0], help="machine to check for (default %(default)s)")
+    parser.add_argument("--profile-set", action="append", default=[], metavar="KEY=VALUE",
+                        help="change one value of the profile, as in attention=matmul; repeatable")  # fmt: skip
+    parser.add_argument("--tp-degree", type=int, metavar="N", help="ranks of the group (default: the profile's)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--only", default="", metavar="TEXT", help="graphs whose name contains this, e.g. 'tiny, 1 block'")
+    parser.add_argument("--only", default="", metavar="TEXT", help="programs whose name contains this, e.g. 'tiny, 1 block'")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write the text of every graph here")
     options = parser.parse_args(argv)
+    profile = resolve(options.profile, tuple(options.profile_set))
+    tp, dtype = options.tp_degree or profile.tp, getattr(torch, options.dtype)
     findings, missing = [], None
     for part in PARTS:
         try:
@@ -102,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
         except UserError as error:
             missing = f"{part.title} was NOT checked: {error}"
             continue
-        findings += survey(part, options.tp_degree, getattr(torch, options.dtype), options.only, options.keep)
+        findings += survey(part, profile, tp, dtype, options.only, options.keep)
     print(f"\n{len(findings)} findings")
     if findings:
         print(table(findings))

@@ -39,6 +39,7 @@ def widths() -> dict[str, Width]:
 def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Program]]]:
     """Every program by name, and how to make it with `comm=`. Modules are on the meta device: they take no memory."""
     how = dict(tp=tp, dtype=dtype)
+    kernel = dict(attention=profile.attention)
     for name, width in widths().items():
         for blocks in BLOCKS:
             config = dataclasses.replace(
@@ -51,10 +52,10 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[tuple[st
                 for timesteps, task in ((1, "text to video"), (2, "image to video")):
                     bucket = Bucket(width.video_tokens, width.audio_tokens, timesteps, max_steps=8, guided=guided)
                     dit = f"{label}: DiT, {task}{', guided' * guided}"
-                    yield f"{dit}, cut", partial(dit_program, config, bucket, blocks_per_graph=blocks, **how)
-                    yield f"{dit}, whole", partial(dit_program, config, bucket, blocks_per_graph=0, **how)
+                    yield f"{dit}, cut", partial(dit_program, config, bucket, blocks_per_graph=blocks, **how, **kernel)
+                    yield f"{dit}, whole", partial(dit_program, config, bucket, blocks_per_graph=0, **how, **kernel)
             for tokens in profile.text_buckets:
                 for states in (False, True):
                     text = f"{label}: Gemma3, {tokens} tokens{', all states' * states}"
                     yield text, partial(gemma3_program, gemma, config, tokens, states=states, **how)
-            yield f"{label}: connectors", partial(connector_program, config, **how)
+            yield f"{label}: connectors", partial(connector_program, config, **how, **kernel)

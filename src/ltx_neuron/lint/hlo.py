@@ -9,7 +9,7 @@ from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, 
 OPERATIONS = {
     *("parameter", "constant", "tuple", "get-tuple-element", "convert", "broadcast", "reshape", "transpose", "slice"),
     *("concatenate", "add", "subtract", "multiply", "divide", "maximum", "clamp", "exponential", "tanh", "logistic", "sqrt"),
-    *("rsqrt", "power", "compare", "and", "select", "dot", "reduce", "batch-norm-training"),
+    *("rsqrt", "power", "compare", "select", "dot", "reduce", "batch-norm-training"),
 }
 MAY_INDEX = {"parameter", "constant", "convert", "reshape", "broadcast", "tuple", "get-tuple-element"}
 # Read as collectives whatever comes of them; an all-reduce may carry a group of tensors (and torch_xla's scalar token).

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ltx_neuron.backends.nxd import XlaComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint.hlo import operations, target
 from ltx_neuron.lint.rules import Finding, Reading, check
@@ -36,18 +37,9 @@ def require_torch_xla() -> None:
         raise UserError(INSTALL.format(problem="is not installed" if missing else f"does not load: {error}")) from None
 
 
-class GroupedComm:
-    """Comm as ModelBuilder traces it: what may travel together is one all-reduce of several tensors."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        import torch_xla.core.xla_model as xm
-
-        summed = [tensor.clone() for tensor in tensors]  # xm reduces a list in place
-        xm.all_reduce(xm.REDUCE_SUM, summed, groups=[list(range(self.size))], pin_layout=False)
-        return tuple(summed)
+def comm(tp: int) -> XlaComm:
+    """The Comm that ModelBuilder traces with, for a group that is all ranks. NxD itself is not needed."""
+    return XlaComm(tp, [list(range(tp))])
 
 
 class Cut(Exception):
@@ -119,7 +111,7 @@ def read_function(function: Callable[[dict[str, Tensor]], Any], example: dict[st
 
 
 def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
-    """One graph of a program made with a GroupedComm."""
+    """One graph of a program made with `comm`."""
     module, inputs, _ = program.graphs[name]
     module = module.to(dtype).eval().requires_grad_(False)
     weights = {f"weight {n}": (p.shape, p.dtype) for n, p in module.named_parameters()}

@@ -106,8 +106,8 @@ REFUSED_OPERATIONS = {
 
 
 # The parts of softmax and LayerNorm that sum: rounded to bf16 at every step, they are off by percents on long rows.
-SUMMING = {"exponential", "batch-norm-training", "aten._softmax.default", "aten.layer_norm.default",
-           "aten.native_layer_norm.default"}  # fmt: skip
+SUMMING = {"exponential", "batch-norm-training", "aten.softmax.int", "aten._softmax.default",
+           "aten.layer_norm.default", "aten.native_layer_norm.default"}  # fmt: skip
 
 
 class Rule(NamedTuple):
