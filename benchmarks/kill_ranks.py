@@ -46,6 +46,22 @@ def ranks() -> dict[str, int]:
     return dict(enumerate(grandchildren)) if len(grandchildren) == TP else {}
 
 
+class Watch(threading.Thread):
+    """How long a run's ranks are there."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        while not ranks():
+            time.sleep(0.02)
+        began = time.monotonic()
+        while ranks():
+            time.sleep(0.02)
+        self.seconds = time.monotonic() - began
+
+
 class Killer(threading.Thread):
     """Kills one rank some time after all four have started."""
 
@@ -98,14 +114,16 @@ def main() -> None:
         return (folder / "fox.mp4").read_bytes(), (folder / "fox.safetensors").read_bytes()
 
     run("warm-up")
-    began = time.monotonic()
+    watch = Watch()
+    watch.start()
     wanted = run("undisturbed")
-    lasts, choose, shm = time.monotonic() - began, random.Random(options.seed), set(os.listdir("/dev/shm"))
-    print(f"an undisturbed run takes {lasts:.1f} s")
+    watch.join()
+    choose, shm = random.Random(options.seed), set(os.listdir("/dev/shm"))
+    print(f"in an undisturbed run the ranks are there for {watch.seconds:.1f} s")
     slowest, bad, count = 0.0, [], 0
     for rank in range(TP):
         for number in range(options.kills):
-            name, killer = f"rank{rank}-{number}", Killer(rank, choose.uniform(0, 0.8 * lasts))
+            name, killer = f"rank{rank}-{number}", Killer(rank, choose.uniform(0, watch.seconds))
             killer.start()
             try:
                 got, error = run(name), None
