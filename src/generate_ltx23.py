@@ -24,6 +24,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temporal-upsampler-path", type=Path, metavar="FILE", help="needed by --upscale temporal|both")
     parser.add_argument("--neuron-gemma", action="store_true",
                         help="encode the prompt on the profile's device, sharded; without it, on the host CPU")  # fmt: skip
+    parser.add_argument("--no-prompt-cache", action="store_true",
+                        help="encode the prompt even if an earlier run left its contexts in the artifacts")  # fmt: skip
     parser.add_argument("--compat", choices=["ltx-core-1.0.0", "ltx-core-1.0.0-conditioning"],
                         help="the first release's numerics; or only how it holds images")  # fmt: skip
     parser.add_argument("--warmup", action="store_true", help="a discarded first step per stage")

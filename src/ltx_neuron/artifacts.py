@@ -132,11 +132,16 @@ def _identity(path: Path) -> dict | None:
         return None
 
 
+def code_digest(backend: str, *more: str) -> str:
+    """Identity of the traced code, and of `more` modules: a graph made by other code is refused."""
+    return _digest_of_code((*_TRACED, _TRACING[backend], *more))
+
+
 @cache
-def code_digest(backend: str) -> str:
-    """Identity of the traced code: a graph made by other code is refused. Comments and docstrings do not count."""
+def _digest_of_code(names: tuple[str, ...]) -> str:
+    """Comments and docstrings do not count."""
     hasher = hashlib.sha256()
-    for name in (*_TRACED, _TRACING[backend]):
+    for name in names:
         tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text())
         for node in ast.walk(tree):
             body = getattr(node, "body", None)

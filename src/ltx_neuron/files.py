@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from torch import Tensor
+
 from ltx_neuron.errors import UserError
 
 MANIFEST = "manifest.json"  # of every finished folder, written last
@@ -21,6 +23,19 @@ def write_json(path: Path, content: dict) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file of tensors that are in memory; it appears under its name only when whole."""
+    from safetensors.torch import save
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict:

@@ -82,11 +82,13 @@ def batch_of(args: argparse.Namespace, recorder: report.Recorder) -> None:
 
 
 def pipeline_of(args: argparse.Namespace, recorder: report.Recorder) -> Pipeline:
-    return Pipeline(
+    pipeline = Pipeline(
         cli.workspace(args, writes=False), recorder, neuron_gemma=args.neuron_gemma, compat=COMPAT[args.compat],
         spatial_upsampler_path=args.spatial_upsampler_path, temporal_upsampler_path=args.temporal_upsampler_path,
         warmup=args.warmup,
     )  # fmt: skip
+    pipeline.caches_prompts = not (args.no_prompt_cache or args.save_tensors)  # hidden states are not kept
+    return pipeline
 
 
 def what_decides(args: argparse.Namespace, job: Job, workspace: Workspace) -> dict:

@@ -29,6 +29,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.guidance import Guidance
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.profiles import require_runtime, resolve
+from ltx_neuron.promptcache import PromptCache
 from ltx_neuron.rankfiles import load_host
 from ltx_neuron.report import Recorder
 from ltx_neuron.workspace import Workspace, require
@@ -73,6 +74,7 @@ class Pipeline:
             workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype, spatial_upsampler_path,
             temporal_upsampler_path, audio_dtype=workspace.dtype if compat.vocoder else torch.float32,
         )  # fmt: skip
+        self.caches_prompts = False
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
         self.progress = True
@@ -134,6 +136,10 @@ class Pipeline:
         if self.neuron_gemma:
             workspace.gemma3_weights(), workspace.text_programs(workspace.profile.text_buckets)
         return programs
+
+    @cached_property
+    def prompt_cache(self) -> PromptCache | None:
+        return self.workspace.prompt_cache(self.neuron_gemma) if self.caches_prompts else None
 
     @cached_property
     def tokenizer(self):
@@ -215,16 +221,21 @@ class Pipeline:
         """Encode the prompts that were not encoded yet; the text encoder is gone afterwards."""
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
-        todo = list(dict.fromkeys(job.prompts for job in jobs if job.prompts not in self._contexts))
-        if not todo:
-            return
-        phase = self.recorder.phase
+        phase, todo = self.recorder.phase, [job.prompts for job in jobs if job.prompts not in self._contexts]
         ids = {prompts: [text.tokenize(self.tokenizer, prompt) for prompt in prompts] for prompts in todo}
+        for prompts in list(ids) if self.prompt_cache else ():
+            if found := self.prompt_cache.read(ids[prompts]):
+                self._contexts[prompts] = found
+                del ids[prompts]
+        if not ids:
+            return
         with phase("load_gemma3"):
             encoder = self._rank_encoder(ids) if self.neuron_gemma else self._host_encoder()
         with phase("encode_text"):
-            for prompts in todo:
-                self._contexts[prompts] = encoder.encode(ids[prompts])
+            for prompts, tokens in ids.items():
+                self._contexts[prompts] = encoder.encode(tokens)
+                if self.prompt_cache:
+                    self.prompt_cache.write(tokens, self._contexts[prompts])
         with phase("unload_gemma3"):
             del encoder
             if self.neuron_gemma and not self.workspace.profile.resident:

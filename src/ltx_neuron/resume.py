@@ -16,6 +16,7 @@ from torch import Tensor
 from ltx_neuron import artifacts, latents
 from ltx_neuron.denoise import JobRun, short_name
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import write_tensors
 from ltx_neuron.job import Job
 from ltx_neuron.tensorfile import TensorFile
 from ltx_neuron.text import Contexts
@@ -32,16 +33,8 @@ def beside(output_path: Path) -> Path:
 
 
 def write(path: Path, tensors: dict[str, Tensor], described: dict) -> None:
-    """Write named tensors with the job they are of; the file appears under its name only when whole."""
-    from safetensors.torch import save
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(save({name: t.contiguous() for name, t in tensors.items()}, {_JOB: json.dumps(described)}))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write named tensors with the job they are of."""
+    write_tensors(path, tensors, {_JOB: json.dumps(described)})
 
 
 def keep(path: Path, run: JobRun, described: dict) -> None:

@@ -23,6 +23,7 @@ from ltx_neuron.lora import Lora, MergedSource
 from ltx_neuron.modulation import host_weights
 from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
+from ltx_neuron.promptcache import PromptCache
 from ltx_neuron.rankfiles import Cut, Layout, RankSource, check_filled, compare, cuts_of, shard, verify
 from ltx_neuron.sharding import MODELS
 from ltx_neuron.tensorfile import DTYPES
@@ -79,6 +80,17 @@ class Workspace:
             "profile_set": list(self.profile.settings), "host_threads": self.profile.host_threads,
             "rank_threads": self.profile.rank_threads(self.tp),
         }  # fmt: skip
+
+    def prompt_cache(self, neuron_gemma: bool) -> PromptCache:
+        """Contexts that earlier runs left."""
+        where = {"on": "ranks", "tp": self.tp, "profile": self.profile.name} if neuron_gemma else {"on": "host"}
+        identity = {
+            "encoder": self.gemma_source.fingerprint, "dtype": self.dtype_name, "torch": torch.__version__,
+            "code": artifacts.code_digest(self.profile.backend, "text"), "profile_set": list(self.profile.settings),
+            "threads": [self.profile.host_threads, self.profile.rank_threads(self.tp)], **where,
+        }  # fmt: skip
+        widths = self.transformer.video.inner, self.transformer.audio.inner
+        return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)
 
     # identities
 

@@ -140,3 +140,11 @@ def test_a_disk_that_is_full_when_the_mp4_is_written_keeps_the_latents(made, tmp
         subprocess.run(["umount", "-l", disk], check=True)
     assert "the decoding is left" in run(made.command(tmp_path, "--resume")).stdout
     assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
+
+
+def test_a_prompt_that_an_earlier_run_encoded_is_not_encoded_again_and_gives_the_same_bytes(made, tmp_path):
+    run(made.command(tmp_path / "first"))  # leaves the contexts, if no run before it did
+    done = run(made.command(tmp_path / "second"))
+    assert "load_gemma3" not in done.stdout and "load_transformer" in done.stdout
+    assert (tmp_path / "second/fox.mp4").read_bytes() == made.wanted
+    assert "load_gemma3" in run(made.command(tmp_path / "third", "--no-prompt-cache")).stdout

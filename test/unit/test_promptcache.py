@@ -1,0 +1,65 @@
+"""Contexts kept on disk are those that were encoded, found by all they depend on, and never half a file."""
+
+import os
+
+import pytest
+import torch
+from helpers import randn
+
+from ltx_neuron import promptcache
+from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.promptcache import PromptCache
+from ltx_neuron.text import Contexts, attention_mask
+
+WIDTHS, PROMPTS = (6, 4), [[2, 5, 9], [2, 7]]
+
+
+def cache(folder, identity=None, dtype=torch.bfloat16) -> PromptCache:
+    return PromptCache(folder, identity or {"encoder": "one"}, WIDTHS, dtype)
+
+
+def contexts(seed: int) -> Contexts:
+    video, audio = (randn(1, TEXT_TOKENS, width, seed=seed).bfloat16() for width in WIDTHS)
+    return Contexts(video, audio, attention_mask(3), randn(1, 2, 3, 4))
+
+
+def test_what_was_written_is_read_bit_for_bit_without_the_hidden_states(tmp_path):
+    written = [contexts(1), contexts(2)]
+    cache(tmp_path).write(PROMPTS, written)
+    found = cache(tmp_path).read(PROMPTS)
+    for got, wanted in zip(found, written, strict=True):
+        assert all(torch.equal(g, w) for g, w in zip(got[:3], wanted[:3], strict=True))
+        assert got.hidden_states is None
+
+
+@pytest.mark.parametrize("other", ["prompts", "their order", "encoder", "dtype"])
+def test_anything_else_is_not_found(tmp_path, other):
+    cache(tmp_path).write(PROMPTS, [contexts(1), contexts(2)])
+    prompts = {"prompts": [[2, 5, 9], [2, 8]], "their order": PROMPTS[::-1]}.get(other, PROMPTS)
+    identity = {"encoder": "two"} if other == "encoder" else None
+    dtype = torch.float32 if other == "dtype" else torch.bfloat16
+    assert cache(tmp_path, identity, dtype).read(prompts) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", "truncated", "of another size"])
+def test_a_damaged_file_is_as_if_it_were_not_there(tmp_path, damage):
+    cache(tmp_path).write(PROMPTS, [contexts(1), contexts(2)])
+    (path,) = tmp_path.iterdir()
+    if damage == "of another size":
+        wide = PromptCache(tmp_path, {"encoder": "one"}, (8, 4), torch.bfloat16)
+        assert wide.read(PROMPTS) is None
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if damage == "truncated" else damage)
+        assert cache(tmp_path).read(PROMPTS) is None
+
+
+def test_the_files_used_longest_ago_make_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(promptcache, "KEPT", 2)
+    for number in range(3):
+        cache(tmp_path).write([[number]], [contexts(number)])
+        for path in tmp_path.iterdir():
+            os.utime(path, ns=(path.stat().st_mtime_ns - 10**9,) * 2)  # a second passes
+        if number == 1:
+            assert cache(tmp_path).read([[0]])
+    assert cache(tmp_path).read([[1]]) is None
+    assert cache(tmp_path).read([[0]]) and cache(tmp_path).read([[2]])
