@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import generator, randn, randomised, rel
+from helpers import generator, one_thread, randn, randomised, rel  # noqa: F401
 from torch import nn
 
 from ltx_neuron import vae, winograd
