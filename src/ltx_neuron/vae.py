@@ -4,8 +4,6 @@ Feature maps lie with their channels last, inside the border that convolutions r
 by piece, and what follows it (sum, norm, activation, depth to space) is done while the piece is in cache.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from ltx_core.model.common.normalization import PixelNorm
@@ -119,15 +117,16 @@ class _Stage:
     def upsampled(self, block: DepthToSpaceUpsample) -> "_Stage":
         """The next stage. Output channel (c, p1, p2, p3) of the convolution is channel c at one of a position's p1 x p2 x p3.
 
-        With a stride of 2 in time the first frame goes.
+        With a stride of 2 in time the first frame goes. This stage's activation is dropped, to make room.
         """
+        del self.active, self.middle
         frames, height, width, inputs = self.features.shape
-        weight, bias, strides = block.conv.conv.weight, block.conv.conv.bias, block.stride
-        parts = math.prod(strides)
-        channels = len(bias) // parts
-        time, down, across = strides
+        time, down, across = block.stride
+        parts = time * down * across
+        weight, bias = (t.unflatten(0, (-1, parts)).transpose(0, 1) for t in (block.conv.conv.weight, block.conv.conv.bias))
+        channels = weight.shape[1]
         stage = _Stage(frames * time - (time - 1), height * down, width * across, channels, self.workers)
-        together = min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
+        together = max(1, LARGEST_FILTERS // (inputs * channels))
         for first in range(0, parts, together):
 
             def write(f: slice, r: slice, piece: Tensor, first: int = first) -> None:
@@ -140,9 +139,8 @@ class _Stage:
                     stage.features.inner[at] = content
                     _activate(content, stage.active.inner[at])
 
-            of_parts = [slice(part, None, parts) for part in range(first, first + together)]
-            weights, biases = (torch.cat([tensor[part] for part in of_parts]) for tensor in (weight, bias))
-            convolve(self.features, weights, biases, write, self.workers)
+            some = slice(first, first + together)
+            convolve(self.features, weight[some].flatten(0, 1), bias[some].flatten(), write, self.workers)
         stage._repeat_ends()
         return stage
 
