@@ -358,6 +358,7 @@ class Ranks:
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
         """Run a sequence once on the tensors the ranks hold; returns the milliseconds until the last rank was done.
+        NotFiniteError where it leaves latents with NaN or Inf.
 
         Without `define`, a program's runs are sequences of their own names.
         """
@@ -369,7 +370,11 @@ class Ranks:
         for run, reads, writes in self._sequences.get((program, sequence), [(sequence, {}, {})]):
             for graph, _ in manifest.runs[run]:
                 self._call(held.models[program, graph], manifest, graph, reads, writes)
-        return (time.perf_counter() - start) * 1e3  # ranked mode returns when the last rank is done
+        milliseconds = (time.perf_counter() - start) * 1e3  # ranked mode returns when the last rank is done
+        written = [name for name in LATENTS if name in {writes.get(name, name) for name in manifest.graphs[graph]["outputs"]}]
+        if broken := [name for name in written if not self.get(program, name).isfinite().all()]:
+            raise NotFiniteError(broken)
+        return milliseconds
 
     def _call(self, model, manifest: Manifest, graph: str, reads: dict, writes: dict) -> None:
         described, fields = manifest.graphs[graph], manifest.fields
@@ -384,14 +389,10 @@ class Ranks:
         self._tensors.update(zip(names, outputs, strict=True))  # [output][rank]
 
     def get(self, program: str, name: str) -> Tensor:
-        """Download a named tensor: rank 0's, or all parts put together. NotFiniteError for latents with NaN or Inf: they
-        are looked at here and not after every step, which would cost a download each."""
+        """Download a named tensor: rank 0's, or all parts put together."""
         split, parts = self.fields[program][name].split, self._tensors[name]
         with explained():
-            whole = parts[0].cpu() if split is None else torch.cat([part.cpu() for part in parts], dim=split)
-        if name in LATENTS and not whole.isfinite().all():
-            raise NotFiniteError([name])
-        return whole
+            return parts[0].cpu() if split is None else torch.cat([part.cpu() for part in parts], dim=split)
 
     def returns(self, program: str, name: str) -> bool:
         """Whether a program hands back a tensor of that name."""
