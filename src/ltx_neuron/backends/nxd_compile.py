@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron.artifacts import graph_file, sha256
-from ltx_neuron.attention import attention_cte
+from ltx_neuron.backends import nki
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, write_json
@@ -52,20 +52,25 @@ def set_environment(profile: Profile) -> None:
 
 
 class XlaComm:
-    """Comm that sums all tensors of a call in one variadic all-reduce: NxD's replica groups, torch_xla's operation."""
+    """Comm that sums all tensors of a call in one variadic all-reduce: over NxD's replica groups, or those given."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, groups: list[list[int]] | None = None):
+        self.size, self.groups = size, groups
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.size == 1 or tensors[0].is_meta:
             return tensors
         import torch_xla.core.xla_model as xm
-        from neuronx_distributed.parallel_layers import parallel_state
 
         summed = list(tensors)
-        xm.all_reduce(xm.REDUCE_SUM, summed, groups=parallel_state.get_tensor_model_parallel_replica_groups())
+        xm.all_reduce(xm.REDUCE_SUM, summed, groups=self.groups or _replica_groups())
         return tuple(summed)
+
+
+def _replica_groups() -> list[list[int]]:
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_replica_groups()
 
 
 def traceable(graph: Graph) -> nn.Module:
@@ -79,20 +84,6 @@ def traceable(graph: Graph) -> nn.Module:
     module = type("Traceable", (nn.Module,), {"forward": forward})()
     module.module = graph.module
     return module
-
-
-def use_nki_attention(profile: Profile) -> None:
-    """Have graphs that are traced from now on call nkilib's kernel where the models name `attention_cte`."""
-    try:
-        from nkilib.core.attention.attention_cte import attention_cte as kernel
-    except ImportError as error:
-        raise UserError(f"profile {profile.name} has attention=nki, and nkilib cannot be imported: {error}\nInstall the SDK's "
-                        "nki-library, or type --profile-set attention=matmul") from None  # fmt: skip
-
-    @attention_cte.register_kernel("xla")
-    def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = kernel[profile.lnc](query, key, value, scale=1.0, causal_mask=False, tp_q=True, tp_k=True, tp_out=False)
-        return out[0] if isinstance(out, list | tuple) else out
 
 
 def example_inputs(graph: Graph, fields: dict[str, Field]) -> dict[str, Tensor]:
@@ -138,7 +129,7 @@ def compile_program(
     (folder / MANIFEST).unlink(missing_ok=True)
     flags, graphs = compiler_flags(profile, identity["model"]), {}
     if profile.attention == "nki":
-        use_nki_attention(profile)
+        nki.register_for_xla(profile.lnc)
     with explained(), NxDParallelState(world_size=tp, tensor_model_parallel_size=tp, lnc_size=profile.lnc):
         program = make()
         _check_calls(program)
