@@ -32,7 +32,7 @@ _TRACED = (
     "rope",
     "programs",
 )
-_TRACING = {"torchdist": "backends/export", "nxd": "backends/nxd"}  # what makes a backend's graphs from them
+_TRACING = {"torchdist": "backends/export", "nxd": "backends/nxd_compile"}  # what makes a backend's graphs from them
 
 
 def folder(artifacts: Path, identity: dict) -> Path:

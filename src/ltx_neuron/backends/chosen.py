@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron.backends import export, nxd, torchdist
+from ltx_neuron.backends import export, nxd, nxd_compile, torchdist
 from ltx_neuron.parallel import Comm
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import Program
@@ -13,14 +13,14 @@ from ltx_neuron.programs import Program
 
 def comm(profile: Profile, tp: int) -> Comm:
     """The collectives of graphs that are traced for a profile."""
-    return nxd.XlaComm(tp) if profile.backend == "nxd" else export.TorchDistComm(tp)
+    return nxd_compile.XlaComm(tp) if profile.backend == "nxd" else export.TorchDistComm(tp)
 
 
 def identity(profile: Profile, model: str) -> dict:
     """What a model's graphs depend on besides the model: how they are compiled and by which versions."""
     if profile.backend != "nxd":
         return {}
-    return {"compiler_flags": nxd.compiler_flags(profile, model), "neuron": nxd.versions()}
+    return {"compiler_flags": nxd_compile.compiler_flags(profile, model), "neuron": nxd_compile.versions()}
 
 
 def compile_program(
@@ -28,7 +28,7 @@ def compile_program(
 ) -> None:
     """Compile every graph of the program that `make()` returns into `folder` and, last, write the manifest."""
     if profile.backend == "nxd":
-        nxd.compile_program(make, folder, identity, dtype, profile, tp)
+        nxd_compile.compile_program(make, folder, identity, dtype, profile, tp)
     else:
         with export.fake_process_group(tp):
             export.compile_program(make(), folder, identity, dtype)

@@ -240,10 +240,14 @@ def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         pass  # the host is done, or is ending the run
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
-        user = isinstance(error, UserError)
-        device = failure(error) if settings["device"] == "neuron" else None
-        text = str(device or error) if device or user else traceback.format_exc()
-        blame = 3 if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_ANOTHER) else 1
-        pipe.send_bytes(json.dumps({"error": text, "user": user, "blame": blame}).encode())
+        pipe.send_bytes(json.dumps(last_answer(error, settings["device"])).encode())
     finally:
         os._exit(0)  # gloo's threads may wait for a rank that is gone
+
+
+def last_answer(error: BaseException, device: str) -> dict:
+    """What a rank says before it ends: its error in words where it has some, else its traceback."""
+    user, known = isinstance(error, UserError), failure(error) if device == "neuron" else None
+    text = str(known or error) if known or user else "".join(traceback.format_exception(error))
+    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_ANOTHER)
+    return {"error": text, "user": user, "blame": 3 if lost else 1}

@@ -1,0 +1,137 @@
+"""The parts of the NxD backend that need neither NxD nor PyTorch/XLA; the rest is in integration/test_nxd.py."""
+
+import inspect
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ltx_neuron.backends import chosen, nxd_compile
+from ltx_neuron.backends.export import TorchDistComm
+from ltx_neuron.errors import UserError
+from ltx_neuron.graphs import Field
+from ltx_neuron.parallel import RowLinear
+from ltx_neuron.profiles import resolve
+from ltx_neuron.programs import Graph, Program
+
+TRN2 = "trn2.3xlarge"
+SHAPE = SimpleNamespace  # of an HLO's instruction
+
+
+class ToyInputs(NamedTuple):
+    step: Tensor
+    x: Tensor
+
+
+class Toy(nn.Module):
+    def __init__(self, tp: int):
+        super().__init__()
+        self.comm, self.down = nxd_compile.XlaComm(tp), RowLinear(8, 16, tp, bias=False)
+
+    def forward(self, inputs: ToyInputs) -> tuple[Tensor]:
+        return self.comm.sum(self.down.partial(inputs.x) * inputs.step)
+
+
+FIELDS = {"step": Field((1,), torch.int32), "x": Field((1, 3, 4), torch.bfloat16)}
+
+
+def toy() -> Graph:
+    with torch.device("meta"):
+        return Graph(Toy(tp=2), ToyInputs, tuple)
+
+
+def test_what_nxd_traces_has_a_keyword_for_each_input_and_no_default():
+    """ModelBuilder V2 reads the signature: it refuses **tensors, and defaults that are not None."""
+    module = nxd_compile.traceable(toy())
+    parameters = inspect.signature(module.forward).parameters
+    assert [*parameters] == ["step", "x"]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters.values())
+    assert [name for name, _ in module.named_parameters()] == ["module.down.weight"]
+
+
+def test_a_copy_of_what_nxd_traces_uses_its_own_weights():
+    """torch_neuronx may copy the module; a forward bound to the first one would mix them."""
+    first = nxd_compile.traceable(Graph(Scale(), ToyInputs, tuple))
+    second = deepcopy(first)
+    with torch.no_grad():
+        second.module.weight.fill_(3)
+    assert (first(step=None, x=torch.ones(1))[0], second(step=None, x=torch.ones(1))[0]) == (1, 3)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: ToyInputs) -> tuple[Tensor]:
+        return (inputs.x * self.weight,)
+
+
+def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor_constant():
+    examples = nxd_compile.example_inputs(toy(), FIELDS)
+    assert {name: Field(tuple(t.shape), t.dtype) for name, t in examples.items()} == FIELDS
+    assert examples["x"].unique().numel() > 1 and all(t.all() for t in examples.values())
+
+
+def test_flops_are_counted_in_the_model_on_meta():
+    graph = toy()
+    graph.module.to(torch.bfloat16)
+    assert nxd_compile.flops(graph, FIELDS) == 2 * 3 * 4 * 16
+
+
+def test_all_reduces_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
+    def shape(*dimensions, dtype=11, parts=()):
+        return SHAPE(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
+
+    token = shape()
+    together = shape(parts=[shape(2, 3), shape(5, dtype=16), token])
+    operations = [SHAPE(opcode="all-reduce", shape=together), SHAPE(opcode="add", shape=shape(9)),
+                  SHAPE(opcode="all-reduce", shape=shape(4))]  # fmt: skip
+    hlo = SHAPE(computations=[SHAPE(instructions=operations)])
+    assert nxd_compile.collectives(hlo) == {"collectives": 2, "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4}
+
+
+def test_flags_always_say_the_profile_s_cores_per_logical_core():
+    profile = resolve(TRN2)
+    assert nxd_compile.compiler_flags(profile, "dit").endswith("--lnc=2")
+    contradicting = resolve(TRN2, ("compiler_flags.dit=-O1 --lnc=1",))
+    with pytest.raises(UserError, match="wanted --lnc=2 alone"):
+        nxd_compile.compiler_flags(contradicting, "dit")
+
+
+def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_other_values_stay(monkeypatch):
+    profile = replace(resolve(TRN2), environment=(("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")))
+    for name in ("LTX_TEST_A", "LTX_TEST_B", "NEURON_LOGICAL_NC_CONFIG"):
+        monkeypatch.setenv(name, "theirs")
+    monkeypatch.delenv("LTX_TEST_B")
+    with pytest.raises(UserError, match="NEURON_LOGICAL_NC_CONFIG is theirs.*compiled for 2.*unset"):
+        nxd_compile.set_environment(profile)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    nxd_compile.set_environment(profile)
+    assert (nxd_compile.os.environ["LTX_TEST_A"], nxd_compile.os.environ["LTX_TEST_B"]) == ("theirs", "ours")
+
+
+def test_a_program_cut_into_groups_of_blocks_is_refused():
+    one = Program({"blocks": toy()}, {"main": (("blocks", 0), ("blocks", 4))}, FIELDS)
+    with pytest.raises(UserError, match="--blocks-per-graph 0"):
+        nxd_compile._check_calls(one)
+
+
+def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compiled_it():
+    ours, other = resolve(TRN2), resolve("cpu")
+    assert isinstance(chosen.comm(ours, 4), nxd_compile.XlaComm) and isinstance(chosen.comm(other, 4), TorchDistComm)
+    identity = chosen.identity(ours, "dit")
+    assert identity["compiler_flags"] == ours.flags("dit") and {*identity["neuron"]} == {*nxd_compile.PACKAGES}
+    assert chosen.identity(other, "dit") == {}
+    assert (ours.cut, other.cut) == (0, other.blocks_per_graph)
+    assert resolve(TRN2, ("backend=torchdist",)).cut == ours.blocks_per_graph
+
+
+def test_both_models_at_once_need_a_backend_that_holds_them():
+    assert resolve(TRN2, ("resident=true",)).resident
+    with pytest.raises(UserError, match="resident=true needs backend=nxd"):
+        resolve("cpu", ("resident=true",))
