@@ -79,9 +79,10 @@ def compile_only(folders: list[str], settings: dict) -> None:
     torch.set_num_threads(settings["threads"])
     device = torch.device(settings["device"])
     with fake_process_group(settings["tp"]), torch.no_grad():
+        runner(sum_of_ones, settings["compile_backend"])(torch.ones(1).to(device))
         for manifest in map(Manifest, map(Path, folders)):
             for name in manifest.graphs:
                 module = manifest.load(name).graph_module
                 values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-                zeros = [torch.zeros(value.shape, dtype=value.dtype, device=device) for value in values]
+                zeros = [torch.zeros(value.shape, dtype=value.dtype).to(device) for value in values]
                 ready(module, settings)(*zeros)

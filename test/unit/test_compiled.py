@@ -1,0 +1,218 @@
+"""Rank processes that compile their graphs: the same results, three graphs for the DiT, and no second compile, ever."""
+
+import copy
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import one_thread, randn, random_value, rel  # noqa: F401
+from test_attention import block_graph
+from test_torchdist import EQUAL, TP, make_toy, wanted
+
+from ltx_neuron.attention import sdpa
+from ltx_neuron.backends import compiled, environment
+from ltx_neuron.backends.export import Manifest, fake_process_group
+from ltx_neuron.backends.torchdist import RankError, Ranks, compile_only
+from ltx_neuron.config import Bucket
+from ltx_neuron.errors import UserError
+from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.workspace import Workspace
+
+BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
+# aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional collectives.
+TRACED, INDUCTOR = (resolve("cpu", (f"compile_backend={name}",)) for name in ("aot_eager", "inductor"))
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return make_toy(tmp_path_factory.mktemp("toy"))
+
+
+def run_toy(ranks, toy, step: int):
+    ranks.put("toy", x=toy.x, table=toy.table)
+    ranks.run("toy", step=step)
+    return ranks.get("toy", "y")
+
+
+def test_a_compiled_graph_runs_on_new_inputs_steps_and_weights_without_another_compile(toy):
+    with Ranks(TRACED, TP) as ranks:
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        assert ranks.compiled_graphs() == 0
+        assert rel(run_toy(ranks, toy, 3), wanted(toy, 3)) < EQUAL
+        assert ranks.compiled_graphs() == 1
+        assert rel(run_toy(ranks, toy, 5), wanted(toy, 5)) < EQUAL
+        ranks.replace_weights(toy.folders[2])
+        assert rel(run_toy(ranks, toy, 7), wanted(toy, 7, seed=2)) < EQUAL
+        assert ranks.compiled_graphs() == 1
+
+
+def sources(cache: Path) -> set[str]:
+    return {str(path.relative_to(cache)) for path in cache.rglob("*.so")}
+
+
+def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_path):
+    compile_only([manifest.folder for manifest in toy.programs.values()], INDUCTOR, TP, tmp_path)
+    before = sources(tmp_path)
+    assert before
+    with Ranks(INDUCTOR, TP, tmp_path) as ranks:
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        assert rel(run_toy(ranks, toy, 3), wanted(toy, 3)) < EQUAL
+        assert ranks.compiled_graphs() == 1
+    assert sources(tmp_path) == before
+
+
+@pytest.fixture(scope="module")
+def dit(tiny, tmp_path_factory):
+    """Rank files and graphs of the tiny DiT, a block per graph; and random inputs."""
+    workspace = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path_factory.mktemp("dit"), TP, "float32", blocks_per_graph=1)
+    (weights,), (graphs,) = workspace.shard_dit(), workspace.compile_dit([BUCKET])
+    return weights, {BUCKET.name: Manifest(graphs)}
+
+
+def a_step(ranks, dit, seed: int) -> dict:
+    """The latents after a step from random latents, on random contexts, tables and schedule."""
+    (name, manifest), = dit[1].items()  # fmt: skip
+    made = {output for graph in manifest.graphs.values() for output in graph["outputs"]}
+    taken = {field for graph in manifest.graphs.values() for field in graph["inputs"]} - {"step"}
+    inputs = {field for field in taken if field not in made or field.endswith("_latent")}
+    values = {field: random_value(manifest.fields[field], TP, seed + i) for i, field in enumerate(sorted(inputs))}
+    values["sigmas"] = torch.tensor([[1.0, 0.7], [0.7, 0.1 * seed]])
+    values["step_numbers"] = torch.arange(BUCKET.max_steps, dtype=torch.int32)
+    ranks.put(name, **values)
+    ranks.run(name, step=seed % 2)
+    return {stream: ranks.get(name, stream) for stream in ("video_latent", "audio_latent")}
+
+
+def test_the_dit_is_three_graphs_for_every_prompt_seed_and_schedule_with_the_interpreters_results(dit):
+    found = {}
+    for profile in (PROFILES["cpu"], TRACED):
+        with Ranks(profile, TP) as ranks:
+            ranks.load(dit[0], dit[1], torch.float32)
+            found[profile.compile_backend], counts = [], []
+            for seed in (1, 2, 3):
+                found[profile.compile_backend].append(a_step(ranks, dit, seed))
+                assert len(set(ranks.hashes("video_latent", "audio_latent"))) == 1
+                counts.append(ranks.compiled_graphs())
+        (manifest,) = dit[1].values()
+        assert [name for name, _ in manifest.runs["main"]] == ["head", "blocks", "blocks", "tail"]
+        assert counts == ([0, 0, 0] if profile.compile_backend == "export" else [3, 3, 3])
+    for one, two in zip(*found.values(), strict=True):
+        assert all(rel(two[stream], one[stream]) < EQUAL for stream in one)
+    assert rel(found["export"][0]["video_latent"], found["export"][1]["video_latent"]) > 0.1
+
+
+def test_what_would_be_compiled_once_more_is_an_error():
+    double = compiled.Compiled(lambda x: (x * 2,), "aot_eager")
+    assert torch.equal(double(torch.ones(3))[0], torch.full((3,), 2.0))
+    assert torch.equal(double(torch.zeros(3))[0], torch.zeros(3))
+    for other in (torch.ones(4), torch.ones(3, dtype=torch.bfloat16), torch.ones(6)[::2]):
+        with pytest.raises(RuntimeError, match="recompile"):
+            double(other)
+    assert torch.equal(double(torch.ones(3))[0], torch.full((3,), 2.0))
+    another = compiled.Compiled(lambda x: (x + 1,), "aot_eager")  # a graph of its own may still be
+    assert torch.equal(another(torch.ones(3))[0], torch.full((3,), 2.0))
+
+
+def test_a_graph_that_breaks_is_an_error_and_not_run_op_by_op():
+    with pytest.raises(Exception, match="Data-dependent|data-dependent"):
+        compiled.Compiled(lambda x: (x + 1,) if x.sum() > 0 else (x,), "aot_eager")(torch.ones(3))
+
+
+def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation():
+    """What backends/nki.py does on TorchNeuron, with PyTorch's kernel instead of nkilib's."""
+    module = copy.deepcopy(block_graph("nki").graph_module)
+    values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [randn(*value.shape, seed=i).to(value.dtype) / 4 for i, value in enumerate(values)]
+    calls = []
+
+    def kernel(query, key, value):
+        calls.append(query.shape)
+        return sdpa(query[None], key[None], value[None], 1.0)[0]
+
+    with fake_process_group(2), torch.no_grad():
+        before = module(*inputs)
+        compiled.put_kernel(module, lambda: kernel)
+        after = module(*inputs)
+    assert len(calls) == 6
+    assert all(rel(one, two) < 1e-2 for one, two in zip(after, before, strict=True))  # bf16
+
+
+def test_no_kernel_is_made_for_a_graph_without_the_operation():
+    def absent():
+        raise ImportError("nkilib")
+
+    compiled.put_kernel(copy.deepcopy(block_graph("matmul").graph_module), absent)
+    with pytest.raises(ImportError, match="nkilib"):
+        compiled.put_kernel(copy.deepcopy(block_graph("nki").graph_module), absent)
+
+
+def test_a_rank_without_its_device_says_so():
+    with pytest.raises(RankError, match=r"rank 0 of 1 failed"), Ranks(resolve("cuda"), 1):
+        pass
+
+
+TRN2, LARGE = resolve("trn2.3xlarge", ("backend=torchdist",)), resolve("trn2.48xlarge", ("backend=torchdist",))
+
+# NEURON_RT_VISIBLE_CORES, profile, ranks -> the core of each rank, or what the refusal says
+CORES = [
+    (None, TRN2, 4, [0, 1, 2, 3]),
+    ("0-3", TRN2, 4, [0, 1, 2, 3]),
+    ("4-7", LARGE, 4, [4, 5, 6, 7]),
+    ("60,61,62-63", LARGE, 4, [60, 61, 62, 63]),
+    ("0-15", LARGE, 4, [0, 1, 2, 3]),
+    ("2-3", TRN2, 4, "4 ranks need 4 different logical cores, of which trn2.3xlarge has 4"),
+    ("4-7", TRN2, 4, "4 ranks need 4 different logical cores"),
+    ("0,0,1,2", TRN2, 4, "different"),
+    ("all", TRN2, 4, "'all', wanted cores as in 0-3"),
+]
+
+
+@pytest.mark.parametrize(("said", "profile", "tp", "cores"), CORES)
+def test_each_rank_of_a_neuron_launch_sees_one_core_of_its_own(monkeypatch, said, profile, tp, cores):
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
+    if said is not None:
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", said)
+    if isinstance(cores, str):
+        with pytest.raises(UserError, match="NEURON_RT_VISIBLE_CORES") as error:
+            environment.of_rank(profile, tp, 0, None)
+        assert cores in str(error.value)
+        return
+    found = [environment.of_rank(profile, tp, rank, None) for rank in range(tp)]
+    assert [variables["NEURON_RT_VISIBLE_CORES"] for variables in found] == [str(core) for core in cores]
+    assert [variables["RANK"] for variables in found] == [str(rank) for rank in range(tp)]
+    own = ("NEURON_RT_VISIBLE_CORES", "RANK", "LOCAL_RANK")
+    shared = [{name: value for name, value in variables.items() if name not in own} for variables in found]
+    assert all(variables == shared[0] for variables in shared)
+    assert found[0]["NEURON_RT_ROOT_COMM_ID"] == f"127.0.0.1:{61234 + cores[0]}"
+
+
+def test_a_neuron_rank_is_told_its_core_size_its_flags_and_where_to_keep_what_it_compiles(tmp_path):
+    variables = environment.of_rank(TRN2, 4, 1, tmp_path)
+    assert variables.items() >= dict(TRN2.environment).items()
+    assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "--lnc=2" in variables["NEURON_CC_FLAGS"]
+    kept = {name: value for name, value in variables.items() if name.endswith("_DIR")}
+    assert len(kept) == 4 and all(value.startswith(str(tmp_path)) for value in kept.values())
+    on_cpu = environment.of_rank(PROFILES["cpu"], 4, 1, tmp_path)
+    assert not [name for name in on_cpu if "NEURON" in name]
+
+
+def test_the_environment_is_that_of_the_children_and_then_as_before(monkeypatch):
+    monkeypatch.setenv("HELD", "before")
+    monkeypatch.delenv("FRESH", raising=False)
+    with environment.added({"HELD": "within", "FRESH": "1"}):
+        assert (os.environ["HELD"], os.environ["FRESH"]) == ("within", "1")
+    assert os.environ["HELD"] == "before" and "FRESH" not in os.environ
+
+
+def test_a_port_that_another_run_holds_is_refused_before_any_rank_starts(monkeypatch):
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "40-43")
+    environment.check_ports(LARGE, 4)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 61234 + 40))
+        with pytest.raises(UserError, match=r"(?s)port 61274 is taken: another run holds core 40.*NEURON_RT_VISIBLE_CORES=4-7"):
+            environment.check_ports(LARGE, 4)
+        environment.check_ports(PROFILES["cpu"], 4)  # needs none
