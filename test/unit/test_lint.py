@@ -45,7 +45,7 @@ def test_a_planted_fault_is_found_in_the_exported_graph(name):
     for rank in (0, TP - 1):
         with fake_process_group(TP, rank):
             readings[rank] = fx.read(program(FAULTS[name].function), "planted", TP, torch.bfloat16, "graph")
-    findings = readings[0].findings + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
+    findings = readings[0].check()[1] + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
     assert re.search(FAULTS[name].exported, said(findings)), said(findings)
     assert all(finding.graph.startswith("graph") and finding.do for finding in findings)
 
@@ -54,8 +54,9 @@ def test_an_exported_graph_without_a_fault_has_no_finding():
     comm = TorchDistComm(TP)
     with fake_process_group(TP):
         reading = fx.read(program(lambda x, index: comm.sum(x * 2)[0]), "planted", TP, torch.bfloat16, "graph")
-    assert reading.findings == []
-    assert [operation.collective.group for operation in reading.operations if operation.collective] == [GROUP]
+        operations, findings = reading.check()
+    assert findings == []
+    assert [operation.collective.group for operation in operations if operation.collective] == [GROUP]
 
 
 def in_place(x):
