@@ -8,6 +8,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed._functional_collectives as functional
 from helpers import made_config, one_thread  # noqa: F401
 from planted import FAULTS, program
 
+from ltx_neuron.backends.compiled import OPTIONS, Compiled
 from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group, trace
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
@@ -114,7 +116,7 @@ def test_the_rank_is_found_in_the_graphs_that_torch_compile_makes():
 
 @pytest.fixture(scope="module")
 def recorded():
-    """What torch.compile makes of models on two ranks, by model and rank: {"dit": {0: Recorder, 3: Recorder}, ...}.
+    """What torchdist's compiled graphs are on two ranks, by model and rank: {"dit": {0: Recorder, 3: Recorder}, ...}.
 
     The DiT runs three blocks in three calls, and on rank 0 a second time with another seed.
     """
@@ -132,9 +134,9 @@ def record(make, seeds, rank):
     """The graphs of a program that is run once for each seed: other weights, prompts, latents, sigmas, step numbers."""
     torch._dynamo.reset()
     recorder = Recorder()
-    with fake_process_group(TP, rank), torch.no_grad():
+    with fake_process_group(TP, rank), torch.no_grad(), mock.patch.dict(OPTIONS, {recorder: {}}):
         made = make()
-        graphs = {name: compiled_graph(made, name, recorder) for name in made.graphs}
+        graphs = {name: Compiled(trace(made, name, torch.bfloat16).graph_module, recorder) for name in made.graphs}
         for seed in seeds if rank == 0 else seeds[:1]:
             run_compiled(made, graphs, seed)
     return recorder
@@ -157,13 +159,8 @@ def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded
     assert fx.TRACED - used == set()
 
 
-def compiled_graph(made, name, recorder):
-    exported = trace(made, name, torch.bfloat16)
-    return torch.compile(exported.graph_module, backend=recorder, fullgraph=True, dynamic=False)
-
-
 def run_compiled(made, graphs, seed):
-    """One run of a program, as torchdist runs it: every call of a graph with weights of its own."""
+    """One run of a program as a rank runs it: every call of a graph with weights of its own."""
     values = {name: filled(field.shape, field.dtype, seed) for name, field in made.fields.items()}
     for number, (name, _) in enumerate(made.runs["main"]):
         module, inputs, outputs = made.graphs[name]
