@@ -42,10 +42,12 @@ def survey(
 ) -> list[Finding]:
     """Read every graph of the programs whose name contains `only`, as the first and as the last rank; print a line for each."""
     found, ranks = [], (0, tp - 1)
+    named = [(case, make) for case, make in programs(profile, tp, dtype) if only in case]
+    if not named:
+        known = ", ".join(case for case, _ in programs(profile, tp, dtype))
+        raise UserError(f"--only {only!r} is in no program's name; known: {known}")
     print(f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks {ranks}\n{_HEAD}")
-    for case, make in programs(profile, tp, dtype):
-        if only not in case:
-            continue
+    for case, make in named:
         readings = {rank: _read(part, case, make, rank, tp, dtype) for rank in ranks}
         for graph, reading in readings[0].items():
             operations, findings = reading.check()
