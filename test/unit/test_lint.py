@@ -8,6 +8,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed._functional_collectives as functional
 from helpers import made_config, one_thread  # noqa: F401
 from planted import FAULTS, program
 
+from ltx_neuron.backends.compiled import OPTIONS, Compiled
 from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group, trace
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
@@ -45,7 +47,7 @@ def test_a_planted_fault_is_found_in_the_exported_graph(name):
     for rank in (0, TP - 1):
         with fake_process_group(TP, rank):
             readings[rank] = fx.read(program(FAULTS[name].function), "planted", TP, torch.bfloat16, "graph")
-    findings = readings[0].findings + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
+    findings = readings[0].check()[1] + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
     assert re.search(FAULTS[name].exported, said(findings)), said(findings)
     assert all(finding.graph.startswith("graph") and finding.do for finding in findings)
 
@@ -54,8 +56,9 @@ def test_an_exported_graph_without_a_fault_has_no_finding():
     comm = TorchDistComm(TP)
     with fake_process_group(TP):
         reading = fx.read(program(lambda x, index: comm.sum(x * 2)[0]), "planted", TP, torch.bfloat16, "graph")
-    assert reading.findings == []
-    assert [operation.collective.group for operation in reading.operations if operation.collective] == [GROUP]
+        operations, findings = reading.check()
+    assert findings == []
+    assert [operation.collective.group for operation in operations if operation.collective] == [GROUP]
 
 
 def in_place(x):
@@ -113,7 +116,7 @@ def test_the_rank_is_found_in_the_graphs_that_torch_compile_makes():
 
 @pytest.fixture(scope="module")
 def recorded():
-    """What torch.compile makes of models on two ranks, by model and rank: {"dit": {0: Recorder, 3: Recorder}, ...}.
+    """What torchdist's compiled graphs are on two ranks, by model and rank: {"dit": {0: Recorder, 3: Recorder}, ...}.
 
     The DiT runs three blocks in three calls, and on rank 0 a second time with another seed.
     """
@@ -131,9 +134,9 @@ def record(make, seeds, rank):
     """The graphs of a program that is run once for each seed: other weights, prompts, latents, sigmas, step numbers."""
     torch._dynamo.reset()
     recorder = Recorder()
-    with fake_process_group(TP, rank), torch.no_grad():
+    with fake_process_group(TP, rank), torch.no_grad(), mock.patch.dict(OPTIONS, {recorder: {}}):
         made = make()
-        graphs = {name: compiled_graph(made, name, recorder) for name in made.graphs}
+        graphs = {name: Compiled(trace(made, name, torch.bfloat16).graph_module, recorder) for name in made.graphs}
         for seed in seeds if rank == 0 else seeds[:1]:
             run_compiled(made, graphs, seed)
     return recorder
@@ -156,13 +159,8 @@ def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded
     assert fx.TRACED - used == set()
 
 
-def compiled_graph(made, name, recorder):
-    exported = trace(made, name, torch.bfloat16)
-    return torch.compile(exported.graph_module, backend=recorder, fullgraph=True, dynamic=False)
-
-
 def run_compiled(made, graphs, seed):
-    """One run of a program, as torchdist runs it: every call of a graph with weights of its own."""
+    """One run of a program as a rank runs it: every call of a graph with weights of its own."""
     values = {name: filled(field.shape, field.dtype, seed) for name, field in made.fields.items()}
     for number, (name, _) in enumerate(made.runs["main"]):
         module, inputs, outputs = made.graphs[name]

@@ -17,7 +17,7 @@ from ltx_neuron.backends.export import TorchDistComm, fake_process_group
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.lint import fx, lower
 from ltx_neuron.lint.cases import programs
-from ltx_neuron.lint.rules import Finding, Reading, compare_ranks
+from ltx_neuron.lint.rules import Finding, Operation, Reading, compare_ranks
 from ltx_neuron.parallel import Comm
 from ltx_neuron.profiles import PROFILES, Profile, resolve
 
@@ -42,14 +42,17 @@ def survey(
 ) -> list[Finding]:
     """Read every graph of the programs whose name contains `only`, as the first and as the last rank; print a line for each."""
     found, ranks = [], (0, tp - 1)
+    named = [(case, make) for case, make in programs(profile, tp, dtype) if only in case]
+    if not named:
+        known = ", ".join(case for case, _ in programs(profile, tp, dtype))
+        raise UserError(f"--only {only!r} is in no program's name; known: {known}")
     print(f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks {ranks}\n{_HEAD}")
-    for case, make in programs(profile, tp, dtype):
-        if only not in case:
-            continue
+    for case, make in named:
         readings = {rank: _read(part, case, make, rank, tp, dtype) for rank in ranks}
         for graph, reading in readings[0].items():
-            findings = reading.findings + compare_ranks(graph, {rank: of[graph].text for rank, of in readings.items()})
-            print(_row(graph, reading, findings), flush=True)
+            operations, findings = reading.check()
+            findings += compare_ranks(graph, {rank: of[graph].text for rank, of in readings.items()})
+            print(_row(graph, operations, findings), flush=True)
             found += findings
             if keep:
                 keep.mkdir(parents=True, exist_ok=True)
@@ -72,15 +75,15 @@ _PRODUCTS = ("dot", "aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 _HEAD = f"{'operations':>10}  {'collectives':<28}{'dtypes':<20}{'fp32 products':<15}{'dynamic':<9}{'findings':<10}graph"
 
 
-def _row(graph: str, reading: Reading, findings: list[Finding]) -> str:
+def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> str:
     """A graph in numbers. Products in fp32 are right, and several times slower than in bf16."""
-    forms = collections.Counter(f"over {o.collective.group}" for o in reading.operations if o.collective)
+    forms = collections.Counter(f"over {o.collective.group}" for o in operations if o.collective)
     reductions = ", ".join(f"{count} {form}" for form, count in forms.items()) or "-"
-    kinds = [kind for operation in reading.operations for kind in operation.results]
-    products = sum(o.name in _PRODUCTS and "f32" in {kind.dtype for kind in o.operands} for o in reading.operations)
+    kinds = [kind for operation in operations for kind in operation.results]
+    products = sum(o.name in _PRODUCTS and "f32" in {kind.dtype for kind in o.operands} for o in operations)
     dynamic = sum(None in kind.shape for kind in kinds)
     dtypes = " ".join(sorted({kind.dtype for kind in kinds}))
-    count = len(reading.operations)
+    count = len(operations)
     return f"{count:>10}  {reductions:<28}{dtypes:<20}{products:<15}{dynamic:<9}{len(findings):<10}{graph}"
 
 

@@ -59,12 +59,19 @@ def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -
         exported = trace(program, name, dtype)
     except RuntimeError as error:  # all that torch.export raises of a graph it cannot make; a refusal is a finding
         wrong = f"cannot be exported: {str(error).strip().splitlines()[0]}"
-        return Reading(
-            "", [], [Finding(graph, "the whole graph", wrong, "fixed sizes, no branch on data, every tensor an input")]
-        )
-    aot = compiled(exported)
-    findings = check_fx(exported, graph) + check_fx(aot, f"{graph}, compiled")
-    return Reading("\n".join([text(exported), aot.code]), operations(aot.graph), findings)
+        do = "fix every size, branch on no data, make every tensor an input"
+        return Reading("", lambda: ([], [Finding(graph, "the whole graph", wrong, do)]))
+
+    def check_both() -> tuple[list[Operation], list[Finding]]:
+        aot = compiled(exported)
+        return operations(aot.graph), check_fx(exported, graph) + check_fx(aot, f"{graph}, compiled")
+
+    return Reading(text(exported), check_both)
+
+
+def text(exported: torch.export.ExportedProgram) -> str:
+    """Code and signature of a graph, without source locations: equal on every rank or wrong."""
+    return "\n".join([exported.graph_module.code, str(exported.graph_signature)])
 
 
 def compiled(exported: torch.export.ExportedProgram) -> fx.GraphModule:
@@ -74,11 +81,6 @@ def compiled(exported: torch.export.ExportedProgram) -> fx.GraphModule:
         recorder(exported.graph_module, [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"])
     (graph,) = recorder.graphs
     return graph
-
-
-def text(exported: torch.export.ExportedProgram) -> str:
-    """Code and signature of a graph, without source locations: equal on every rank or wrong."""
-    return "\n".join([exported.graph_module.code, str(exported.graph_signature)])
 
 
 def operations(graph: fx.Graph) -> list[Operation]:

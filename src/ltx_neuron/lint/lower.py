@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ltx_neuron.backends.nxd_compile import XlaComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint.hlo import operations, target
-from ltx_neuron.lint.rules import Finding, Reading, check
+from ltx_neuron.lint.rules import Finding, Operation, Reading, check
 from ltx_neuron.programs import Program
 
 INSTALL = """torch_xla {problem}. It wants the torch of its own number, so give it a venv of its own:
@@ -98,16 +98,22 @@ def _described(tensor: Tensor) -> str:
 
 
 def read_function(function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple], tp: int, graph: str) -> Reading:
-    """The HLO of a function, its operations and what is wrong with them."""
+    """The HLO of a function of named tensors."""
     try:
         text = lower(function, example)
     except Cut as cut:
         wrong = "its result is needed while tracing: the graph ends here, and what it gives is baked into the next"
-        return Reading("", [], [Finding(graph, str(cut), wrong, "keep it a tensor of fixed size: no .item(), no if, no mask")])
-    found = operations(text)
-    own = [line.removeprefix("// ") for line in text.splitlines() if line.startswith(MADE)]
-    baked = [Finding(graph, "parameter", wrong, "make it an input or a parameter of the model") for wrong in own]
-    return Reading(text, found, check(graph, found, target(tp)) + baked)
+        do = "keep it a tensor of fixed size: no .item(), no if, no mask"
+        finding = Finding(graph, str(cut), wrong, do)
+        return Reading("", lambda: ([], [finding]))
+
+    def check_text() -> tuple[list[Operation], list[Finding]]:
+        found = operations(text)
+        own = [line.removeprefix("// ") for line in text.splitlines() if line.startswith(MADE)]
+        baked = [Finding(graph, "parameter", wrong, "make it an input or a parameter of the model") for wrong in own]
+        return found, check(graph, found, target(tp)) + baked
+
+    return Reading(text, check_text)
 
 
 def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:

@@ -47,11 +47,10 @@ class Finding(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A graph as a front end read it. The text is what the ranks are compared by."""
+    """A graph as a front end read it. The text is what the ranks are compared by; `check` says what else is in the graph."""
 
     text: str
-    operations: list[Operation]
-    findings: list[Finding]
+    check: Callable[[], tuple[list[Operation], list[Finding]]]
 
 
 class Target(NamedTuple):
