@@ -240,9 +240,11 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
     """Raise UserError, saying what to install, where this machine lacks what the profile's backend runs on."""
     profile.check_degree(tp)
     if profile.backend == "nxd":
-        _require_package(profile, "neuronx-distributed", "--profile-set backend=torchdist in an environment with torch-neuronx")
+        other = "--profile-set backend=torchdist in an environment with torch-neuronx"
+        _require_package(profile, "neuronx-distributed", _INSTALL_NXD, other)
     elif profile.device == "neuron":
-        _require_package(profile, "torch-neuronx", "--profile-set backend=nxd in an environment with neuronx-distributed")
+        other = "--profile-set backend=nxd in an environment with neuronx-distributed"
+        _require_package(profile, "torch-neuronx", _INSTALL, other)
         version = importlib.metadata.version("torch-neuronx")
         if tuple(map(int, version.split(".")[:2])) < _TORCH_NEURON:
             raise UserError(f"torch-neuronx {version} is for torch-xla; TorchNeuron begins with 2.13.\nInstall it: "
@@ -255,15 +257,16 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
 
 
 _TORCH_NEURON = (2, 13)
-_INSTALL = "pip install -r requirements-neuron.txt"
+_INSTALL = "pip install -r requirements-torchneuron.txt"
+_INSTALL_NXD = "pip install -r requirements-neuron.txt"
 
 
-def _require_package(profile: Profile, package: str, other: str) -> None:
+def _require_package(profile: Profile, package: str, install: str, other: str) -> None:
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise UserError(f"profile {profile.name!r} runs on {package}, which is not installed.\n"
-                        f"Install it: {_INSTALL}; or type {other}, or --profile cpu") from None  # fmt: skip
+                        f"Install it: {install}; or type {other}, or --profile cpu") from None  # fmt: skip
 
 
 _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
