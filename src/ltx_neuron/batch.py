@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ltx_neuron.config import digest
+from ltx_neuron.engine import Engine, Failure, Result
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Job
 from ltx_neuron.media import file_digest
-from ltx_neuron.pipeline import Failure, Pipeline, Result
 
 RESULTS = "results.json"
 MAX_LINES, MAX_LINE_BYTES = 100_000, 1_000_000
@@ -99,7 +99,7 @@ def _words(raw: bytes, known: set[str]) -> list[str]:
     return words
 
 
-def run(lines: list[Line], pipeline: Pipeline, folder: Path, write: Callable[[Result, Path], None]) -> list[dict]:
+def run(lines: list[Line], engine: Engine, folder: Path, write: Callable[[Result, Path], None]) -> list[dict]:
     """Run the lines that are not done yet; returns every line's entry, in the file's order."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = _earlier(folder / RESULTS, lines, folder)
@@ -107,7 +107,7 @@ def run(lines: list[Line], pipeline: Pipeline, folder: Path, write: Callable[[Re
     if len(todo) < len(lines):
         print(f"resumed: {len(lines) - len(todo)} of {len(lines)} lines were done before")
     pending = {id(line.job): line for line in todo}
-    for outcome in pipeline.run([line.job for line in todo], isolate=True) if todo else ():
+    for outcome in engine.run([line.job for line in todo], isolate=True) if todo else ():
         line = pending[id(outcome.job)]
         entry = {"line": line.number, "digest": line.digest, "prompt": line.job.prompt}
         try:

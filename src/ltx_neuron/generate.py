@@ -1,4 +1,4 @@
-"""What generate_ltx23.py does once its flags are parsed: flags -> Job -> Pipeline -> files and the latency table."""
+"""What generate_ltx23.py does once its flags are parsed: flags -> Job -> Engine -> files and the latency table."""
 
 import argparse
 import platform
@@ -12,10 +12,10 @@ from ltx_neuron.artifacts import code_digest
 from ltx_neuron.compat import COMPAT
 from ltx_neuron.config import SUPPORTED_VERSION
 from ltx_neuron.denoise import JobRun
+from ltx_neuron.engine import Engine, Result
 from ltx_neuron.errors import UserError, check_folder, check_writable
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Job
-from ltx_neuron.pipeline import Pipeline, Result
 from ltx_neuron.workspace import Workspace, require
 
 _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
@@ -33,15 +33,15 @@ def generate(args: argparse.Namespace) -> None:
     require(args.output_path, "--output-path", "--prompt", "Type for example --output-path out.mp4")
     check_outputs(args)
     state = resume.beside(args.output_path)
-    with resume.kept(state), pipeline_of(args, recorder) as pipeline:
-        pipeline.check([job])
-        described = what_decides(args, job, pipeline.workspace)
-        begun = begun_run(args, job, described, pipeline.workspace)
-        pipeline.on_stage_end = lambda run: resume.keep(state, run, described)
-        (result,) = pipeline.run([job], begun=begun)
+    with resume.kept(state), engine_of(args, recorder) as engine:
+        engine.check([job])
+        described = what_decides(args, job, engine.workspace)
+        begun = begun_run(args, job, described, engine.workspace)
+        engine.on_stage_end = lambda run: resume.keep(state, run, described)
+        (result,) = engine.run([job], begun=begun)
         with recorder.phase("encode_mp4"):
             write(result, args, described)
-    said = report_of(recorder, pipeline.workspace, job.describe())
+    said = report_of(recorder, engine.workspace, job.describe())
     write_json(args.output_path.with_suffix(".json"), sidecar(job, said))
     if args.perf_dump_path:
         recorder.write(args.perf_dump_path)
@@ -58,20 +58,20 @@ def batch_of(args: argparse.Namespace, recorder: report.Recorder) -> None:
     check_folder(folder, "--output-dir DIR")
     if args.perf_dump_path:
         check_writable(args.perf_dump_path, "--perf-dump-path FILE")
-    pipeline = pipeline_of(args, recorder)
+    engine = engine_of(args, recorder)
     parser = batch.LineParser(add_help=False, allow_abbrev=False)
     cli.add_job(parser)
-    lines = batch.read_lines(args.prompts_file, parser, args, job_of, pipeline.workspace.identity)
+    lines = batch.read_lines(args.prompts_file, parser, args, job_of, engine.workspace.identity)
 
     def save(result: Result, path: Path) -> None:
         with recorder.phase("encode_mp4"):
             media.write_video(path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
-        said = report_of(recorder, pipeline.workspace, result.job.describe())
+        said = report_of(recorder, engine.workspace, result.job.describe())
         write_json(path.with_suffix(".json"), sidecar(result.job, said))
 
-    with pipeline:
-        entries = batch.run(lines, pipeline, folder, save)
-    said = report_of(recorder, pipeline.workspace, {"prompts_file": str(args.prompts_file), "lines": len(lines)})
+    with engine:
+        entries = batch.run(lines, engine, folder, save)
+    said = report_of(recorder, engine.workspace, {"prompts_file": str(args.prompts_file), "lines": len(lines)})
     if args.perf_dump_path:
         recorder.write(args.perf_dump_path)
     print(report.table(said))
@@ -81,14 +81,14 @@ def batch_of(args: argparse.Namespace, recorder: report.Recorder) -> None:
         raise SystemExit(1)
 
 
-def pipeline_of(args: argparse.Namespace, recorder: report.Recorder) -> Pipeline:
-    pipeline = Pipeline(
+def engine_of(args: argparse.Namespace, recorder: report.Recorder) -> Engine:
+    engine = Engine(
         cli.workspace(args, writes=False), recorder, neuron_gemma=args.neuron_gemma, compat=COMPAT[args.compat],
         spatial_upsampler_path=args.spatial_upsampler_path, temporal_upsampler_path=args.temporal_upsampler_path,
         warmup=args.warmup,
     )  # fmt: skip
-    pipeline.caches_prompts = not (args.no_prompt_cache or args.save_tensors)  # hidden states are not kept
-    return pipeline
+    engine.caches_prompts = not (args.no_prompt_cache or args.save_tensors)  # hidden states are not kept
+    return engine
 
 
 def what_decides(args: argparse.Namespace, job: Job, workspace: Workspace) -> dict:

@@ -74,7 +74,7 @@ def opened(setup, tiny, **more) -> LTXPipeline:
         checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu",
         tp_degree=TP, dtype="float32", **more,
     )  # fmt: skip
-    pipe.pipeline.progress = False
+    pipe.engine.progress = False
     return pipe
 
 

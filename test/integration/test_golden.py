@@ -12,9 +12,9 @@ from helpers import rel
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.compat import COMPAT
 from ltx_neuron.denoise import StageRun
+from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.media import read_video
-from ltx_neuron.pipeline import Pipeline
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report import PHASES, Recorder
 from ltx_neuron.tiny import TinySizes, make_tiny
@@ -204,7 +204,7 @@ def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts
     ]
     threads = torch.get_num_threads()
     try:
-        with pipeline(scripts(tiny), tiny) as opened:
+        with engine(scripts(tiny), tiny) as opened:
             first, second = opened.run(jobs)
     finally:
         torch.set_num_threads(threads)
@@ -214,10 +214,10 @@ def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts
     assert all(len(found) == 4 and len(set(found)) == 1 for _, found in compared)
 
 
-def pipeline(setup, assets) -> Pipeline:
+def engine(setup, assets) -> Engine:
     """What generate_ltx23.py makes of --neuron-gemma."""
     workspace = Workspace(assets.checkpoint, resolve("cpu"), setup.artifacts, setup.tp, setup.dtype, assets.gemma_root)
-    return Pipeline(workspace, Recorder(), neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
+    return Engine(workspace, Recorder(), neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
 
 
 def differing(a: dict, b: dict) -> set[str]:

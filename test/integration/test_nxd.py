@@ -29,10 +29,10 @@ from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.torchdist import NotFiniteError
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.guidance import Guidance, StreamGuidance
 from ltx_neuron.job import Job, Size
-from ltx_neuron.pipeline import Pipeline
 from ltx_neuron.profiles import resolve
 from ltx_neuron.programs import dit_program
 from ltx_neuron.rankfiles import rank_file
@@ -91,11 +91,11 @@ def workspace(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generated(workspace, assets):
-    """A two-stage job through the pipeline: its result, the steps' uploads, and what the cores held afterwards."""
-    with Pipeline(workspace, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler) as pipeline:
-        (result,) = pipeline.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
+    """A two-stage job through the engine: its result, the steps' uploads, and what the cores held afterwards."""
+    with Engine(workspace, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler) as engine:
+        (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         yield SimpleNamespace(
-            tensors=result.tensors, ranks=pipeline._ranks, counters=pipeline.recorder.counters, pipeline=pipeline
+            tensors=result.tensors, ranks=engine._ranks, counters=engine.recorder.counters, engine=engine
         )
 
 
@@ -418,8 +418,8 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
         guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE)),
     )  # fmt: skip
     workspace.compile_dit([job.size.bucket(stage, ()) for stage in job.stages])
-    with Pipeline(workspace, Recorder(), False) as pipeline:
-        (result,) = pipeline.run([job], decode=False)
+    with Engine(workspace, Recorder(), False) as engine:
+        (result,) = engine.run([job], decode=False)
     distances = {name: rel(result.tensors[name], wanted[name]) for name in ("s1_video", "s1_audio")}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
@@ -428,10 +428,10 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
 def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(assets, workspace, generated, monkeypatch):
     both = open_workspace(assets, workspace.artifacts, "resident=true")
     jobs = [Job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
-    with Pipeline(both, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler) as pipeline:
-        (first,) = pipeline.run(jobs[:1], keep=True, decode=False)
-        assert {held.folder for held in pipeline._ranks._sets} == {both.dit_weights(), both.gemma3_weights()}
+    with Engine(both, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler) as engine:
+        (first,) = engine.run(jobs[:1], keep=True, decode=False)
+        assert {held.folder for held in engine._ranks._sets} == {both.dit_weights(), both.gemma3_weights()}
         monkeypatch.setattr(nxd, "_open", lambda *_: pytest.fail("loaded again"))
-        (second,) = pipeline.run(jobs[1:], keep=True, decode=False)
+        (second,) = engine.run(jobs[1:], keep=True, decode=False)
     assert all(torch.equal(first.tensors[name], generated.tensors[name]) for name in LATENTS)
     assert rel(second.tensors["s2_video"], first.tensors["s2_video"]) > SHOWS

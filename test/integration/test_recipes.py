@@ -1,6 +1,6 @@
 """The dev recipe, LoRAs, images, upscaling and --compat against ltx-core (test/recipes_oracle.py), latent for latent.
 
-One recipe runs through the five scripts, flags and all; the others through the pipeline that the scripts call, in this
+One recipe runs through the five scripts, flags and all; the others through the engine that the scripts call, in this
 process, so that the ranks are started once for many jobs.
 """
 
@@ -16,11 +16,11 @@ from recipes_oracle import OFF, STREAMS
 
 from ltx_neuron.compat import COMPAT
 from ltx_neuron.conditioning import ImageCondition
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.guidance import Guidance, StreamGuidance
 from ltx_neuron.job import Job, Size
 from ltx_neuron.lora import Lora
-from ltx_neuron.pipeline import Pipeline
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report import Recorder
 from ltx_neuron.tiny import TinySizes, make_tiny
@@ -48,10 +48,10 @@ def assets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def opened(assets, tmp_path_factory):
-    """opened(tp, ...): a pipeline with its weights sharded, the same one for the same arguments."""
+    """opened(tp, ...): a engine with its weights sharded, the same one for the same arguments."""
     artifacts, made, threads = tmp_path_factory.mktemp("artifacts"), {}, torch.get_num_threads()
 
-    def pipeline(tp: int, blocks: int | None = None, loras: tuple = (), refining: tuple = (), compat: str | None = None):
+    def engine(tp: int, blocks: int | None = None, loras: tuple = (), refining: tuple = (), compat: str | None = None):
         key = (tp, blocks, loras, refining, compat)
         if key not in made:
             merged = [tuple(Lora(path, strength) for path, strength in given) for given in (loras, refining)]
@@ -59,13 +59,13 @@ def opened(assets, tmp_path_factory):
                 assets.checkpoint, resolve("cpu"), artifacts, tp, "float32", assets.gemma_root, blocks, *merged
             )
             workspace.shard_dit()
-            made[key] = Pipeline(
+            made[key] = Engine(
                 workspace, Recorder(), False, COMPAT[compat], assets.spatial_upsampler, assets.temporal_upsampler
             )
             made[key].progress = False
         return made[key]
 
-    yield pipeline
+    yield engine
     for one in made.values():
         one.close()
     torch.set_num_threads(threads)
@@ -88,9 +88,9 @@ def told(job: recipes_oracle.Job, **more) -> Job:
     return Job(job.prompt, size, job.seed, images, **guided, **more)
 
 
-def generate(pipeline: Pipeline, job: Job, decode: bool = False) -> dict[str, torch.Tensor]:
+def generate(engine: Engine, job: Job, decode: bool = False) -> dict[str, torch.Tensor]:
     """Latents and the predictions of a guided first step, read from the ranks. Compiles what is not there yet."""
-    workspace, first = pipeline.workspace, {}
+    workspace, first = engine.workspace, {}
     for stage in job.stages:
         workspace.compile_dit([job.size.bucket(stage, job.images)])
 
@@ -99,10 +99,10 @@ def generate(pipeline: Pipeline, job: Job, decode: bool = False) -> dict[str, to
             return
         name = workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
         for kind in (*job.resolved_guidance.passes(), "guided"):
-            first.update({f"step0.{kind}.{s}": pipeline._ranks.get(name, f"{kind}_{s}") for s in STREAMS})
+            first.update({f"step0.{kind}.{s}": engine._ranks.get(name, f"{kind}_{s}") for s in STREAMS})
 
-    pipeline.on_step_end = read
-    (result,) = pipeline.run([job], keep=True, decode=decode)
+    engine.on_step_end = read
+    (result,) = engine.run([job], keep=True, decode=decode)
     return result.tensors | first
 
 
@@ -125,12 +125,12 @@ def assert_differs(got: dict, other: dict, *names: str) -> None:
 # --- guidance ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("tp", "blocks"), [(1, 1), (4, 2)])
 def test_a_guided_stage_equals_ltx_core_pass_by_pass(opened, wanted, tp, blocks):
-    pipeline = opened(tp, blocks)
-    got, want = generate(pipeline, told(GUIDED)), wanted(GUIDED)
+    engine = opened(tp, blocks)
+    got, want = generate(engine, told(GUIDED)), wanted(GUIDED)
     assert {name.split(".")[1] for name in want if "step0" in name} == {"cond", "uncond", "perturbed", "isolated", "guided"}
     assert_equals_the_oracle(got, want)
     if tp == 4:
-        pipeline.close()
+        engine.close()
 
 
 ONE_TERM = {
@@ -167,11 +167,11 @@ def test_a_guided_stage_with_keyframes_equals_ltx_core(opened, wanted, assets):
 
 
 def test_ten_runs_of_other_guidance_blocks_and_seeds_compile_nothing(opened):
-    pipeline = opened(1, 1)
-    generate(pipeline, told(replace(GUIDED, steps=2)))
+    engine = opened(1, 1)
+    generate(engine, told(replace(GUIDED, steps=2)))
 
     def files():
-        graphs = pipeline.workspace.artifacts / "graphs"
+        graphs = engine.workspace.artifacts / "graphs"
         return {path: path.stat().st_mtime_ns for path in graphs.rglob("*")}
 
     before, results = files(), []
@@ -180,7 +180,7 @@ def test_ten_runs_of_other_guidance_blocks_and_seeds_compile_nothing(opened):
         audio = dict(cfg_scale=1.0 + n, stg_blocks=(n % 3,), stg_scale=0.3 * n, rescale_scale=n / 10, skip_step=n // 8)
         guidance = Guidance(StreamGuidance(**video), StreamGuidance(**audio))
         job = replace(told(replace(GUIDED, steps=2 + n % 2)), guidance=guidance, seed=1000 + n)
-        (result,) = pipeline.run([job], keep=True, decode=False)
+        (result,) = engine.run([job], keep=True, decode=False)
         results.append(result.tensors["s1_video"])
     assert files() == before != {}
     assert len({tuple(latent.flatten()[:8].tolist()) for latent in results}) == 10
@@ -211,9 +211,9 @@ def test_upscaled_latents_equal_ltx_cores(opened, wanted, assets, upscale):
 
 def test_twice_the_frames_are_shown_twice_as_fast(opened):
     job = told(replace(GUIDED, steps=2), upscale="temporal")
-    pipeline = opened(1, 1)
-    pipeline.on_step_end = None
-    (result,) = pipeline.run([job], keep=True)
+    engine = opened(1, 1)
+    engine.on_step_end = None
+    (result,) = engine.run([job], keep=True)
     assert (len(result.frames), result.frame_rate) == (17, 60.0)
 
 

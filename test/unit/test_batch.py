@@ -9,9 +9,9 @@ import pytest
 from ltx_neuron import batch, cli
 from ltx_neuron.batch import RESULTS, LineParser, read_lines
 from ltx_neuron.conditioning import ImageCondition
+from ltx_neuron.engine import Failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.generate import job_of
-from ltx_neuron.pipeline import Failure
 
 
 def command(*flags) -> argparse.Namespace:
@@ -173,8 +173,8 @@ def write(result, path):
 
 
 def ran(lines, folder, **how) -> tuple[list, list]:
-    pipeline = FakePipeline(**how)
-    return batch.run(lines, pipeline, folder, write), pipeline.ran
+    engine = FakePipeline(**how)
+    return batch.run(lines, engine, folder, write), engine.ran
 
 
 def prompts(folder, *names, **how):
