@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         findings += survey(part, profile, tp, dtype, options.only, options.keep)
     print(f"\n{len(findings)} findings")
     if findings:
-        print(table(findings))
+        print(table(findings), f"\n{missing or ''}")
         sys.exit(1)
     if missing:
         raise UserError(missing)
