@@ -121,7 +121,7 @@ def recorded():
     The DiT runs three blocks in three calls, and on rank 0 a second time with another seed.
     """
     bucket, config = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3), made_config(TinySizes(layers=3))[1]
-    gemma = dataclasses.replace(cases.widths()["tiny"].gemma, num_hidden_layers=1)
+    gemma = dataclasses.replace(cases.widths(TP)["tiny"].gemma, num_hidden_layers=1)
     how = dict(tp=TP, comm=TorchDistComm(TP), dtype=torch.bfloat16)
     made = {
         "dit": (partial(dit_program, config, bucket, blocks_per_graph=1, **how), (0, 1)),

@@ -44,7 +44,7 @@ def survey(
     found, ranks = [], (0, tp - 1)
     named = [(case, make) for case, make in programs(profile, tp, dtype) if only in case]
     if not named:
-        known = ", ".join(case for case, _ in programs(profile, tp, dtype))
+        known = "; ".join(case for case, _ in programs(profile, tp, dtype))
         raise UserError(f"--only {only!r} is in no program's name; known: {known}")
     print(f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks {ranks}\n{_HEAD}")
     for case, make in named:
@@ -84,7 +84,7 @@ def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> st
     dynamic = sum(None in kind.shape for kind in kinds)
     dtypes = " ".join(sorted({kind.dtype for kind in kinds}))
     count = len(operations)
-    return f"{count:>10}  {reductions:<28}{dtypes:<20}{products:<15}{dynamic:<9}{len(findings):<10}{graph}"
+    return f"{count:>10}  {reductions:<26}  {dtypes:<20}{products:<15}{dynamic:<9}{len(findings):<10}{graph}"
 
 
 def table(findings: list[Finding]) -> str:
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         findings += survey(part, profile, tp, dtype, options.only, options.keep)
     print(f"\n{len(findings)} findings")
     if findings:
-        print(table(findings))
+        print(table(findings), f"\n{missing or ''}")
         sys.exit(1)
     if missing:
         raise UserError(missing)

@@ -24,8 +24,8 @@ class Width(NamedTuple):
     audio_tokens: int
 
 
-def widths() -> dict[str, Width]:
-    sizes = TinySizes()
+def widths(tp: int) -> dict[str, Width]:
+    sizes = TinySizes(heads=max(4, tp), gemma_heads=max(8, tp))
     gemma = dataclasses.replace(
         GEMMA_3_12B, hidden_size=sizes.gemma_hidden, intermediate_size=sizes.gemma_intermediate,
         num_attention_heads=sizes.gemma_heads, num_key_value_heads=sizes.gemma_kv_heads, head_dim=sizes.gemma_head_dim,
@@ -40,7 +40,9 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[tuple[st
     """Every program by name, and how to make it with `comm=`. Modules are on the meta device: they take no memory."""
     how = dict(tp=tp, dtype=dtype)
     kernel = dict(attention=profile.attention)
-    for name, width in widths().items():
+    for name, width in widths(tp).items():
+        width.transformer.check_tensor_parallel(tp)
+        width.gemma.check_tensor_parallel(tp)
         for blocks in BLOCKS:
             config = dataclasses.replace(
                 width.transformer, num_layers=blocks, connector_num_layers=blocks, audio_connector_num_layers=blocks

@@ -1,7 +1,7 @@
 """Graphs to HLO, as ModelBuilder would hand them to neuronx-cc: traced by torch_xla on a CPU, for any number of ranks.
 
 Nothing is run and no weight is made: inputs and parameters are placeholders, so full-width graphs take no memory. torch_xla is
-imported when it is first needed, and nothing else of the package needs it.
+imported when it is first needed. Where the models call nkilib's kernel, its reference is lowered: NKI is not needed here.
 """
 
 import os
