@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.backends import chosen, nxd_compile
+from ltx_neuron.backends import chosen, nki, nxd_compile
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import Field
@@ -119,6 +119,11 @@ def test_a_program_cut_into_groups_of_blocks_is_refused():
     one = Program({"blocks": toy()}, {"main": (("blocks", 0), ("blocks", 4))}, FIELDS)
     with pytest.raises(UserError, match="--blocks-per-graph 0"):
         nxd_compile._check_calls(one)
+
+
+def test_without_nkilib_its_kernel_is_refused_with_what_to_type():
+    with pytest.raises(UserError, match="nkilib cannot be imported.*\n.*attention=matmul"):
+        nki.register_for_xla(2)
 
 
 def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compiled_it():
