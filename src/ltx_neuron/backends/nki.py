@@ -1,7 +1,7 @@
-"""nkilib's flash attention in the place of ltx_neuron::attention_cte, as TorchNeuron takes it. Not run on hardware.
+"""nkilib's flash attention in the place of ltx_neuron::attention_cte, as each compiler takes it. Not run on hardware.
 
-attention.py has its reference; nxd.py does the same for PyTorch/XLA. Source: nki-library, core/attention/attention_cte.py:
-heads as batch, D to 128, heads times batch to 512, any length.
+attention.py has its reference. Source: nki-library, core/attention/attention_cte.py: heads as batch, D to 128, heads times
+batch to 512, any length.
 """
 
 from functools import cache
