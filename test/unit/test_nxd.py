@@ -134,9 +134,3 @@ def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compi
     assert chosen.identity(other, "dit") == {}
     assert (ours.cut, other.cut) == (0, other.blocks_per_graph)
     assert resolve(TRN2, ("backend=torchdist",)).cut == ours.blocks_per_graph
-
-
-def test_both_models_at_once_need_a_backend_that_holds_them():
-    assert resolve(TRN2, ("resident=true",)).resident
-    with pytest.raises(UserError, match="resident=true needs backend=nxd"):
-        resolve("cpu", ("resident=true",))
