@@ -71,9 +71,8 @@ def install(source: Path, folder: Path) -> torch.library.Library:
 
     sys.meta_path.append(_Anything())
     sys.path[:0] = [str(source / "src"), str(folder)]
-    version = {}
-    exec((source / "src/neuronx_distributed/_version.py").read_text(), version)
-    for package, number in (("neuronx-distributed", version["__version__"]), ("torch-neuronx", "2.9.0+stub")):
+    version = runpy.run_path(str(source / "src/neuronx_distributed/_version.py"))["__version__"]
+    for package, number in (("neuronx-distributed", version), ("torch-neuronx", "2.9.0+stub")):
         described = folder / f"{package.replace('-', '_')}-{number}.dist-info"
         described.mkdir()
         (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")

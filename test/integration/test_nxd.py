@@ -326,6 +326,22 @@ def test_unloading_frees_weights_graphs_and_tensors(workspace):
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)  # and comes back
 
 
+def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(workspace, tmp_path):
+    parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
+    other, (first, second) = save_weights(tmp_path / "weights", *parts), dit_manifests(workspace).items()
+    with nxd.Ranks(workspace.profile, TP) as ranks:
+        ranks.load(workspace.dit_weights(), dict([first, second]), torch.float32)
+        leaving = weakref.ref(ranks._sets[0].models[first[0], "step"])
+        kept = ranks._sets[0].models[second[0], "step"]
+        ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
+        assert leaving() is None and {*ranks.fields} == {second[0]} and [*ranks._sets[0].models.values()] == [kept]
+        watched = [weakref.ref(t) for t in ranks._sets[0].tensors[0].values()]
+        del kept
+        ranks.load(other, dict([first]), torch.float32)
+        assert [held.folder for held in ranks._sets] == [other] and {*ranks.fields} == {first[0]}
+        assert [ref() for ref in watched if ref() is not None] == []
+
+
 def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspace, tmp_path):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
     doubled = save_weights(tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts))
