@@ -10,7 +10,9 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import runpy
 import sys
+import tempfile
 import types
 from collections import defaultdict
 from contextlib import nullcontext
@@ -46,6 +48,19 @@ def _importable(name: str) -> bool:
         return False
 
 
+def run_script(path: str, *arguments: str) -> None:
+    """A script of the toolkit in this process, on cores that are this host's memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = install(Path(os.environ[SOURCE]), Path(folder))
+        sys.argv = [path, *arguments]
+        sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+        from ltx_neuron.backends import nxd
+
+        nxd.to_core = lambda tensor, rank: tensor.clone()
+        runpy.run_path(path, run_name="__main__")
+        del library
+
+
 def install(source: Path, folder: Path) -> torch.library.Library:
     """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla.
 
@@ -56,9 +71,8 @@ def install(source: Path, folder: Path) -> torch.library.Library:
 
     sys.meta_path.append(_Anything())
     sys.path[:0] = [str(source / "src"), str(folder)]
-    version = {}
-    exec((source / "src/neuronx_distributed/_version.py").read_text(), version)
-    for package, number in (("neuronx-distributed", version["__version__"]), ("torch-neuronx", "2.9.0+stub")):
+    version = runpy.run_path(str(source / "src/neuronx_distributed/_version.py"))["__version__"]
+    for package, number in (("neuronx-distributed", version), ("torch-neuronx", "2.9.0+stub")):
         described = folder / f"{package.replace('-', '_')}-{number}.dist-info"
         described.mkdir()
         (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
@@ -390,3 +404,8 @@ def _to_torch(array) -> torch.Tensor:
     if values.dtype.name == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
+
+
+if __name__ == "__main__":
+    sys.modules["nxd_stubs"] = sys.modules["__main__"]  # one module, whichever way it is imported
+    run_script(*sys.argv[1:])

@@ -209,8 +209,6 @@ def _check(profile: Profile) -> None:
         raise UserError(f"--profile-set: device, process_group and compile_backend are {', '.join(driver)}; "
                         f"known together: {'; '.join(map(', '.join, DRIVERS))}")  # fmt: skip
     wrong = {
-        "resident=true needs backend=nxd: a rank process holds one model at a time":
-            profile.resident and profile.backend != "nxd",
         "backend=nxd needs a Neuron profile": profile.backend == "nxd" and profile.device != "neuron",
         "attention=nki needs a Neuron profile": profile.attention == "nki" and profile.device != "neuron",
         "start_method=forkserver is for device=cpu: a forked child cannot use an accelerator's runtime":

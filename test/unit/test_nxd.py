@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.backends import chosen, nxd_compile
+from ltx_neuron.backends import chosen, nki, nxd_compile
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import Field
@@ -121,6 +121,11 @@ def test_a_program_cut_into_groups_of_blocks_is_refused():
         nxd_compile._check_calls(one)
 
 
+def test_without_nkilib_its_kernel_is_refused_with_what_to_type():
+    with pytest.raises(UserError, match="nkilib cannot be imported.*\n.*attention=matmul"):
+        nki.register_for_xla(2)
+
+
 def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compiled_it():
     ours, other = resolve(TRN2), resolve("cpu")
     assert isinstance(chosen.comm(ours, 4), nxd_compile.XlaComm) and isinstance(chosen.comm(other, 4), TorchDistComm)
@@ -129,9 +134,3 @@ def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compi
     assert chosen.identity(other, "dit") == {}
     assert (ours.cut, other.cut) == (0, other.blocks_per_graph)
     assert resolve(TRN2, ("backend=torchdist",)).cut == ours.blocks_per_graph
-
-
-def test_both_models_at_once_need_a_backend_that_holds_them():
-    assert resolve(TRN2, ("resident=true",)).resident
-    with pytest.raises(UserError, match="resident=true needs backend=nxd"):
-        resolve("cpu", ("resident=true",))
