@@ -10,7 +10,7 @@ from ltx_neuron import plan
 from ltx_neuron.checkpoint import Checkpoint
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
-from ltx_neuron.profiles import PROFILES
+from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.tiny import released_config
 
 # Published: shards of 9.3 GB a rank at TP=4; at 667 TF/s with 1024 text tokens, steps of 298 and 37.8 ms. Biases, norms and
@@ -101,3 +101,33 @@ def test_illegal_sizes_and_degrees_are_refused(released):
         planned(released, 500, 768, 121)
     with pytest.raises(UserError, match="does not divide"):
         plan.plan(released, TRN2, Size(384, 512, 25), 5, "bfloat16")
+
+
+def refusal(released, profile, size, tp=4, gemma=plan.GEMMA_3_12B, dtype="bfloat16") -> str | None:
+    """What is said before anything loads, or nothing."""
+    try:
+        plan.check_fits(released, profile, size, tp, dtype, gemma, "distilled")
+    except UserError as error:
+        return str(error)
+    return None
+
+
+SMALL = Size(256, 256, 9)
+
+# profile, its settings, tp, dtype -> what the refusal says; None: it fits
+FITS = [
+    ("trn2.3xlarge", (), 4, "bfloat16", None),
+    ("trn2.3xlarge", ("resident=true",), 4, "bfloat16", None),
+    ("trn2.3xlarge", ("lnc=1",), 8, "bfloat16", None),  # 12 GiB a core, with an eighth of the weights
+    ("trn2.3xlarge", ("lnc=1",), 4, "bfloat16", "trn2.3xlarge has 12.9 GB (LNC=1).\nType --profile-set resident=false"),
+    ("trn2.3xlarge", (), 1, "bfloat16", "at tp 1 needs 39.4 GB a core, trn2.3xlarge has 25.8 GB (LNC=2).\nNo length of that"),
+    ("trn2.48xlarge", ("resident=true",), 16, "float32", None),
+    ("cpu", (), 1, "float32", None),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "tp", "dtype", "said"), FITS)
+def test_models_that_do_not_fit_a_core_are_refused_before_anything_loads(released, name, settings, tp, dtype, said):
+    settings = (*settings, "resident=true") if said and "resident" in said else settings
+    got = refusal(released, resolve(name, settings), SMALL, tp, dtype=dtype)
+    assert got == said if said is None else said in got
