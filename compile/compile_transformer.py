@@ -24,7 +24,9 @@ def main() -> None:
     size.check()
     size.check_images(images)
     workspace = cli.workspace(args)
-    stages = size.stages(cli.recipe(args))
+    recipe = cli.recipe(args)
+    workspace.check_memory(size, recipe, text=False)
+    stages = size.stages(recipe)
     # Text to video has one timestep per step, an image at frame 0 a second one; either is its own, faster graph.
     timesteps = [None] if images else [1, 2]
     buckets = [size.bucket(stage, images, count) for stage in stages for count in timesteps]

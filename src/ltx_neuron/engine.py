@@ -126,6 +126,8 @@ class Engine:
             workspace.gemma.check_tensor_parallel(workspace.tp)
         else:
             self._host_encoder().check()
+        for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
+            workspace.check_memory(size, recipe, self.neuron_gemma)
         for job in jobs:
             for stage in job.stages:
                 bucket, manifest = workspace.dit_program_for(job.size, stage, job.images, job.recipe)

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron import cli, errors
+from ltx_neuron import errors
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.checkpoint import Checkpoint, Source
 from ltx_neuron.config import GEMMA_3_12B, Bucket, GemmaConfig, TransformerConfig, gemma_config, transformer_config
+from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.programs import Program, dit_program, gemma3_program
@@ -77,13 +78,50 @@ class Plan:
     stages: list[StagePlan]
 
 
-def plan(checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: str, gemma: GemmaConfig = GEMMA_3_12B,
-         recipe: str = "distilled", steps: int = 30) -> Plan:  # fmt: skip
-    """Plan a generation. Raises UserError for sizes and degrees that do not fit the model."""
+def check_fits(
+    checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: str, gemma: GemmaConfig | None, recipe: str
+) -> None:
+    """Raise UserError where a generation needs more memory than a core of the profile has; nothing is loaded to know."""
+    if profile.memory_bytes_per_core is None:
+        return
+    made = plan(checkpoint, profile, size, tp, dtype, gemma, recipe)
+    both = profile.resident and gemma is not None
+    if made.fits and (made.fits_resident or not both):
+        return
+    needed = made.hbm_bytes_per_core_resident if both else made.hbm_bytes_per_core
+    limit = f"{made.hbm_limit_bytes_per_core / 1e9:.1f} GB"
+    what = f"{size.height}x{size.width}, {size.num_frames} frames at tp {tp} needs {needed / 1e9:.1f} GB a core"
+    if made.fits:
+        do = "Type --profile-set resident=false: one model at a time fits"
+    elif made.nearest_that_fits:
+        do = f"The nearest size that fits: {made.nearest_that_fits}"
+    else:
+        do = "No length of that size fits; type a larger --tp-degree, or --dtype bfloat16"
+    raise UserError(f"{what}, {profile.name} has {limit} (LNC={profile.lnc}).\n{do}. "
+                    "All figures: python -m ltx_neuron.plan, with the same flags")  # fmt: skip
+
+
+def check_text_fits(profile: Profile, tp: int, dtype: str, gemma: GemmaConfig, config: TransformerConfig) -> None:
+    """The same for the text encoder alone."""
+    with fake_process_group(tp):
+        needed = _gemma_bytes(gemma, config, tp, DTYPES[dtype]) + ASSUMED["runtime_bytes_per_core"]
+    if profile.memory_bytes_per_core is not None and needed > profile.memory_bytes_per_core:
+        raise UserError(f"the text encoder at tp {tp} needs {needed / 1e9:.1f} GB a core, {profile.name} has "
+                        f"{profile.memory_bytes_per_core / 1e9:.1f} GB (LNC={profile.lnc}).\nType a larger --tp-degree, or "
+                        "generate without --neuron-gemma")  # fmt: skip
+
+
+def plan(
+    checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: str, gemma: GemmaConfig | None = GEMMA_3_12B,
+    recipe: str = "distilled", steps: int = 30,
+) -> Plan:  # fmt: skip
+    """Plan a generation; without gemma, of a prompt that is encoded on the host. Raises UserError for sizes and degrees that
+    do not fit the model."""
     size.check()
     config, kind = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
-    gemma.check_tensor_parallel(tp)
+    if gemma:
+        gemma.check_tensor_parallel(tp)
     weights = _dit_bytes(checkpoint, tp, kind)
 
     def planned(of: Size) -> list[StagePlan]:
@@ -95,8 +133,8 @@ def plan(checkpoint: Checkpoint, profile: Profile, size: Size, tp: int, dtype: s
 
     with fake_process_group(tp):
         stages = planned(size)
-        gemma_bytes = _gemma_bytes(gemma, config, tp, kind)
-    embeddings = gemma.vocab_size * gemma.hidden_size * kind.itemsize
+        gemma_bytes = _gemma_bytes(gemma, config, tp, kind) if gemma else 0
+    embeddings = gemma.vocab_size * gemma.hidden_size * kind.itemsize if gemma else 0
     last, limit = stages[-1], profile.memory_bytes_per_core
     activations = max(stage.activation_bytes_per_core + stage.upload_bytes for stage in stages)
     in_turn = max(weights["rank"] + activations, gemma_bytes) + ASSUMED["runtime_bytes_per_core"]
@@ -249,6 +287,8 @@ def table(made: Plan) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
+    from ltx_neuron import cli  # which imports the workspace, which checks its memory here
+
     parser = cli.parser(
         "Plan a generation before compiling: memory, FLOPs, collectives, the ideal step time, and whether it fits.",
         "python -m ltx_neuron.plan --checkpoint-path CKPT --profile trn2.3xlarge --height 512 --width 768 --num-frames 121",

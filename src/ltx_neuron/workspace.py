@@ -21,6 +21,7 @@ from ltx_neuron.gemma3 import layers_first
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.lora import Lora, MergedSource
 from ltx_neuron.modulation import host_weights
+from ltx_neuron.plan import check_fits, check_text_fits
 from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.promptcache import PromptCache
@@ -183,6 +184,7 @@ class Workspace:
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
+        check_text_fits(self.profile, self.tp, self.dtype_name, self.gemma, self.transformer)
         comm, states = chosen.comm(self.profile, self.tp), self.profile.return_hidden_states
 
         def encoder(tokens: int) -> Program:
@@ -205,6 +207,11 @@ class Workspace:
             require_runtime(self.profile, self.tp)
             chosen.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
         return path
+
+    def check_memory(self, size: Size, recipe: str, text: bool) -> None:
+        """Raise UserError where a generation does not fit the profile's memory. `text`: its prompt is encoded on the ranks."""
+        gemma = self.gemma if text else None
+        check_fits(self.checkpoint, self.profile, size, self.tp, self.dtype_name, gemma, recipe)
 
     @property
     def compiler_cache(self) -> Path:

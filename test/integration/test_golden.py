@@ -1,9 +1,11 @@
 """The five scripts, run as a user runs them, against ltx-core itself (test/oracle.py) on tiny checkpoints."""
 
 import functools
+import os
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import conftest
 import oracle
 import pytest
 import torch
@@ -60,15 +62,16 @@ class Case:
     compiled_for: tuple = ()  # the images that the graphs are made for; none: what the script makes when not told
     blocks_per_graph: int | None = None
     compat: str | None = None
+    profile_set: tuple[str, ...] = ()
 
     def generate(self, scripts, assets, repeat: int = 0):
         """Shard, compile and generate, as far as no earlier test did."""
         job, setup = self.job, scripts(assets, self.tp, self.dtype)
         size = {name: getattr(job, name) for name in ("height", "width", "num_frames", "frame_rate", "two_stage")}
         size["blocks_per_graph"] = self.blocks_per_graph
-        setup.prepare(**size, image=self.compiled_for)
+        setup.prepare(**size, image=self.compiled_for, profile_set=self.profile_set)
         flags = dict(prompt=job.prompt, seed=job.seed, image=job.images, neuron_gemma=self.neuron_gemma)
-        flags["compat"] = self.compat
+        flags |= {"compat": self.compat, "profile_set": self.profile_set}
         return setup.generate(repeat, **size, **flags)
 
 
@@ -133,6 +136,15 @@ def decoded_by_the_oracle(assets, got: dict) -> torch.Tensor:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_text_to_video_equals_ltx_core_at_every_degree(scripts, tiny, wanted, tp):
     case = text_to_video(tiny, tp)
+    assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, case.job))
+
+
+@pytest.mark.skipif("LTX_NEURON_INDUCTOR" not in os.environ, reason="compiles C++ for minutes: set LTX_NEURON_INDUCTOR=1")
+@pytest.mark.timeout(1800)
+def test_ranks_that_compile_with_inductor_equal_ltx_core(scripts, tiny, wanted, monkeypatch):
+    """The four ranks through torch.compile; the prompt's encoder is compiled when it is loaded."""
+    monkeypatch.setattr(conftest, "SCRIPT_SECONDS", 900)
+    case = text_to_video(tiny, 4, profile_set=("compile_backend=inductor",))
     assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, case.job))
 
 

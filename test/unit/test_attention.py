@@ -1,16 +1,30 @@
 """The attention kernels are one function: PyTorch's, two products and a softmax, and the NKI kernel's reference."""
 
+import dataclasses
 from functools import cache
 
 import pytest
 import torch
-from helpers import SIZES, generator, made_config, one_thread, randn, rel  # noqa: F401
+from helpers import (  # noqa: F401
+    SIZES,
+    Held,
+    ltx_model,
+    made_config,
+    one_thread,
+    randn,
+    rel,
+    run_program,
+    step_inputs,
+    step_number,
+)
 from test_graphs import operations
 
 from ltx_neuron.attention import KERNELS, attention_cte, matmul, sdpa
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
-from ltx_neuron.config import Bucket
-from ltx_neuron.programs import dit_program
+from ltx_neuron.config import GEMMA_3_12B, Bucket
+from ltx_neuron.latents import video_positions
+from ltx_neuron.parallel import SingleRank
+from ltx_neuron.programs import dit_program, gemma3_program
 
 FP32, BF16 = 1e-6, 4e-3  # bf16: eight bits of the result, and as many of the weights
 # Heads and head sizes of one rank of the release at TP=4, and of tiny models; queries and keys of other lengths, also such
@@ -111,6 +125,29 @@ def test_a_program_holds_the_kernel_it_was_built_with_and_no_other(name, wanted)
     assert kernels_of(block_graph(name)) == wanted
     if name == "nki":
         assert sum(node.target is torch.ops.ltx_neuron.attention_cte.default for node in operations(block_graph(name))) == 6
+
+
+def test_gemma3s_attention_is_products_and_a_softmax():
+    """Its heads of 256 are larger than a kernel takes, so no profile chooses one."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8, "full_attention_layers": (0,)}
+    gemma, (_, config) = dataclasses.replace(GEMMA_3_12B, **small), made_config(SIZES["4 heads of 8"])
+    with fake_process_group(2):
+        program = gemma3_program(gemma, config, 8, 2, TorchDistComm(2), torch.bfloat16, states=False)
+        assert kernels_of(trace(program, "gemma3", torch.bfloat16)) == {"bmm", "softmax.int"}
+
+
+def test_a_step_gives_the_same_latents_with_every_kernel():
+    content, config = made_config(SIZES["4 heads of 8"])
+    weights, positions = ltx_model(content).state_dict(), video_positions((1, 2, 3), 24.0)
+    held = Held(torch.ones(6, 1), torch.zeros(1, 6, 128), torch.ones(1), torch.ones(6, 1))
+    inputs = step_inputs(config, weights, (1.0, 0.5, 0.0), positions, 4, held) | step_number(0)
+    found = {}
+    for name in KERNELS:
+        program = dit_program(config, Bucket(6, 4, 1, 2), 1, SingleRank(), torch.float32, 0, name)
+        found[name] = run_program(program, weights, inputs)
+    for stream in ("video_latent", "audio_latent"):
+        assert all(rel(values[stream], found["sdpa"][stream]) < FP32 for values in found.values())
+        assert rel(found["sdpa"][stream], inputs[stream]) > 0.01
 
 
 def test_all_kernels_count_the_same_flops():

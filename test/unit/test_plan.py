@@ -9,9 +9,12 @@ import torch
 from ltx_neuron import plan
 from ltx_neuron.checkpoint import Checkpoint
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Size
-from ltx_neuron.profiles import PROFILES
+from ltx_neuron.job import Job, Size
+from ltx_neuron.pipeline import Pipeline
+from ltx_neuron.profiles import PROFILES, Chip, resolve
+from ltx_neuron.report import Recorder
 from ltx_neuron.tiny import released_config
+from ltx_neuron.workspace import Workspace
 
 # Published: shards of 9.3 GB a rank at TP=4; at 667 TF/s with 1024 text tokens, steps of 298 and 37.8 ms. Biases, norms and
 # the projections outside of the blocks, which those figures leave out, are below 1 %.
@@ -101,3 +104,46 @@ def test_illegal_sizes_and_degrees_are_refused(released):
         planned(released, 500, 768, 121)
     with pytest.raises(UserError, match="does not divide"):
         plan.plan(released, TRN2, Size(384, 512, 25), 5, "bfloat16")
+
+
+def refusal(released, profile, size, tp=4, gemma=plan.GEMMA_3_12B, dtype="bfloat16") -> str | None:
+    """What is said before anything loads, or nothing."""
+    try:
+        plan.check_fits(released, profile, size, tp, dtype, gemma, "distilled")
+    except UserError as error:
+        return str(error)
+    return None
+
+
+SMALL = Size(256, 256, 9)
+
+# profile, its settings, tp, dtype -> what the refusal says; None: it fits
+FITS = [
+    ("trn2.3xlarge", ("resident=true",), 4, "bfloat16", None),
+    ("trn2.3xlarge", ("resident=true", "lnc=1"), 4, "bfloat16",  # 12 GiB a core
+     "trn2.3xlarge has 12.9 GB (LNC=1).\nType --profile-set resident=false"),
+    ("trn2.3xlarge", (), 1, "bfloat16", "at tp 1 needs 39.3 GB a core, trn2.3xlarge has 25.8 GB (LNC=2).\nNo length of that"),
+    ("cpu", (), 1, "float32", None),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "tp", "dtype", "said"), FITS)
+def test_models_that_do_not_fit_a_core_are_refused_before_anything_loads(released, name, settings, tp, dtype, said):
+    got = refusal(released, resolve(name, settings), SMALL, tp, dtype=dtype)
+    assert got == said if said is None else said in got
+
+
+def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
+    """Generating stops at the memory before it misses what was never compiled; compiling stops at it as well."""
+    little = Chip(4, 1e12, 4 * (2**31 + 2**14), 1e12, 1e12, 1e12, "a core has what the runtime takes and 16 KiB")
+    profile = dataclasses.replace(PROFILES["cpu"], chip=little)
+    workspace = Workspace(tiny.checkpoint, profile, tmp_path, 4, "float32", tiny.gemma_root)
+    job = Job("rain", SMALL)
+    with pytest.raises(UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d GB a core, cpu has 2\.1 GB"):
+        Pipeline(workspace, Recorder(), neuron_gemma=True).check([job])
+    with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.1 GB a core"):
+        workspace.compile_text()
+    assert list(tmp_path.iterdir()) == []
+    enough = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path, 4, "float32", tiny.gemma_root)
+    with pytest.raises(UserError, match="no dit graphs"):
+        Pipeline(enough, Recorder()).check([job])

@@ -54,36 +54,37 @@ class ToyOutputs(NamedTuple):
 class Toy(nn.Module):
     """One matrix product split over the ranks, a step's number, and a table of which each rank has its own part."""
 
-    def __init__(self, width: int, comm: Comm):
+    def __init__(self, width: int, comm: Comm, name: str):
         super().__init__()
-        self.comm, self.down = comm, RowLinear(width, width, comm.size, bias=False)
+        self.comm, self.name = comm, name
+        self.add_module(name, RowLinear(width, width, comm.size, bias=False))
 
     def forward(self, inputs: ToyInputs) -> ToyOutputs:
-        (summed,) = self.comm.sum(self.down.partial(inputs.table))
+        (summed,) = self.comm.sum(getattr(self, self.name).partial(inputs.table))
         return ToyOutputs(summed + inputs.step * inputs.x, inputs.table * 2)
 
 
-def make_toy(folder: Path, width: int = WIDTH) -> SimpleNamespace:
-    """The program compiled, its weights for all ranks, and whole inputs."""
+def make_toy(folder: Path, width: int = WIDTH, names: tuple[str, str] = ("down", "toy")) -> SimpleNamespace:
+    """The program compiled, its weights for all ranks, and whole inputs. names: of its layer and of itself."""
     comm = TorchDistComm(TP)
     split = Field((1, 4, width // TP), torch.float32, split=2)
     whole = Field((1, 4, width), torch.float32)
     fields = {"step": Field((1,), torch.int32), "x": whole, "table": split, "y": whole, "doubled": split}
     with torch.device("meta"):
-        graph = Graph(Toy(width, comm), ToyInputs, ToyOutputs)
+        graph = Graph(Toy(width, comm, names[0]), ToyInputs, ToyOutputs)
     with fake_process_group(TP):
         program = Program({"toy": graph}, {"main": (("toy", 0),)}, fields)
         compile_program(program, folder / "graphs", {}, torch.float32)
-    weights = {seed: write_weights(folder / f"weights{seed}", width, seed) for seed in (1, 2)}
+    weights = {seed: write_weights(folder / f"weights{seed}", width, seed, names[0]) for seed in (1, 2)}
     return SimpleNamespace(
-        programs={"toy": Manifest(folder / "graphs")}, folders={seed: folder / f"weights{seed}" for seed in weights},
+        programs={names[1]: Manifest(folder / "graphs")}, folders={seed: folder / f"weights{seed}" for seed in weights},
         weights=weights, x=randn(1, 4, width, seed=3), table=randn(1, 4, width, seed=4),
     )  # fmt: skip
 
 
-def write_weights(folder: Path, width: int, seed: int) -> Tensor:
+def write_weights(folder: Path, width: int, seed: int, layer: str) -> Tensor:
     weight = randn(width, width, seed=seed)
-    save_weights(folder, *({"down.weight": part} for part in weight.chunk(TP, dim=1)))
+    save_weights(folder, *({f"{layer}.weight": part} for part in weight.chunk(TP, dim=1)))
     return weight
 
 
@@ -222,6 +223,21 @@ def test_replaced_weights_serve_the_same_graphs_and_tensors(ranks, toy):
     ranks.run("toy", step=3)
     assert rel(ranks.get("toy", "y"), wanted(toy, 3, seed=2)) < EQUAL
     assert rel(wanted(toy, 3, seed=2), wanted(toy, 3)) > SHOWS
+
+
+def test_two_models_stay_loaded_beside_each_other_and_each_has_its_own_weights(ranks, toy, tmp_path):
+    """What resident=true does: the second model takes nothing from the first, and replacing finds the one it is for."""
+    other = make_toy(tmp_path, names=("up", "other"))
+    ranks.load(other.folders[1], other.programs, torch.float32)
+    ranks.replace_weights(toy.folders[2])
+    ranks.put("other", x=toy.x, table=toy.table)
+    for name, weights, seed in (("other", other, 1), ("toy", toy, 2)):
+        ranks.run(name, step=3)
+        assert rel(ranks.get(name, "y"), wanted(toy, 3, seed)) < EQUAL
+        assert torch.equal(weights.weights[seed], toy.weights[seed])
+    ranks.replace_weights(other.folders[2])
+    ranks.run("other", step=3)
+    assert rel(ranks.get("other", "y"), wanted(toy, 3, seed=2)) < EQUAL
 
 
 def test_an_unloaded_model_may_be_loaded_again(ranks, toy):

@@ -28,10 +28,12 @@ from ltx_neuron.backends.neuron_errors import failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import LATENTS, Field
 from ltx_neuron.programs import weight_name
-from ltx_neuron.rankfiles import load, rank_file
+from ltx_neuron.rankfiles import AGAIN, load, rank_file
+from ltx_neuron.tensorfile import TensorFile
 
 START_SECONDS = 120.0  # until a process has imported torch and met the others: slow on a busy machine
 _PULSE_SECONDS = 0.5
+_CLOSING_SECONDS = 0.1  # within which everything of a killed process is closed
 
 
 def whole_shape(field: Field, tp: int) -> tuple[int, ...]:
@@ -87,35 +89,47 @@ class Rank:
         self._compiled_before = self._compiled()
 
     def _clear(self) -> None:
-        self.weights: dict[str, Tensor] = {}
+        self.weights: dict[frozenset[str], tuple[str, dict[str, Tensor]]] = {}  # of each model: folder and tensors
         self.runs: dict[str, dict[str, list]] = {}
         self.sequences: dict[tuple[str, str], list] = {}
         self.fields: dict[str, dict[str, Field]] = {}
         self.tensors: dict[str, Tensor] = {}
 
     def load(self, weights: str, wanted: dict, programs: dict, dtype: str) -> dict:
-        tensors = load(Path(weights) / rank_file(self.rank), wanted, getattr(torch, dtype))
-        self.weights = {name: tensor.to(self.device, copy=True) for name, tensor in tensors.items()}
+        held = self._hold(weights, wanted, getattr(torch, dtype))
         for name, folder in programs.items():
             manifest = Manifest(Path(folder))
             self.fields[name] = manifest.fields
             graphs = {g: compiled.ready(manifest.load(g).graph_module, self.settings) for g in manifest.graphs}
             self.runs[name] = {
-                run: [self._bind(manifest, graphs, *call) for call in calls] for run, calls in manifest.runs.items()
+                run: [self._bind(manifest, graphs, held, *call) for call in calls] for run, calls in manifest.runs.items()
             }
         return {}
 
+    def _hold(self, weights: str, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights of that folder on the device. A model's next set takes the place of the one before it."""
+        model = frozenset(wanted)
+        before, held = self.weights.get(model, (None, {}))
+        if before != weights:
+            for name, tensor in load(Path(weights) / rank_file(self.rank), wanted, dtype).items():
+                if name in held:
+                    held[name].copy_(tensor)  # in place: the graphs hold these very tensors
+                else:
+                    held[name] = tensor.to(self.device, copy=True)
+            self.weights[model] = weights, held
+        return held
+
     def replace_weights(self, weights: str) -> dict:
-        wanted = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
-        dtype = next(iter(self.weights.values())).dtype
-        for name, tensor in load(Path(weights) / rank_file(self.rank), wanted, dtype).items():
-            self.weights[name].copy_(tensor)  # in place: the graphs hold these very tensors
+        names = TensorFile(Path(weights) / rank_file(self.rank), AGAIN).shapes.keys()
+        model = min(self.weights, key=lambda held: len(held ^ names))  # where none is the same, loading says what differs
+        held = self.weights[model][1]
+        self._hold(weights, {name: tuple(tensor.shape) for name, tensor in held.items()}, next(iter(held.values())).dtype)
         return {}
 
-    def _bind(self, manifest: Manifest, graphs: dict, name: str, first_block: int) -> tuple:
+    def _bind(self, manifest: Manifest, graphs: dict, held: dict, name: str, first_block: int) -> tuple:
         """A call: the graph's code, its weights in the graph's order, and the names it takes and returns."""
         described, fields = manifest.graphs[name], manifest.fields
-        weights = [self.weights[weight_name(p, first_block)] for p in described["parameters"]]
+        weights = [held[weight_name(p, first_block)] for p in described["parameters"]]
         inputs = [(n, f"@{first_block}" if fields[n].per_block else "") for n in described["inputs"]]
         return graphs[name], weights, inputs, described["outputs"]
 
@@ -237,8 +251,9 @@ def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
                 message = json.loads(pipe.recv_bytes())
                 answer = getattr(rank, message.pop("op"))(**message)
                 pipe.send_bytes(json.dumps(answer).encode())
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        pass  # the host is done, or is ending the run
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the host is done, or is ending the run, or was killed
+        if connection.wait([parent_process().sentinel], timeout=_CLOSING_SECONDS):
+            shutil.rmtree(Path(settings["store"]).parent, ignore_errors=True)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
         pipe.send_bytes(json.dumps(last_answer(error, settings["device"])).encode())
     finally:
