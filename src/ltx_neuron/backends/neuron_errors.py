@@ -29,7 +29,7 @@ _RESET = "restart the instance if it comes again (sudo reboot); the core stays u
 _SMALLER = "compile a smaller size (python -m ltx_neuron.plan says which fit), or use a profile that holds one model at a time"
 # The first row that matches counts: what is said in words is more exact than a number, and numbers of the same text differ.
 TABLE = (
-    Known((), (r"NeuronCore\(s\) not available", r"core\(s\) not available", "already in use", "held by (another )?process",
+    Known((), (r"[Cc]ore\(s\) not available", "already in use", "held by (another )?process",
                "NRT_EXEC_NC_BUSY"),
           "another process holds the cores", "see which: neuron-ls; end it, wait a few seconds and type the same again"),
     Known((1005,), (), "another process or thread holds the core",
