@@ -132,6 +132,7 @@ WRONG = {
     "TorchNeuron without its release": (
         Trn2(packages=NXD_29), ("--profile-set", "backend=torchdist"), "runtime", "blocks", "is for torch-xla",
         "pip install -r requirements-torchneuron.txt"),
+    "no kernels": (Trn2(broken=("nkilib",)), (), "nki", "blocks", "kernels of nkilib", "attention=matmul"),
     "a busy chip": (
         Trn2(listed=BUSY), (), "cores", "blocks", "0 of 4 logical cores are on chips that nobody uses, 4 wanted; in use by "
         "113985 (python src/generate_ltx23.py)", "kill 113985"),

@@ -47,6 +47,9 @@ def packages(profile: Profile, driver: str | None, system: System) -> Iterator[F
     if release and of_driver and of_driver < release:
         yield Finding("sdk", "note", f"the driver is of SDK {sdk.said(of_driver)}, the compiler of {sdk.said(release)}: the "
                       "runtime may refuse the graphs", "sudo apt-get install --only-upgrade aws-neuronx-dkms")  # fmt: skip
+    if profile.attention == "nki" and (error := system.import_error("nkilib")):
+        yield Finding("nki", "blocks", f"attention=nki wants the kernels of nkilib, which cannot be imported: {error}",
+                      "install the SDK's nki-library, or type --profile-set attention=matmul")  # fmt: skip
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # what is missing is a finding of `checks.packages`
     state, usable = sdk.nxd_on(release)

@@ -1,0 +1,192 @@
+"""What the Neuron runtime and compiler say when they fail reaches the user as what to do: the scripts, on a stand-in for NxD.
+
+The stand-in loads anything and fails where it is told to, with texts as the runtime and the compiler are documented to say.
+"""
+
+import re
+import runpy
+import signal
+import sys
+from importlib import invalidate_caches
+
+import pytest
+from conftest import ROOT
+from helpers import one_thread  # noqa: F401
+
+from ltx_neuron.backends import neuron_errors, nxd
+from ltx_neuron.backends.neuron_errors import DeviceFailure, explained
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.tiny import TinySizes, make_tiny
+from ltx_neuron.workspace import Workspace
+
+SIZE, SETTINGS = Size(height=64, width=64, num_frames=9), ("text_buckets=1024", "attention=matmul")
+STAND_IN = '''
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+fails = {}  # where -> what is said there
+
+
+def _may_fail(where):
+    if where in fails:
+        raise RuntimeError(fails[where])
+
+
+def NxDParallelState(**sizes):
+    return nullcontext()
+
+
+class ModelBuilder:
+    def __init__(self, model):
+        self.model, self.trace_artifacts_collection = model, {}
+
+    def trace(self, kwargs, tag):
+        names = dict.fromkeys(name for name, _ in self.model.named_parameters())
+        self.trace_artifacts_collection[tag] = SimpleNamespace(weight_name_to_idx=names, hlo=SimpleNamespace(computations=()))
+        return self
+
+    def compile(self, compiler_workdir, compiler_args):
+        Path(compiler_workdir).mkdir()
+        _may_fail("compile")
+        return SimpleNamespace(save=lambda path: Path(path).write_text("graph"))
+
+
+class NxDModel:
+    world_size = 4
+
+    @classmethod
+    def load(cls, path):
+        _may_fail("load")
+        return cls()
+
+    def set_weights(self, weights):
+        self.weights = weights
+
+    def to_neuron(self):
+        _may_fail("to_neuron")
+
+    def __call__(self, **inputs):
+        _may_fail("run")
+        raise AssertionError("this stand-in computes nothing")
+'''
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The stand-in, installed as neuronx-distributed 0.19 in this process."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "neuronx_distributed").mkdir()
+    (folder / "neuronx_distributed/__init__.py").write_text(STAND_IN)
+    (folder / "neuronx_distributed-0.19.dist-info").mkdir()
+    (folder / "neuronx_distributed-0.19.dist-info/METADATA").write_text("Name: neuronx-distributed\nVersion: 0.19.28492\n")
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(folder))
+    patch.setattr(nxd, "to_core", lambda tensor, rank: tensor.clone())
+    for name, _ in (*resolve("trn2.3xlarge").environment, ("NEURON_LOGICAL_NC_CONFIG", ""), ("NEURON_RT_NUM_CORES", "")):
+        patch.setenv(name, "2" if name == "NEURON_LOGICAL_NC_CONFIG" else "4")  # put back afterwards
+    invalidate_caches()
+    sys.modules.pop("neuronx_distributed", None)
+    import neuronx_distributed
+
+    yield neuronx_distributed
+    sys.modules.pop("neuronx_distributed")
+    patch.undo()
+    nxd.Ranks._started = None
+
+
+@pytest.fixture(scope="module")
+def workspace(library, tmp_path_factory):
+    """One block, sharded and "compiled" for trn2.3xlarge."""
+    folder = tmp_path_factory.mktemp("trn2")
+    assets = make_tiny(folder / "assets", TinySizes(layers=1, connector_layers=1, gemma_layers=2))
+    profile = resolve("trn2.3xlarge", SETTINGS)
+    made = Workspace(assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root)
+    made.shard_dit(), made.shard_gemma3(), made.compile_text()
+    made.compile_dit([SIZE.bucket(SIZE.stages()[0], ())])
+    return made
+
+
+@pytest.fixture
+def script(workspace, monkeypatch, capsys):
+    """script(path, *flags) -> (exit code, what it said on stderr), run in this process as `python path` runs it."""
+
+    def run(path: str, *flags: object) -> tuple[int, str]:
+        flags += ("--checkpoint-path", workspace.checkpoint_path, "--artifacts-dir", workspace.artifacts, "--profile",
+                  "trn2.3xlarge", *(word for setting in SETTINGS for word in ("--profile-set", setting)),
+                  "--height", 64, "--width", 64, "--num-frames", 9)  # fmt: skip
+        monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
+        before, code = signal.getsignal(signal.SIGTERM), 0
+        try:
+            runpy.run_path(str(ROOT / path), run_name="__main__")
+        except SystemExit as leaving:
+            code = leaving.code
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return code, capsys.readouterr().err
+
+    return run
+
+
+# where it fails, what the runtime says -> what the user is told happened, and to do
+FAILURES = {
+    "load error": (
+        "load", "Could not load the model status=2 message=Invalid", "the runtime refused the graph", "delete the graph"),
+    "a graph of another SDK": (
+        "load", "nrt_load failed: NRT_UNSUPPORTED_NEFF_VERSION status=10", "compiled by another SDK", "compile again"),
+    "core busy": (
+        "to_neuron", "Logical Neuron Core(s) not available - Requested:4 Available:0 status=1",
+        "another process holds the cores", "see which: neuron-ls"),
+    "out of device memory": (
+        "to_neuron", "Failed to allocate 134217728 bytes (usage: tensors) status=4 Allocation Failure",
+        "device's memory is full", "python -m ltx_neuron.plan"),
+    "timeout": (
+        "run", "nrt_execute status=5 message=Timeout", "a run did not end in time", "NEURON_RT_EXEC_TIMEOUT"),
+    "a core that failed": (
+        "run", "status=101 NRT_EXEC_UNIT_UNRECOVERABLE", "the core failed", "sudo reboot"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "text", "meaning", "advice"), FAILURES.values(), ids=FAILURES)
+def test_generate_says_what_failed_and_what_to_do(
+    script, workspace, library, monkeypatch, tmp_path, where, text, meaning, advice
+):
+    monkeypatch.setitem(library.fails, where, text)
+    code, said = script("src/generate_ltx23.py", "--neuron-gemma", "--gemma-root", workspace.gemma_root, "--prompt", "a fox",
+                        "--output-path", tmp_path / "fox.mp4")  # fmt: skip
+    assert code == 1 and "Traceback" not in said
+    assert re.search(rf"error: .*{re.escape(meaning)}", said) and re.search(rf"What to do: .*{re.escape(advice)}", said), said
+    assert text.split(" status")[0] in said and list(tmp_path.iterdir()) == []
+
+
+def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(script, library, monkeypatch, tmp_path):
+    monkeypatch.setitem(library.fails, "compile", "neuronx-cc failed: [NCC_EVRF007] Instruction count exceeds the limit")
+    code, said = script("compile/compile_transformer.py", "--artifacts-dir", tmp_path, "--frame-rate", 25)
+    assert code == 1 and "Traceback" not in said
+    assert "more instructions than the compiler allows" in said and "What to do: cut it" in said
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_an_error_that_nobody_knows_keeps_its_traceback(script, workspace, library, monkeypatch, tmp_path):
+    monkeypatch.setitem(library.fails, "load", "something of its own")
+    with pytest.raises(RuntimeError, match="something of its own"):
+        script("src/generate_ltx23.py", "--neuron-gemma", "--gemma-root", workspace.gemma_root, "--prompt", "a fox",
+               "--output-path", tmp_path / "fox.mp4")  # fmt: skip
+
+
+def test_every_row_of_the_table_says_what_happened_and_what_to_do():
+    assert all(row.meaning and row.advice and (row.statuses or row.texts) for row in neuron_errors.TABLE)
+    statuses = [number for row in neuron_errors.TABLE for number in row.statuses]
+    assert len(statuses) == len(set(statuses))
+
+
+def test_the_cause_behind_an_error_is_what_is_told_and_mistakes_stay_mistakes():
+    with pytest.raises(DeviceFailure, match="device's memory is full"), explained():
+        try:
+            raise RuntimeError("status=4 message=Allocation Failure")
+        except RuntimeError as cause:
+            raise RuntimeError("to_neuron failed") from cause
+    with pytest.raises(UserError, match="no driver"), explained():
+        raise UserError("no driver")
