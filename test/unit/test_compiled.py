@@ -22,7 +22,7 @@ from ltx_neuron.workspace import Workspace
 
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
 # aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional collectives.
-TRACED, INDUCTOR = (resolve("cpu", (f"compile_backend={name}",)) for name in ("aot_eager", "inductor"))
+TRACED, INDUCTOR = (resolve("cpu", (f"compile_backend={name}", "drain_every=2")) for name in ("aot_eager", "inductor"))
 
 pytestmark = pytest.mark.timeout(300)
 

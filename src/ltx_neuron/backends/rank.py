@@ -160,21 +160,29 @@ class Rank:
             field = self.fields[program][name]
             self.tensors[name] = torch.full(field.shape, number, dtype=field.dtype).to(self.device)
         self._synchronize()
-        start = time.perf_counter()
+        start, launches = time.perf_counter(), 0
         for run, reads, writes in self.sequences.get((program, sequence), [(sequence, {}, {})]):
             for graph, weights, inputs, outputs in self.runs[program][run]:
                 values = (self.tensors[reads.get(name, name) + group] for name, group in inputs)
                 first = not getattr(graph, "warm", True)
                 results = graph(*weights, *values)
-                if first:  # no rank may run ahead of one that still compiles: their collectives would not match
-                    self._synchronize()
-                    self._meet()
+                launches += 1
+                self._after_launch(launches, first)
                 self.tensors.update(zip((writes.get(name, name) for name in outputs), results, strict=True))
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
         latents = [n for n in LATENTS if n in {writes.get(name, name) for name in outputs}]  # of the last graph
         not_finite = [n for n in latents if not self.tensors[n].cpu().isfinite().all()]
         return {"milliseconds": milliseconds, "not_finite": not_finite}
+
+    def _after_launch(self, launches: int, first: bool) -> None:
+        """Wait for the device where its queue may be full; and for all ranks after a graph's first launch: one that ran ahead
+        of another that still compiles would offer its collectives to the wrong graph."""
+        drain = self.settings["drain_every"]
+        if first or drain and launches % drain == 0:
+            self._synchronize()
+        if first:
+            self._meet()
 
     def compiled_graphs(self) -> dict:
         return {"count": self._compiled() - self._compiled_before}

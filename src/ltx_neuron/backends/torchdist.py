@@ -49,7 +49,7 @@ class NotFiniteError(RankError):
 def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict:
     """What a rank is told when it starts."""
     return {"rank": rank, "tp": tp, "process_group": profile.process_group, "device": profile.device, "lnc": profile.lnc,
-            "compile_backend": profile.compile_backend, "threads": profile.rank_threads(tp),
+            "compile_backend": profile.compile_backend, "drain_every": profile.drain_every, "threads": profile.rank_threads(tp),
             "environment": environment.of_rank(profile, tp, rank, cache)}  # fmt: skip
 
 
