@@ -72,8 +72,9 @@ class Rank:
     Nothing but copies and compiled graphs runs on the device: whatever is made, cut or looked at is so on the host.
     """
 
-    def __init__(self, settings: dict, device: torch.device, meet: Callable[[], None]):
-        self.settings, self.rank, self.tp, self.device, self._meet = settings, settings["rank"], settings["tp"], device, meet
+    def __init__(self, settings: dict, device: torch.device, meet: Callable[[], None], patience: Callable[[float], None]):
+        self.settings, self.rank, self.tp, self.device = settings, settings["rank"], settings["tp"], device
+        self._meet, self._set_patience, self._patience = meet, patience, None
         self._synchronize = torch.get_device_module(device).synchronize
         self._clear()
         self._join()
@@ -87,6 +88,12 @@ class Rank:
             raise RuntimeError(f"ones of {self.tp} ranks sum to {summed.cpu().item()}")
         self._meet()
         self._compiled_before = self._compiled()
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """How long another rank may be late for a sum: long where it may still compile, short in what ran before."""
+        if seconds != self._patience:
+            self._set_patience(seconds)
+            self._patience = seconds
 
     def _clear(self) -> None:
         self.weights: dict[frozenset[str], tuple[str, dict[str, Tensor]]] = {}  # of each model: folder and tensors
@@ -159,12 +166,15 @@ class Rank:
         for name, number in numbers.items():
             field = self.fields[program][name]
             self.tensors[name] = torch.full(field.shape, number, dtype=field.dtype).to(self.device)
+        calls = self.sequences.get((program, sequence), [(sequence, {}, {})])
+        cold = [graph for run, _, _ in calls for graph, *_ in self.runs[program][run] if not _warm(graph)]
+        self._wait_at_most(self.settings["compile_seconds" if cold else "late_seconds"])
         self._synchronize()
         start, launches = time.perf_counter(), 0
-        for run, reads, writes in self.sequences.get((program, sequence), [(sequence, {}, {})]):
+        for run, reads, writes in calls:
             for graph, weights, inputs, outputs in self.runs[program][run]:
                 values = (self.tensors[reads.get(name, name) + group] for name, group in inputs)
-                first = not getattr(graph, "warm", True)
+                first = not _warm(graph)
                 results = graph(*weights, *values)
                 launches += 1
                 self._after_launch(launches, first)
@@ -202,6 +212,11 @@ class Rank:
         for name in names:
             hasher.update(self.tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return {"hash": hasher.hexdigest()}
+
+
+def _warm(graph: Callable) -> bool:
+    """Whether calling a graph compiles nothing."""
+    return getattr(graph, "warm", True)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -250,9 +265,16 @@ def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
         if dist.group.WORLD.group_name != GROUP:
             raise RuntimeError(f"the default process group is named {dist.group.WORLD.group_name!r}, graphs say {GROUP!r}")
         # What the host's side of the ranks says to each other: the device's group carries tensors of the device alone.
-        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings["late_seconds"]))
-        rank = Rank(settings, _device(settings), lambda: dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host))
-        _set_pg_timeout(timedelta(seconds=settings["late_seconds"]), dist.group.WORLD)
+        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_SECONDS))
+
+        def meet() -> None:
+            dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
+
+        def set_patience(seconds: float) -> None:
+            for group in (dist.group.WORLD, host):
+                _set_pg_timeout(timedelta(seconds=seconds), group)
+
+        rank = Rank(settings, _device(settings), meet, set_patience)
         pipe.send_bytes(b"{}")
         with torch.no_grad():
             while True:
