@@ -49,6 +49,9 @@ def test_a_compiled_graph_runs_on_new_inputs_steps_and_weights_without_another_c
         assert rel(run_toy(ranks, toy, 5), wanted(toy, 5)) < EQUAL
         ranks.replace_weights(toy.folders[2])
         assert rel(run_toy(ranks, toy, 7), wanted(toy, 7, seed=2)) < EQUAL
+        ranks.unload()  # as for another prompt, which the other model encodes
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        assert rel(run_toy(ranks, toy, 9), wanted(toy, 9)) < EQUAL
         assert ranks.compiled_graphs() == 1
 
 

@@ -75,7 +75,7 @@ class Rank:
     def __init__(self, settings: dict, device: torch.device, meet: Callable[[], None], patience: Callable[[float], None]):
         self.settings, self.rank, self.tp, self.device = settings, settings["rank"], settings["tp"], device
         self._meet, self._set_patience, self._patience = meet, patience, None
-        self._synchronize = torch.get_device_module(device).synchronize
+        self._synchronize, self._graphs = torch.get_device_module(device).synchronize, {}
         self._clear()
         self._join()
 
@@ -107,11 +107,18 @@ class Rank:
         for name, folder in programs.items():
             manifest = Manifest(Path(folder))
             self.fields[name] = manifest.fields
-            graphs = {g: compiled.ready(manifest.load(g).graph_module, self.settings) for g in manifest.graphs}
+            graphs = {graph: self._graph(manifest, graph) for graph in manifest.graphs}
             self.runs[name] = {
                 run: [self._bind(manifest, graphs, held, *call) for call in calls] for run, calls in manifest.runs.items()
             }
         return {}
+
+    def _graph(self, manifest: Manifest, name: str) -> Callable:
+        """A graph ready to be called. It holds no weights and stays: a model that comes again compiles nothing."""
+        key = str(manifest.folder), name, manifest.graphs[name]["sha256"]
+        if key not in self._graphs:
+            self._graphs[key] = compiled.ready(manifest.load(name).graph_module, self.settings)
+        return self._graphs[key]
 
     def _hold(self, weights: str, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights of that folder on the device. A model's next set takes the place of the one before it."""

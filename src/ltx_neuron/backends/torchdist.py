@@ -136,7 +136,7 @@ class Ranks:
         self._call(op="replace_weights", weights=str(weights))
 
     def unload(self) -> None:
-        """Free the weights, the graphs and every named tensor."""
+        """Free the weights and every named tensor."""
         self._call(op="unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
