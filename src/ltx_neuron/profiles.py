@@ -38,6 +38,8 @@ class Profile:
     device, process_group, compile_backend
                     of a rank of torchdist: torch device, torch.distributed backend, and what runs the exported graphs:
                     "export" op by op, others through torch.compile ("aot_eager" is TorchNeuron's way without its compiler)
+    drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a step; a device's queue that
+                    is full fails with status 7
     blocks_per_graph  of torchdist: transformer blocks in one graph, called num_layers / this many times; 0: the whole step
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always matmul and softmax
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is refused
@@ -57,6 +59,7 @@ class Profile:
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
     attention: Literal["sdpa", "matmul", "nki"]
     blocks_per_graph: int = 4
+    drain_every: int = 0
     chips: int = 1
     lnc: int = 1
     chip: Chip | None = None
@@ -270,6 +273,7 @@ def _require_package(profile: Profile, package: str, install: str, other: str) -
 _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
 _TYPES = {name: kind for name, kind in typing.get_type_hints(Profile).items() if name not in _FIXED}
 _TABLES = ("environment", "compiler_flags")  # key=value pairs of their own: --profile-set environment.NAME=value
+_MAY_BE_ZERO = ("blocks_per_graph", "drain_every")
 _MODELS = ("dit", "gemma3", "connectors")
 
 
@@ -285,7 +289,7 @@ def _changed(profile: Profile, setting: str) -> Profile:
         known = [*(k for k in _TYPES if k not in _TABLES), "environment.NAME", *(f"compiler_flags.{m}" for m in _MODELS)]
         raise UserError(f"--profile-set {setting}: unknown key {key!r}; known: {', '.join(known)}")
     try:
-        return dataclasses.replace(profile, **{key: _parsed(_TYPES[key], text, 0 if key == "blocks_per_graph" else 1)})
+        return dataclasses.replace(profile, **{key: _parsed(_TYPES[key], text, 0 if key in _MAY_BE_ZERO else 1)})
     except ValueError as wanted:
         raise UserError(f"--profile-set {setting}: {text!r} is not {wanted}") from None
 

@@ -1,18 +1,20 @@
 """Rank processes that compile their graphs: the same results, three graphs for the DiT, and no second compile, ever."""
 
 import copy
+import multiprocessing
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from test_attention import block_graph
-from test_torchdist import EQUAL, TP, make_toy, wanted
+from test_torchdist import EQUAL, SOON, TP, make_toy, wanted
 
 from ltx_neuron.attention import sdpa
-from ltx_neuron.backends import compiled, environment
+from ltx_neuron.backends import compiled, environment, torchdist
 from ltx_neuron.backends.export import Manifest, fake_process_group
 from ltx_neuron.backends.torchdist import RankError, Ranks, compile_only
 from ltx_neuron.config import Bucket
@@ -22,7 +24,7 @@ from ltx_neuron.workspace import Workspace
 
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
 # aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional collectives.
-TRACED, INDUCTOR = (resolve("cpu", (f"compile_backend={name}",)) for name in ("aot_eager", "inductor"))
+TRACED, INDUCTOR = (resolve("cpu", (f"compile_backend={name}", "drain_every=2")) for name in ("aot_eager", "inductor"))
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,7 +49,44 @@ def test_a_compiled_graph_runs_on_new_inputs_steps_and_weights_without_another_c
         assert rel(run_toy(ranks, toy, 5), wanted(toy, 5)) < EQUAL
         ranks.replace_weights(toy.folders[2])
         assert rel(run_toy(ranks, toy, 7), wanted(toy, 7, seed=2)) < EQUAL
+        ranks.unload()  # as for another prompt, which the other model encodes
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        assert rel(run_toy(ranks, toy, 9), wanted(toy, 9)) < EQUAL
         assert ranks.compiled_graphs() == 1
+
+
+class Slow:
+    """A pipe through which commands come late, as to a rank that compiles longer than the others."""
+
+    def __init__(self, pipe, seconds: float):
+        self._pipe, self._seconds = pipe, seconds
+
+    def send_bytes(self, line: bytes) -> None:
+        time.sleep(self._seconds)
+        self._pipe.send_bytes(line)
+
+    def __getattr__(self, name):
+        return getattr(self._pipe, name)
+
+
+def test_a_rank_may_be_late_while_it_compiles_and_not_in_what_was_compiled(toy, monkeypatch):
+    monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
+    with Ranks(TRACED, TP) as ranks:
+        ranks.load(toy.folders[1], toy.programs, torch.float32)
+        ranks.put("toy", x=toy.x, table=toy.table)
+        prompt, ranks._pipes[1] = ranks._pipes[1], Slow(ranks._pipes[1], seconds=3.0)
+        ranks.run("toy", step=3)
+        ranks._pipes[1] = prompt
+        assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
+        ranks.run("toy", step=3)
+        ours, unread = multiprocessing.Pipe()
+        pipe, ranks._pipes[1] = ranks._pipes[1], ours  # it lives, but does not come to the next sum
+        began = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 of 2 failed: it hangs"):
+            ranks.run("toy", step=1)
+        assert time.monotonic() - began < SOON
+        for end in (pipe, unread):
+            end.close()
 
 
 def sources(cache: Path) -> set[str]:

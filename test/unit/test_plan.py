@@ -8,9 +8,9 @@ import torch
 
 from ltx_neuron import plan
 from ltx_neuron.checkpoint import Checkpoint
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.pipeline import Pipeline
 from ltx_neuron.profiles import PROFILES, Chip, resolve
 from ltx_neuron.report import Recorder
 from ltx_neuron.tiny import released_config
@@ -140,10 +140,10 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
     workspace = Workspace(tiny.checkpoint, profile, tmp_path, 4, "float32", tiny.gemma_root)
     job = Job("rain", SMALL)
     with pytest.raises(UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d GB a core, cpu has 2\.1 GB"):
-        Pipeline(workspace, Recorder(), neuron_gemma=True).check([job])
+        Engine(workspace, Recorder(), neuron_gemma=True).check([job])
     with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.1 GB a core"):
         workspace.compile_text()
     assert list(tmp_path.iterdir()) == []
     enough = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path, 4, "float32", tiny.gemma_root)
     with pytest.raises(UserError, match="no dit graphs"):
-        Pipeline(enough, Recorder()).check([job])
+        Engine(enough, Recorder()).check([job])

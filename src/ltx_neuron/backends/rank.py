@@ -72,9 +72,10 @@ class Rank:
     Nothing but copies and compiled graphs runs on the device: whatever is made, cut or looked at is so on the host.
     """
 
-    def __init__(self, settings: dict, device: torch.device, meet: Callable[[], None]):
-        self.settings, self.rank, self.tp, self.device, self._meet = settings, settings["rank"], settings["tp"], device, meet
-        self._synchronize = torch.get_device_module(device).synchronize
+    def __init__(self, settings: dict, device: torch.device, meet: Callable[[], None], patience: Callable[[float], None]):
+        self.settings, self.rank, self.tp, self.device = settings, settings["rank"], settings["tp"], device
+        self._meet, self._set_patience, self._patience = meet, patience, None
+        self._synchronize, self._graphs = torch.get_device_module(device).synchronize, {}
         self._clear()
         self._join()
 
@@ -88,6 +89,12 @@ class Rank:
         self._meet()
         self._compiled_before = self._compiled()
 
+    def _wait_at_most(self, seconds: float) -> None:
+        """How long another rank may be late for a sum: long where it may still compile, short in what ran before."""
+        if seconds != self._patience:
+            self._set_patience(seconds)
+            self._patience = seconds
+
     def _clear(self) -> None:
         self.weights: dict[frozenset[str], tuple[str, dict[str, Tensor]]] = {}  # of each model: folder and tensors
         self.runs: dict[str, dict[str, list]] = {}
@@ -100,11 +107,18 @@ class Rank:
         for name, folder in programs.items():
             manifest = Manifest(Path(folder))
             self.fields[name] = manifest.fields
-            graphs = {g: compiled.ready(manifest.load(g).graph_module, self.settings) for g in manifest.graphs}
+            graphs = {graph: self._graph(manifest, graph) for graph in manifest.graphs}
             self.runs[name] = {
                 run: [self._bind(manifest, graphs, held, *call) for call in calls] for run, calls in manifest.runs.items()
             }
         return {}
+
+    def _graph(self, manifest: Manifest, name: str) -> Callable:
+        """A graph ready to be called. It holds no weights and stays: a model that comes again compiles nothing."""
+        key = str(manifest.folder), name, manifest.graphs[name]["sha256"]
+        if key not in self._graphs:
+            self._graphs[key] = compiled.ready(manifest.load(name).graph_module, self.settings)
+        return self._graphs[key]
 
     def _hold(self, weights: str, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights of that folder on the device. A model's next set takes the place of the one before it."""
@@ -159,22 +173,33 @@ class Rank:
         for name, number in numbers.items():
             field = self.fields[program][name]
             self.tensors[name] = torch.full(field.shape, number, dtype=field.dtype).to(self.device)
+        calls = self.sequences.get((program, sequence), [(sequence, {}, {})])
+        cold = [graph for run, _, _ in calls for graph, *_ in self.runs[program][run] if not _warm(graph)]
+        self._wait_at_most(self.settings["compile_seconds" if cold else "late_seconds"])
         self._synchronize()
-        start = time.perf_counter()
-        for run, reads, writes in self.sequences.get((program, sequence), [(sequence, {}, {})]):
+        start, launches = time.perf_counter(), 0
+        for run, reads, writes in calls:
             for graph, weights, inputs, outputs in self.runs[program][run]:
                 values = (self.tensors[reads.get(name, name) + group] for name, group in inputs)
-                first = not getattr(graph, "warm", True)
+                first = not _warm(graph)
                 results = graph(*weights, *values)
-                if first:  # no rank may run ahead of one that still compiles: their collectives would not match
-                    self._synchronize()
-                    self._meet()
+                launches += 1
+                self._after_launch(launches, first)
                 self.tensors.update(zip((writes.get(name, name) for name in outputs), results, strict=True))
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
         latents = [n for n in LATENTS if n in {writes.get(name, name) for name in outputs}]  # of the last graph
         not_finite = [n for n in latents if not self.tensors[n].cpu().isfinite().all()]
         return {"milliseconds": milliseconds, "not_finite": not_finite}
+
+    def _after_launch(self, launches: int, first: bool) -> None:
+        """Wait for the device where its queue may be full; and for all ranks after a graph's first launch: one that ran ahead
+        of another that still compiles would offer its collectives to the wrong graph."""
+        drain = self.settings["drain_every"]
+        if first or drain and launches % drain == 0:
+            self._synchronize()
+        if first:
+            self._meet()
 
     def compiled_graphs(self) -> dict:
         return {"count": self._compiled() - self._compiled_before}
@@ -194,6 +219,11 @@ class Rank:
         for name in names:
             hasher.update(self.tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return {"hash": hasher.hexdigest()}
+
+
+def _warm(graph: Callable) -> bool:
+    """Whether calling a graph compiles nothing."""
+    return getattr(graph, "warm", True)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -242,9 +272,16 @@ def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
         if dist.group.WORLD.group_name != GROUP:
             raise RuntimeError(f"the default process group is named {dist.group.WORLD.group_name!r}, graphs say {GROUP!r}")
         # What the host's side of the ranks says to each other: the device's group carries tensors of the device alone.
-        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings["late_seconds"]))
-        rank = Rank(settings, _device(settings), lambda: dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host))
-        _set_pg_timeout(timedelta(seconds=settings["late_seconds"]), dist.group.WORLD)
+        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_SECONDS))
+
+        def meet() -> None:
+            dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
+
+        def set_patience(seconds: float) -> None:
+            for group in (dist.group.WORLD, host):
+                _set_pg_timeout(timedelta(seconds=seconds), group)
+
+        rank = Rank(settings, _device(settings), meet, set_patience)
         pipe.send_bytes(b"{}")
         with torch.no_grad():
             while True:

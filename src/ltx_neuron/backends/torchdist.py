@@ -49,7 +49,7 @@ class NotFiniteError(RankError):
 def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict:
     """What a rank is told when it starts."""
     return {"rank": rank, "tp": tp, "process_group": profile.process_group, "device": profile.device, "lnc": profile.lnc,
-            "compile_backend": profile.compile_backend, "threads": profile.rank_threads(tp),
+            "compile_backend": profile.compile_backend, "drain_every": profile.drain_every, "threads": profile.rank_threads(tp),
             "environment": environment.of_rank(profile, tp, rank, cache)}  # fmt: skip
 
 
@@ -80,7 +80,7 @@ class Ranks:
         context, self._pipes, self._processes = get_context(profile.start_method), [], []
         if profile.start_method == "forkserver":
             context.set_forkserver_preload(["ltx_neuron.backends.rank", "torch._export.serde.serialize"])
-        if profile.process_group == "gloo" and os.path.exists("/sys/class/net/lo"):
+        if os.path.exists("/sys/class/net/lo"):  # of gloo, which carries what hosts say to each other on any device
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not matter
         self._pulses = context.RawArray("d", tp)  # when each rank last gave a sign of life: time.monotonic()
         try:
@@ -95,7 +95,7 @@ class Ranks:
         for rank in range(self.tp):
             ours, theirs = context.Pipe()
             settings = {**rank_settings(profile, self.tp, rank, self._cache), "store": f"{self._store.name}/store",
-                        "late_seconds": LATE_SECONDS if profile.compile_backend == "export" else _COMPILE_SECONDS}  # fmt: skip
+                        "late_seconds": LATE_SECONDS, "compile_seconds": _COMPILE_SECONDS}  # fmt: skip
             arguments = theirs, settings, self._pulses
             process = context.Process(target=serve, args=arguments, daemon=True, name=f"ltx-rank{rank}")
             self._pulses[rank] = time.monotonic() + START_SECONDS - LATE_SECONDS
@@ -136,7 +136,7 @@ class Ranks:
         self._call(op="replace_weights", weights=str(weights))
 
     def unload(self) -> None:
-        """Free the weights, the graphs and every named tensor."""
+        """Free the weights and every named tensor."""
         self._call(op="unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
