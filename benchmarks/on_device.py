@@ -329,8 +329,6 @@ def in_turn(bench: Bench) -> list[str]:
 def resident(bench: Bench) -> list[str]:
     full(bench)
     bench.need_device()
-    if bench.profile.backend != "nxd":
-        raise NotRun(f"backend {bench.profile.backend} holds one model at a time")
     return _measured(bench, bench.device._replace(settings=(*bench.device.settings, "resident=true")), "resident")
 
 
