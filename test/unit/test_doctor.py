@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import one_thread  # noqa: F401
 
+from ltx_neuron import plan
 from ltx_neuron.doctor.__main__ import main
 from ltx_neuron.doctor.sdk import SDKS, nxd_on, release_of
 from ltx_neuron.doctor.system import System, import_error, output_of
@@ -245,6 +246,16 @@ def test_a_model_larger_than_the_machine_or_its_disk_blocks(doctor, tiny, monkey
     found = {f["check"]: f for f in others if f["state"] == "blocks"}
     assert "of one model's weights are held at once" in found["host memory"]["text"] and "memory" in found["host memory"]["fix"]
     assert "wanted for rank files" in found["disk"]["text"] and "--artifacts-dir" in found["disk"]["fix"]
+
+
+def test_what_does_not_fit_the_chip_blocks_with_what_does(doctor, tiny, monkeypatch):
+    flags = ("--checkpoint-path", tiny.checkpoint, "--height", 64, "--width", 64, "--num-frames", 9)
+    _, _, found = doctor(Trn2(), *flags)
+    assert [f["state"] for f in found if f["check"] == "device memory"] == ["ok"]
+    monkeypatch.setitem(plan.ASSUMED, "runtime_bytes_per_core", 30 * GIB)
+    code, others, _ = doctor(Trn2(), *flags)
+    (found,) = [f for f in others if f["check"] == "device memory"]
+    assert code == 1 and "GB a core, trn2.3xlarge has 25.8 GB" in found["text"] and "--tp-degree" in found["fix"]
 
 
 def test_a_check_that_falls_over_is_a_finding(doctor, monkeypatch):

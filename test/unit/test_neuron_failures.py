@@ -13,9 +13,7 @@ import pytest
 from conftest import ROOT
 from helpers import one_thread  # noqa: F401
 
-from ltx_neuron.backends import neuron_errors, nxd
-from ltx_neuron.backends.neuron_errors import DeviceFailure, explained
-from ltx_neuron.errors import UserError
+from ltx_neuron.backends import nxd
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import TinySizes, make_tiny
@@ -118,6 +116,7 @@ def script(workspace, monkeypatch, capsys):
                   "trn2.3xlarge", *(word for setting in SETTINGS for word in ("--profile-set", setting)),
                   "--height", 64, "--width", 64, "--num-frames", 9)  # fmt: skip
         monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
+        monkeypatch.setattr(Workspace, "check_memory", lambda *_, **__: None)  # plans with real graphs: 2 s
         before, code = signal.getsignal(signal.SIGTERM), 0
         try:
             runpy.run_path(str(ROOT / path), run_name="__main__")
@@ -134,8 +133,6 @@ def script(workspace, monkeypatch, capsys):
 FAILURES = {
     "load error": (
         "load", "Could not load the model status=2 message=Invalid", "the runtime refused the graph", "delete the graph"),
-    "a graph of another SDK": (
-        "load", "nrt_load failed: NRT_UNSUPPORTED_NEFF_VERSION status=10", "compiled by another SDK", "compile again"),
     "core busy": (
         "to_neuron", "Logical Neuron Core(s) not available - Requested:4 Available:0 status=1",
         "another process holds the cores", "see which: neuron-ls"),
@@ -144,8 +141,6 @@ FAILURES = {
         "device's memory is full", "python -m ltx_neuron.plan"),
     "timeout": (
         "run", "nrt_execute status=5 message=Timeout", "a run did not end in time", "NEURON_RT_EXEC_TIMEOUT"),
-    "a core that failed": (
-        "run", "status=101 NRT_EXEC_UNIT_UNRECOVERABLE", "the core failed", "sudo reboot"),
 }  # fmt: skip
 
 
@@ -174,19 +169,3 @@ def test_an_error_that_nobody_knows_keeps_its_traceback(script, workspace, libra
     with pytest.raises(RuntimeError, match="something of its own"):
         script("src/generate_ltx23.py", "--neuron-gemma", "--gemma-root", workspace.gemma_root, "--prompt", "a fox",
                "--output-path", tmp_path / "fox.mp4")  # fmt: skip
-
-
-def test_every_row_of_the_table_says_what_happened_and_what_to_do():
-    assert all(row.meaning and row.advice and (row.statuses or row.texts) for row in neuron_errors.TABLE)
-    statuses = [number for row in neuron_errors.TABLE for number in row.statuses]
-    assert len(statuses) == len(set(statuses))
-
-
-def test_the_cause_behind_an_error_is_what_is_told_and_mistakes_stay_mistakes():
-    with pytest.raises(DeviceFailure, match="device's memory is full"), explained():
-        try:
-            raise RuntimeError("status=4 message=Allocation Failure")
-        except RuntimeError as cause:
-            raise RuntimeError("to_neuron failed") from cause
-    with pytest.raises(UserError, match="no driver"), explained():
-        raise UserError("no driver")

@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         __doc__, "python -m ltx_neuron.doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors --gemma-root gemma-3-12b",
         gemma=True, required=False,
     )  # fmt: skip
+    made.prog = "python -m ltx_neuron.doctor"
     for kind in ("spatial", "temporal"):
         made.add_argument(f"--{kind}-upsampler-path", type=Path, metavar="FILE")
     cli.add_size(made)

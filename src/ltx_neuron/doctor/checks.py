@@ -63,9 +63,10 @@ def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[
         found.append(Finding("profile", "blocks", text, fix.replace("Find out why: python -m ltx_neuron.doctor. ", "")))
         asked = Asked(args, PROFILES.get(machine.instance, PROFILES["cpu"]), machine, system)
         return [*found, *_guarded(on_chips, asked), *_guarded(can_run, asked)]
+    args = argparse.Namespace(**vars(args) | {"profile": profile.name})  # found once, handed down
     asked = Asked(args, profile, machine, system)
     found.append(Finding("profile", "ok", f"{profile.name}: {asked.tp} ranks, backend {profile.backend}"))
-    for check in (packages, media, on_chips, host, files, artifacts, can_run):
+    for check in (packages, media, on_chips, host, files, fits, artifacts, can_run):
         found += _guarded(check, asked)
     return found
 
@@ -225,6 +226,20 @@ def _upsampler(kind: str, path: Path) -> str:
     models.upsampler_paths[kind] = path
     models.check([f"{kind}_upsampler"])
     return f"{path} is whole"
+
+
+def fits(asked: Asked) -> Iterator[Finding]:
+    """Whether a generation of the size asked for fits the device's memory, by the plan's arithmetic."""
+    args = asked.args
+    limit = asked.profile.memory_bytes_per_core
+    if limit is None or not args.checkpoint_path or not args.checkpoint_path.is_file():
+        return
+
+    def planned() -> str:
+        asked.workspace().check_memory(cli.size(args), args.recipe or "distilled", text=args.gemma_root is not None)
+        return f"fits the {gb(limit)} of a core, by the plan's arithmetic (python -m ltx_neuron.plan)"
+
+    yield attempt("device memory", planned)
 
 
 def artifacts(asked: Asked) -> Iterator[Finding]:
