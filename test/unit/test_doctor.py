@@ -44,6 +44,7 @@ class Trn2:
     disk: int = 500 * GIB
     broken: tuple = ()  # modules that do not import
     instance: str = "trn2.3xlarge"
+    python: str = "3.12.3"
     processes: dict = field(default_factory=dict)  # pid -> (command line, files it has open)
 
     def made(self, root: Path, monkeypatch) -> tuple[System, Machine]:
@@ -73,7 +74,8 @@ class Trn2:
         monkeypatch.setattr(metadata, "version", version)
         printed = self.listed if self.listed is None or isinstance(self.listed, str) else json.dumps(self.listed)
         system = System(
-            root, output=lambda *command: printed if command[0] == "neuron-ls" else None, environment=self.environment,
+            root, lambda *command: printed if command[0] == "neuron-ls" else None,
+            environment=self.environment, python=self.python,
             free_bytes=lambda path: self.disk, import_error=lambda name: "OSError: no symbol" if name in self.broken else None,
         )  # fmt: skip
         return system, look(root)
@@ -104,6 +106,7 @@ def test_on_a_sound_trn2_nothing_blocks_and_the_end_of_nxd_is_told(doctor):
     said = {f["check"]: f["text"] for f in found}
     assert said["machine"].startswith("trn2.3xlarge; 1 Neuron chips")
     assert said["profile"] == "trn2.3xlarge: 4 ranks, backend nxd"
+    assert said["python"].startswith("3.12.3 in ")
     assert said["driver"] == "2.29.0.0 (SDK 2.31)" and "neuronx-cc 2.26.6360.0+a1" in said["sdk"]
     assert said["cores"] == "4 of 4 logical cores are on chips that nobody uses, 4 wanted"
     assert said["can run here"].startswith("cpu, trn2.3xlarge; not cuda")
@@ -134,6 +137,9 @@ WRONG = {
         Trn2(packages=NXD_29), ("--profile-set", "backend=torchdist"), "runtime", "blocks", "is for torch-xla",
         "pip install -r requirements-torchneuron.txt"),
     "no kernels": (Trn2(broken=("nkilib",)), (), "nki", "blocks", "kernels of nkilib", "attention=matmul"),
+    "a Python that TorchNeuron has no wheels for": (
+        Trn2(packages=TORCH_NEURON, python="3.11.9"), ("--profile-set", "backend=torchdist"), "python", "blocks",
+        "from 3.12 on", "python3.12 -m venv"),
     "a busy chip": (
         Trn2(listed=BUSY), (), "cores", "blocks", "0 of 4 logical cores are on chips that nobody uses, 4 wanted; in use by "
         "113985 (python src/generate_ltx23.py)", "kill 113985"),

@@ -87,6 +87,7 @@ def on_chips(asked: Asked) -> Iterator[Finding]:
 
 def packages(asked: Asked) -> Iterator[Finding]:
     """Python's side: torch, what the host's stages run on, and what the profile's backend runs on."""
+    yield Finding("python", "ok", f"{asked.system.python} in {asked.system.prefix}")
     version, low, high = asked.system.version("torch"), *sdk.TORCH
     if not low <= sdk.numbers(version)[:2] < high:
         wanted = f"torch>={sdk.said(low)},<{sdk.said(high)}"

@@ -35,6 +35,10 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
 
 def packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
     """Which release of the SDK this environment is, and what that means for the profile's backend."""
+    low, high = sdk.PYTHON[profile.backend]
+    if profile.device == "neuron" and not low <= sdk.numbers(system.python)[:2] < high:
+        text = f"Python {system.python}; backend {profile.backend} has wheels from {sdk.said(low)} on, below {sdk.said(high)}"
+        yield Finding("python", "blocks", text, "python3.12 -m venv DIR, and README, On Trainium")
     installed = {name: version for name in _PACKAGES if (version := system.version(name))}
     compiler = installed.get("neuronx-cc")
     if installed:

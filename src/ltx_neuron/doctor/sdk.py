@@ -29,6 +29,7 @@ NXD_LIFECYCLE = (
 )
 NXD_LAST = (2, 33)
 TORCH = (2, 9), (2, 14)  # from, and below
+PYTHON = {"nxd": ((3, 11), (3, 14)), "torchdist": ((3, 12), (3, 15))}  # on Neuron, by backend: from, and below
 NXD_TORCH = (2, 9)  # the last PyTorch that PyTorch/XLA, and with it NxD, has
 
 

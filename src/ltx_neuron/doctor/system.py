@@ -9,8 +9,10 @@ import importlib
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +76,8 @@ class System:
     import_error: Callable[[str], str | None] = import_error
     free_bytes: Callable[[Path], int] = free_bytes
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    python: str = platform.python_version()
+    prefix: str = sys.prefix  # of the virtual environment
 
     def text(self, path: str) -> str | None:
         """A small file's text."""
