@@ -10,7 +10,7 @@ SIZE := --height 128 --width 192 --num-frames 25 --frame-rate 24 --two-stage
 .PHONY: demo test lint venv
 venv: .venv/installed
 
-.venv/installed: requirements.txt requirements-ltx.txt
+.venv/installed: requirements.txt requirements-common.txt requirements-ltx.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install -q "$(TORCH)"
 	$(PY) -m pip install -q -r requirements.txt
