@@ -45,8 +45,12 @@ class PromptCache:
         return found
 
     def write(self, prompts: list[list[int]], found: list[Contexts]) -> None:
+        """Keep contexts for the next run. It is no error that they cannot be kept: this run has them."""
         tensors = {f"{name}.{i}": getattr(contexts, name) for i, contexts in enumerate(found) for name in Contexts._fields[:3]}
-        write_tensors(self._path(prompts), tensors, {})
+        try:
+            write_tensors(self._path(prompts), tensors, {})
+        except OSError as error:
+            print(f"the prompt's contexts are not kept for the next run: {error}")
         files = sorted(self.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         for path in files[:-KEPT]:
             path.unlink(missing_ok=True)

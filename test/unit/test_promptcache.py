@@ -53,6 +53,13 @@ def test_a_damaged_file_is_as_if_it_were_not_there(tmp_path, damage):
         assert cache(tmp_path).read(PROMPTS) is None
 
 
+def test_a_place_that_cannot_be_written_costs_the_next_run_its_contexts_and_this_one_nothing(tmp_path, capsys):
+    (tmp_path / "a file").touch()
+    cache(tmp_path / "a file").write(PROMPTS, [contexts(1), contexts(2)])
+    assert "not kept for the next run" in capsys.readouterr().out
+    assert cache(tmp_path / "a file").read(PROMPTS) is None
+
+
 def test_the_files_used_longest_ago_make_room(tmp_path, monkeypatch):
     monkeypatch.setattr(promptcache, "KEPT", 2)
     for number in range(3):
