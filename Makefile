@@ -32,4 +32,4 @@ lint: venv
 	$(PY) -m ruff check .
 
 test: venv lint
-	PYTHONPATH=src $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive PYTHONPATH=src $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder

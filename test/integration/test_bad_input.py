@@ -493,7 +493,8 @@ def test_a_rank_file_of_other_tensors_is_one_error_that_lists_them_all(tmp_path)
 @pytest.mark.parametrize("flags, words", [
     ("--heigth 64", ("did you mean --height?",)),
     ("--checkpoint-path {bad}/2.5.safetensors", ("2.5.0", CHECKPOINT_DOWNLOAD)),
-    ("--artifacts-dir {bad}/other-tensors --no-prompt-cache", ("rank0.safetensors", "missing: ", "unexpected: x", "I32, wanted", "Delete ")),
+    ("--artifacts-dir {bad}/other-tensors --no-prompt-cache",
+     ("rank0.safetensors", "missing: ", "unexpected: x", "I32, wanted", "Delete ")),
 ])  # fmt: skip
 def test_a_user_in_a_terminal(finished, flags, words):
     before = finished.listing()

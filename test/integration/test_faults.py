@@ -143,8 +143,8 @@ def test_a_disk_that_is_full_when_the_mp4_is_written_keeps_the_latents(made, tmp
 
 
 def test_a_prompt_that_an_earlier_run_encoded_is_not_encoded_again_and_gives_the_same_bytes(made, tmp_path):
-    run(made.command(tmp_path / "first"))  # leaves the contexts, if no run before it did
-    done = run(made.command(tmp_path / "second"))
+    done = run(made.command(tmp_path))
+    if "load_gemma3" in done.stdout:  # this test alone: no test before it left the contexts
+        done = run(made.command(tmp_path))
     assert "load_gemma3" not in done.stdout and "load_transformer" in done.stdout
-    assert (tmp_path / "second/fox.mp4").read_bytes() == made.wanted
-    assert "load_gemma3" in run(made.command(tmp_path / "third", "--no-prompt-cache")).stdout
+    assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
