@@ -18,7 +18,7 @@ _ROOT_PORT, _MASTER_PORT = 61234, 62234  # plus the first core: engines on other
 def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
     """Everything a rank adds to the host's environment. `cache` is where compilers keep what they made."""
     variables = dict(profile.environment)
-    if cache is not None:
+    if cache is not None and profile.compile_backend != "export":  # torch makes the folder whether it compiles or not
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute() / "inductor")
     if profile.device == "neuron":
         variables |= _neuron(profile, tp, rank, cache)
