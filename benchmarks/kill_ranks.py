@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
 
+    from safetensors.torch import load_file
+
     from ltx_neuron.errors import RunError
     from ltx_neuron.tiny import make_tiny
 
@@ -102,8 +104,11 @@ def main() -> None:
     import generate_ltx23
     from ltx_neuron.generate import generate
 
-    def run(name: str, *more: str) -> tuple[bytes, bytes]:
-        """One generation in this process; returns the bytes of its video and of its tensors."""
+    def run(name: str, *more: str) -> tuple[bytes, dict[str, bytes]]:
+        """One generation in this process; returns the bytes of its video and of its tensors.
+
+        Without hidden_states: they are not part of a run's kept state, so a resumed one does not save them.
+        """
         folder = options.folder / name
         flags = ["--gemma-root", assets.gemma_root, "--spatial-upsampler-path", assets.spatial_upsampler, "--neuron-gemma",
                  "--prompt", "a red fox", "--output-path", folder / "fox.mp4",
@@ -111,7 +116,9 @@ def main() -> None:
         sys.argv = list(map(str, ["generate_ltx23.py", *common, *SIZE, *flags, *more]))
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             generate(generate_ltx23.arguments())
-        return (folder / "fox.mp4").read_bytes(), (folder / "fox.safetensors").read_bytes()
+        tensors = load_file(folder / "fox.safetensors")
+        bits = {name: t.numpy().tobytes() for name, t in tensors.items() if name != "hidden_states"}
+        return (folder / "fox.mp4").read_bytes(), bits
 
     run("warm-up")
     watch = Watch()
