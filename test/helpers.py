@@ -3,12 +3,12 @@
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
 
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -159,7 +159,7 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
         content = (folder / name).read_bytes()
         header = content[: 8 + int.from_bytes(content[:8], "little")]
-        digests = {"sha256": sha256(content).hexdigest(), "header_sha256": sha256(header).hexdigest()}
+        digests = {"blake3": blake3(content).hexdigest(), "header_blake3": blake3(header).hexdigest()}
         lines[name] = {"bytes": len(content), **digests}
     write_json(folder / MANIFEST, {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines})
     return folder

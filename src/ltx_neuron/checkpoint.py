@@ -1,6 +1,5 @@
 """The released files, read lazily by slices: the checkpoint, Gemma3's folder, and a model's tensors under our names."""
 
-import hashlib
 import json
 import math
 import re
@@ -8,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
@@ -121,7 +121,7 @@ class Source:
                 component = max((p for p in self.model.elsewhere if key.startswith(p)), key=len)
                 elsewhere[component] = elsewhere.get(component, 0) + 1
         files = [
-            {"name": f.path.name, "bytes": f.size, "header_sha256": hashlib.sha256(f.header).hexdigest()} for f in self.files
+            {"name": f.path.name, "bytes": f.size, "header_blake3": blake3(f.header).hexdigest()} for f in self.files
         ]
         return {"files": files, "tensors": tensors, "elsewhere": dict(sorted(elsewhere.items()))}
 

@@ -5,12 +5,12 @@ named .partial, and journal.json says how many tensors are safely in them.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 from tqdm import tqdm
 
@@ -31,6 +32,7 @@ from ltx_neuron.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
 HOST_FILE, JOURNAL, PARTIAL = "host.safetensors", "journal.json", ".partial"
 AGAIN = "run the shard script again"
 _PIECE_BYTES = 16 * 2**20  # read from the source at once; larger blocks would go back to the system and be zeroed anew
+_AHEAD = 12  # pieces that are read and not yet written: as many as keep every file's thread busy, 0.2 GB
 _SYNC_BYTES = 2 * 2**30  # written between two entries of the journal: what a killed run may have to do again
 
 
@@ -116,7 +118,7 @@ def shard(
 ) -> bool:  # fmt: skip
     """Write the files of `cuts` and, last, the manifest; False if the folder is finished already.
 
-    The source is read once, by pieces; a thread per file (at most `workers`) takes digests and writes.
+    The source is read once, by pieces, while a thread per file (at most `workers`) takes digests and writes.
     """
     if finished(folder, identity):
         return False
@@ -158,6 +160,7 @@ class _File:
         self.path, self.header, self.ends, self.dtype = path, header, ends, dtype
         self.partial = path.with_name(path.name + PARTIAL)
         self.size = len(header) + ends[-1]
+        self.error: OSError | None = None
 
     def __enter__(self) -> "_File":
         return self
@@ -170,7 +173,7 @@ class _File:
         if self.path.exists() and not self.partial.exists():
             os.replace(self.path, self.partial)  # stopped between its renaming and the manifest
         keep = len(self.header) + self.ends[tensors] if digest else 0
-        self.file, self.hasher = open(self.partial, "r+b" if self.partial.exists() else "w+b", buffering=0), hashlib.sha256()
+        self.file, self.hasher = open(self.partial, "r+b" if self.partial.exists() else "w+b", buffering=0), blake3()
         left = keep
         while left and (block := self.file.read(min(left, _PIECE_BYTES))):
             self.hasher.update(block)
@@ -185,52 +188,92 @@ class _File:
 
     def put(self, tensor: Tensor) -> None:
         for rows in tensor.split(max(1, _PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))) if tensor.dim() else [tensor]:
-            self._write(memoryview(rows.to(self.dtype).contiguous().view(torch.uint8).flatten().numpy()))
+            self._write(_bytes(rows.to(self.dtype)))
 
     def _write(self, content) -> None:
         self.hasher.update(content)
         view = memoryview(content)
-        while view:
-            view = view[self.file.write(view):]  # fmt: skip
+        try:
+            while view and not self.error:
+                view = view[self.file.write(view):]  # fmt: skip
+        except OSError as error:
+            self.error = error
+        if self.error:  # nothing may follow what is not there
+            raise self.error
 
-    def sync(self) -> str:
-        os.fsync(self.file.fileno())
+    def digest(self) -> str:
+        if self.error:
+            raise self.error
         return self.hasher.hexdigest()
+
+    def sync(self) -> None:
+        os.fsync(self.file.fileno())
 
     def finish(self) -> dict:
         """Give the file its name; returns its line of the manifest."""
-        digest, size = self.sync(), self.file.tell()
+        digest, size = self.digest(), self.file.tell()
         if size != self.size:
             raise RuntimeError(f"{self.path}: wrote {size} bytes, the header says {self.size}")
         os.replace(self.partial, self.path)
-        return {"bytes": size, "sha256": digest, "header_sha256": hashlib.sha256(self.header).hexdigest()}
+        return {"bytes": size, "blake3": digest, "header_blake3": blake3(self.header).hexdigest()}
+
+
+class _Lanes:
+    """Threads that each do what they are given in its order. Leaving drops what was not begun."""
+
+    def __init__(self, count: int):
+        self._pools = [ThreadPoolExecutor(1) for _ in range(count)]
+
+    def __enter__(self) -> "_Lanes":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown()
+
+    def do(self, lane: int, job: Callable, *arguments) -> Future:
+        """All jobs of one number are done in their order."""
+        return self._pools[lane % len(self._pools)].submit(job, *arguments)
 
 
 def _write(source, folder: Path, identity: dict, tp: int, cuts: list[Cut], files: list[_File], workers: int) -> None:
+    """Read, cut and write. Nothing here waits for the disk but the end: a thread of its own makes safe what was written."""
     with ExitStack() as stack:
         digests = _continue(folder, identity, files)
         for file in files:
             stack.enter_context(file)
-        pool, tensors = stack.enter_context(ThreadPoolExecutor(workers + 1)), dict(digests)
+        writers, hasher, notary = (stack.enter_context(_Lanes(count)) for count in (workers, 1, 1))
+        tensors: dict[str, str | Future] = dict(digests)
         total, before = (sum(source.nbytes(cut.name) for cut in part) for part in (cuts, cuts[: len(digests)]))
         bar = stack.enter_context(tqdm(total=total, initial=before, unit="B", unit_scale=True, desc=folder.name))
-        written, jobs = 0, []
+
+        def note() -> Future:
+            """Write down, behind what is on its way, that this much is done."""
+            ends = [writers.do(number, file.digest) for number, file in enumerate(files)]
+            return notary.do(0, _note, folder, identity, dict(tensors), files, ends)
+
+        written, noted, on_the_way = 0, None, deque()
         for cut in cuts[len(digests) :]:
-            digest = hashlib.sha256()
+            digest = blake3()
             for start, piece in _pieces(source, cut, tp):
-                for job in jobs:  # while these were written, the next piece was read
-                    job.result()
-                jobs = [pool.submit(files[number].put, part) for number, part in cut.parts(piece, start, tp)]
-                jobs.append(pool.submit(digest.update, _bytes(piece)))
-                bar.update(piece.nbytes)
+                jobs = [writers.do(number, files[number].put, part) for number, part in cut.parts(piece, start, tp)]
+                on_the_way.append([*jobs, hasher.do(0, digest.update, _bytes(piece))])
                 written += piece.nbytes
+                bar.update(piece.nbytes)
+                while len(on_the_way) > _AHEAD:
+                    for job in on_the_way.popleft():
+                        job.result()
+            tensors[cut.name] = hasher.do(0, digest.hexdigest)
+            if written >= _SYNC_BYTES and (not noted or noted.done()):
+                if noted:
+                    noted.result()
+                written, noted = 0, note()
+        for jobs in on_the_way:
             for job in jobs:
                 job.result()
-            tensors[cut.name] = digest.hexdigest()
-            if written >= _SYNC_BYTES:
-                _note(folder, identity, tensors, list(pool.map(_File.sync, files)))
-                written = 0
-        _note(folder, identity, tensors, list(pool.map(_File.sync, files)))
+        tensors = note().result()
         lines = {file.path.name: file.finish() for file in files}
     _sync_folder(folder)
     content = {"identity": identity, "heads": source.heads, "files": lines, "source": source.described(tensors)}
@@ -248,8 +291,14 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
-def _note(folder: Path, identity: dict, tensors: dict, digests: list[str]) -> None:
-    write_json(folder / JOURNAL, {"identity": identity, "tensors": tensors, "files": digests})
+def _note(folder: Path, identity: dict, tensors: dict, files: list[_File], ends: list[Future]) -> dict[str, str]:
+    """Write the journal, once all that it names is on the disk; returns the digests of the source's tensors."""
+    digests = {name: digest if isinstance(digest, str) else digest.result() for name, digest in tensors.items()}
+    ends = [end.result() for end in ends]
+    for file in files:
+        file.sync()
+    write_json(folder / JOURNAL, {"identity": identity, "tensors": digests, "files": ends})
+    return digests
 
 
 def _continue(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
@@ -316,7 +365,7 @@ def lines_of(folder: Path) -> dict[str, dict]:
         lines, tp = content["files"], content["identity"]["tp"]
         if type(tp) is not int or len(lines) != tp + 1 or sorted(lines) != sorted(file_names(tp)):
             raise ValueError(f"files {sorted(lines)[:8]}")  # also what keeps a path out of the folder from being opened
-        if any(line.keys() != {"bytes", "sha256", "header_sha256"} for line in lines.values()):
+        if any(line.keys() != {"bytes", "blake3", "header_blake3"} for line in lines.values()):
             raise ValueError("a file is described otherwise than by its size and digests")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder / MANIFEST} does not describe a weight set ({error}); delete {folder} and {AGAIN}") from None
@@ -336,11 +385,10 @@ def verify(folder: Path, quick: bool = False) -> list[str]:
         elif path.stat().st_size != wanted["bytes"]:
             problems.append(f"{name}: {path.stat().st_size} bytes, wanted {wanted['bytes']}")
         elif not quick:
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
-                    problems.append(f"{name}: content differs from its sha256")
-                elif _header_digest(TensorFile(path, AGAIN)) != wanted["header_sha256"]:
-                    problems.append(f"{name}: header differs from its sha256")
+            if _file_digest(path) != wanted["blake3"]:
+                problems.append(f"{name}: content differs from its blake3")
+            elif _header_digest(TensorFile(path, AGAIN)) != wanted["header_blake3"]:
+                problems.append(f"{name}: header differs from its blake3")
     return problems
 
 
@@ -449,11 +497,19 @@ def load_host(folder: Path) -> TensorFile:
     return file
 
 
+def _file_digest(path: Path) -> str:
+    digest, block = blake3(max_threads=blake3.AUTO), memoryview(bytearray(_PIECE_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()
+
+
 def _header_digest(file: TensorFile) -> str:
-    return hashlib.sha256(len(file.header).to_bytes(8, "little") + file.header).hexdigest()
+    return blake3(len(file.header).to_bytes(8, "little") + file.header).hexdigest()
 
 
 def _check_header(path: Path, file: TensorFile) -> None:
     """A header that says what the model wants may still be another's, or point elsewhere."""
-    if _header_digest(file) != lines_of(path.parent)[path.name]["header_sha256"]:
+    if _header_digest(file) != lines_of(path.parent)[path.name]["header_blake3"]:
         raise UserError(f"{path} is not the file its manifest describes: the header differs; delete {path.parent} and {AGAIN}")

@@ -401,7 +401,7 @@ ARTIFACTS = [
     case("missing graph", "--artifacts-dir {bad}/missing-graph", "step.pt2: missing", "rm -r", COMPILE_DIT),
     case("flipped graph", "--artifacts-dir {bad}/flipped-graph", "step.pt2: content differs", "rm -r", COMPILE_DIT),
     case("verify nothing", "--artifacts-dir {root}/none --verify", "no dit weights", SHARD_DIT, script=SHARD_DIT),
-    case("verify flipped", "--artifacts-dir {bad}/flipped-rank --verify", "rank0.safetensors: content differs from its sha256",
+    case("verify flipped", "--artifacts-dir {bad}/flipped-rank --verify", "rank0.safetensors: content differs from its blake3",
          "rm -r", script=SHARD_DIT),
     case("verify truncated", "--artifacts-dir {bad}/truncated-rank --verify", "bytes, wanted", "rm -r", script=SHARD_DIT),
     case("verify missing", "--artifacts-dir {bad}/missing-rank --verify", "rank0.safetensors: missing", script=SHARD_DIT),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from helpers import one_thread, save_weights  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -137,17 +138,15 @@ def test_the_manifest_accounts_for_every_tensor_of_the_source(source, whole, tin
     assert described["tensors"].keys() == set(source.names)
     assert len(described["tensors"]) + sum(described["elsewhere"].values()) == len(file.shapes)
     name = "transformer_blocks.1.ff.net.2.weight"
-    assert described["tensors"][name] == sha256(source.tensor(name))
+    assert described["tensors"][name] == digest(source.tensor(name))
     assert described["files"] == [
-        {"name": tiny.checkpoint.name, "bytes": tiny.checkpoint.stat().st_size, "header_sha256": sha256(file.header)}
+        {"name": tiny.checkpoint.name, "bytes": tiny.checkpoint.stat().st_size, "header_blake3": digest(file.header)}
     ]
 
 
-def sha256(value) -> str:
-    import hashlib
-
+def digest(value) -> str:
     data = value if isinstance(value, bytes) else value.contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()
+    return blake3(data).hexdigest()
 
 
 def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_a_byte_is_written(source):
@@ -356,7 +355,7 @@ def test_verify_names_what_is_missing_cut_or_changed(copy):
     assert verify(copy) == [
         f"{rank_file(0)}: missing",
         f"{rank_file(1)}: {len(rank) - 1} bytes, wanted {len(rank)}",
-        f"{rank_file(2)}: content differs from its sha256",
+        f"{rank_file(2)}: content differs from its blake3",
     ]
 
 
@@ -369,7 +368,7 @@ def test_every_single_flipped_bit_is_found(copy):
             wrong = bytearray(right)
             wrong[choose.choice([choose.randrange(header), choose.randrange(header, len(right))])] ^= 1 << choose.randrange(8)
             (copy / name).write_bytes(wrong)
-            assert verify(copy) == [f"{name}: content differs from its sha256"]
+            assert verify(copy) == [f"{name}: content differs from its blake3"]
         (copy / name).write_bytes(right)
 
 
@@ -380,7 +379,7 @@ def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_
     wrong[8 + len(file.header) + file._begins[name] + 5] ^= 4
     path.write_bytes(wrong)
     manifest = read_json(copy / MANIFEST)
-    manifest["files"][path.name]["sha256"] = sha256(bytes(wrong))
+    manifest["files"][path.name]["blake3"] = digest(bytes(wrong))
     write_json(copy / MANIFEST, manifest)
     assert verify(copy) == []
     assert compare(source, copy, TP, torch.float32, cuts_of(source, TP, {})) == [f"{path.name}: {name} differs from the source"]
