@@ -30,6 +30,7 @@ def make(path: Path, blocks: int = 48) -> Path:
         begin, end = end, end + prod(shape) * TORCH_DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as safetensors writes it
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)

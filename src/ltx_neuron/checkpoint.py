@@ -111,7 +111,12 @@ class Source:
     def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
         """A tensor's rows, from each start to its stop; a tensor without dimensions is one row."""
         file, key = self._find(name)
-        yield from (file.read(key, *rows) if file.shapes[key] else file.read(key) for rows in bounds)
+        yield from (file.mapped(key, *rows) for rows in bounds)
+
+    def forget(self, name: str, start: int, stop: int) -> None:
+        """Such rows have passed by."""
+        file, key = self._find(name)
+        file.forget(key, start, stop)
 
     def described(self, tensors: dict[str, str]) -> dict:
         """What these tensors came from: the files, the digest of every tensor, and what the files hold beside them."""

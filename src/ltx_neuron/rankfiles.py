@@ -31,7 +31,7 @@ from ltx_neuron.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
 
 HOST_FILE, JOURNAL, PARTIAL = "host.safetensors", "journal.json", ".partial"
 AGAIN = "run the shard script again"
-_PIECE_BYTES = 16 * 2**20  # read from the source at once; larger blocks would go back to the system and be zeroed anew
+_PIECE_BYTES = 16 * 2**20  # read from the source at once
 _AHEAD = 12  # pieces that are read and not yet written: as many as keep every file's thread busy, 0.2 GB
 _SYNC_BYTES = 2 * 2**30  # written between two entries of the journal: what a killed run may have to do again
 
@@ -161,6 +161,7 @@ class _File:
         self.partial = path.with_name(path.name + PARTIAL)
         self.size = len(header) + ends[-1]
         self.error: OSError | None = None
+        self.room = torch.empty(0, dtype=torch.uint8)  # kept: new memory costs the system more than the copy into it
 
     def __enter__(self) -> "_File":
         return self
@@ -187,8 +188,14 @@ class _File:
         return True
 
     def put(self, tensor: Tensor) -> None:
-        for rows in tensor.split(max(1, _PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))) if tensor.dim() else [tensor]:
-            self._write(_bytes(rows.to(self.dtype)))
+        if tensor.dtype == self.dtype and tensor.is_contiguous():
+            self._write(_bytes(tensor))
+            return
+        for rows in tensor.split(max(1, _PIECE_BYTES // max(1, tensor[0].numel() * self.dtype.itemsize))):
+            size = rows.numel() * self.dtype.itemsize
+            if size > len(self.room):
+                self.room = torch.empty(size, dtype=torch.uint8)
+            self._write(_bytes(self.room[:size].view(self.dtype).view(rows.shape).copy_(rows)))
 
     def _write(self, content) -> None:
         self.hasher.update(content)
@@ -239,7 +246,7 @@ class _Lanes:
 
 
 def _write(source, folder: Path, identity: dict, tp: int, cuts: list[Cut], files: list[_File], workers: int) -> None:
-    """Read, cut and write. Nothing here waits for the disk but the end: a thread of its own makes safe what was written."""
+    """Read, cut and write. Nothing waits for the disk but the end: a thread of its own makes safe what was written."""
     with ExitStack() as stack:
         digests = _continue(folder, identity, files)
         for file in files:
@@ -255,24 +262,30 @@ def _write(source, folder: Path, identity: dict, tp: int, cuts: list[Cut], files
             return notary.do(0, _note, folder, identity, dict(tensors), files, ends)
 
         written, noted, on_the_way = 0, None, deque()
+
+        def wait_for_oldest() -> None:
+            name, start, rows, jobs = on_the_way.popleft()
+            for job in jobs:
+                job.result()
+            source.forget(name, start, start + rows)
+
         for cut in cuts[len(digests) :]:
             digest = blake3()
             for start, piece in _pieces(source, cut, tp):
                 jobs = [writers.do(number, files[number].put, part) for number, part in cut.parts(piece, start, tp)]
-                on_the_way.append([*jobs, hasher.do(0, digest.update, _bytes(piece))])
+                jobs.append(hasher.do(0, digest.update, _bytes(piece)))
+                on_the_way.append((cut.name, start, len(piece) if cut.shape else 1, jobs))
                 written += piece.nbytes
                 bar.update(piece.nbytes)
                 while len(on_the_way) > _AHEAD:
-                    for job in on_the_way.popleft():
-                        job.result()
+                    wait_for_oldest()
             tensors[cut.name] = hasher.do(0, digest.hexdigest)
             if written >= _SYNC_BYTES and (not noted or noted.done()):
                 if noted:
                     noted.result()
                 written, noted = 0, note()
-        for jobs in on_the_way:
-            for job in jobs:
-                job.result()
+        while on_the_way:
+            wait_for_oldest()
         tensors = note().result()
         lines = {file.path.name: file.finish() for file in files}
     _sync_folder(folder)
@@ -469,6 +482,9 @@ class RankSource:
                 yield torch.cat(parts)
             else:
                 yield self._file(name).read(name, start, stop) if part else self._file(name).read(name)
+
+    def forget(self, name: str, start: int, stop: int) -> None:
+        """Nothing: a finished set is still to be loaded, the system may keep it."""
 
     def described(self, tensors: dict[str, str]) -> dict:
         """Of the checkpoint: what these files were made from still describes what is made from them."""
