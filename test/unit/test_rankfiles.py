@@ -1,5 +1,6 @@
 """Weight sets that can be trusted: written in one pass, resumed after any kill, verified, cut anew, and loaded strictly."""
 
+import errno
 import json
 import os
 import random
@@ -322,19 +323,34 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_disk_that_fills_up_leaves_nothing_under_a_final_name_and_the_run_is_resumed(
-    source, whole, small_disk, often, monkeypatch
-):
-    folder, pieces = small_disk / "weights", Source.pieces
+def fill_meanwhile(patch, disk: Path, left: int) -> None:
+    """Somebody else's file takes the room, but for so many bytes, while rank files are written."""
+    pieces = Source.pieces
 
     def filling(self, name, bounds):
-        if name == "transformer_blocks.0.ff.net.2.weight":  # somebody else's file takes the room meanwhile
-            free = shutil.disk_usage(small_disk).free
-            (small_disk / "other").write_bytes(bytes(free - free % 4096 - 4096))
+        if name == "transformer_blocks.0.ff.net.2.weight":
+            free = shutil.disk_usage(disk).free
+            (disk / "other").write_bytes(bytes(free - free % 4096 - left))
         return pieces(self, name, bounds)
 
+    patch.setattr(Source, "pieces", filling)
+
+
+def test_the_room_for_rank_files_is_taken_before_the_first_byte(source, whole, small_disk, often, monkeypatch):
+    fill_meanwhile(monkeypatch, small_disk, left=128 * 1024)  # as much as journal and manifest take
+    write(source, small_disk / "weights")
+    assert content(small_disk / "weights") == content(whole)
+
+
+def test_a_disk_that_fills_up_leaves_nothing_under_a_final_name_and_the_run_is_resumed(source, whole, small_disk, often):
+    folder = small_disk / "weights"
+
+    def cannot(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Source, "pieces", filling)
+        patch.setattr(os, "posix_fallocate", cannot)  # a file system that cannot keep room for a file
+        fill_meanwhile(patch, small_disk, left=4096)
         with pytest.raises(OSError, match="No space left"):  # errors.run says so without a traceback: test_bad_input
             write(source, folder)
     assert all(name.endswith(PARTIAL) or name == JOURNAL for name in names(folder))
