@@ -172,8 +172,7 @@ def planned(folder: Path, sizes: list[Size], degrees: list[int]) -> list[dict]:
                 "size": f"{size.height}x{size.width}x{size.num_frames}", "tp": tp, "video_tokens": stage.video_tokens,
                 "flops_per_step": stage.flops_per_step, "ideal_step_ms": stage.ideal_step_ms,
                 "activation_bytes_per_core": stage.activation_bytes_per_core, "upload_bytes": stage.upload_bytes,
-                "collective_bytes": stage.collectives_per_step["bytes"], "host_bytes_to_decode": made.host_bytes_to_decode,
-                "fits": made.fits,
+                "collective_bytes": stage.collectives_per_step["bytes"], "fits": made.fits,
             })  # fmt: skip
     return rows
 
@@ -254,7 +253,11 @@ def conclude(tables: dict[str, list[dict]], out: Path) -> bool:
     print(printed(tables), "", sep="\n")
     for kind, limits in LIMITS.items():
         for column in limits:
-            largest = max((one for one in found if one.what.startswith(f"{kind} {column},")), key=lambda one: one.exponent)
+            of = [one for one in found if one.what.startswith(f"{kind} {column},")]
+            if not of:
+                print(f"{kind} {column}: too small at these sizes to say how it grows")
+                continue
+            largest = max(of, key=lambda one: one.exponent)
             print(f"{largest.what}: grows at most as tokens ^ {largest.exponent:.2f} ({largest.tokens[0]:,} to "
                   f"{largest.tokens[1]:,}), allowed {largest.allowed:g}")  # fmt: skip
     faster = [one for one in found if one.exceeded]

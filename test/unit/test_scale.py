@@ -45,7 +45,7 @@ def test_a_run_measures_and_plans_every_size_and_draws_them(tmp_path, capsys):
 
 
 def test_what_grows_too_fast_is_said(tmp_path, capsys):
-    row = {"size": "s", "tp": 1, "steps_ms": [1.0], "cold_step_ms": 1.0, "fits": True, "host_bytes_to_decode": 1}
+    row = {"size": "s", "tp": 1, "steps_ms": [1.0], "cold_step_ms": 1.0, "fits": True}
     row |= dict.fromkeys((*scale.LIMITS["measured"], *scale.LIMITS["planned"]), 1e9)
     rows = [{**row, "video_tokens": 10}, {**row, "video_tokens": 20, "step_ms": 5e9}]
     assert scale.conclude({"measured": rows, "planned": rows}, tmp_path / "s") is True
