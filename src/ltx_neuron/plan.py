@@ -73,7 +73,7 @@ class Plan:
     fits: bool | None
     fits_resident: bool | None
     nearest_that_fits: str | None
-    host_bytes_to_load: int  # every rank's file of the larger model passes through the host at once
+    host_bytes_to_load: int  # at most: every rank's file of the larger model, read before it goes to the device
     host_bytes_to_decode: int  # with this machine's threads
     host_limit_bytes: int | None
     disk_bytes: int

@@ -43,8 +43,10 @@ def _plot_phases(axes, reports: list[dict]) -> None:
         begin, ends = 0.0, {}
         for phase in [*report["phases"], {"name": "residual", "seconds": report["residual_seconds"]}]:
             row = names.index(phase["name"]) + (index + 0.5) * height - 0.4
-            unnamed = phase["name"] == "residual"  # it lay between the phases, not after them
-            axes.barh(row, phase["seconds"], 0.9 * height, begin, color=f"C{index}", alpha=0.3 if unnamed else 1)
+            look = {"color": f"C{index}"}
+            if phase["name"] == "residual":  # it lay between the phases, not after them
+                look = {"fill": False, "edgecolor": f"C{index}", "hatch": "////"}
+            axes.barh(row, phase["seconds"], 0.9 * height, begin, **look)
             begin += phase["seconds"]
             ends[phase["name"]] = begin, row, ends.get(phase["name"], (0, 0, 0.0))[2] + phase["seconds"]
         for begin, row, seconds in ends.values():  # a phase that comes back is labelled once, with its sum

@@ -69,7 +69,7 @@ class Shared:
 class Rank:
     """What one rank process holds: its weights, its programs and its named tensors.
 
-    Nothing but copies and compiled graphs runs on a Neuron device: whatever is made, cut or looked at is so on the host.
+    Nothing but copies and compiled graphs runs on the device: whatever is made, cut or looked at is so on the host.
     """
 
     def __init__(self, settings: dict, device: torch.device, meet: Callable[[], None], patience: Callable[[float], None]):
@@ -189,12 +189,8 @@ class Rank:
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
         latents = [n for n in LATENTS if n in {writes.get(name, name) for name in outputs}]  # of the last graph
-        not_finite = [n for n in latents if not self._to_look_at(n).isfinite().all()]
+        not_finite = [n for n in latents if not self.tensors[n].cpu().isfinite().all()]
         return {"milliseconds": milliseconds, "not_finite": not_finite}
-
-    def _to_look_at(self, name: str) -> Tensor:
-        """A named tensor where something may be asked of it: on a GPU in its place, which saves copying it to the host."""
-        return self.tensors[name] if self.device.type == "cuda" else self.tensors[name].cpu()
 
     def _after_launch(self, launches: int, first: bool) -> None:
         """Wait for the device where its queue may be full; and for all ranks after a graph's first launch: one that ran ahead
