@@ -8,6 +8,7 @@ every rank, over what it held before. The plan counts the same in the graphs of 
 
 Between successive sizes, log(what) / log(tokens) must not exceed attention's 2 for time and FLOPs and 1 for memory and bytes:
 exit code 1 where it does. Writes JSON and a plot; the largest exponents come last.
+With more ranks than cores, time is what it is.
 """
 
 import argparse
@@ -264,6 +265,9 @@ def conclude(tables: dict[str, list[dict]], out: Path) -> bool:
     for one in faster:
         print(f"grows too fast: {one.what}, {one.tokens[0]:,} to {one.tokens[1]:,} tokens: ^ {one.exponent:.2f}, "
               f"allowed {one.allowed:g}", file=sys.stderr)  # fmt: skip
+    step, memory = (max((one.exponent for one in found if one.what.startswith(f"measured {column},")), default=math.nan)
+                    for column in ("step_ms", "memory_bytes"))  # fmt: skip
+    print(f"a step's time grows at most as tokens ^ {step:.2f}, its memory as tokens ^ {memory:.2f}")
     return bool(faster)
 
 
