@@ -407,7 +407,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--work-dir", type=Path, default=Path("outputs/on-device"), metavar="DIR",
                       help="state.json, report.md, logs and what the runs leave (default: outputs/on-device)")  # fmt: skip
     made.add_argument("--skip-wide", action="store_true",
-                      help="leave out the two blocks at full width (a file of 2.9 GB, made in 13 GB of memory)")
+                      help="leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)")
     made.add_argument("--anew", action="store_true", help="forget what is finished")
     cli.add_size(made)
     return made.parse_args()
