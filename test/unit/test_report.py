@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -155,7 +156,7 @@ def share_of_timing(steps: int = 25, step_seconds: float = 0.02) -> float:
     """
     recorder = Recorder()
     with recorder.phase("denoise_stage_1"):
-        (sampler,) = (thread for thread in latency.threading.enumerate() if thread.name == "peak-memory")
+        (sampler,) = (thread for thread in threading.enumerate() if thread.name == "peak-memory")
         clock = time.pthread_getcpuclockid(sampler.ident)
         began, timed = time.clock_gettime(clock), 0.0
         for _ in range(steps):
