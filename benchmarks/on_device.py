@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 import torch  # noqa: E402
-from first_step import write_inputs  # noqa: E402
+from one_step import write_inputs  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sections import Failed, NotRun, Section, cell, markdown, rel, restored, run_all, three_way  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -170,14 +170,14 @@ class Bench:
     def _common(self, model: Model, how: How) -> list:
         return [*how.flags, "--tp-degree", self.tp, "--artifacts-dir", model.artifacts]
 
-    def first_step(self, model: Model, how: How, inputs: Path) -> dict[str, Tensor]:
-        """The latents after the first step, by a process of its own."""
+    def step(self, model: Model, how: How, inputs: Path) -> dict[str, Tensor]:
+        """The latents after one step (one_step.py), by a process of its own."""
         name = f"{model.name}-step-{how.profile}-{how.dtype}"
         asked, output = self.folder / f"{name}.json", self.folder / f"{name}.safetensors"
         content = {"checkpoint": model.checkpoint, "artifacts": model.artifacts, "inputs": inputs, "output": output}
         content = {key: str(path) for key, path in content.items()} | {"size": dataclasses.asdict(model.size), "tp": self.tp}
         write_json(asked, content | {"profile": how.profile, "settings": how.settings, "dtype": how.dtype})
-        self.run(name, ROOT / "benchmarks/first_step.py", asked)
+        self.run(name, ROOT / "benchmarks/one_step.py", asked)
         return load_file(output)
 
 
@@ -284,15 +284,15 @@ def full_compiles(bench: Bench) -> list[str]:
 
 
 def one_step(bench: Bench, model: Model) -> list[str]:
-    """The first step by the three-way rule. The CPU's runs are sharded and compiled first."""
+    """One step by the three-way rule. The CPU's runs are sharded and compiled first."""
     inputs = bench.folder / f"{model.name}-inputs.safetensors"
     write_inputs(inputs, model.checkpoint, model.size)
     on_cpu = {}
     for how in (FP32, BF16):
         bench.shard(model, how, gemma=False)
         bench.compile(model, how, gemma=False)
-        on_cpu[how] = bench.first_step(model, how, inputs)
-    device = bench.first_step(model, bench.device, inputs)
+        on_cpu[how] = bench.step(model, how, inputs)
+    device = bench.step(model, bench.device, inputs)
     return three_way(device, on_cpu[BF16], on_cpu[FP32], ("video", "audio"))
 
 
@@ -407,7 +407,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--work-dir", type=Path, default=Path("outputs/on-device"), metavar="DIR",
                       help="state.json, report.md, logs and what the runs leave (default: outputs/on-device)")  # fmt: skip
     made.add_argument("--skip-wide", action="store_true",
-                      help="leave out the two blocks at full width (a file of 2.9 GB, made in some 12 GB of memory)")
+                      help="leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)")
     made.add_argument("--anew", action="store_true", help="forget what is finished")
     cli.add_size(made)
     return made.parse_args()

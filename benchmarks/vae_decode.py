@@ -72,10 +72,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_of:
-        made = decoder(args.memory_of)
-        loaded = peak_gb()
-        decoded(made, latent(args))
-        print(f"{loaded:.2f} GB loaded, {peak_gb():.2f} GB at most")
+        import_ltx_core()
+        from ltx_neuron.vae_memory import decode_bytes
+
+        imported, made = peak_gb(), decoder(args.memory_of)
+        loaded, video = peak_gb(), latent(args)
+        decoded(made, video)
+        planned = decode_bytes(released_config(), tuple(video.shape[2:]), args.threads) / 1e9
+        said = f", {planned:.2f} GB of them by the plan" if args.memory_of == "ours" else ""
+        print(f"{loaded:.2f} GB loaded, {peak_gb():.2f} GB at most, {peak_gb() - imported:.2f} GB without the imports{said}")
         return
 
     print(f"{args.height}x{args.width}x{args.num_frames}, {args.threads} threads, torch {torch.__version__}, "

@@ -21,6 +21,7 @@ from ltx_neuron.checkpoint import Checkpoint, Source
 from ltx_neuron.config import GEMMA_3_12B, Bucket, GemmaConfig, TransformerConfig, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size, Stage
+from ltx_neuron.latents import video_latent_shape
 from ltx_neuron.profiles import Profile, resolve
 from ltx_neuron.programs import Program, dit_program, gemma3_program
 from ltx_neuron.sharding import HOST, MODELS, local_shape, rule
@@ -72,7 +73,9 @@ class Plan:
     fits: bool | None
     fits_resident: bool | None
     nearest_that_fits: str | None
-    host_bytes_to_decode: int
+    host_bytes_to_load: int  # at most: every rank's file of the larger model, read before it goes to the device
+    host_bytes_to_decode: int  # with this machine's threads
+    host_limit_bytes: int | None
     disk_bytes: int
     assumed: dict
     stages: list[StagePlan]
@@ -117,6 +120,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Plan a generation; without gemma, of a prompt that is encoded on the host. Raises UserError for sizes and degrees that
     do not fit the model."""
+    from ltx_neuron.vae_memory import decode_bytes  # ltx-core, which importing this package does not need
+
     size.check()
     config, kind = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
@@ -140,6 +145,7 @@ def plan(
     in_turn = max(weights["rank"] + activations, gemma_bytes) + ASSUMED["runtime_bytes_per_core"]
     resident = weights["rank"] + gemma_bytes + activations + ASSUMED["runtime_bytes_per_core"]
     fits = None if limit is None else in_turn <= limit
+    latent = video_latent_shape(size.height, size.width, size.num_frames)
     nearest = _nearest(size, last, weights["rank"], limit, peak) if fits is False else None
     return Plan(
         profile=profile.name, tp=tp, dtype=dtype, block_weight_bytes_per_rank=weights["blocks"],
@@ -147,7 +153,9 @@ def plan(
         flops_per_step=last.flops_per_step, ideal_step_ms=last.ideal_step_ms,
         collectives_per_step=last.collectives_per_step, hbm_bytes_per_core=in_turn, hbm_bytes_per_core_resident=resident,
         hbm_limit_bytes_per_core=limit, fits=fits, fits_resident=None if limit is None else resident <= limit,
-        nearest_that_fits=nearest, host_bytes_to_decode=_decode_bytes(checkpoint.config["vae"], size),
+        nearest_that_fits=nearest, host_bytes_to_load=tp * max(weights["rank"], gemma_bytes),
+        host_bytes_to_decode=decode_bytes(checkpoint.config, latent, profile.host_threads),
+        host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
         assumed=ASSUMED, stages=stages,
     )  # fmt: skip
@@ -226,17 +234,6 @@ def _upload_bytes(program: Program, bucket: Bucket) -> int:
     return sum(torch.Size(program.fields[name].shape).numel() * program.fields[name].dtype.itemsize for name in kept)
 
 
-def _decode_bytes(vae: dict, size: Size) -> int:
-    """Host memory of the VAE decoder at its widest: three fp32 feature maps of a tile at the last resolution, and the frames.
-
-    Tiles are ltx-core's default: 512 pixels on the long side, 64 frames.
-    """
-    patch, tile = vae["patch_size"], min(1.0, 512 / max(size.height, size.width))
-    pixels = size.height * size.width * tile**2 * min(size.num_frames, 64)
-    features = 3 * 4 * vae["decoder_base_channels"] * pixels / patch**2
-    return int(features + size.height * size.width * size.num_frames * 3 * 5)
-
-
 def _nearest(size: Size, stage: StagePlan, weights: int, limit: int, peak) -> str | None:
     """The longest clip of this height and width whose step fits. `peak` gives a size's bytes beside the weights."""
     room = limit - weights - ASSUMED["runtime_bytes_per_core"]
@@ -276,12 +273,14 @@ def table(made: Plan) -> str:
         f"Gemma3 weights a core   {gb(made.gemma3_weight_bytes_per_rank)}",
         f"memory a core           {gb(made.hbm_bytes_per_core)} in turn, {gb(made.hbm_bytes_per_core_resident)} both resident, "
         f"of {gb(made.hbm_limit_bytes_per_core)}",
-        f"host memory to decode   {gb(made.host_bytes_to_decode)}",
+        f"host memory             {gb(made.host_bytes_to_load)} to load, {gb(made.host_bytes_to_decode)} to decode, "
+        f"of {gb(made.host_limit_bytes)}",
         f"disk for rank files     {gb(made.disk_bytes)}",
         f"assumed                 {gb(ASSUMED['runtime_bytes_per_core'])} a core for graphs and runtime; {ASSUMED['sdpa']}",
     ]
     verdict = {True: "fits", False: "does not fit", None: "this profile has no documented memory to compare with"}
     nearest = f"; the nearest that does: {made.nearest_that_fits}" if made.nearest_that_fits else ""
+    nearest = nearest or ("; no length of that size does" if made.fits is False else "")
     resident = " (both models resident as well)" if made.fits_resident else " (one model at a time)" if made.fits else ""
     return "\n".join([*lines, f"verdict                 {verdict[made.fits]}{resident}{nearest}"])
 

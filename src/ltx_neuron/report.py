@@ -270,11 +270,13 @@ def table(report: dict) -> str:
         )
         for name, part in timed
     ]
-    steps = [("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")]
+    steps, each = [("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")], []
     for stage, values in report["denoise_steps_ms"].items():
         if values:
             warm = [report["warm_step_ms"][stage][key] for key in ("median", "p90", "host", "device")]
             steps.append((stage, str(len(values)), *map(_text, (values[0], *warm))))
+            listed = " ".join(f"{value:,.1f}" for value in values)
+            each += textwrap.wrap(f"each step of {stage}, ms: {listed}", 100, subsequent_indent="  ")
     collectives, percent = report["collectives_per_step"], report["percent_of_peak"]
     measured = any(warm["median"] for warm in report["warm_step_ms"].values())
     reason = "no peak for this profile" if report["flops_per_step"] and measured else "no flops or no warm step counted"
@@ -285,6 +287,7 @@ def table(report: dict) -> str:
             *_columns(phases),
             "",
             *_columns(steps),
+            *each,
             "",
             f"bytes to device per step  {report['bytes_to_device_per_step']:,}",
             f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",

@@ -12,12 +12,26 @@ def plot(reports: dict | list[dict], path: str | Path) -> None:
     """Draw one report, or a list of two, as a PNG of 1200 x 500: phases in seconds left, steps in ms right."""
     reports = [reports] if isinstance(reports, dict) else reports
     figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
-    figure.suptitle("   ".join(f"{'AB'[index]}: {title(report)}" for index, report in enumerate(reports)))
+    figure.suptitle("   ".join(_letter(index, reports) + _described(report) for index, report in enumerate(reports)))
     phases, steps = figure.subplots(1, 2)
     _plot_phases(phases, reports)
     _plot_steps(steps, reports)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
+
+
+def _letter(index: int, reports: list[dict]) -> str:
+    """Which of two reports it is."""
+    return f"{'AB'[index]}: " if len(reports) > 1 else ""
+
+
+def _described(report: dict) -> str:
+    percent = report["percent_of_peak"]
+    return title(report) + ("" if percent is None else f", {percent:.1f} % of peak")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _plot_phases(axes, reports: list[dict]) -> None:
@@ -29,7 +43,10 @@ def _plot_phases(axes, reports: list[dict]) -> None:
         begin, ends = 0.0, {}
         for phase in [*report["phases"], {"name": "residual", "seconds": report["residual_seconds"]}]:
             row = names.index(phase["name"]) + (index + 0.5) * height - 0.4
-            axes.barh(row, phase["seconds"], 0.9 * height, begin, color=f"C{index}")
+            look = {"color": f"C{index}"}
+            if phase["name"] == "residual":  # it lay between the phases, not after them
+                look = {"fill": False, "edgecolor": f"C{index}", "hatch": "////"}
+            axes.barh(row, phase["seconds"], 0.9 * height, begin, **look)
             begin += phase["seconds"]
             ends[phase["name"]] = begin, row, ends.get(phase["name"], (0, 0, 0.0))[2] + phase["seconds"]
         for begin, row, seconds in ends.values():  # a phase that comes back is labelled once, with its sum
@@ -48,7 +65,9 @@ def _plot_steps(axes, reports: list[dict]) -> None:
     for index, report in enumerate(reports):
         for stage, style in zip(STAGES, ("o-", "s--"), strict=True):
             if steps := report["denoise_steps_ms"][stage]:
-                label = f"{'AB'[index]}: {stage}"
+                label = _letter(index, reports) + stage
+                if (warm := report["warm_step_ms"][stage])["median"]:
+                    label += f": warm {_number(warm['median'])} ms, host {_number(warm['host'])} ms of it"
                 axes.plot(range(2, len(steps) + 1), steps[1:], style, color=f"C{index}", label=label)
                 axes.plot(1, steps[0], style[0], color=f"C{index}", fillstyle="none", markersize=10)
                 everything += steps
@@ -63,4 +82,4 @@ def _plot_steps(axes, reports: list[dict]) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize=9)

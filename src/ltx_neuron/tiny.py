@@ -168,7 +168,9 @@ def save(path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | No
         header = {"__metadata__": metadata} | header
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + serialized[start:])
+    with open(path, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.write(memoryview(serialized)[start:])  # a slice of bytes would copy them
 
 
 # --- config --------------------------------------------------------------------------------------------------------

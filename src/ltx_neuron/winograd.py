@@ -126,9 +126,8 @@ def by_tiles(source: Map, weight: Tensor, bias: Tensor, write: Write, workers: W
     outputs, inputs = weight.shape[:2]
     filters = _transformed(weight, workers)
     frames, height, width, _ = source.shape
-    long, tall, wide = (-(-size // TILE) for size in (frames, height, width))
-    at_once = min(TILES_AT_ONCE, -(-long * tall * wide // (2 * workers.count)))
-    rows, groups = _even(tall, at_once // wide), _even(long, at_once // (wide * tall))
+    long, tall, wide = tiles_of(source.shape)
+    groups, rows = piece_of(source.shape, workers.count)
 
     def piece(corner: tuple[int, int]) -> None:
         first, top = (TILE * at for at in corner)
@@ -141,6 +140,18 @@ def by_tiles(source: Map, weight: Tensor, bias: Tensor, write: Write, workers: W
         write(slice(first, first + len(found)), slice(top, top + found.shape[1]), found)
 
     workers.run(piece, itertools.product(range(0, long, groups), range(0, tall, rows)))
+
+
+def tiles_of(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Tiles along the three axes of a map (F, H, W, C)."""
+    return tuple(-(-size // TILE) for size in shape[:3])
+
+
+def piece_of(shape: Sequence[int], workers: int) -> tuple[int, int]:
+    """Tiles in time and in height that a worker takes at a time; in width it takes all."""
+    long, tall, wide = tiles_of(shape)
+    at_once = min(TILES_AT_ONCE, -(-long * tall * wide // (2 * workers)))
+    return _even(long, at_once // (wide * tall)), _even(tall, at_once // wide)
 
 
 def _even(size: int, most: int) -> int:

@@ -84,6 +84,8 @@ def test_what_does_not_fit_names_a_size_that_does(released):
     height, width, frames = (int(part) for part in made.nearest_that_fits.replace("x", " ").replace(",", "").split()[:3])
     assert plan.plan(released, small, Size(height, width, frames), 4, "bfloat16").fits
     assert frames < 121 and "does not fit; the nearest that does" in plan.table(made)
+    none = plan.plan(released, TRN2, SMALL, 1, "bfloat16")
+    assert none.nearest_that_fits is None and "does not fit; no length of that size does" in plan.table(none)
 
 
 def test_json_is_one_object_with_the_documented_names(released, capsys):
@@ -97,6 +99,12 @@ def test_json_is_one_object_with_the_documented_names(released, capsys):
 def test_a_profile_without_documented_limits_gets_no_verdict(released):
     made = plan.plan(released, PROFILES["cpu"], Size(384, 512, 25), 4, "bfloat16")
     assert made.fits is None and made.ideal_step_ms is None and made.flops_per_step > 0
+
+
+def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
+    made = planned(released, 384, 512, 25)
+    assert made.host_bytes_to_load == 4 * made.dit_weight_bytes_per_rank < made.host_limit_bytes == TRN2.host_memory_bytes
+    assert 2.0e9 < made.host_bytes_to_decode < 3.0e9  # 2.2 to 2.5 GB were measured on two cores; more take more
 
 
 def test_illegal_sizes_and_degrees_are_refused(released):

@@ -1,6 +1,9 @@
-"""The first denoising step on given noise and contexts: what on_device.py compares between the device and the CPU.
+"""One denoising step on given noise and contexts: what on_device.py compares between the device and the CPU.
 
-    python benchmarks/first_step.py ASKED.json
+    python benchmarks/one_step.py ASKED.json
+
+It is the last step of stage 1, to sigma 0, which leaves the model's prediction itself. The first one, from sigma 1 to 0.994,
+leaves almost what it began with: what a model predicts changes that by about as much as the rule allows it to be off.
 
 ASKED.json has checkpoint, artifacts, size (of job.Size), profile, settings, dtype, tp, inputs (written by `write_inputs`) and
 output, a file that takes the latents after the step: video (1, 128, F, h, w) and audio (1, 8, Ta, 16).
@@ -29,7 +32,7 @@ from ltx_neuron.workspace import Workspace  # noqa: E402
 
 
 def write_inputs(path: Path, checkpoint: Path, size: Size) -> None:
-    """Random noise and contexts for a first step, as numbers that bf16 holds: every run then starts from equal ones."""
+    """Random noise and contexts for a step, as numbers that bf16 holds: every run then starts from equal ones."""
     config, stage = transformer_config(Checkpoint(checkpoint).config), size.stages()[0]
     shape = latents.video_latent_shape(stage.height, stage.width, size.num_frames)
     audio = latents.audio_latent_frames(size.num_frames, size.frame_rate)
@@ -42,8 +45,8 @@ def write_inputs(path: Path, checkpoint: Path, size: Size) -> None:
 
 
 @torch.no_grad()
-def take_first_step(asked: dict) -> None:
-    """Run the first step of stage 1 on the inputs and write the latents of both streams."""
+def take_step(asked: dict) -> None:
+    """Run the last step of stage 1 on the inputs and write the latents of both streams."""
     inputs, job = load_file(asked["inputs"]), Job("contexts are given", Size(**asked["size"]))
     profile = resolve(asked["profile"], tuple(asked["settings"]))
     workspace = Workspace(asked["checkpoint"], profile, asked["artifacts"], asked["tp"], asked["dtype"])
@@ -63,10 +66,10 @@ def take_first_step(asked: dict) -> None:
         run.prepare(job, stage, [contexts], *empty, torch.Generator().manual_seed(0), [])
         run.video, run.audio = inputs["video"].to(dtype), inputs["audio"].to(dtype)
         run.start()
-        run.step(0)
+        run.step(len(stage.sigmas) - 2)
         video, audio = run.result(shape)
     save_file({"video": video.contiguous(), "audio": audio.contiguous()}, asked["output"])
 
 
 if __name__ == "__main__":
-    errors.run(lambda: take_first_step(read_json(Path(sys.argv[1]))))
+    errors.run(lambda: take_step(read_json(Path(sys.argv[1]))))
