@@ -86,6 +86,10 @@ class Source:
         file, key = self._find(name)
         return file.shapes[key]
 
+    def dtype(self, name: str) -> torch.dtype:
+        file, key = self._find(name)
+        return TORCH_DTYPES[file.dtypes[key]]
+
     def split(self, name: str) -> int | str | None:
         """The dimension in which the ranks' parts of a tensor differ: the sharding table's word."""
         kind = rule(self.model, name)
@@ -134,6 +138,11 @@ class Source:
         """A whole tensor."""
         file, key = self._find(name)
         return file.read(key)
+
+    def stored(self, name: str, start: int = 0, stop: int | None = None, into: Tensor | None = None) -> Tensor:
+        """A tensor's rows start..stop as the files hold them; `into` as for TensorFile.read."""
+        file, key = self._find(name)
+        return file.read(key, start, stop, into)
 
     def rows(self, name: str, indices: list[int]) -> Tensor:
         """Single rows of a tensor."""

@@ -4,6 +4,8 @@ Source: ltx-core text_encoders/gemma/embeddings_connector.py. Every one of the 1
 come first, learnable registers fill the rest, and all attend to all.
 """
 
+from itertools import zip_longest
+
 from torch import Tensor, nn
 
 from ltx_neuron.attention import Attention, Call, Kernel, attend
@@ -40,12 +42,9 @@ class Connectors(nn.Module):
     def forward(self, inputs: ConnectorInputs) -> ConnectorOutputs:
         states = {"video": inputs.video_tokens, "audio": inputs.audio_tokens}
         ropes = {"video": Rope(inputs.video_cos, inputs.video_sin), "audio": Rope(inputs.audio_cos, inputs.audio_sin)}
-        blocks = {
-            "video": self.video_connector.transformer_1d_blocks,
-            "audio": self.audio_connector.transformer_1d_blocks,
-        }
-        for index in range(max(map(len, blocks.values()))):
-            active = {name: block[index] for name, block in blocks.items() if index < len(block)}
+        blocks = self.video_connector.transformer_1d_blocks, self.audio_connector.transformer_1d_blocks
+        for layer in zip_longest(*blocks):
+            active = {name: block for name, block in zip(states, layer, strict=True) if block is not None}
             self._layer(active, states, ropes)
         return ConnectorOutputs(rms_norm(states["video"]), rms_norm(states["audio"]))
 

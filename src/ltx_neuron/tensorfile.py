@@ -85,11 +85,11 @@ class TensorFile:
     def _broken(self, why: str) -> UserError:
         return UserError(f"{self.path} is not a whole safetensors file: {why}.\nDownload it again: {self.download}")
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A tensor, or its rows start..stop along the first dimension."""
+    def read(self, name: str, start: int = 0, stop: int | None = None, into: Tensor | None = None) -> Tensor:
+        """A tensor, or its rows start..stop along the first dimension; `into` is one of that shape and dtype to be filled."""
         offset, size, wanted = self._place(name, start, stop)
         dtype = TORCH_DTYPES[self.dtypes[name]]
-        buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
         view = memoryview(buffer.numpy())
         with self._open() as file:
             file.seek(offset)
@@ -99,6 +99,8 @@ class TensorFile:
                 if not count:
                     raise self._broken(f"it ends within {name}")
                 done += count
+        if into is not None:
+            return into
         return buffer.view(dtype).view(wanted) if buffer.numel() else torch.empty(wanted, dtype=dtype)
 
     def mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:

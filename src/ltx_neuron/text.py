@@ -4,9 +4,12 @@ The tokenizer pads on the left to 1024 and positions count the padding. Padding 
 positions are encoded: on the ranks a bucket of them, on the host exactly the prompt's.
 """
 
+import math
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,14 +18,16 @@ from ltx_neuron.checkpoint import Source
 from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_download
 from ltx_neuron.connectors import Connectors
 from ltx_neuron.errors import UserError
-from ltx_neuron.gemma3 import Gemma3Encoder, layers_first
-from ltx_neuron.graphs import ConnectorInputs, Gemma3Inputs
-from ltx_neuron.parallel import SingleRank
+from ltx_neuron.gemma3 import Gemma3Encoder
+from ltx_neuron.graphs import ConnectorInputs, ConnectorOutputs, Gemma3Inputs
+from ltx_neuron.parallel import SingleRank, rms_norm
 from ltx_neuron.rankfiles import load_host
 from ltx_neuron.rope import half_rope, split_rope
+from ltx_neuron.streamed import FloatProducts, StreamedLayers, Weights
 
 _CONNECTOR_THETA = 10000.0  # ltx-core's connectors take the default, whatever the transformer's config says
 _MASKED = -1e9  # finite: a row of infinities would be NaN
+_PROJECTED = 128  # rows of an aggregate projection that the host holds at a time: 48 MB of 1.5 GB
 
 
 class Contexts(NamedTuple):
@@ -102,9 +107,11 @@ def embed(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def padded(states: Tensor) -> Tensor:
-    """(1, B, ...) of the last positions -> (1, 1024, ...)"""
-    filler = torch.zeros(1, TEXT_TOKENS - states.shape[1], *states.shape[2:], dtype=states.dtype)
-    return torch.cat([filler, states], dim=1)
+    """(1, B, ...) of the last positions -> (1, 1024, ...). NumPy's zeros take no memory and no time until they are written."""
+    size = TEXT_TOKENS * math.prod(states.shape[2:]) * states.itemsize
+    whole = torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(states.dtype).view(1, TEXT_TOKENS, *states.shape[2:])
+    whole[:, TEXT_TOKENS - states.shape[1] :] = states
+    return whole
 
 
 def attention_mask(count: int) -> Tensor:
@@ -160,11 +167,12 @@ class HostTextEncoder:
 
     def __init__(self, source: Source, gemma: GemmaConfig, config: TransformerConfig, dtype: torch.dtype):
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
+        self.weights = Weights(source, dtype)
 
     def check(self) -> None:
         """Raise UserError, listing every tensor, where the source's are not those the configs describe. Loads nothing."""
-        modules, problems = self._modules(), []
-        for name, tensor in {**modules[0].state_dict(), **modules[1].state_dict()}.items():
+        problems = []
+        for name, tensor in {**self.encoder.state_dict(), **self.connectors.state_dict()}.items():
             wanted = tuple(tensor.shape)
             if name.endswith("aggregate_embed.weight"):  # stored with all layers side by side
                 wanted = (wanted[1], wanted[0] * wanted[2])
@@ -176,42 +184,57 @@ class HostTextEncoder:
             raise UserError("\n  ".join(["the text encoder's weights are not those its config.json describes:", *problems])
                             + f"\nDownload it again: {self.source.files[-1].download}")  # fmt: skip
 
-    def _modules(self) -> tuple[Gemma3Encoder, Connectors]:
+    @cached_property
+    def encoder(self) -> Gemma3Encoder:
+        """Its layers take their weights when they run; its projections are multiplied in `_features`."""
         with torch.device("meta"):
             encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
-            return encoder, Connectors(self.config, 1, SingleRank(), sdpa)
+        encoder.layers = StreamedLayers(encoder.layers, "layers.", self.weights)
+        return encoder
+
+    @cached_property
+    def connectors(self) -> Connectors:
+        with torch.device("meta"):
+            connectors = Connectors(self.config, 1, SingleRank(), sdpa)
+        for name in ("video_connector", "audio_connector"):
+            connector, prefix = getattr(connectors, name), f"{name}.transformer_1d_blocks."
+            connector.transformer_1d_blocks = StreamedLayers(connector.transformer_1d_blocks, prefix, self.weights)
+        return connectors
 
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
-        encoder, connectors = self._modules()
-        layers = [(f"layers.{i}.", layer) for i, layer in enumerate(encoder.layers)]
-        for prefix, module in [*layers, ("norm.", encoder.norm)]:  # in memory only while it runs
-            module.register_forward_pre_hook(lambda module, _, prefix=prefix: self._fill(module, prefix))
-            module.register_forward_hook(lambda module, *_: module.to("meta") and None)
-        for name in ("video_aggregate_embed", "audio_aggregate_embed"):
-            self._fill(getattr(encoder, name), name + ".")
-        self._fill(connectors, "")
-        return [context for group in passes(prompts) for context in self._pass(encoder, connectors, group)]
+        with FloatProducts():
+            return [context for group in passes(prompts) for context in self._pass(group)]
 
-    def _pass(self, encoder: Gemma3Encoder, connectors: Connectors, prompts: list[list[int]]) -> list[Contexts]:
-        counts = [len(ids) for ids in prompts]
+    def _pass(self, prompts: list[list[int]]) -> list[Contexts]:
+        counts, states = [len(ids) for ids in prompts], self._states(prompts)
+        slices, features = prompt_slices(counts, states.shape[1]), self._features(states)
+        contexts = self._connect([{name: f[:, part] for name, f in features.items()} for part in slices])
+        return [Contexts(video, audio, attention_mask(count), padded(states[:, part].transpose(2, 3)))
+                for video, audio, count, part in zip(*(c.split(1) for c in contexts), counts, slices, strict=True)]  # fmt: skip
+
+    def _states(self, prompts: list[list[int]]) -> Tensor:
+        """Hidden states (1, B, layers + 1, width)."""
+        self.weights.fill(self.encoder.norm, "norm.")
         rows = embed(self.source.rows("embed_tokens.weight", [i for ids in prompts for i in ids]), self.dtype)[None]
-        outputs = encoder(encoder_inputs(rows, counts, self.gemma))._asdict()
-        registers = {m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
-        found = []
-        for part in prompt_slices(counts, rows.shape[1]):
-            features = {name: tensor[:, part] for name, tensor in outputs.items()}
-            contexts = connectors(connector_inputs(features, registers, self.config))
-            found.append(Contexts(*contexts, attention_mask(part.stop - part.start), padded(features["hidden_states"])))
+        inputs = encoder_inputs(rows, [len(ids) for ids in prompts], self.gemma)
+        return torch.stack(list(self.encoder.hidden_states(inputs)), dim=2)
+
+    def _features(self, states: Tensor) -> dict[str, Tensor]:
+        """The features (1, B, D) of all hidden states, by the projections as they are stored: layers vary fastest."""
+        normed, found = rms_norm(states).transpose(2, 3).flatten(2), {}
+        for name, size in (("video", self.config.video), ("audio", self.config.audio)):
+            scaled = normed * math.sqrt(size.inner / self.gemma.hidden_size)
+            bias = self.source.tensor(f"{name}_aggregate_embed.bias").to(self.dtype)
+            parts = [torch.nn.functional.linear(scaled, piece, bias[rows])
+                     for rows, piece in self.weights.rows(f"{name}_aggregate_embed.weight", _PROJECTED)]  # fmt: skip
+            found[f"{name}_features"] = torch.cat(parts, dim=-1)
         return found
 
-    def _fill(self, module: torch.nn.Module, prefix: str) -> None:
-        """Load a module's weights from the source, cast; strict."""
-        weights = {}
-        for name in module.state_dict():
-            tensor = self.source.tensor(prefix + name).to(self.dtype)
-            if prefix.endswith("aggregate_embed.") and name == "weight":
-                tensor = layers_first(tensor, self.gemma.hidden_size)
-            weights[name] = tensor
-        module.load_state_dict(weights, strict=True, assign=True)
+    def _connect(self, features: list[dict[str, Tensor]]) -> ConnectorOutputs:
+        """Contexts of prompts as a batch."""
+        registers = {m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")}
+        inputs = [connector_inputs(each, registers, self.config) for each in features]
+        video, audio = (torch.cat(tokens) for tokens in list(zip(*inputs, strict=True))[:2])
+        return self.connectors(inputs[0]._replace(video_tokens=video, audio_tokens=audio))

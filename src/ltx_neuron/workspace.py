@@ -87,7 +87,7 @@ class Workspace:
         where = {"on": "ranks", "tp": self.tp, "profile": self.profile.name} if neuron_gemma else {"on": "host"}
         identity = {
             "encoder": self.gemma_source.fingerprint, "dtype": self.dtype_name, "torch": torch.__version__,
-            "code": artifacts.code_digest(self.profile.backend, "text"), "profile_set": list(self.profile.settings),
+            "code": artifacts.code_digest(self.profile.backend, "text", "streamed"), "profile_set": list(self.profile.settings),
             "threads": [self.profile.host_threads, self.profile.rank_threads(self.tp)], **where,
         }  # fmt: skip
         widths = self.transformer.video.inner, self.transformer.audio.inner

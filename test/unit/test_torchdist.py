@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.backends import torchdist
 from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
+from ltx_neuron.backends.rank import finite
 from ltx_neuron.backends.torchdist import NotFiniteError, RankError, RankRefusal, Ranks
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
@@ -354,6 +355,18 @@ def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_p
     assert_all_end(pids)
     assert not Path(store).exists()
     assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_one_element_that_is_not_finite_is_found_wherever_it_lies(value, dtype):
+    latents = randn(1, 40, 128).to(dtype)
+    latents[0, 0, 0], latents[0, 0, 1] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    assert finite(latents)  # the largest numbers are
+    for token, channel in ((0, 0), (17, 5), (39, 127)):
+        broken = latents.clone()
+        broken[0, token, channel] = float(value)
+        assert not finite(broken)
 
 
 def test_latents_that_are_not_finite_are_named(ranks, toy):

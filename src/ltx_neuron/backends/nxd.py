@@ -18,7 +18,7 @@ from ltx_neuron.artifacts import graph_file
 from ltx_neuron.backends.export import Manifest
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.backends.nxd_compile import WRAPPED, set_environment
-from ltx_neuron.backends.rank import part_of, whole_shape
+from ltx_neuron.backends.rank import finite, part_of, whole_shape
 from ltx_neuron.backends.torchdist import NotFiniteError
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import LATENTS, Field
@@ -198,7 +198,7 @@ class Ranks:
                 self._call(held.models[program, graph], manifest, graph, reads, writes)
         milliseconds = (time.perf_counter() - start) * 1e3  # ranked mode returns when the last rank is done
         written = [name for name in LATENTS if name in {writes.get(name, name) for name in manifest.graphs[graph]["outputs"]}]
-        if broken := [name for name in written if not self.get(program, name).isfinite().all()]:
+        if broken := [name for name in written if not finite(self.get(program, name))]:
             raise NotFiniteError(broken)
         return milliseconds
 

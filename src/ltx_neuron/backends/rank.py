@@ -189,7 +189,7 @@ class Rank:
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
         latents = [n for n in LATENTS if n in {writes.get(name, name) for name in outputs}]  # of the last graph
-        not_finite = [n for n in latents if not self.tensors[n].cpu().isfinite().all()]
+        not_finite = [n for n in latents if not finite(self.tensors[n].cpu())]
         return {"milliseconds": milliseconds, "not_finite": not_finite}
 
     def _after_launch(self, launches: int, first: bool) -> None:
@@ -224,6 +224,11 @@ class Rank:
 def _warm(graph: Callable) -> bool:
     """Whether calling a graph compiles nothing."""
     return getattr(graph, "warm", True)
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every element is. Minimum and maximum pass NaN on, and take a twentieth of the time of looking at each."""
+    return all(math.isfinite(bound) for bound in tensor.aminmax())
 
 
 def _copied(tensor: Tensor) -> Tensor:

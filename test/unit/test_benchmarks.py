@@ -1,0 +1,29 @@
+"""The benchmarks of the host's work run, at tiny widths, and print what they found."""
+
+import re
+import subprocess
+import sys
+
+from conftest import ROOT
+
+HOST_BYTES = 1024  # what a step may send to the device; the times are not a test's to judge
+
+
+def printed(script: str, *flags: str) -> str:
+    command = [sys.executable, ROOT / "benchmarks" / script, "--tiny", *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+
+
+def test_host_step_times_both_kinds_of_video_and_sends_a_step_number_only():
+    said = printed("host_step.py", "--repeats", "1")
+    found = re.findall(r"64x64x9 (text|image) to video +ours +[\d.]+ ms a step .* ([\d,]+) bytes", said)
+    assert [kind for kind, _ in found] == ["text", "image"], said
+    assert all(0 < int(sent.replace(",", "")) <= HOST_BYTES for _, sent in found)
+    assert said.splitlines()[-1] == "no --peer: ours alone, no ratio"
+
+
+def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
+    said = printed("text_encode.py", "--repeats", "1", "--threads", "1")
+    distances = re.search(r"relative L2: hidden_states (\S+), video (\S+), audio (\S+)", said)
+    assert max(map(float, distances.groups())) < 1e-5, said
+    assert re.fullmatch(r"[\d.]+ times as fast as the reference", said.splitlines()[-1])

@@ -1,0 +1,108 @@
+"""The host reads a layer into the memory of the one before it, and multiplies with weights as they are stored."""
+
+import pytest
+import torch
+from helpers import one_thread, randn, rel  # noqa: F401
+from safetensors.torch import save_file
+from torch import nn
+
+from ltx_neuron.checkpoint import Source
+from ltx_neuron.errors import UserError
+from ltx_neuron.sharding import MODELS
+from ltx_neuron.streamed import FloatProducts, StreamedLayers, Weights
+from ltx_neuron.tensorfile import TensorFile
+
+EQUAL = 1e-6  # fp32 sums in another order; measured 2e-7
+LAYERS, WIDTH = 3, 24
+
+
+class Layer(nn.Module):
+    """What the names of Gemma3's layers allow: a matrix and a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.input_layernorm = nn.Module(), nn.Module()
+        self.mlp.down_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.input_layernorm.weight = nn.Parameter(torch.empty(WIDTH))
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["stored bf16", "stored fp32"])
+def stored(request, tmp_path):
+    """A source of three layers, and its tensors by their names in it."""
+    tensors = {}
+    for index in range(LAYERS):
+        tensors[f"layers.{index}.mlp.down_proj.weight"] = randn(WIDTH, WIDTH, seed=index)
+        tensors[f"layers.{index}.input_layernorm.weight"] = randn(WIDTH, seed=index)
+    tensors = {name: tensor.to(request.param) for name, tensor in tensors.items()}
+    path = tmp_path / "model.safetensors"
+    save_file({f"language_model.model.{name}": tensor for name, tensor in tensors.items()}, path)
+    return Source(MODELS["gemma3"], [TensorFile(path, "made here")]), tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["in bf16", "in fp32"])
+def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(stored, dtype):
+    source, tensors = stored
+    with torch.device("meta"):
+        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", Weights(source, dtype))
+    for _ in range(2):  # a second prompt finds all as the first one did
+        for index, layer in enumerate(layers):
+            for name, value in layer.state_dict().items():
+                assert torch.equal(value.to(dtype), tensors[f"layers.{index}.{name}"].to(dtype))
+            assert layer.input_layernorm.weight.dtype == dtype  # vectors are cast, whatever the matrices are
+        assert all(parameter.is_meta for parameter in layers.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["in bf16", "in fp32"])
+def test_all_layers_are_read_into_the_memory_of_one(stored, dtype):
+    source, _ = stored
+    weights, read = Weights(source, dtype), set()
+    original = source.stored
+
+    def noted(*args, **kwargs):
+        tensor = original(*args, **kwargs)
+        read.add(tensor.data_ptr())
+        return tensor
+
+    source.stored = noted
+    with torch.device("meta"):
+        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", weights)
+    for _ in range(2):
+        for _ in layers:
+            pass
+    assert len(read) == 2  # the matrix and the vector
+
+
+@pytest.mark.parametrize("count", [1, 5, WIDTH, 100])
+def test_rows_of_a_matrix_come_in_order_and_all_of_them(stored, count):
+    source, tensors = stored
+    name = "layers.1.mlp.down_proj.weight"
+    found = [(rows, piece.clone()) for rows, piece in Weights(source, torch.float32).rows(name, count)]
+    assert torch.equal(torch.cat([piece for _, piece in found]), tensors[name])
+    for rows, piece in found:
+        assert torch.equal(piece, tensors[name][rows])
+
+
+def test_a_source_without_a_layers_weights_is_refused(stored):
+    source, _ = stored
+    with pytest.raises(UserError, match="layers.3.mlp.down_proj.weight"):
+        Weights(source, torch.float32).fill(Layer(), f"layers.{LAYERS}.")
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("outputs", [10, 3000])  # in one piece, and in several
+def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, monkeypatch):
+    monkeypatch.setattr("ltx_neuron.streamed._PIECE", 2**15)
+    layer = nn.Linear(WIDTH, outputs).requires_grad_(False)
+    x, wanted = randn(2, 7, WIDTH), None
+    layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)
+    wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    with FloatProducts():
+        got = layer(x)
+    assert got.dtype == torch.float32 and rel(got, wanted) < EQUAL
+
+
+def test_activations_of_another_dtype_are_multiplied_as_ever():
+    x, weight = randn(3, WIDTH).bfloat16(), randn(5, WIDTH).bfloat16()
+    wanted = nn.functional.linear(x, weight)
+    with FloatProducts():
+        assert torch.equal(nn.functional.linear(x, weight), wanted)
