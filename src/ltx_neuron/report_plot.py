@@ -5,7 +5,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ltx_neuron.report import PHASES, STAGES, title
+from ltx_neuron.recorder import PHASES, STAGES
+from ltx_neuron.report import title
 
 
 def plot(reports: dict | list[dict], path: str | Path) -> None:
@@ -21,7 +22,10 @@ def plot(reports: dict | list[dict], path: str | Path) -> None:
 
 
 def _plot_phases(axes, reports: list[dict]) -> None:
-    """A waterfall: each phase begins where the phase before it ended; what no phase covers closes it."""
+    """A waterfall: each phase begins where the phase before it ended; what no phase covers closes it.
+
+    The pale bar before a phase is the time it ran beside those before it.
+    """
     present = {phase["name"] for report in reports for phase in report["phases"]}
     names = [name for name in PHASES if name in present] + ["residual"]
     height = 0.8 / len(reports)
@@ -30,6 +34,8 @@ def _plot_phases(axes, reports: list[dict]) -> None:
         for phase in [*report["phases"], {"name": "residual", "seconds": report["residual_seconds"]}]:
             row = names.index(phase["name"]) + (index + 0.5) * height - 0.4
             axes.barh(row, phase["seconds"], 0.9 * height, begin, color=f"C{index}")
+            if beside := phase.get("overlapped_seconds"):
+                axes.barh(row, -min(beside, begin), 0.9 * height, begin, color=f"C{index}", alpha=0.3)
             begin += phase["seconds"]
             ends[phase["name"]] = begin, row, ends.get(phase["name"], (0, 0, 0.0))[2] + phase["seconds"]
         for begin, row, seconds in ends.values():  # a phase that comes back is labelled once, with its sum
