@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ltx_neuron.config import digest
-from ltx_neuron.engine import Engine, Failure, Result
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
+from ltx_neuron.finishing import Failure, Result
 from ltx_neuron.job import Job
 from ltx_neuron.media import file_digest
 
@@ -107,19 +108,30 @@ def run(lines: list[Line], engine: Engine, folder: Path, write: Callable[[Result
     if len(todo) < len(lines):
         print(f"resumed: {len(lines) - len(todo)} of {len(lines)} lines were done before")
     pending = {id(line.job): line for line in todo}
-    for outcome in engine.run([line.job for line in todo], isolate=True) if todo else ():
-        line = pending[id(outcome.job)]
+
+    def note(job: Job, error: Exception | None = None) -> None:
+        line = pending[id(job)]
         entry = {"line": line.number, "digest": line.digest, "prompt": line.job.prompt}
-        try:
-            if isinstance(outcome, Failure):
-                raise outcome.error
-            write(outcome, folder / line.file)
-            entry |= {"status": "done", "output": line.file}
-        except Exception as error:
+        if error:
             entry |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
             print(f"line {line.number} failed: {error}")
+        else:
+            entry |= {"status": "done", "output": line.file}
         entries[line.number] = entry
         write_json(folder / RESULTS, {"lines": [entries[n] for n in sorted(entries)]})
+
+    def hand_over(result: Result) -> None:
+        try:
+            write(result, folder / pending[id(result.job)].file)
+        except Exception as error:  # whatever it is, the other lines can be made
+            note(result.job, error)
+        else:
+            note(result.job)
+
+    # Jobs end one after another, so no two of them are noted at a time, whichever threads they end in.
+    for outcome in engine.run([line.job for line in todo], isolate=True, hand_over=hand_over) if todo else ():
+        if isinstance(outcome, Failure):
+            note(outcome.job, outcome.error)
     return [entries[line.number] for line in lines]
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ltx_neuron.beside import checkpoint
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import UserError
 from ltx_neuron.tensorfile import TensorFile
@@ -234,7 +235,7 @@ class _Part(NamedTuple):
         return module
 
     def load(self) -> torch.nn.Module:
-        """The module with every tensor from the file, in its dtype, ready for inference."""
+        """The module with every tensor from the file, in its dtype, ready for inference, which may be stopped at any layer."""
         module = self.empty()
         file = self.file()
 
@@ -243,6 +244,8 @@ class _Part(NamedTuple):
             return tensor.to(self.dtype or tensor.dtype)
 
         module.load_state_dict({name: read(name) for name in module.state_dict()}, assign=True)
+        for layer in module.modules():
+            layer.register_forward_pre_hook(checkpoint)
         return module.eval().requires_grad_(False)
 
     def file(self) -> TensorFile:

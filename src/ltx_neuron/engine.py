@@ -7,8 +7,7 @@ loaded until it is closed, so that the next call finds it there.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -17,43 +16,22 @@ from tqdm import tqdm
 
 from ltx_neuron import latents, lora, media, text
 from ltx_neuron.backends import chosen
-from ltx_neuron.backends.neuron_errors import DeviceFailure
-from ltx_neuron.backends.torchdist import RankError, Ranks
+from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.compat import COMPAT, Compat
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.config import upsampler_download
 from ltx_neuron.decode import HostModels
 from ltx_neuron.denoise import JobRun, Program, StageRun, refining
 from ltx_neuron.errors import UserError
+from ltx_neuron.finishing import Failure, Finishing, Result, outcome_of
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.profiles import require_runtime
 from ltx_neuron.promptcache import PromptCache
 from ltx_neuron.rankfiles import load_host
-from ltx_neuron.report import Recorder
+from ltx_neuron.recorder import Recorder
 from ltx_neuron.workspace import Workspace, require
 
-UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}  # upsampler -> name of the latents it returns
 _REMEMBERED_PROMPTS = 32  # contexts are 13 MB a prompt
-
-
-@dataclass
-class Result:
-    """One job's video. `tensors` holds every named intermediate (interface: --save-tensors)."""
-
-    job: Job
-    frames: Tensor | None  # uint8 (N, H, W, 3); None where only latents were asked for
-    frame_rate: float
-    waveform: Tensor | None  # float32 (2, samples)
-    sample_rate: int
-    tensors: dict[str, Tensor]
-
-
-@dataclass
-class Failure:
-    """A job of a batch that failed alone."""
-
-    job: Job
-    error: Exception
 
 
 class Engine:
@@ -153,6 +131,7 @@ class Engine:
     def run(
         self, jobs: list[Job], keep: bool = False, decode: bool = True, isolate: bool = False,
         generator: torch.Generator | None = None, begun: JobRun | None = None,
+        hand_over: Callable[[Result], None] | None = None,
     ) -> Iterator[Result | Failure]:  # fmt: skip
         """Generate every job. Jobs finish in order, those that need a swap of weights after those that do not.
 
@@ -161,8 +140,11 @@ class Engine:
         isolate    a job that fails is a Failure and the others go on; a failed rank still ends the run
         generator  draw noise from it instead of one made from the job's seed
         begun      an interrupted run of the one job, to be continued
+        hand_over  called with every Result as soon as it is there: where decoding overlaps denoising, that is while the next
+                   job is on the ranks, and in another thread. An error of it is the job's
         """
         programs = self.check(jobs)
+        torch.get_num_threads()  # the first call in a thread sets the default, and would undo the next line later
         torch.set_num_threads(self.workspace.profile.host_threads)
         try:
             if begun is None:
@@ -170,15 +152,17 @@ class Engine:
             runs = [begun or JobRun(job, self._contexts[job.prompts], generator) for job in jobs]
             if any(run.left for run in runs):
                 self._need_dit(programs)
-            for refine in (False, True):
-                yield from self._sweep(programs, runs, refine, keep, decode, isolate)
+            overlap = self.workspace.profile.overlap_decode
+            with Finishing(self.host, self.recorder, overlap, decode, isolate, hand_over) as finishing:
+                for refine in (False, True):
+                    yield from self._sweep(programs, runs, refine, keep, finishing)
         except BaseException:
             self.close()
             raise
         if not keep:
             self.close()
 
-    def _sweep(self, programs: dict, runs: list[JobRun], refine: bool, keep: bool, decode: bool, isolate: bool):
+    def _sweep(self, programs: dict, runs: list[JobRun], refine: bool, keep: bool, finishing: Finishing):
         """Run every stage that takes the plain (or the refining) weights, and finish the jobs that are then complete."""
         todo = [r for r in runs if not r.failed and any(refining(r.job, stage) == refine for stage in r.job.stages)]
         if not todo:
@@ -187,25 +171,31 @@ class Engine:
         swaps_later = not refine and any(refining(r.job, stage) for r in runs for stage in r.job.stages)
         for run in todo:
             try:
-                for stage in run.left:
-                    if refining(run.job, stage) == refine:
-                        self._stage(programs, adaln, run, stage)
-                        if self.on_stage_end:
-                            self.on_stage_end(run)
-                if refining(run.job, run.job.stages[-1]) != refine:
-                    continue
-                if run is todo[-1] and not swaps_later and not keep and self._ranks:
-                    with self.recorder.phase("unload_transformer"):
-                        self._ranks.close()
-                        self._ranks = self._loaded = None
-                outcome = self._decode(run, decode)
-            except (RankError, DeviceFailure, UserError):
+                failure = outcome_of(run, finishing.isolate, partial(self._stages, programs, adaln, run, refine))
+            except Exception:  # the end of all, but the job before is complete
+                yield from finishing.ended()
                 raise
-            except Exception as error:
-                if not isolate:
-                    raise
-                outcome, run.failed = Failure(run.job, error), True
-            yield outcome
+            if not failure and refining(run.job, run.job.stages[-1]) != refine:
+                continue
+            last = run is todo[-1]
+            if not failure and last and not swaps_later and not keep and self._ranks:
+                with self.recorder.phase("unload_transformer"):
+                    self._ranks.close()
+                    self._ranks = self._loaded = None
+            yield from finishing.ended()
+            if failure or last or not finishing.overlap:
+                yield failure or finishing.finish(run)
+            else:
+                finishing.begin(run)
+        yield from finishing.ended()
+
+    def _stages(self, programs: dict, adaln: dict, run: JobRun, refine: bool) -> None:
+        """A job's stages on the ranks, as far as they take these weights."""
+        for stage in run.left:
+            if refining(run.job, stage) == refine:
+                self._stage(programs, adaln, run, stage)
+                if self.on_stage_end:
+                    self.on_stage_end(run)
 
     def _weights_for(self, refine: bool) -> dict[str, Tensor]:
         """Have the plain (or the refining) weights on the ranks; returns the set's host tensors."""
@@ -328,23 +318,6 @@ class Engine:
             pixels = media.load_image(image.path, stage.height, stage.width, image.crf, self.workspace.dtype)
             found.append((image, self.host.encode_image(pixels)))
         return found
-
-    def _decode(self, run: JobRun, decode: bool) -> Result:
-        job, tensors = run.job, run.tensors
-        last = "s2" if job.size.two_stage else "s1"
-        video = tensors[f"{last}_video"]
-        if job.upscale:
-            with self.recorder.phase("upsample"):
-                for kind, name in UPSCALED.items():
-                    if job.upscale in (kind, "both"):
-                        video = tensors[name] = self.host.upsample(video, kind)
-        if decode:
-            with self.recorder.phase("decode_video"):
-                tensors["frames"] = self.host.decode_video(video)
-            with self.recorder.phase("decode_audio"):
-                tensors["waveform"] = self.host.decode_audio(tensors[f"{last}_audio"])
-        frames, waveform = tensors.get("frames"), tensors.get("waveform")
-        return Result(job, frames, job.output_frame_rate, waveform, self.host.sample_rate, tensors)
 
 
 @contextmanager

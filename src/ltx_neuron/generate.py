@@ -12,10 +12,12 @@ from ltx_neuron.artifacts import code_digest
 from ltx_neuron.compat import COMPAT
 from ltx_neuron.config import SUPPORTED_VERSION
 from ltx_neuron.denoise import JobRun
-from ltx_neuron.engine import Engine, Result
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError, check_folder, check_writable
 from ltx_neuron.files import write_json
+from ltx_neuron.finishing import Result
 from ltx_neuron.job import Job
+from ltx_neuron.recorder import Recorder
 from ltx_neuron.workspace import Workspace, require
 
 _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
@@ -23,7 +25,7 @@ _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
 def generate(args: argparse.Namespace) -> None:
     """Make the video or the batch that is asked for; raises UserError before anything loads where something does not fit."""
-    recorder = report.Recorder()
+    recorder = Recorder()
     args.recipe = cli.recipe(args)
     if args.prompts_file:
         batch_of(args, recorder)
@@ -49,7 +51,7 @@ def generate(args: argparse.Namespace) -> None:
     print(f"video: {args.output_path}")
 
 
-def batch_of(args: argparse.Namespace, recorder: report.Recorder) -> None:
+def batch_of(args: argparse.Namespace, recorder: Recorder) -> None:
     """Every line of --prompts-file, into --output-dir."""
     folder = require(args.output_dir, "--output-dir", "--prompts-file", "Type for example --output-dir outputs")
     for flag in ("prompt", "output_path", "save_tensors", "save_frames", "resume"):
@@ -81,7 +83,7 @@ def batch_of(args: argparse.Namespace, recorder: report.Recorder) -> None:
         raise SystemExit(1)
 
 
-def engine_of(args: argparse.Namespace, recorder: report.Recorder) -> Engine:
+def engine_of(args: argparse.Namespace, recorder: Recorder) -> Engine:
     engine = Engine(
         cli.workspace(args, writes=False), recorder, neuron_gemma=args.neuron_gemma, compat=COMPAT[args.compat],
         spatial_upsampler_path=args.spatial_upsampler_path, temporal_upsampler_path=args.temporal_upsampler_path,
@@ -119,7 +121,7 @@ def identity_of(workspace: Workspace) -> dict:
     return workspace.identity | {"code": code_digest(workspace.profile.backend)}
 
 
-def report_of(recorder: report.Recorder, workspace: Workspace, job: dict) -> dict:
+def report_of(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     identity = identity_of(workspace)
     return recorder.report(job, workspace.profile.name, workspace.tp, versions(), identity)
 
@@ -178,7 +180,7 @@ def sidecar(job: Job, said: dict) -> dict:
     sigmas = {stage.name: list(stage.sigmas) for stage in job.stages}
     timings = {phase["name"]: 0.0 for phase in said["phases"]}
     for phase in said["phases"]:
-        timings[phase["name"]] += phase["seconds"]
+        timings[phase["name"]] += phase["seconds"] + phase.get("overlapped_seconds", 0.0)
     keys = ("profile", "tp", "versions", "identity")
     return {**said["job"], "sigmas": sigmas, **{key: said[key] for key in keys}, "seconds": timings,
             "torch_threads": torch.get_num_threads()}  # fmt: skip

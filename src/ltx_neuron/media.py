@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ltx_neuron import errors
+from ltx_neuron.beside import checkpoint
 from ltx_neuron.errors import UserError
 
 # Pillow's own bound between a large photograph and a decompression bomb.
@@ -69,6 +70,7 @@ def write_video(path: str | Path, frames: torch.Tensor, frame_rate: float, wavef
         video_stream = _add_video_stream(container, rate, frames.shape[1], frames.shape[2])
         audio_stream = container.add_stream("aac", rate=sample_rate, layout="stereo")
         for picture in frames.numpy():
+            checkpoint()
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             container.mux(video_stream.encode(frame.reformat(format="yuv420p", dst_colorspace=BT709)))
         container.mux(video_stream.encode())

@@ -11,12 +11,13 @@ from torch import Tensor
 from ltx_neuron import lora, media
 from ltx_neuron.compat import COMPAT
 from ltx_neuron.conditioning import ImageCondition
-from ltx_neuron.engine import UPSCALED, Engine
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
+from ltx_neuron.finishing import UPSCALED
 from ltx_neuron.guidance import Guidance
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.report import Recorder
+from ltx_neuron.recorder import Recorder
 from ltx_neuron.workspace import Workspace, require
 
 

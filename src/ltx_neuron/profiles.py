@@ -44,6 +44,8 @@ class Profile:
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always matmul and softmax
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is refused
     vae             where latents are decoded
+    overlap_decode  while the host decodes and writes a clip, the ranks denoise the batch's next one; and sound is decoded
+                    beside pictures. Not where ranks and host share the cores
     resident        both models stay on the device; else one enters when the other has left
     environment     of the processes that drive the device, set before torch is imported
     compiler_flags  of neuronx-cc by model, without --lnc
@@ -66,6 +68,7 @@ class Profile:
     host_memory_bytes: int | None = None
     text_encoder: Literal["sharded", "host"] = "sharded"
     vae: Literal["host"] = "host"
+    overlap_decode: bool = True
     resident: bool = False
     return_hidden_states: bool = False  # whether the text graph hands back all layers (49 x tokens x width) as well
     # How rank processes start. A forked child cannot use a Neuron or CUDA runtime; on a CPU a fork server imports torch
@@ -168,7 +171,7 @@ PROFILES = {
     for profile in (
         # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is what runs there.
         Profile("cpu", "any machine", "torchdist", tp=4, device="cpu", process_group="gloo", compile_backend="export",
-                attention="sdpa", return_hidden_states=True, start_method="forkserver",
+                attention="sdpa", overlap_decode=False, return_hidden_states=True, start_method="forkserver",
                 environment=(("TORCHINDUCTOR_COMPILE_THREADS", "1"),)),  # each rank would start a pool of processes
         # One GPU holds the DiT in bf16; not run by us, so no peaks are claimed.
         Profile("cuda", "any machine with a CUDA build of PyTorch; not measured", "torchdist", tp=1, device="cuda",

@@ -498,7 +498,13 @@ class RankSource:
 
 
 def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load exactly the wanted tensors of a rank file. Missing, extra, misshapen or recast ones are one error."""
+    """Load exactly the wanted tensors of a rank file, into memory that is theirs. Errors as `opened` says."""
+    tensors = dict(opened(path, wanted, dtype).tensors())
+    return {name: tensors[name] for name in wanted}
+
+
+def opened(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> TensorFile:
+    """A rank file that holds exactly the wanted tensors. Missing, extra, misshapen or recast ones are one error."""
     file = TensorFile(path, AGAIN)
     got = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
     problems = [f"missing: {name}" for name in wanted if name not in got]
@@ -509,7 +515,7 @@ def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> 
     if problems:
         raise UserError(f"{path} does not hold this model's weights:\n  " + "\n  ".join(sorted(problems)))
     _check_header(path, file)
-    return {name: file.read(name) for name in wanted}
+    return file
 
 
 def load_host(folder: Path) -> TensorFile:

@@ -1,4 +1,4 @@
-"""Where a run's time goes: record it, print it, compare two runs, plot them, and guard it with thresholds.
+"""Where a run's time went: print it, compare two runs, plot them, and guard it with thresholds. recorder.py records it.
 
 python -m ltx_neuron.report run.json
 python -m ltx_neuron.report before.json after.json --plot steps.png
@@ -6,39 +6,16 @@ python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 phase
 """
 
 import argparse
-import contextlib
 import difflib
 import json
 import math
-import os
-import statistics
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from ltx_neuron.errors import UserError, run
-
-PHASES = (
-    "load_gemma3",
-    "encode_text",
-    "unload_gemma3",
-    "load_transformer",
-    "warmup",
-    "denoise_stage_1",
-    "upsample",
-    "denoise_stage_2",
-    "unload_transformer",
-    "decode_video",
-    "decode_audio",
-    "encode_mp4",
-)
-STAGES = ("stage_1", "stage_2")
+from ltx_neuron.recorder import PHASES, STAGES
 
 _SCHEMA = {
     "schema": int,
@@ -47,7 +24,7 @@ _SCHEMA = {
     "tp": int,
     "versions": dict,
     "identity": dict,
-    "phases": [{"name": str, "seconds": int | float, "peak_rss_bytes": int}],
+    "phases": [{"name": str, "seconds": int | float, "overlapped_seconds?": int | float, "peak_rss_bytes": int}],
     "denoise_steps_ms": {stage: [int | float] for stage in STAGES},
     "warm_step_ms": {stage: dict.fromkeys(("median", "p90", "host", "device"), int | float | None) for stage in STAGES},
     "bytes_to_device_per_step": int | float,
@@ -57,157 +34,6 @@ _SCHEMA = {
     "end_to_end_seconds": int | float,
     "residual_seconds": int | float,
 }
-
-
-@dataclass(slots=True)
-class Counters:
-    """What one denoise step moves and computes. `flops_per_step` may differ per stage: a number or {stage: number}."""
-
-    bytes_to_device_per_step: int = 0
-    collectives_per_step: dict[str, int] = field(default_factory=lambda: {"count": 0, "bytes": 0})
-    flops_per_step: float | dict[str, float] | None = None
-    peak_flops: float | None = None  # FLOP/s of all ranks together; None where the profile has no peak
-
-
-class _PeakMemory:
-    """The highest sum, in bytes, of this process's and its descendants' resident memory while the block runs.
-
-    Pages that several processes share count once for each. Listing descendants reads the whole process table, reading
-    their sizes does not, so each has its own rhythm, and each stays within SHARE_OF_CORE.
-    """
-
-    INTERVAL_SECONDS = 0.020
-    SHARE_OF_CORE = 0.0025
-
-    def __enter__(self) -> "_PeakMemory":
-        self.bytes = 0
-        self._stopped, self._files = threading.Event(), contextlib.ExitStack()
-        self._list_and_read()
-        self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-        self._list_and_read()
-        self._files.close()
-
-    def _list_and_read(self) -> None:
-        began, this_process = time.thread_time(), psutil.Process()
-        self._files.close()
-        self._sizes = []
-        for process in (this_process, *this_process.children(recursive=True)):
-            with contextlib.suppress(FileNotFoundError):  # it ended since it was listed
-                self._sizes.append(self._files.enter_context(open(f"/proc/{process.pid}/statm", "rb", buffering=0)))
-        self._list_again_at = time.perf_counter() + (time.thread_time() - began) / self.SHARE_OF_CORE
-        self._read()
-
-    def _read(self) -> None:
-        pages = 0
-        for file in self._sizes:  # kept open: opening anew costs three times as much as reading
-            with contextlib.suppress(ProcessLookupError):  # it ended since
-                pages += int(os.pread(file.fileno(), 100, 0).split()[1])
-        self.bytes = max(self.bytes, pages * os.sysconf("SC_PAGE_SIZE"))
-
-    def _sample(self) -> None:
-        pause = self.INTERVAL_SECONDS
-        while not self._stopped.wait(pause):
-            if time.perf_counter() > self._list_again_at:
-                self._list_and_read()
-            began = time.thread_time()
-            self._read()
-            pause = max(self.INTERVAL_SECONDS, (time.thread_time() - began) / self.SHARE_OF_CORE)
-
-
-class Recorder:
-    """Collects one run's times from its construction to `report()`, with the clock time.perf_counter."""
-
-    def __init__(self) -> None:
-        self.counters = Counters()
-        self._began = time.perf_counter()
-        self._open_phase: str | None = None
-        self._phases: list[dict] = []
-        self._steps: dict[str, list[tuple[float, float]]] = {stage: [] for stage in STAGES}
-        self._report: dict | None = None
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block as one of PHASES (seconds) and watch its peak memory (bytes). Phases follow, never nest."""
-        if name not in PHASES:
-            raise ValueError(f"unknown phase {name!r}; phases are {', '.join(PHASES)}")
-        if self._open_phase:
-            raise RuntimeError(f"phase {name} starts inside phase {self._open_phase}; phases must not nest")
-        self._open_phase = name
-        with _PeakMemory() as memory:
-            began = time.perf_counter()
-            try:
-                yield
-            finally:
-                seconds = time.perf_counter() - began
-                self._open_phase = None
-        self._phases.append({"name": name, "seconds": seconds, "peak_rss_bytes": memory.bytes})
-
-    def step(self, stage: str, total_ms: float, device_ms: float) -> None:
-        """Add one denoise step of "stage_1" or "stage_2", in milliseconds; what is not device time is host time."""
-        if stage not in STAGES:
-            raise ValueError(f"unknown stage {stage!r}; stages are {', '.join(STAGES)}")
-        if not 0 <= device_ms <= total_ms:
-            raise ValueError(f"a {stage} step took {total_ms} ms, {device_ms} ms of it on the device: impossible")
-        self._steps[stage].append((total_ms, device_ms))
-
-    def report(self, job: dict, profile: str, tp: int, versions: dict, identity: dict) -> dict:
-        """Close the run's clock and return its latency report, schema 1."""
-        if self._open_phase:
-            raise RuntimeError(f"the report is asked for inside phase {self._open_phase}")
-        end_to_end = time.perf_counter() - self._began
-        warm = {stage: _warm_step(steps) for stage, steps in self._steps.items()}
-        last_stage = max((stage for stage in STAGES if self._steps[stage]), default=STAGES[0])
-        flops = self.counters.flops_per_step
-        flops = flops.get(last_stage) if isinstance(flops, dict) else flops
-        peak, median = self.counters.peak_flops, warm[last_stage]["median"]
-        self._report = {
-            "schema": 1,
-            "job": job,
-            "profile": profile,
-            "tp": tp,
-            "versions": versions,
-            "identity": identity,
-            "phases": [dict(phase) for phase in self._phases],
-            "denoise_steps_ms": {stage: [total for total, _ in steps] for stage, steps in self._steps.items()},
-            "warm_step_ms": warm,
-            "bytes_to_device_per_step": self.counters.bytes_to_device_per_step,
-            "collectives_per_step": dict(self.counters.collectives_per_step),
-            "flops_per_step": flops,
-            "percent_of_peak": 100 * flops / (median / 1000) / peak if flops and median and peak else None,
-            "end_to_end_seconds": end_to_end,
-            "residual_seconds": end_to_end - sum(phase["seconds"] for phase in self._phases),
-        }
-        return self._report
-
-    def write(self, path: str | Path) -> None:
-        """Write the report made last as JSON; the file appears under its name only when it is whole."""
-        if self._report is None:
-            raise RuntimeError("nothing to write: call report() first")
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(self._report, indent=1, default=str) + "\n")
-        os.replace(unfinished, path)
-
-
-def _warm_step(steps: list[tuple[float, float]]) -> dict[str, float | None]:
-    warm = steps[1:]  # the first step is cold: it pays for allocation, compilation and caches
-    if not warm:
-        return dict.fromkeys(("median", "p90", "host", "device"))
-    totals = [total for total, _ in warm]
-    p90 = statistics.quantiles(totals, n=10, method="inclusive")[-1] if totals[1:] else totals[0]
-    return {
-        "median": statistics.median(totals),
-        "p90": p90,
-        "host": statistics.median(total - device for total, device in warm),
-        "device": statistics.median(device for _, device in warm),
-    }
 
 
 def validate(report: object, source: str = "report") -> None:
@@ -230,12 +56,12 @@ def _check(value: object, wanted: object, where: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool) or not finite:
         raise UserError(f"{where}: got {value!r}, wanted {getattr(kind, '__name__', kind)}")
     if isinstance(wanted, dict):
-        if wanted.keys() != value.keys():
-            raise UserError(
-                f"{where}: missing {sorted(wanted.keys() - value.keys())}, unexpected {sorted(value.keys() - wanted.keys())}"
-            )
-        for name, part in wanted.items():
-            _check(value[name], part, f"{where}: {name}")
+        parts = {name.removesuffix("?"): part for name, part in wanted.items()}  # a name with "?" may be absent
+        missing, unexpected = sorted({*wanted} & {*parts} - {*value}), sorted({*value} - {*parts})
+        if missing or unexpected:
+            raise UserError(f"{where}: missing {missing}, unexpected {unexpected}")
+        for name in value:
+            _check(value[name], parts[name], f"{where}: {name}")
     elif isinstance(wanted, list):
         for index, item in enumerate(value):
             _check(item, wanted[0], f"{where}[{index}]")
@@ -260,13 +86,15 @@ def table(report: dict) -> str:
         ("residual", {"seconds": report["residual_seconds"]}),
         ("end to end", {"seconds": whole}),
     ]
-    phases = [("phase", "seconds", "share", "peak RSS GB")]
+    overlap = any("overlapped_seconds" in part for _, part in timed)
+    phases = [("phase", "seconds", "share", "peak RSS GB", *(["overlapped s"] if overlap else []))]
     phases += [
         (
             name,
             _text(part["seconds"]),
             f"{100 * part['seconds'] / whole:.1f} %" if whole else "-",
             _text(part["peak_rss_bytes"] / 1e9) if "peak_rss_bytes" in part else "",
+            *([_text(part["overlapped_seconds"]) if "overlapped_seconds" in part else ""] if overlap else []),
         )
         for name, part in timed
     ]
@@ -329,11 +157,16 @@ def _named_numbers(value: object, name: str) -> Iterator[tuple[str, float | None
 
 
 def _merged(report: dict) -> dict[str, dict]:
-    """Phases in the order of their first appearance; repeats add their seconds and keep the higher peak."""
+    """Phases in the order of their first appearance; repeats add their seconds and keep the higher peak.
+
+    `seconds` is what a phase added to the run; `overlapped_seconds`, where there are any, it ran beside another phase.
+    """
     merged: dict[str, dict] = {}
     for phase in report["phases"]:
         total = merged.setdefault(phase["name"], {"seconds": 0.0, "peak_rss_bytes": 0})
-        total["seconds"] += phase["seconds"]
+        for seconds in ("seconds", "overlapped_seconds"):
+            if seconds in phase:
+                total[seconds] = total.get(seconds, 0.0) + phase[seconds]
         total["peak_rss_bytes"] = max(total["peak_rss_bytes"], phase["peak_rss_bytes"])
     return merged
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ltx_neuron.report import PHASES, STAGES, title
+from ltx_neuron.recorder import PHASES, STAGES
+from ltx_neuron.report import title
 
 
 def plot(reports: dict | list[dict], path: str | Path) -> None:
@@ -35,7 +36,10 @@ def _number(value: float) -> str:
 
 
 def _plot_phases(axes, reports: list[dict]) -> None:
-    """A waterfall: each phase begins where the phase before it ended; what no phase covers closes it."""
+    """A waterfall: each phase begins where the phase before it ended; what no phase covers closes it.
+
+    The pale bar before a phase is the time it ran beside those before it.
+    """
     present = {phase["name"] for report in reports for phase in report["phases"]}
     names = [name for name in PHASES if name in present] + ["residual"]
     height = 0.8 / len(reports)
@@ -47,6 +51,8 @@ def _plot_phases(axes, reports: list[dict]) -> None:
             if phase["name"] == "residual":  # it lay between the phases, not after them
                 look = {"fill": False, "edgecolor": f"C{index}", "hatch": "////"}
             axes.barh(row, phase["seconds"], 0.9 * height, begin, **look)
+            if beside := phase.get("overlapped_seconds"):
+                axes.barh(row, -min(beside, begin), 0.9 * height, begin, color=f"C{index}", alpha=0.3)
             begin += phase["seconds"]
             ends[phase["name"]] = begin, row, ends.get(phase["name"], (0, 0, 0.0))[2] + phase["seconds"]
         for begin, row, seconds in ends.values():  # a phase that comes back is labelled once, with its sum

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, add, sub
 
+from ltx_neuron.beside import checkpoint
+
 TILE, POINTS = 4, 6**3  # outputs of a tile along an axis; products of a tile
 TAPS = [  # F(4,3)'s filter transform: three taps along an axis to six points
     [1 / 4, 0, 0],
@@ -62,17 +64,22 @@ class Workers:
         self.count = torch.get_num_threads()
         self._memory = threading.local()
         self._threads = ThreadPoolExecutor(self.count)
-        started = threading.Barrier(self.count + 1)
+        all_there = threading.Barrier(self.count)
 
         def start() -> None:
             torch.get_num_threads()  # the first call in a thread sets the default, and would undo the next line later
             torch.set_num_threads(1)
-            started.wait()
+            all_there.wait()
 
-        for _ in range(self.count):
-            self._threads.submit(start)
-        started.wait()
-        torch.set_num_threads(self.count)  # what a worker sets is also the default of threads that start later
+        try:
+            for started in [self._threads.submit(start) for _ in range(self.count)]:
+                started.result()
+        except BaseException:  # stopped half-way
+            all_there.abort()
+            self._threads.shutdown()
+            raise
+        finally:
+            torch.set_num_threads(self.count)  # what a worker sets is also the default of threads that start later
 
     def __enter__(self) -> "Workers":
         return self
@@ -83,7 +90,7 @@ class Workers:
     def run(self, function: Callable, items: Iterable) -> None:
         """Call the function with every item."""
         for _ in self._threads.map(torch.no_grad()(function), items):
-            pass
+            checkpoint()
 
     def memory(self, name: str, *shape: int) -> Tensor:
         """A float32 tensor of that shape and any content, over what the same name gave this thread before."""

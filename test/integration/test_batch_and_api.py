@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -15,11 +16,14 @@ import torch
 from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
 from helpers import rel
 
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist import RankError, Ranks
 from ltx_neuron.batch import RESULTS
+from ltx_neuron.beside import checkpoint
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.errors import UserError
+from ltx_neuron.finishing import Failure
 from ltx_neuron.guidance import DEFAULTS
+from ltx_neuron.job import Job, Size
 from ltx_neuron.media import read_video
 from ltx_neuron.pipeline import LTXPipeline
 
@@ -138,6 +142,106 @@ def test_a_batch_makes_the_bits_of_single_runs(batch, api, setup, tiny, tmp_path
         made = api(line["prompt"], **SIZE, **image, seed=line.get("seed", 10), output_type="mp4", output_path=path)
         assert made.path == path and made.frames is None
         assert path.read_bytes() == videos(batch)[path.name], number
+
+
+# --- a clip is decoded while the next one is denoised ---------------------------------------------------------------
+OVERLAP = "overlap_decode=true"  # where ranks have a device of their own, it is so by itself
+
+
+def test_clips_are_the_same_bits_when_decoding_overlaps_denoising(batch, setup, tiny, tmp_path):
+    succeeded(setup.run("src/generate_ltx23.py", profile_set=OVERLAP, **batch_flags(setup, tiny, tmp_path)))
+    assert videos(tmp_path) == videos(batch)
+    assert json.loads((tmp_path / "out" / RESULTS).read_text())["lines"][4]["status"] == "done"
+    perf, plain = (json.loads((folder / "perf.json").read_text()) for folder in (tmp_path, batch))
+    assert all("overlapped_seconds" not in phase for phase in plain["phases"])
+    names = ("decode_video", "decode_audio", "encode_mp4")
+    beside = [phase["name"] for phase in perf["phases"] if "overlapped_seconds" in phase]
+    assert set(beside) == {*names} and beside.count("decode_video") >= 4  # all but the last, after which nothing is left
+    assert sum(phase["seconds"] for phase in perf["phases"]) <= perf["end_to_end_seconds"]
+    assert perf["residual_seconds"] >= 0
+    loads = ("load_gemma3", "load_transformer", "unload_transformer")
+    assert [[phase["name"] for phase in perf["phases"]].count(name) for name in loads] == [1, 1, 1]
+
+
+@pytest.fixture
+def overlapping(setup, tiny):
+    """The API with decoding beside denoising; no thread and no process is left of it, whatever happened."""
+    threads, before, count = set(threading.enumerate()), children(), torch.get_num_threads()
+    with opened(setup, tiny, profile_set=(OVERLAP,), neuron_gemma=False) as pipe:
+        yield pipe
+    torch.set_num_threads(count)
+    assert set(threading.enumerate()) == threads and children() <= before
+
+
+def jobs(count: int) -> list[Job]:
+    return [Job("birds sing", Size(**SIZE), seed=seed) for seed in range(count)]
+
+
+def broken_decoder(engine, monkeypatch, at: int, error: Exception) -> list[str]:
+    """Have the engine's video decoder fail at one of its calls; returns the names of the threads it ran in."""
+    ran, decode = [], engine.host.decode_video
+
+    def decode_video(latent):
+        ran.append(threading.current_thread().name)
+        if len(ran) == at:
+            raise error
+        return decode(latent)
+
+    monkeypatch.setattr(engine.host, "decode_video", decode_video)
+    return ran
+
+
+def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(overlapping, monkeypatch):
+    engine = overlapping.engine
+    wanted = [result.frames for result in engine.run(jobs(3), keep=True)]
+    ran = broken_decoder(engine, monkeypatch, 2, ZeroDivisionError("no"))
+    first, second, third = engine.run(jobs(3), keep=True, isolate=True)
+    assert torch.equal(first.frames, wanted[0]) and torch.equal(third.frames, wanted[2])
+    assert isinstance(second, Failure) and isinstance(second.error, ZeroDivisionError) and second.job.seed == 1
+    assert ran == ["beside", "beside", "MainThread"]  # after the last one there is nothing to decode it beside
+
+
+@pytest.mark.parametrize("error, isolate", [(UserError("no file"), True), (ZeroDivisionError("no"), False)])
+def test_an_error_while_decoding_that_ends_the_run_does_so(overlapping, monkeypatch, error, isolate):
+    broken_decoder(overlapping.engine, monkeypatch, 1, error)
+    with pytest.raises(type(error), match=str(error)):
+        list(overlapping.engine.run(jobs(3), isolate=isolate))
+    assert overlapping.engine._ranks is None
+
+
+def test_a_rank_that_fails_while_the_clip_before_is_decoded_does_not_lose_that_clip(overlapping):
+    engine, made = overlapping.engine, []
+
+    def kill(stage, step):
+        if made or step == 2 and any(thread.name == "beside" for thread in threading.enumerate()):
+            engine._ranks._processes[1].kill()
+
+    engine.on_step_end = kill
+    with pytest.raises(RankError, match="rank 1 of 2 failed"):
+        for result in engine.run(jobs(3), hand_over=lambda result: made.append(result.job.seed)):
+            assert result.frames.shape == (9, 64, 64, 3) and made[-1] == result.job.seed
+    assert made == [0]
+
+
+def test_ctrl_c_ends_what_is_decoded_beside_at_once(overlapping, monkeypatch):
+    engine, decoding = overlapping.engine, threading.Event()
+
+    def decode_for_ever(latent):
+        while True:
+            decoding.set()
+            checkpoint()
+            time.sleep(0.001)
+
+    def interrupt(stage, step):
+        if decoding.is_set():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.host, "decode_video", decode_for_ever)
+    engine.on_step_end = interrupt
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.run(jobs(2)))
+    assert time.monotonic() - began < SCRIPT_SECONDS / 10 and engine._ranks is None
 
 
 def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tmp_path):

@@ -18,7 +18,7 @@ from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
 from ltx_neuron.media import read_video
 from ltx_neuron.profiles import resolve
-from ltx_neuron.report import PHASES, Recorder
+from ltx_neuron.recorder import PHASES, Recorder
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
 

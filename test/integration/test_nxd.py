@@ -38,7 +38,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.programs import dit_program
 from ltx_neuron.rankfiles import rank_file
-from ltx_neuron.report import Recorder
+from ltx_neuron.recorder import Recorder
 from ltx_neuron.text import RankTextEncoder, bucket_for, tokenize, tokenizer
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace

@@ -22,7 +22,7 @@ from ltx_neuron.guidance import Guidance, StreamGuidance
 from ltx_neuron.job import Job, Size
 from ltx_neuron.lora import Lora
 from ltx_neuron.profiles import resolve
-from ltx_neuron.report import Recorder
+from ltx_neuron.recorder import Recorder
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
 

@@ -9,8 +9,8 @@ import pytest
 from ltx_neuron import batch, cli
 from ltx_neuron.batch import RESULTS, LineParser, read_lines
 from ltx_neuron.conditioning import ImageCondition
-from ltx_neuron.engine import Failure
 from ltx_neuron.errors import UserError
+from ltx_neuron.finishing import Failure
 from ltx_neuron.generate import job_of
 
 
@@ -159,13 +159,16 @@ class FakePipeline:
     def __init__(self, fails=(), killed_before=None, last=()):
         self.ran, self.fails, self.killed_before, self.last = [], fails, killed_before, last
 
-    def run(self, jobs, isolate):
+    def run(self, jobs, isolate, hand_over):
         assert isolate
         for job in sorted(jobs, key=lambda job: job.prompt in self.last):  # some jobs finish after later ones
             if job.prompt == self.killed_before:
                 raise KeyboardInterrupt
             self.ran.append(job.prompt)
-            yield Failure(job, ValueError("it broke")) if job.prompt in self.fails else SimpleNamespace(job=job)
+            outcome = Failure(job, ValueError("it broke")) if job.prompt in self.fails else SimpleNamespace(job=job)
+            if job.prompt not in self.fails:
+                hand_over(outcome)
+            yield outcome
 
 
 def write(result, path):

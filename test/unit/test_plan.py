@@ -12,7 +12,7 @@ from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES, Chip, resolve
-from ltx_neuron.report import Recorder
+from ltx_neuron.recorder import Recorder
 from ltx_neuron.tiny import released_config
 from ltx_neuron.workspace import Workspace
 

@@ -8,6 +8,8 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from helpers import one_thread, save_weights  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ltx_neuron import rankfiles
+from ltx_neuron import rankfiles, tensorfile
 from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
@@ -423,6 +425,74 @@ def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
     loaded = load(tmp_path / rank_file(0), {"b": (3,), "a": (2,)}, torch.float32)
     assert list(loaded) == ["b", "a"]
     assert torch.equal(loaded["a"], torch.ones(2))
+
+
+def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, monkeypatch):
+    values = {
+        "bias": torch.arange(3, dtype=torch.bfloat16), "empty": torch.empty(0, 4), "flags": torch.tensor([True, False, True]),
+        "half": torch.arange(70, dtype=torch.float16).view(7, 10), "scale": torch.tensor(2.0), "long": torch.arange(999),
+        **{f"small.{number}": torch.full((1,), number % 256, dtype=torch.uint8) for number in range(1500)},
+    }  # fmt: skip
+    save_file(values, tmp_path / "all.safetensors")
+    for group in (1, 100, 64 * 2**20):  # each tensor alone, some together, all together: more than one call reads into
+        monkeypatch.setattr(tensorfile, "_GROUP_BYTES", group)
+        read = dict(TensorFile(tmp_path / "all.safetensors", "").tensors())
+        assert list(read) == list(TensorFile(tmp_path / "all.safetensors", "").shapes) and read.keys() == values.keys()
+        for name, value in values.items():
+            assert read[name].dtype == value.dtype and torch.equal(read[name], value), (group, name)
+            assert read[name].data_ptr() % 64 == 0 and read[name].is_contiguous()
+            read[name].fill_(1)  # weights may be replaced in place: this memory is theirs alone
+        assert all((tensor == 1).all() for tensor in read.values())
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_leaves_no_thread(tmp_path):
+    save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "a.safetensors")
+    file, threads = TensorFile(tmp_path / "a.safetensors", "the one at home"), threading.active_count()
+    os.truncate(file.path, file.size - 4)
+    with pytest.raises(UserError, match="within a tensor.*\n.*the one at home"):
+        dict(file.tensors())
+    assert threading.active_count() == threads
+
+
+MEGABYTE = 10**6
+_IN_A_PROCESS = """
+import resource, sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from ltx_neuron.backends.rank import Rank
+from ltx_neuron.tensorfile import TensorFile
+folder = Path(sys.argv[1])
+file = TensorFile(folder / "rank0.safetensors", "")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[2] == "kept":
+    rank = SimpleNamespace(weights={}, rank=0, device=torch.device("cpu"))
+    held = Rank._hold(rank, str(folder), file.shapes, torch.float32)
+    assert held.keys() == file.shapes.keys()
+else:
+    for name, tensor in file.tensors():
+        tensor.sum()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize("weights, megabytes", [("kept", 1.1 * 640), ("copied away", 0.55 * 640)])
+def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(tmp_path, weights, megabytes):
+    """Copied away: what is at hand, what waits, and two groups that are being read, of 64 MiB each; and some for the rest."""
+    save_weights(tmp_path, {f"w{number}": torch.zeros(1) for number in range(40)})
+    path = tmp_path / rank_file(0)
+    entries = {f"w{n}": {"dtype": "F32", "shape": [4 * MEGABYTE], "data_offsets": [16 * MEGABYTE * n, 16 * MEGABYTE * (n + 1)]}
+               for n in range(40)}  # fmt: skip
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + 640 * MEGABYTE)  # sparse
+    manifest = read_json(tmp_path / MANIFEST)
+    manifest["files"][path.name]["header_blake3"] = digest(len(header).to_bytes(8, "little") + header)
+    write_json(tmp_path / MANIFEST, manifest)
+    command = [sys.executable, "-c", _IN_A_PROCESS, tmp_path, weights]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < megabytes * MEGABYTE
 
 
 def test_two_tensors_of_one_shape_that_changed_places_are_refused(tmp_path):

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from ltx_neuron import recorder as recording
 from ltx_neuron import report as latency
 from ltx_neuron import report_plot
 from ltx_neuron.errors import UserError
-from ltx_neuron.report import PHASES, Recorder
+from ltx_neuron.recorder import PHASES, Recorder
 
 JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
 MEGABYTE = 1_000_000
@@ -89,6 +90,68 @@ def test_a_phase_that_fails_lets_the_error_through_and_the_next_phase_start():
         pass
 
 
+def beside_the_main_line(recorder: Recorder, name: str, until: threading.Event) -> threading.Thread:
+    """A thread that is in a phase until it is told to end."""
+    began = threading.Event()
+
+    def run() -> None:
+        with recorder.phase(name):
+            began.set()
+            until.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    began.wait()
+    return thread
+
+
+def overlapped() -> dict:
+    """Denoising of 30 ms on the main line and 20 ms of nothing, beside video decoding that lasts longer, and audio with it."""
+    recorder, until = Recorder(), threading.Event()
+    threads = [beside_the_main_line(recorder, name, until) for name in ("decode_video", "decode_audio")]
+    with recorder.phase("denoise_stage_1"):
+        time.sleep(0.03)
+    time.sleep(0.02)
+    until.set()
+    for thread in threads:
+        thread.join()
+    return recorder.report({}, "cpu", 1, {}, {})
+
+
+def test_every_moment_counts_for_one_phase_and_the_time_beside_another_is_told_apart():
+    report = overlapped()
+    phases = {phase["name"]: phase for phase in report["phases"]}
+    denoise, video, audio = (phases[name] for name in ("denoise_stage_1", "decode_video", "decode_audio"))
+    assert "overlapped_seconds" not in denoise and denoise["seconds"] >= 0.03
+    assert video["seconds"] >= 0.02 and video["overlapped_seconds"] >= denoise["seconds"]
+    assert audio["seconds"] < audio["overlapped_seconds"] and audio["overlapped_seconds"] >= 0.05
+    assert report["residual_seconds"] >= 0
+    whole = sum(phase["seconds"] for phase in report["phases"]) + report["residual_seconds"]
+    assert whole == pytest.approx(report["end_to_end_seconds"])
+    latency.validate(report)
+
+
+def test_time_beside_other_phases_is_shown_only_where_there_is_some():
+    text, plain = latency.table(overlapped()), latency.table(recorded())
+    assert "overlapped s" in text and "overlapped" not in plain and max(map(len, text.splitlines())) <= 100
+    assert "phases.decode_video.overlapped_seconds" in latency.numbers(overlapped())
+    wrong = overlapped()
+    wrong["phases"][0]["overlapped_seconds"] = "1"
+    with pytest.raises(UserError, match=r"phases\[0\]: overlapped_seconds: got '1'"):
+        latency.validate(wrong)
+
+
+def test_a_report_in_the_middle_of_a_run_counts_what_other_threads_are_in():
+    recorder, until = Recorder(), threading.Event()
+    thread = beside_the_main_line(recorder, "decode_video", until)
+    time.sleep(0.02)
+    early = recorder.report({}, "cpu", 1, {}, {})
+    until.set()
+    thread.join()
+    (under_way,), (done,) = early["phases"], recorder.report({}, "cpu", 1, {}, {})["phases"]
+    assert 0.02 <= under_way["seconds"] < done["seconds"] and under_way["peak_rss_bytes"] > 0
+
+
 def test_peak_memory_sees_a_child_that_grows_and_shrinks_within_the_phase():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -127,7 +190,7 @@ def test_peak_memory_sees_a_grandchild_that_starts_within_the_phase():
 
 
 def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_the_phase(monkeypatch):
-    monkeypatch.setattr(latency._PeakMemory, "SHARE_OF_CORE", 0.02)  # list often, not at every sample
+    monkeypatch.setattr(recording._PeakMemory, "SHARE_OF_CORE", 0.02)  # list often, not at every sample
     recorder = Recorder()
     with recorder.phase("load_gemma3"):
         pass
@@ -141,12 +204,12 @@ def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_t
 
 def test_sampling_is_cheap_and_ends_with_the_phase():
     recorder = Recorder()
-    names = [thread.name for thread in latency.threading.enumerate()]
+    names = [thread.name for thread in threading.enumerate()]
     began = time.process_time()
     with recorder.phase("encode_mp4"):
         time.sleep(1)
     assert time.process_time() - began < 0.05  # about 0.01; the rest is room for a busy machine
-    assert [thread.name for thread in latency.threading.enumerate()] == names
+    assert [thread.name for thread in threading.enumerate()] == names
 
 
 def share_of_timing(steps: int = 25, step_seconds: float = 0.02) -> float:
@@ -362,8 +425,9 @@ def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(t
         lambda: recorded(),
         lambda: [recorded(), recorded(stage_1=(174e3, 300.0))],
         lambda: Recorder().report({}, "cpu", 1, {}, {}),
+        overlapped,
     ],
-    ids=["one", "two", "empty"],
+    ids=["one", "two", "empty", "overlapped"],
 )
 def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
     from matplotlib import image

@@ -24,7 +24,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import LATENTS, Field
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import weight_name
-from ltx_neuron.rankfiles import load, rank_file
+from ltx_neuron.rankfiles import load, opened, rank_file
 from ltx_neuron.tensorfile import TensorFile
 
 
@@ -138,8 +138,9 @@ class Ranks:
         """Put another weight set of the same model in the loaded one's place, tensor by tensor: no second copy."""
         names = TensorFile(weights / rank_file(0), "run the shard script again").shapes.keys()
         replaced = max(self._sets, key=lambda held: len(held.wanted.keys() & names))
-        for rank, tensors in enumerate(replaced.read(weights, self.tp)):
-            for name, tensor in tensors.items():
+        files = [opened(weights / rank_file(rank), replaced.wanted, replaced.dtype) for rank in range(self.tp)]
+        for rank, file in enumerate(files):
+            for name, tensor in file.tensors():
                 replaced.tensors[rank][name].copy_(tensor)  # in place: the graphs hold these very tensors
         replaced.folder = weights
 

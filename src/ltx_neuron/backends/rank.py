@@ -28,7 +28,7 @@ from ltx_neuron.backends.neuron_errors import failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.graphs import LATENTS, Field
 from ltx_neuron.programs import weight_name
-from ltx_neuron.rankfiles import AGAIN, load, rank_file
+from ltx_neuron.rankfiles import AGAIN, opened, rank_file
 from ltx_neuron.tensorfile import TensorFile
 
 START_SECONDS = 120.0  # until a process has imported torch and met the others: slow on a busy machine
@@ -125,11 +125,11 @@ class Rank:
         model = frozenset(wanted)
         before, held = self.weights.get(model, (None, {}))
         if before != weights:
-            for name, tensor in load(Path(weights) / rank_file(self.rank), wanted, dtype).items():
+            for name, tensor in opened(Path(weights) / rank_file(self.rank), wanted, dtype).tensors():
                 if name in held:
                     held[name].copy_(tensor)  # in place: the graphs hold these very tensors
                 else:
-                    held[name] = tensor.to(self.device, copy=True)
+                    held[name] = tensor.to(self.device)  # on a CPU this is what was read: no second copy
             self.weights[model] = weights, held
         return held
 

@@ -1,0 +1,169 @@
+"""How fast ranks load their files, beside plain reads of the same files in the same run, with cold and with warm page cache.
+
+    python benchmarks/load.py --folder DIR [--blocks 5] [--tp-degree 4] [--repeats 5]
+
+Makes rank files of the released DiT's tensor sizes and of random bytes (1 GB a rank) on the disk of DIR, and deletes them.
+Three ways take turns, by one process and by all of them at once, each with a file of its own:
+
+    plain        reads into one buffer that is used again: what the disk, or the page cache, gives
+    ours         what a rank of the cpu profile runs: every tensor in memory that stays, header and names checked
+    safetensors  safetensors.torch.load_file, which maps the file; then one byte of every page, as it has read nothing yet
+
+Cold: the file's pages were dropped; how much came from the disk is checked, cold and warm. Rates are of medians, the ratios
+ours / plain; the last one is that of all ranks together with a cold cache.
+"""
+
+import argparse
+import mmap
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from full_size import make
+
+from ltx_neuron.artifacts import LAYOUT
+from ltx_neuron.checkpoint import Source
+from ltx_neuron.rankfiles import cuts_of, opened, rank_file, shard
+from ltx_neuron.sharding import MODELS
+from ltx_neuron.tensorfile import TensorFile
+
+BUFFER_BYTES = 16 * 2**20
+TOLERANCE = 0.05  # of a file may come from the disk when warm, or not from it when cold; the header and readahead do
+
+
+class RandomSource(Source):
+    """The names and shapes of a checkpoint with other content: a disk may store zeros without writing them."""
+
+    def pieces(self, name: str, bounds: list[tuple[int, int]]):
+        row, generator = self.shape(name)[1:], torch.Generator().manual_seed(len(name))
+        for start, stop in bounds:
+            bits = torch.randint(-(2**15), 2**15, (stop - start, *row), dtype=torch.int16, generator=generator)
+            yield bits.view(torch.bfloat16) if self.shape(name) else bits.view(torch.bfloat16)[0]
+
+
+def rank_files(folder: Path, blocks: int, tp: int) -> list[Path]:
+    checkpoint = make(folder / "sparse.safetensors", blocks)
+    source = RandomSource(MODELS["dit"], [TensorFile(checkpoint, "")])
+    identity = {"kind": "weights", "model": "dit", "tp": tp, "dtype": "bfloat16", "layout": LAYOUT}
+    shard(source, folder / "weights", identity, tp, torch.bfloat16, cuts_of(source, tp, {}))
+    return [folder / "weights" / rank_file(rank) for rank in range(tp)]
+
+
+def plain(path: Path, buffer: mmap.mmap) -> None:
+    file = os.open(path, os.O_RDONLY)
+    offset = 0
+    while count := os.preadv(file, [buffer], offset):
+        offset += count
+    os.close(file)
+
+
+def ours(path: Path, wanted: dict) -> dict[str, torch.Tensor]:
+    return {name: tensor.to("cpu") for name, tensor in opened(path, wanted, torch.bfloat16).tensors()}
+
+
+def safetensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        tensor.view(torch.uint8).flatten()[:: mmap.PAGESIZE].sum()
+    return tensors
+
+
+def serve(pipe, path: Path) -> None:
+    """A process of its own for each rank: reads its file in the way it is told, and says from when to when."""
+    torch.set_num_threads(1)
+    buffer, wanted = mmap.mmap(-1, BUFFER_BYTES), TensorFile(path, "").shapes
+    plain(path, buffer)  # the buffer is there from now on
+    pipe.send("ready")
+    ways = {"plain": lambda: plain(path, buffer), "ours": lambda: ours(path, wanted), "safetensors": lambda: safetensors(path)}
+    while True:
+        try:
+            way = pipe.recv()
+        except EOFError:  # the benchmark has ended
+            return
+        before, began = fetched(), time.perf_counter()
+        held = ways[way]()
+        pipe.send((began, time.perf_counter(), fetched() - before))
+        del held
+
+
+def drop(path: Path) -> None:
+    """Drop a file's pages from the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def fetched() -> int:
+    """Bytes that this process made the system fetch from the disk so far."""
+    return int(re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)[1])
+
+
+def rate(pipes: list, way: str, cache: str, size: int) -> float:
+    """GB/s of these processes together, from the first one's start to the last one's end."""
+    for pipe in pipes:
+        pipe.send(way)
+    starts, ends, from_disk = zip(*(pipe.recv() for pipe in pipes), strict=True)
+    share = sum(from_disk) / size / len(pipes)
+    if abs(share - (cache == "cold")) > TOLERANCE:
+        sys.exit(f"{way}: {100 * share:.0f} % of the bytes came from the disk, which is not {cache}: is the machine short of "
+                 "memory, or is this a disk whose cache cannot be dropped?")  # fmt: skip
+    return len(pipes) * size / (max(ends) - min(starts)) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="a folder on the disk to measure")
+    parser.add_argument("--blocks", type=int, default=5, help="transformer blocks, 0.2 GB a rank each (default %(default)s)")
+    parser.add_argument("--tp-degree", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="load-") as folder:
+        paths = rank_files(Path(folder), args.blocks, args.tp_degree)
+        measure(paths, args.repeats)
+
+
+def measure(paths: list[Path], repeats: int) -> None:
+    size, context = paths[0].stat().st_size, get_context("spawn")
+    print(f"{len(paths)} rank files of {size / 1e9:.2f} GB, {len(TensorFile(paths[0], '').shapes)} tensors; {os.cpu_count()} "
+          f"cores, torch {torch.__version__}, safetensors {version('safetensors')}, load average {os.getloadavg()[0]:.1f}",
+          flush=True)  # fmt: skip
+    pipes = []
+    for path in paths:
+        here, there = context.Pipe()
+        context.Process(target=serve, args=(there, path), daemon=True).start()
+        pipes.append(here)
+    for pipe in pipes:
+        pipe.recv()
+    ways, found = ["plain", "ours", "safetensors"], {}
+    for _ in range(repeats):
+        ways = [*ways[1:], ways[0]]
+        for ranks in dict.fromkeys((1, len(paths))):
+            for way in ways:
+                for path in paths[:ranks]:
+                    drop(path)
+                for cache in ("cold", "warm"):
+                    found.setdefault((ranks, cache, way), []).append(rate(pipes[:ranks], way, cache, size))
+    print("processes  cache  way            GB/s  every run")
+    for (ranks, cache, way), rates in sorted(found.items()):
+        runs = " ".join(f"{one:.2f}" for one in rates)
+        print(f"{ranks:9}  {cache:5}  {way:11}  {statistics.median(rates):6.2f}  {runs}")
+    for cache in ("warm", "cold"):
+        for ranks in dict.fromkeys((1, len(paths))):
+            medians = {way: statistics.median(found[ranks, cache, way]) for way in ways}
+            print(f"{cache}, {ranks} at once: ours / plain = {medians['ours'] / medians['plain']:.2f}, "
+                  f"ours / safetensors = {medians['ours'] / medians['safetensors']:.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A function that runs in a thread of its own beside what its caller does meanwhile."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+_thread = threading.local()  # .beside: whose function runs in this thread
+
+
+class Stopped(BaseException):
+    """Ends a function whose result nobody wants any more."""
+
+
+def checkpoint(*_) -> None:
+    """Called now and then by what takes long: raises Stopped in the thread of a Beside that is told to stop."""
+    beside = getattr(_thread, "beside", None)
+    if beside and beside.told:
+        raise Stopped
+
+
+class Beside:
+    """Calls the function in a new thread. `result` waits for what it returns or raises; `stop` ends it at a checkpoint.
+
+    As a context manager: leaving it waits for the function and raises its error; an exception that leaves it stops the
+    function first. Either way the thread has ended then.
+    """
+
+    def __init__(self, function: Callable):
+        self._function, self._result, self._error, self.told = function, None, None, False
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="beside")
+        try:
+            self._thread.start()
+            ready.wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _run(self, ready: threading.Event) -> None:
+        _thread.beside = self
+        # A thread takes its number of threads for an operation from the default at its first one, and winograd.Workers
+        # change that for a moment: with another number, sums have other bits.
+        torch.get_num_threads()
+        ready.set()
+        try:
+            self._result = self._function()
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            self._error = error
+
+    def result(self):
+        self._thread.join()
+        if self._error:
+            raise self._error
+        return self._result
+
+    def stop(self) -> None:
+        """End the function and wait until it has; its result and its error are nobody's."""
+        self.told = True
+        if self._thread.ident:
+            self._thread.join()
+
+    def __enter__(self) -> "Beside":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind:
+            self.stop()
+        else:
+            self.result()

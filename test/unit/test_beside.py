@@ -1,0 +1,102 @@
+"""A function in a thread beside its caller: its result, its error, and its end."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from ltx_neuron.beside import Beside, checkpoint
+from ltx_neuron.winograd import Workers
+
+SOON = 2  # seconds; a function here is at its next checkpoint within milliseconds
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Every test ends with the threads and the number of threads it began with."""
+    count, threads = torch.get_num_threads(), set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == threads
+    torch.set_num_threads(count)
+
+
+def for_ever() -> None:
+    while True:
+        time.sleep(0.001)
+        checkpoint()
+
+
+def test_the_result_and_the_error_are_the_callers():
+    assert Beside(lambda: 3).result() == 3
+    with pytest.raises(ZeroDivisionError):
+        Beside(lambda: 1 / 0).result()
+
+
+def test_it_runs_beside_its_caller():
+    told, heard = threading.Event(), threading.Event()
+
+    def answer() -> str:
+        assert told.wait(SOON)
+        heard.set()
+        return "answered"
+
+    with Beside(answer) as beside:
+        told.set()
+        assert heard.wait(SOON)
+    assert beside.result() == "answered"
+
+
+def test_leaving_it_waits_and_raises_its_error():
+    with pytest.raises(ZeroDivisionError), Beside(lambda: 1 / 0):
+        pass
+
+
+def test_an_exception_that_leaves_it_ends_a_function_that_would_run_for_ever_and_says_nothing(capsys):
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Beside(for_ever):
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < SOON
+    assert capsys.readouterr().err == ""
+
+
+def test_ending_it_ends_what_runs_beside_it_and_leaves_its_with_blocks():
+    left = []
+
+    def outer() -> None:
+        try:
+            with Beside(for_ever), Workers() as workers:
+                workers.run(lambda _: time.sleep(0.001), range(100_000))
+        finally:
+            left.append(True)
+
+    beside = Beside(outer)
+    time.sleep(0.05)
+    beside.stop()
+    assert left == [True]
+
+
+def test_who_is_not_told_passes_every_checkpoint():
+    beside = Beside(for_ever)
+    checkpoint()
+    with Beside(checkpoint):
+        checkpoint()
+    beside.stop()
+
+
+def test_workers_that_are_made_beside_it_do_not_change_its_number_of_threads():
+    """Each makes its first operation while the workers' own number is the default of new threads."""
+    torch.get_num_threads()
+    torch.set_num_threads(3)
+    go, counts = threading.Event(), []
+
+    def count() -> None:
+        go.wait()
+        counts.append(torch.get_num_threads())
+
+    with Beside(count), Workers() as workers:
+        workers.run(lambda _: torch.set_num_threads(1), range(10))
+        go.set()
+    torch.set_num_threads(3)
+    assert counts == [3]
+    assert Beside(torch.get_num_threads).result() == 3
