@@ -50,8 +50,9 @@ from ltx_neuron.engine import Engine  # noqa: E402
 from ltx_neuron.job import Job, Size  # noqa: E402
 from ltx_neuron.profiles import resolve  # noqa: E402
 from ltx_neuron.programs import Program, dit_program  # noqa: E402
-from ltx_neuron.rankfiles import cuts_of, load_host, shard  # noqa: E402
+from ltx_neuron.rankfiles import load_host  # noqa: E402
 from ltx_neuron.report import Recorder  # noqa: E402
+from ltx_neuron.sharder import cuts_of, shard  # noqa: E402
 from ltx_neuron.sharding import MODELS  # noqa: E402
 from ltx_neuron.tensorfile import TensorFile  # noqa: E402
 from ltx_neuron.text import Contexts  # noqa: E402

@@ -30,7 +30,8 @@ from full_size import make
 
 from ltx_neuron.artifacts import LAYOUT
 from ltx_neuron.checkpoint import Source
-from ltx_neuron.rankfiles import cuts_of, opened, rank_file, shard
+from ltx_neuron.rankfiles import opened, rank_file
+from ltx_neuron.sharder import cuts_of, shard
 from ltx_neuron.sharding import MODELS
 from ltx_neuron.tensorfile import TensorFile
 

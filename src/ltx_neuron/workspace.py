@@ -25,7 +25,8 @@ from ltx_neuron.plan import check_fits, check_text_fits
 from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.promptcache import PromptCache
-from ltx_neuron.rankfiles import Cut, Layout, RankSource, check_filled, compare, cuts_of, shard, verify
+from ltx_neuron.rankfiles import RankSource, verify
+from ltx_neuron.sharder import Cut, Layout, check_filled, compare, cuts_of, shard
 from ltx_neuron.sharding import MODELS
 from ltx_neuron.tensorfile import DTYPES
 

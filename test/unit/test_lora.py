@@ -13,7 +13,8 @@ from ltx_neuron.checkpoint import Checkpoint, Source
 from ltx_neuron.errors import UserError
 from ltx_neuron.lora import Lora, MergedSource
 from ltx_neuron.profiles import resolve
-from ltx_neuron.rankfiles import HOST_FILE, cuts_of, rank_file, shard
+from ltx_neuron.rankfiles import HOST_FILE, rank_file
+from ltx_neuron.sharder import cuts_of, shard
 from ltx_neuron.sharding import COL, HOST, MODELS, ROW, rule
 from ltx_neuron.workspace import Workspace
 

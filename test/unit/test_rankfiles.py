@@ -20,7 +20,7 @@ from helpers import one_thread, save_weights  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ltx_neuron import rankfiles, tensorfile
+from ltx_neuron import sharder, tensorfile
 from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
@@ -28,20 +28,15 @@ from ltx_neuron.files import MANIFEST, MAX_JSON_BYTES, read_json, write_json
 from ltx_neuron.profiles import resolve
 from ltx_neuron.rankfiles import (
     HOST_FILE,
-    JOURNAL,
-    PARTIAL,
     RankSource,
-    check_filled,
-    compare,
-    cuts_of,
     file_names,
     lines_of,
     load,
     load_host,
     rank_file,
-    shard,
     verify,
 )
+from ltx_neuron.sharder import JOURNAL, PARTIAL, check_filled, compare, cuts_of, shard
 from ltx_neuron.sharding import COL, HOST, MODELS, ROW
 from ltx_neuron.tensorfile import TORCH_DTYPES, TensorFile
 from ltx_neuron.workspace import Workspace, reshard
@@ -83,8 +78,8 @@ def copy(whole, tmp_path):
 @pytest.fixture
 def often(monkeypatch):
     """A journal entry every few tensors, and pieces smaller than most tensors."""
-    monkeypatch.setattr(rankfiles, "_SYNC_BYTES", 20_000)
-    monkeypatch.setattr(rankfiles, "_PIECE_BYTES", 500)
+    monkeypatch.setattr(sharder, "_SYNC_BYTES", 20_000)
+    monkeypatch.setattr(sharder, "_PIECE_BYTES", 500)
 
 
 # one pass

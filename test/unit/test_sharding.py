@@ -16,7 +16,8 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.gemma3 import layers_first
 from ltx_neuron.parallel import SingleRank
 from ltx_neuron.programs import connector_program, dit_program, gemma3_program
-from ltx_neuron.rankfiles import HOST_FILE, Layout, cuts_of, rank_file, shard
+from ltx_neuron.rankfiles import HOST_FILE, rank_file
+from ltx_neuron.sharder import Layout, cuts_of, shard
 from ltx_neuron.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
 from ltx_neuron.tensorfile import TensorFile
 from ltx_neuron.tiny import TinySizes, released_config

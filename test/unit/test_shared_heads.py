@@ -15,7 +15,8 @@ from ltx_neuron.config import gemma_config, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.gemma3 import Gemma3Encoder, layers_first
-from ltx_neuron.rankfiles import Layout, RankSource, cuts_of, file_names, rank_file, shard
+from ltx_neuron.rankfiles import RankSource, file_names, rank_file
+from ltx_neuron.sharder import Layout, cuts_of, shard
 from ltx_neuron.sharding import MODELS
 from ltx_neuron.text import encoder_inputs
 from ltx_neuron.tiny import TinySizes, make_tiny
