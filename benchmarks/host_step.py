@@ -51,7 +51,7 @@ from ltx_neuron.job import Job, Size  # noqa: E402
 from ltx_neuron.profiles import resolve  # noqa: E402
 from ltx_neuron.programs import Program, dit_program  # noqa: E402
 from ltx_neuron.rankfiles import load_host  # noqa: E402
-from ltx_neuron.report import Recorder  # noqa: E402
+from ltx_neuron.recorder import Recorder  # noqa: E402
 from ltx_neuron.sharder import cuts_of, shard  # noqa: E402
 from ltx_neuron.sharding import MODELS  # noqa: E402
 from ltx_neuron.tensorfile import TensorFile  # noqa: E402
