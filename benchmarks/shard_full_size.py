@@ -1,10 +1,11 @@
 """Cut the released checkpoint's size for four ranks, and `cp` as many bytes to the same disk, in turn in the same run.
 
-python benchmarks/shard_full_size.py --folder DIR [--blocks N] [--tp-degree 4] [--rounds 3]
+python benchmarks/shard_full_size.py --folder DIR [--blocks N] [--tp-degree 4] [--rounds 3] [--memory as-it-is]
 
 The source is sparse (full_size.py), so both read zeros from memory and write real bytes; both end when these are on the
 disk. Both begin with the memory full of cached pages, as a machine in use has: on a virtual machine, who is the first to touch
 memory that the host has yet to give pays several times what the work costs, and deleted files give memory back to the host.
+With --memory as-it-is nothing is filled, and both pay for that.
 Needs room for one copy: 38 GB for all 48 blocks. Prints its ratio last.
 """
 
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -46,12 +48,17 @@ def fill_memory(folder: Path) -> None:
             pass
 
 
-def copied(folder: Path, size: int) -> float:
+def settled(_: Path) -> None:
+    """Wait until the memory of deleted files has gone back to the host, so that both find it gone."""
+    time.sleep(10)
+
+
+def copied(folder: Path, size: int, prepare: Callable[[Path], None]) -> float:
     """Seconds that `cp` and `sync` take for so many bytes."""
     source, copy = folder / "source", folder / "copy"
     with open(source, "wb") as file:
         file.truncate(size)
-    fill_memory(folder)
+    prepare(folder)
     seconds = timed(["cp", "--sparse=never", source, copy])[0] + timed(["sync", copy])[0]
     source.unlink(), copy.unlink()
     return seconds
@@ -63,6 +70,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=48)
     parser.add_argument("--tp-degree", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", choices=("full", "as-it-is"), default="full", help="what each of them begins with")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -73,17 +81,18 @@ def main() -> None:
     artifacts = args.folder / "artifacts"
     script = ROOT / "shards/shard_backbone_weights.py"
     flags = ["--checkpoint-path", checkpoint, "--artifacts-dir", artifacts, "--tp-degree", args.tp_degree, "--profile", "cpu"]
+    prepare = fill_memory if args.memory == "full" else settled
     sharding, copying, peak, written = [], [], 0.0, 0
     for _ in tqdm(range(args.rounds), unit="round"):
-        fill_memory(args.folder)
+        prepare(args.folder)
         seconds, memory = timed([sys.executable, script, *flags])
         files = {path.name: path.stat().st_size for path in sorted(artifacts.glob("weights/*/*.safetensors"))}
         shutil.rmtree(artifacts)
         peak, written = max(peak, memory), sum(files.values())
         sharding.append(seconds)
-        copying.append(copied(args.folder, written))
+        copying.append(copied(args.folder, written, prepare))
     for path in (checkpoint, args.folder / "filler"):
-        path.unlink()
+        path.unlink(missing_ok=True)
     for name, size in files.items():
         print(f"  {name}: {size / 1e9:.3f} GB")
     for name, found in (("shard", sharding), ("cp and sync", copying)):
@@ -91,7 +100,7 @@ def main() -> None:
         print(f"{name}: {', '.join(f'{seconds:.1f}' for seconds in found)} s, median {rate:.3f} GB/s")
     print(f"peak memory {peak:.2f} GB; imports alone {own:.2f} GB, so {peak - own:.2f} GB of its own")
     ratios = [shard / copy for shard, copy in zip(sharding, copying, strict=True)]
-    print(f"shard / (cp and sync) = {statistics.median(ratios):.2f} (median of {args.rounds})")
+    print(f"memory {args.memory}: shard / (cp and sync) = {statistics.median(ratios):.2f} (median of {args.rounds})")
 
 
 if __name__ == "__main__":
