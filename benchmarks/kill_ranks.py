@@ -130,7 +130,8 @@ def main() -> None:
     print(f"in an undisturbed run the ranks are there for {watch.seconds:.1f} s")
     slowest, bad, count = 0.0, [], 0
     for rank in range(TP):
-        for number in range(options.kills):
+        number = 0
+        while number < options.kills:
             begin = watch.seconds * (_DENOISING if number % 2 else 0)  # every second kill
             name, killer = f"rank{rank}-{number}", Killer(rank, choose.uniform(begin, watch.seconds))
             killer.start()
@@ -141,10 +142,10 @@ def main() -> None:
             ended = time.monotonic()
             killer.join()
             if killer.killed_at is None:  # it was too late: the ranks had done their part
-                print(f"{name}: {killer.after:.2f} s, no rank left to kill")
+                print(f"{name}: {killer.after:.2f} s, no rank left to kill; once more")
                 bad += [name] if got != wanted else []
                 continue
-            count += 1
+            count, number = count + 1, number + 1
             seconds, orphans = ended - killer.killed_at, ranks()
             state = (options.folder / name / "fox.resume.safetensors").is_file()
             same = run(name, "--resume") == wanted if got is None else got == wanted
