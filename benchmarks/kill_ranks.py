@@ -126,7 +126,7 @@ def main() -> None:
     watch.start()
     wanted = run("undisturbed")
     watch.join()
-    choose, shm = random.Random(options.seed), set(os.listdir("/dev/shm"))
+    choose = random.Random(options.seed)
     print(f"in an undisturbed run the ranks are there for {watch.seconds:.1f} s")
     slowest, bad, count = 0.0, [], 0
     for rank in range(TP):
@@ -134,6 +134,7 @@ def main() -> None:
         while number < options.kills:
             begin = watch.seconds * (_DENOISING if number % 2 else 0)  # every second kill
             name, killer = f"rank{rank}-{number}", Killer(rank, choose.uniform(begin, watch.seconds))
+            shm = set(os.listdir("/dev/shm"))
             killer.start()
             try:
                 got, error = run(name), None
