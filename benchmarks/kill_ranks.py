@@ -1,6 +1,6 @@
 """Kill -9 of each rank at random moments of a generation at TP=4: how soon it is said, what is left, and what --resume makes.
 
-python benchmarks/kill_ranks.py --folder DIR [--kills 10] [--seed 1]
+python benchmarks/kill_ranks.py --folder DIR [--kills 10] [--ranks 0 1 2 3] [--seed 1]
 
 Tiny assets are made, sharded and compiled in the folder. Prints one line a kill and the verdict last; exits 1 if a run took
 more than 10 s to end, left a process or shared memory, or was resumed to other bytes.
@@ -85,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=10, help="of each rank")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=range(TP), default=list(range(TP)))
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
 
@@ -129,7 +130,7 @@ def main() -> None:
     choose = random.Random(options.seed)
     print(f"in an undisturbed run the ranks are there for {watch.seconds:.1f} s")
     slowest, bad, count = 0.0, [], 0
-    for rank in range(TP):
+    for rank in options.ranks:
         number = 0
         while number < options.kills:
             begin = watch.seconds * (_DENOISING if number % 2 else 0)  # every second kill
