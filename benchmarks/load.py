@@ -42,7 +42,7 @@ TOLERANCE = 0.05  # of a file may come from the disk when warm, or not from it w
 class RandomSource(Source):
     """The names and shapes of a checkpoint with other content: a disk may store zeros without writing them."""
 
-    def pieces(self, name: str, bounds: list[tuple[int, int]]):
+    def pieces(self, name: str, bounds: list[tuple[int, int]], rooms):
         row, generator = self.shape(name)[1:], torch.Generator().manual_seed(len(name))
         for start, stop in bounds:
             bits = torch.randint(-(2**15), 2**15, (stop - start, *row), dtype=torch.int16, generator=generator)

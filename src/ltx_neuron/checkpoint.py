@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -112,15 +113,11 @@ class Source:
         files = ", ".join(str(file.path) for file in self.files)
         return UserError(f"no {what} of {self.model.name} in {files}\nThe published one: {self.files[-1].download}")
 
-    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
-        """A tensor's rows, from each start to its stop; a tensor without dimensions is one row."""
+    def pieces(self, name: str, bounds: list[tuple[int, int]], rooms: Iterator[mmap]) -> Iterator[Tensor]:
+        """A tensor's rows, from each start to its stop, each in the next room if it fits; a tensor without dimensions is
+        one row."""
         file, key = self._find(name)
-        yield from (file.mapped(key, *rows) for rows in bounds)
-
-    def forget(self, name: str, start: int, stop: int) -> None:
-        """Such rows have passed by."""
-        file, key = self._find(name)
-        file.forget(key, start, stop)
+        yield from (file.passing(key, *rows, next(rooms)) for rows in bounds)
 
     def described(self, tensors: dict[str, str]) -> dict:
         """What these tensors came from: the files, the digest of every tensor, and what the files hold beside them."""
@@ -132,7 +129,7 @@ class Source:
         files = [
             {"name": f.path.name, "bytes": f.size, "header_blake3": blake3(f.header).hexdigest()} for f in self.files
         ]
-        return {"files": files, "tensors": tensors, "elsewhere": dict(sorted(elsewhere.items()))}
+        return {"files": files, "tensors_xxh3_128": tensors, "elsewhere": dict(sorted(elsewhere.items()))}
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""

@@ -6,6 +6,7 @@ checkpoint's. There is no alpha; gates, AdaLN and projections may carry one too.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -78,9 +79,9 @@ class MergedSource(Source):
     def lora_identity(self) -> list:
         return [[file.fingerprint, strength] for file, strength in self.loras]
 
-    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
+    def pieces(self, name: str, bounds: list[tuple[int, int]], rooms: Iterator[mmap]) -> Iterator[Tensor]:
         if name not in self.carriers:
-            yield from super().pieces(name, bounds)
+            yield from super().pieces(name, bounds, rooms)
             return
         whole = self.tensor(name)
         yield from (whole[start:stop] for start, stop in bounds)

@@ -5,6 +5,7 @@ A folder holds rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json
 
 from collections.abc import Iterator
 from math import prod
+from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -116,7 +117,8 @@ class RankSource:
     def nbytes(self, name: str) -> int:
         return prod(self.shape(name)) * DTYPES[self.identity["dtype"]].itemsize
 
-    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
+    def pieces(self, name: str, bounds: list[tuple[int, int]], rooms: Iterator[mmap]) -> Iterator[Tensor]:
+        """As Source.pieces, but in memory of their own: a finished set is still to be loaded, the cache may keep it."""
         split, part, copies = self.split(name), self._part(name), self.copies(name, self.tp)
         for start, stop in bounds:
             if split == ROW:
@@ -129,9 +131,6 @@ class RankSource:
                 yield torch.cat(parts)
             else:
                 yield self._file(name).read(name, start, stop) if part else self._file(name).read(name)
-
-    def forget(self, name: str, start: int, stop: int) -> None:
-        """Nothing: a finished set is still to be loaded, the system may keep it."""
 
     def described(self, tensors: dict[str, str]) -> dict:
         """Of the checkpoint: what these files were made from still describes what is made from them."""

@@ -4,7 +4,6 @@ safetensors' own torch reader maps a file privately, which a machine with less m
 mapped pages stay in the process's resident memory. Format: github.com/huggingface/safetensors, README.
 """
 
-import errno
 import hashlib
 import itertools
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ltx_neuron import pagecache
 from ltx_neuron.errors import UserError
 
 TORCH_DTYPES = {
@@ -32,7 +32,6 @@ _GROUP_BYTES = 64 * 2**20  # of tensors that are read together; a quarter of it 
 _READERS = 2  # one reads while the other waits for the disk, or for fresh memory
 _ALIGNMENT = 64  # of a tensor's memory, as torch's own has
 _MOST_BUFFERS = 1024  # IOV_MAX: what one call reads into
-_POPULATE_READ = 22  # madvise: read and map now, with an error where that fails; not named by Python 3.11
 
 
 class TensorFile:
@@ -163,29 +162,30 @@ class TensorFile:
                 if count:
                     left[0] = left[0][count:]
 
-    def mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """As `read`, but the pages of the file themselves, which is faster: for what passes by once. Do not write to it.
+    def passing(self, name: str, start: int, stop: int | None, room: mmap.mmap) -> Tensor:
+        """As `read`, for what is wanted once: it lies in `room` (pagecache.room), past the system's cache.
 
-        A file that is cut short while such a tensor is in use ends the process (SIGBUS).
+        What the cache has already, and what is larger than the room, are the cache's own pages: do not write to it. A file
+        that is cut short while such a tensor is in use ends the process (SIGBUS).
         """
         (offset, size, shape), dtype = self._place(name, start, stop), TORCH_DTYPES[self.dtypes[name]]
         if not size or offset % dtype.itemsize:
             return self.read(name, start, stop)
-        into_page = offset % mmap.ALLOCATIONGRANULARITY
-        with self._open() as file:
-            window = mmap.mmap(file.fileno(), into_page + size, access=mmap.ACCESS_COPY, offset=offset - into_page)
+        before = offset % mmap.PAGESIZE
         try:
-            window.madvise(_POPULATE_READ)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel before 5.14 does not know it
-                raise self._broken(f"{name} cannot be read: {error.strerror}") from None
-        return torch.frombuffer(window, dtype=dtype, count=size // dtype.itemsize, offset=into_page).view(shape)
-
-    def forget(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Tell the system that these rows need not stay in its memory: there is more room for others."""
-        offset, size, _ = self._place(name, start, stop)
-        with self._open() as file:
-            os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
+            with self._open() as file:
+                pages = pagecache.window(file.fileno(), offset - before, before + size)
+            got = None
+            if before + size <= len(room) and not pagecache.holds(pages):
+                got = pagecache.read_past(self.path, offset - before, before + size, room)
+            if got is None:
+                pagecache.fetch(pages)
+        except (OSError, ValueError) as error:  # ValueError: there is less of a file than is to be mapped
+            raise self._broken(f"{name} cannot be read: {error}") from None
+        if got is not None and got < before + size:
+            raise self._broken(f"it ends at byte {offset - before + got}, within {name}")
+        memory = pages if got is None else room
+        return torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=before).view(shape)
 
     def _place(self, name: str, start: int, stop: int | None) -> tuple[int, int, tuple[int, ...]]:
         """Where rows of a tensor begin in the file, their bytes and their shape; a tensor without dimensions is one row."""

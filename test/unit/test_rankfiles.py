@@ -19,6 +19,7 @@ from blake3 import blake3
 from helpers import one_thread, save_weights  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import save_file
+from xxhash import xxh3_128
 
 from ltx_neuron import sharder, tensorfile
 from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
@@ -86,14 +87,14 @@ def often(monkeypatch):
 
 
 def test_the_source_is_read_once_in_pieces_of_bounded_size(source, whole, tmp_path, often, monkeypatch):
-    sizes, read = [], TensorFile.mapped
+    sizes, read = [], TensorFile.passing
 
     def counted(self, *args):
         tensor = read(self, *args)
         sizes.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(TensorFile, "mapped", counted)
+    monkeypatch.setattr(TensorFile, "passing", counted)
     write(source, tmp_path / "weights")
     assert sum(sizes) == sum(source.nbytes(name) for name in source.names)
     row = max(source.nbytes(name) // source.shape(name)[0] for name in source.names)
@@ -133,10 +134,10 @@ def test_a_set_with_a_lost_file_is_written_again(source, copy, whole):
 
 def test_the_manifest_accounts_for_every_tensor_of_the_source(source, whole, tiny):
     described, file = read_json(whole / MANIFEST)["source"], TensorFile(tiny.checkpoint, "")
-    assert described["tensors"].keys() == set(source.names)
-    assert len(described["tensors"]) + sum(described["elsewhere"].values()) == len(file.shapes)
+    assert described["tensors_xxh3_128"].keys() == set(source.names)
+    assert len(described["tensors_xxh3_128"]) + sum(described["elsewhere"].values()) == len(file.shapes)
     name = "transformer_blocks.1.ff.net.2.weight"
-    assert described["tensors"][name] == digest(source.tensor(name))
+    assert described["tensors_xxh3_128"][name] == xxh3_128(source.tensor(name).view(torch.uint8).numpy()).hexdigest()
     assert described["files"] == [
         {"name": tiny.checkpoint.name, "bytes": tiny.checkpoint.stat().st_size, "header_blake3": digest(file.header)}
     ]
@@ -184,10 +185,10 @@ def stop_at(monkeypatch, name: str) -> None:
     """Every run stops when it comes to a tensor, until the patch is undone."""
     pieces = Source.pieces
 
-    def stopping(self, wanted, bounds):
+    def stopping(self, wanted, bounds, rooms):
         if wanted == name:
             raise Stop
-        return pieces(self, wanted, bounds)
+        return pieces(self, wanted, bounds, rooms)
 
     monkeypatch.setattr(Source, "pieces", stopping)
 
@@ -212,10 +213,10 @@ def count_reads(source, folder) -> int:
     """Write, and return how many bytes of the source were read."""
     pieces, total = Source.pieces, 0
 
-    def counted(self, name, bounds):
+    def counted(self, name, bounds, rooms):
         nonlocal total
         total += self.nbytes(name)
-        return pieces(self, name, bounds)
+        return pieces(self, name, bounds, rooms)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Source, "pieces", counted)
@@ -285,11 +286,11 @@ def names(folder: Path) -> list[str]:
 def test_two_runs_do_not_write_one_folder_at_once(source, tmp_path, monkeypatch):
     pieces = Source.pieces
 
-    def meanwhile(self, name, bounds):
+    def meanwhile(self, name, bounds, rooms):
         monkeypatch.setattr(Source, "pieces", pieces)
         with pytest.raises(UserError, match="another run is writing"):
             write(source, tmp_path / "weights")
-        return pieces(self, name, bounds)
+        return pieces(self, name, bounds, rooms)
 
     monkeypatch.setattr(Source, "pieces", meanwhile)
     assert write(source, tmp_path / "weights")
@@ -324,11 +325,11 @@ def fill_meanwhile(patch, disk: Path, left: int) -> None:
     """Somebody else's file takes the room, but for so many bytes, while rank files are written."""
     pieces = Source.pieces
 
-    def filling(self, name, bounds):
+    def filling(self, name, bounds, rooms):
         if name == "transformer_blocks.0.ff.net.2.weight":
             free = shutil.disk_usage(disk).free
             (disk / "other").write_bytes(bytes(free - free % 4096 - left))
-        return pieces(self, name, bounds)
+        return pieces(self, name, bounds, rooms)
 
     patch.setattr(Source, "pieces", filling)
 

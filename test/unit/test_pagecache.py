@@ -1,0 +1,73 @@
+"""Reading what is wanted once: from the disk past the page cache, or from the cache what it has."""
+
+import mmap
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ltx_neuron import pagecache
+from ltx_neuron.errors import UserError
+from ltx_neuron.tensorfile import TensorFile
+
+ROWS, WIDTH = 300, 1000  # neither a whole number of pages
+
+
+@pytest.fixture
+def file(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"a": torch.randn(3, generator=generator), "b": torch.randn(ROWS, WIDTH, generator=generator)}
+    save_file(tensors, tmp_path / "file.safetensors")
+    return TensorFile(tmp_path / "file.safetensors", "make it again")
+
+
+def drop(path):
+    """Take a file out of the cache; skips the test where the file system cannot."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    if cached(path):
+        pytest.skip("this file system keeps its files in the cache")
+
+
+def cached(path, offset=0, size=None):
+    with open(path, "rb") as opened:
+        return pagecache.holds(pagecache.window(opened.fileno(), offset, size or path.stat().st_size))
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (0, ROWS), (7, 8), (1, 299), (299, 300)], ids=str)
+def test_rows_that_pass_by_are_those_of_the_file_and_the_cache_has_none_of_them(file, rows):
+    wanted = file.read("b", *rows)
+    drop(file.path)
+    room = pagecache.room(wanted.nbytes)
+    assert torch.equal(file.passing("b", *rows, room), wanted)
+    assert wanted.numpy().tobytes() in room[:]
+    assert not cached(file.path, file.size // 2 // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE)
+
+
+def test_what_the_cache_has_is_not_read_from_the_disk_again(file, monkeypatch):
+    file.path.read_bytes()
+    assert cached(file.path)
+    monkeypatch.setattr(pagecache, "read_past", lambda *_: pytest.fail("read from the disk"))
+    assert torch.equal(file.passing("b", 0, ROWS, pagecache.room(file.size)), file.read("b"))
+
+
+def test_what_is_larger_than_the_room_is_whole_all_the_same(file):
+    drop(file.path)
+    assert torch.equal(file.passing("b", 0, ROWS, pagecache.room(mmap.PAGESIZE)), file.read("b"))
+
+
+def test_a_file_system_that_cannot_read_past_its_cache_gives_the_same_rows(file, monkeypatch):
+    drop(file.path)
+    monkeypatch.setattr(pagecache, "read_past", lambda *_: None)
+    assert torch.equal(file.passing("b", 3, 200, pagecache.room(file.size)), file.read("b", 3, 200))
+
+
+@pytest.mark.parametrize("left", [mmap.PAGESIZE, mmap.PAGESIZE + 100, 0], ids=str)
+def test_a_file_cut_short_meanwhile_is_an_error_that_names_it(file, left):
+    drop(file.path)
+    os.truncate(file.path, left)
+    with pytest.raises(UserError, match="file.safetensors is not a whole safetensors file"):
+        file.passing("b", 0, ROWS, pagecache.room(file.size))
