@@ -15,7 +15,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
 from ltx_neuron.rankfiles import verify
 
-LAYOUT = 2  # of rank files: raise it when what the sharders write changes
+LAYOUT = 3  # of rank files: raise it when what the sharders write changes
 # What the fields of an identity are to a person, where the name does not say it.
 _MEANINGS = {
     "source": "the checkpoint's content", "config": "the model's sizes", "code": "this toolkit's code",

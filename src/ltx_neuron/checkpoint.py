@@ -129,17 +129,21 @@ class Source:
         files = [
             {"name": f.path.name, "bytes": f.size, "header_blake3": blake3(f.header).hexdigest()} for f in self.files
         ]
-        return {"files": files, "tensors_xxh3_128": tensors, "elsewhere": dict(sorted(elsewhere.items()))}
+        return {"files": files, "tensors_xxh3_128": dict(sorted(tensors.items())), "elsewhere": dict(sorted(elsewhere.items()))}
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
         file, key = self._find(name)
         return file.read(key)
 
-    def stored(self, name: str, start: int = 0, stop: int | None = None, into: Tensor | None = None) -> Tensor:
-        """A tensor's rows start..stop as the files hold them; `into` as for TensorFile.read."""
+    def mapped(self, name: str) -> Tensor:
+        """A whole tensor as the files hold it: their own pages."""
         file, key = self._find(name)
-        return file.read(key, start, stop, into)
+        return file.mapped(key)
+
+    def announce(self, name: str) -> None:
+        file, key = self._find(name)
+        file.announce(key)
 
     def rows(self, name: str, indices: list[int]) -> Tensor:
         """Single rows of a tensor."""

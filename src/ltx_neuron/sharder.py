@@ -32,7 +32,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.rankfiles import RankSource, file_names, finished
 from ltx_neuron.sharding import COL, HOST, local_shape
-from ltx_neuron.tensorfile import DTYPE_NAMES
+from ltx_neuron.tensorfile import ALIGNMENT, DTYPE_NAMES
 
 JOURNAL, PARTIAL = "journal.json", ".partial"
 _PIECE_BYTES = 8 * 2**20  # read from the source at once
@@ -83,7 +83,8 @@ class Cut:
 
 
 def cuts_of(source: Source | RankSource, tp: int, layouts: dict[str, Layout]) -> list[Cut]:
-    """How every tensor of a source is cut, in the order of the files. UserError for one that cannot be."""
+    """How every tensor of a source is cut, in the order of the files: by name, but what is no multiple of the alignment comes
+    last, so that all before it may be used where a file's pages lie. UserError for one that cannot be cut."""
     cuts = []
     for name in sorted(source.names):
         shape, split, layout = source.shape(name), source.split(name), layouts.get(name)
@@ -92,7 +93,7 @@ def cuts_of(source: Source | RankSource, tp: int, layouts: dict[str, Layout]) ->
         if layout:
             stored = tuple(layout.arrange(torch.empty(stored, device="meta")).shape)
         cuts.append(Cut(name, shape, split, stored, layout, copies))
-    return cuts
+    return sorted(cuts, key=lambda cut: prod(cut.stored) % ALIGNMENT != 0)
 
 
 def check_filled(cuts: list[Cut], wanted: dict[str, tuple[int, ...]], host: dict[str, tuple[int, ...]]) -> None:
@@ -166,7 +167,7 @@ def _described(cuts: list[Cut], tp: int, dtype: torch.dtype) -> dict[str, tuple]
                 entries[cut.name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(cut.stored), "data_offsets": [ends[-1], end]}
             ends.append(end)
         text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts on a multiple of 8
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
         found[name] = (len(text).to_bytes(8, "little") + text, ends, dtype)
     return found
 

@@ -1,11 +1,10 @@
-"""Weights that are in memory only while their layer runs, and products with them as they are stored: for the host's CPU.
+"""Weights that are the files' own pages, a layer at a time, and products with them as they are stored: for the host's CPU.
 
 Both save memory that the kernel would hand out anew: on a virtual machine that costs ten times what filling it does
-(benchmarks/2026-11-21-text-encode.md). So a layer is read into the memory of the one before it, and where it computes in
-fp32 its bf16 weights are cast piece by piece, in the cache.
+(benchmarks/2026-11-21-text-encode.md). So nothing is copied that the system's cache has, and where a layer computes in fp32
+its bf16 weights are cast piece by piece, in the cache of the CPU.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -19,44 +18,30 @@ _LEAST_ROWS = 64  # of a piece: fewer do not fill a product
 
 
 class Weights:
-    """Fills modules from a source, strictly, and takes their memory back for the next ones.
+    """Fills modules from a source, strictly.
 
     A matrix stays as it is stored where activations are fp32 (see FloatProducts); all else becomes `dtype`.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype):
         self.source, self.dtype = source, dtype
-        self._free: dict[tuple, list[Tensor]] = defaultdict(list)
-        self._lent: dict[nn.Module, list[Tensor]] = {}
+        self._mapped: dict[str, Tensor] = {}  # mapped once: the next prompt finds all of it where it was
 
     def fill(self, module: nn.Module, prefix: str) -> None:
-        """Read a module's weights; `prefix` is what the source's names have before the module's own."""
-        read = {name: self._read(prefix + name) for name in module.state_dict()}
-        self._lent[module] = list(read.values())
-        weights = {name: tensor if self._stays(tensor) else tensor.to(self.dtype) for name, tensor in read.items()}
-        module.load_state_dict(weights, strict=True, assign=True)
+        """Give a module its weights; `prefix` is what the source's names have before the module's own."""
+        module.load_state_dict({name: self.tensor(prefix + name) for name in module.state_dict()}, strict=True, assign=True)
 
-    def release(self, module: nn.Module) -> None:
-        """Take back the memory that was read into: the module has no weights afterwards."""
-        module.to("meta")
-        for tensor in self._lent.pop(module):
-            self._free[tensor.shape, tensor.dtype].append(tensor)
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._mapped:
+            self._mapped[name] = self.source.mapped(name)
+        stored = self._mapped[name]
+        return stored if stored.ndim > 1 and self.dtype == torch.float32 else stored.to(self.dtype)
 
-    def _stays(self, weight: Tensor) -> bool:
-        return weight.ndim > 1 and self.dtype == torch.float32
-
-    def _read(self, name: str) -> Tensor:
-        free = self._free[torch.Size(self.source.shape(name)), self.source.dtype(name)]
-        return self.source.stored(name, into=free.pop() if free else None)
-
-    def rows(self, name: str, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """A matrix by pieces of `count` rows; each piece lies in the memory of the one before it."""
-        total, width = self.source.shape(name)
-        memory = torch.empty(min(count, total), width, dtype=self.source.dtype(name))
-        for start in range(0, total, count):
-            rows = slice(start, min(start + count, total))
-            piece = self.source.stored(name, rows.start, rows.stop, into=memory[: rows.stop - rows.start])
-            yield rows, piece if self._stays(piece) else piece.to(self.dtype)
+    def announce(self, module: nn.Module, prefix: str) -> None:
+        """Have the system read a module's weights while something else is done."""
+        for name in module.state_dict():
+            if prefix + name not in self._mapped:
+                self.source.announce(prefix + name)
 
 
 class StreamedLayers(nn.ModuleList):
@@ -67,10 +52,13 @@ class StreamedLayers(nn.ModuleList):
         self._prefix, self._weights = prefix, weights
 
     def __iter__(self) -> Iterator[nn.Module]:
-        for index, layer in enumerate(super().__iter__()):
+        layers = list(super().__iter__())
+        for index, layer in enumerate(layers):
             self._weights.fill(layer, f"{self._prefix}{index}.")
+            if index + 1 < len(layers):
+                self._weights.announce(layers[index + 1], f"{self._prefix}{index + 1}.")
             yield layer
-            self._weights.release(layer)
+            layer.to("meta")
 
 
 class FloatProducts(TorchFunctionMode):

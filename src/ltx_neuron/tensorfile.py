@@ -1,7 +1,7 @@
 """Reading safetensors files without mapping them whole: a header that is checked, and the rows that are wanted.
 
-safetensors' own torch reader maps a file privately, which a machine with less memory than the 46 GB checkpoint refuses, and
-mapped pages stay in the process's resident memory. Format: github.com/huggingface/safetensors, README.
+safetensors' own torch reader maps a whole file to be written to, which a machine with less memory than the 46 GB checkpoint
+refuses. Format: github.com/huggingface/safetensors, README.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,10 +29,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # what --dtype 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_GROUP_BYTES = 64 * 2**20  # of tensors that are read together; a quarter of it was slower
+_GROUP_BYTES = 64 * 2**20  # of tensors that are fetched together
 _READERS = 2  # one reads while the other waits for the disk, or for fresh memory
-_ALIGNMENT = 64  # of a tensor's memory, as torch's own has
-_MOST_BUFFERS = 1024  # IOV_MAX: what one call reads into
+ALIGNMENT = 64  # of a tensor's memory, as torch's own has
 
 
 class TensorFile:
@@ -92,26 +92,66 @@ class TensorFile:
     def _broken(self, why: str) -> UserError:
         return UserError(f"{self.path} is not a whole safetensors file: {why}.\nDownload it again: {self.download}")
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, into: Tensor | None = None) -> Tensor:
-        """A tensor, or its rows start..stop along the first dimension; `into` is one of that shape and dtype to be filled."""
-        offset, size, wanted = self._place(name, start, stop)
-        dtype = TORCH_DTYPES[self.dtypes[name]]
-        buffer = torch.empty(size, dtype=torch.uint8) if into is None else into.view(-1).view(torch.uint8)
-        self._fill([memoryview(buffer.numpy())], offset)
-        if into is not None:
-            return into
-        return buffer.view(dtype).view(wanted) if buffer.numel() else torch.empty(wanted, dtype=dtype)
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
+        (offset, size, shape), dtype = self._place(name, start, stop), TORCH_DTYPES[self.dtypes[name]]
+        buffer = torch.empty(size, dtype=torch.uint8)
+        view, got = memoryview(buffer.numpy()), 0
+        with self._open() as file, self._reading(name):
+            while got < size:
+                if not (count := os.preadv(file.fileno(), [view[got:]], offset + got)):
+                    raise self._ends_at(offset + got, name)
+                got += count
+        return buffer.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+
+    def mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """As `read`, but the file's own pages in the system's cache: no copy. What is written to it stays in this process.
+
+        A file that is cut short while such a tensor is in use ends the process (SIGBUS).
+        """
+        (offset, size, shape), dtype = self._place(name, start, stop), TORCH_DTYPES[self.dtypes[name]]
+        if not size or offset % dtype.itemsize:
+            return self.read(name, start, stop)
+        pages, before = self._window(name, offset, size)
+        with self._reading(name):
+            pagecache.fetch(pages)
+        return torch.frombuffer(pages, dtype=dtype, count=size // dtype.itemsize, offset=before).view(shape)
+
+    def announce(self, name: str) -> None:
+        """Have the system begin to read a tensor that will be mapped soon."""
+        offset, size, _ = self._place(name, 0, None)
+        with self._open() as file:
+            os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
+
+    def passing(self, name: str, start: int, stop: int | None, room: mmap.mmap) -> Tensor:
+        """As `mapped`, for what is wanted once: it lies in `room` (pagecache.room), past the cache. Do not write to it.
+
+        What the cache has already, and what is larger than the room, is mapped.
+        """
+        (offset, size, shape), dtype = self._place(name, start, stop), TORCH_DTYPES[self.dtypes[name]]
+        if not size or offset % dtype.itemsize:
+            return self.read(name, start, stop)
+        pages, before = self._window(name, offset, size)
+        with self._reading(name):
+            if before + size > len(room) or pagecache.holds(pages):
+                return self.mapped(name, start, stop)
+            got = pagecache.read_past(self.path, offset - before, before + size, room)
+        if got is None:
+            return self.mapped(name, start, stop)
+        if got < before + size:
+            raise self._ends_at(offset - before + got, name)
+        return torch.frombuffer(room, dtype=dtype, count=size // dtype.itemsize, offset=before).view(shape)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, in the file's order, while threads read what follows.
+        """Every tensor, in the file's order, as `mapped`, while threads fetch what follows.
 
-        Tensors of some 64 MB lie together in memory of their own, which is free once none of them is used any more: who
-        keeps them all has one copy, who copies them elsewhere has a few groups at a time.
+        Some 64 MB of tensors are mapped together, until none of them is used any more. One that does not begin on a multiple
+        of 64 bytes has memory of its own, as operations want it: rank files have few such, and small ones.
         """
         readers, ahead = ThreadPoolExecutor(_READERS), deque()
         try:
             for group in self._groups():
-                ahead.append(readers.submit(self._read_group, group))
+                ahead.append(readers.submit(self._fetch_group, group))
                 if len(ahead) > _READERS:
                     yield from ahead.popleft().result()
             while ahead:
@@ -120,7 +160,7 @@ class TensorFile:
             readers.shutdown(cancel_futures=True)
 
     def _groups(self) -> Iterator[list[str]]:
-        """Names of tensors that follow one another in the file and are read together."""
+        """Names of tensors that follow one another in the file and are fetched together."""
         group, size = [], 0
         for name in self.shapes:
             group.append(name)
@@ -131,61 +171,39 @@ class TensorFile:
         if group:
             yield group
 
-    def _read_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
-        places, size = [], 0
-        for name in names:
-            places.append((size, size + self._nbytes(name)))
-            size = -(-places[-1][1] // _ALIGNMENT) * _ALIGNMENT
-        # Small pages: huge ones are had faster one by one, but slower by four ranks at once on a virtual machine.
-        memory = torch.empty(size, dtype=torch.uint8)
-        view = memoryview(memory.numpy())
-        self._fill([view[start:stop] for start, stop in places], 8 + len(self.header) + self._begins[names[0]])
+    def _fetch_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
+        ends = list(itertools.accumulate(map(self._nbytes, names)))
+        memory = torch.empty(0, dtype=torch.uint8)
+        if ends[-1]:
+            pages, before = self._window(names[0], 8 + len(self.header) + self._begins[names[0]], ends[-1])
+            with self._reading(names[0]):
+                pagecache.fetch(pages)
+            memory = torch.frombuffer(pages, dtype=torch.uint8)[before:]
         return [
-            (name, memory[start:stop].view(TORCH_DTYPES[self.dtypes[name]]).view(self.shapes[name]))
-            for name, (start, stop) in zip(names, places, strict=True)
+            (name, _aligned(memory[start:stop]).view(TORCH_DTYPES[self.dtypes[name]]).view(self.shapes[name]))
+            for name, start, stop in zip(names, [0, *ends], ends, strict=False)
         ]
 
     def _nbytes(self, name: str) -> int:
         return _count(self.shapes[name]) * TORCH_DTYPES[self.dtypes[name]].itemsize
 
-    def _fill(self, views: list[memoryview], offset: int) -> None:
-        """Read the file from `offset` on into memory, one view after the other."""
-        left = deque(view for view in views if len(view))
-        with self._open() as file:  # each reader its own: the kernel reads ahead for a descriptor
-            while left:
-                count = os.preadv(file.fileno(), list(itertools.islice(left, _MOST_BUFFERS)), offset)
-                if not count:
-                    raise self._broken(f"it ends at byte {offset}, within a tensor")
-                offset += count
-                while left and count >= len(left[0]):
-                    count -= len(left.popleft())
-                if count:
-                    left[0] = left[0][count:]
-
-    def passing(self, name: str, start: int, stop: int | None, room: mmap.mmap) -> Tensor:
-        """As `read`, for what is wanted once: it lies in `room` (pagecache.room), past the system's cache.
-
-        What the cache has already, and what is larger than the room, are the cache's own pages: do not write to it. A file
-        that is cut short while such a tensor is in use ends the process (SIGBUS).
-        """
-        (offset, size, shape), dtype = self._place(name, start, stop), TORCH_DTYPES[self.dtypes[name]]
-        if not size or offset % dtype.itemsize:
-            return self.read(name, start, stop)
+    def _window(self, name: str, offset: int, size: int) -> tuple[mmap.mmap, int]:
+        """Whole pages that hold these bytes of the file, not yet read, and where the bytes begin in them."""
         before = offset % mmap.PAGESIZE
+        with self._open() as file, self._reading(name):
+            if (ends := os.fstat(file.fileno()).st_size) < offset + size:
+                raise self._ends_at(ends, name)
+            return pagecache.window(file.fileno(), offset - before, before + size), before
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
         try:
-            with self._open() as file:
-                pages = pagecache.window(file.fileno(), offset - before, before + size)
-            got = None
-            if before + size <= len(room) and not pagecache.holds(pages):
-                got = pagecache.read_past(self.path, offset - before, before + size, room)
-            if got is None:
-                pagecache.fetch(pages)
-        except (OSError, ValueError) as error:  # ValueError: there is less of a file than is to be mapped
-            raise self._broken(f"{name} cannot be read: {error}") from None
-        if got is not None and got < before + size:
-            raise self._broken(f"it ends at byte {offset - before + got}, within {name}")
-        memory = pages if got is None else room
-        return torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=before).view(shape)
+            yield
+        except OSError as error:
+            raise self._broken(f"{name} cannot be read: {error.strerror}") from None
+
+    def _ends_at(self, offset: int, name: str) -> UserError:
+        return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
 
     def _place(self, name: str, start: int, stop: int | None) -> tuple[int, int, tuple[int, ...]]:
         """Where rows of a tensor begin in the file, their bytes and their shape; a tensor without dimensions is one row."""
@@ -202,6 +220,10 @@ class TensorFile:
                 file.seek(data + (self.size - data) * i // _SAMPLES)
                 hasher.update(file.read(_SAMPLE_BYTES))
         return hasher.hexdigest()[:16]
+
+
+def _aligned(memory: Tensor) -> Tensor:
+    return memory.clone() if memory.data_ptr() % ALIGNMENT else memory
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -27,7 +27,6 @@ from ltx_neuron.streamed import FloatProducts, StreamedLayers, Weights
 
 _CONNECTOR_THETA = 10000.0  # ltx-core's connectors take the default, whatever the transformer's config says
 _MASKED = -1e9  # finite: a row of infinities would be NaN
-_PROJECTED = 128  # rows of an aggregate projection that the host holds at a time: 48 MB of 1.5 GB
 
 
 class Contexts(NamedTuple):
@@ -227,9 +226,8 @@ class HostTextEncoder:
         for name, size in (("video", self.config.video), ("audio", self.config.audio)):
             scaled = normed * math.sqrt(size.inner / self.gemma.hidden_size)
             bias = self.source.tensor(f"{name}_aggregate_embed.bias").to(self.dtype)
-            parts = [torch.nn.functional.linear(scaled, piece, bias[rows])
-                     for rows, piece in self.weights.rows(f"{name}_aggregate_embed.weight", _PROJECTED)]  # fmt: skip
-            found[f"{name}_features"] = torch.cat(parts, dim=-1)
+            weight = self.weights.tensor(f"{name}_aggregate_embed.weight")
+            found[f"{name}_features"] = torch.nn.functional.linear(scaled, weight, bias)
         return found
 
     def _connect(self, features: list[dict[str, Tensor]]) -> ConnectorOutputs:

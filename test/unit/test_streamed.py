@@ -1,4 +1,6 @@
-"""The host reads a layer into the memory of the one before it, and multiplies with weights as they are stored."""
+"""The host maps a layer when it is its turn, and multiplies with weights as they are stored."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,34 +54,31 @@ def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(
         assert all(parameter.is_meta for parameter in layers.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["in bf16", "in fp32"])
-def test_all_layers_are_read_into_the_memory_of_one(stored, dtype):
-    source, _ = stored
-    weights, read = Weights(source, dtype), set()
-    original = source.stored
-
-    def noted(*args, **kwargs):
-        tensor = original(*args, **kwargs)
-        read.add(tensor.data_ptr())
-        return tensor
-
-    source.stored = noted
-    with torch.device("meta"):
-        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", weights)
-    for _ in range(2):
-        for _ in layers:
-            pass
-    assert len(read) == 2  # the matrix and the vector
-
-
-@pytest.mark.parametrize("count", [1, 5, WIDTH, 100])
-def test_rows_of_a_matrix_come_in_order_and_all_of_them(stored, count):
+def test_weights_are_the_files_own_pages_and_mapped_once(stored):
     source, tensors = stored
-    name = "layers.1.mlp.down_proj.weight"
-    found = [(rows, piece.clone()) for rows, piece in Weights(source, torch.float32).rows(name, count)]
-    assert torch.equal(torch.cat([piece for _, piece in found]), tensors[name])
-    for rows, piece in found:
-        assert torch.equal(piece, tensors[name][rows])
+    dtype = next(iter(tensors.values())).dtype  # nothing is cast
+    with torch.device("meta"):
+        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", Weights(source, dtype))
+    places = [[value.data_ptr() for layer in layers for value in layer.state_dict().values()] for _ in range(2)]
+    assert places[0] == places[1] and len(set(places[0])) == len(tensors)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    ours = [line.split()[0] for line in maps if line.endswith("/model.safetensors")]
+    spans = [tuple(int(end, 16) for end in span.split("-")) for span in ours]
+    assert all(any(start <= place < stop for start, stop in spans) for place in places[0])
+
+
+def test_the_next_layer_is_announced_to_the_system_before_it_is_its_turn(stored):
+    source, _ = stored
+    with torch.device("meta"):
+        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", Weights(source, torch.float32))
+    announced, original = [], source.announce
+    source.announce = lambda name: (announced.append(name), original(name))
+    for index, _ in enumerate(layers):
+        assert {name.split(".")[1] for name in announced} == {str(i) for i in range(1, min(index + 2, LAYERS))}
+    first = list(announced)
+    for _ in layers:
+        pass
+    assert announced == first  # what is mapped needs no announcement
 
 
 def test_a_source_without_a_layers_weights_is_refused(stored):

@@ -126,10 +126,12 @@ class Rank:
         before, held = self.weights.get(model, (None, {}))
         if before != weights:
             for name, tensor in opened(Path(weights) / rank_file(self.rank), wanted, dtype).tensors():
-                if name in held:
-                    held[name].copy_(tensor)  # in place: the graphs hold these very tensors
+                if name not in held:
+                    held[name] = tensor.to(self.device)  # on a CPU these are the file's own pages: no copy
+                elif held[name].device == tensor.device:
+                    held[name].set_(tensor)  # the graphs hold these very tensors
                 else:
-                    held[name] = tensor.to(self.device)  # on a CPU this is what was read: no second copy
+                    held[name].copy_(tensor)
             self.weights[model] = weights, held
         return held
 
