@@ -18,7 +18,8 @@ from vae_decode import decoder, latent
 from ltx_neuron.beside import Beside
 from ltx_neuron.decode import import_ltx_core
 from ltx_neuron.latents import AUDIO_CHANNELS, MEL_BINS, audio_latent_frames
-from ltx_neuron.tiny import random_weights, released_config
+from ltx_neuron.tiny.config import released_config
+from ltx_neuron.tiny.weights import random_weights
 
 FRAME_RATE = 24
 

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from ltx_neuron.tensorfile import TORCH_DTYPES  # noqa: E402
-from ltx_neuron.tiny import merge, released_config  # noqa: E402
+from ltx_neuron.tiny.config import merge, released_config  # noqa: E402
 
 HEADER = Path(__file__).with_name("ltx23_header.json.gz")
 

@@ -50,7 +50,9 @@ from ltx_neuron.modulation import host_weights  # noqa: E402
 from ltx_neuron.profiles import Profile, require_runtime, resolve  # noqa: E402
 from ltx_neuron.programs import dit_program  # noqa: E402
 from ltx_neuron.text import Contexts  # noqa: E402
-from ltx_neuron.tiny import TinySizes, merge, random_weight, released_config, tiny_config  # noqa: E402
+from ltx_neuron.tiny import TinySizes  # noqa: E402
+from ltx_neuron.tiny.config import merge, released_config, tiny_config  # noqa: E402
+from ltx_neuron.tiny.weights import random_weight  # noqa: E402
 
 SIZES = ("384x512x25", "512x768x121", "1024x1536x121")
 AIM_MS, AIM_SIZE = 350.0, "512x768x121"  # a step on one H200

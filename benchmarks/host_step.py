@@ -56,7 +56,9 @@ from ltx_neuron.sharder import cuts_of, shard  # noqa: E402
 from ltx_neuron.sharding import MODELS  # noqa: E402
 from ltx_neuron.tensorfile import TensorFile  # noqa: E402
 from ltx_neuron.text import Contexts  # noqa: E402
-from ltx_neuron.tiny import DIFFUSION, TinySizes, random_weight, released_config, save, tiny_config  # noqa: E402
+from ltx_neuron.tiny import TinySizes  # noqa: E402
+from ltx_neuron.tiny.config import released_config, tiny_config  # noqa: E402
+from ltx_neuron.tiny.weights import DIFFUSION, random_weight, save  # noqa: E402
 from ltx_neuron.workspace import Workspace  # noqa: E402
 
 SIZES = {"384x512x25": Size(384, 512, 25), "512x768x121": Size(512, 768, 121)}

@@ -36,8 +36,11 @@ from ltx_neuron.decode import import_ltx_core  # noqa: E402
 from ltx_neuron.sharding import MODELS  # noqa: E402
 from ltx_neuron.tensorfile import DTYPES  # noqa: E402
 from ltx_neuron.text import Contexts, HostTextEncoder  # noqa: E402
-from ltx_neuron.tiny import DIFFUSION, TinySizes, gemma_weights, merge, random_weights, released_config, tiny_config  # noqa: E402
-from ltx_neuron.tiny import gemma_config as tiny_gemma_config  # noqa: E402
+from ltx_neuron.tiny import TinySizes  # noqa: E402
+from ltx_neuron.tiny.config import merge, released_config, tiny_config  # noqa: E402
+from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config  # noqa: E402
+from ltx_neuron.tiny.gemma import gemma_weights  # noqa: E402
+from ltx_neuron.tiny.weights import DIFFUSION, random_weights  # noqa: E402
 
 LAYERS, BLOCKS = 6, 1  # an eighth of the release's 48 and 8
 RELEASED = TinySizes(

@@ -19,7 +19,8 @@ from importlib.metadata import version
 import torch
 
 from ltx_neuron.decode import import_ltx_core
-from ltx_neuron.tiny import random_weight, released_config
+from ltx_neuron.tiny.config import released_config
+from ltx_neuron.tiny.weights import random_weight
 
 DECODERS = ("ltx-core", "ours")
 

@@ -23,7 +23,9 @@ from ltx_neuron.programs import Program, weight_name
 from ltx_neuron.rankfiles import file_names
 from ltx_neuron.rope import split_rope
 from ltx_neuron.sampling import sigma_pairs
-from ltx_neuron.tiny import TinySizes, merge, random_weights, tiny_config
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import merge, tiny_config
+from ltx_neuron.tiny.weights import random_weights
 
 import_ltx_core()  # before any test imports the parts of ltx-core that want torchaudio
 

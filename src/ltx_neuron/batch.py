@@ -1,6 +1,7 @@
 """--prompts-file: one JSON object per line, flags as keys. Models load once; every line's result is recorded as it ends.
 
-A killed batch is resumed by the same command: lines that are done, and still say the same, are not run again.
+A batch that was killed is resumed by the same command: lines that are done, and still say the same, are not run again, and one
+that was on its way goes on after its last finished stage.
 """
 
 import argparse
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ltx_neuron import resume
 from ltx_neuron.config import digest
+from ltx_neuron.denoise import JobRun
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
@@ -100,8 +103,13 @@ def _words(raw: bytes, known: set[str]) -> list[str]:
     return words
 
 
-def run(lines: list[Line], engine: Engine, folder: Path, write: Callable[[Result, Path], None]) -> list[dict]:
-    """Run the lines that are not done yet; returns every line's entry, in the file's order."""
+def run(
+    lines: list[Line], engine: Engine, folder: Path, write: Callable[[Result, Path], None], describe: Callable[[Job], dict]
+) -> list[dict]:
+    """Run the lines that are not done yet; returns every line's entry, in the file's order.
+
+    A line keeps its state beside its video until it is done. `describe` says all that its latents depend on.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     entries = _earlier(folder / RESULTS, lines, folder)
     todo = [line for line in lines if line.number not in entries]
@@ -119,6 +127,24 @@ def run(lines: list[Line], engine: Engine, folder: Path, write: Callable[[Result
             entry |= {"status": "done", "output": line.file}
         entries[line.number] = entry
         write_json(folder / RESULTS, {"lines": [entries[n] for n in sorted(entries)]})
+        if not error:
+            state(job).unlink(missing_ok=True)
+
+    def state(job: Job) -> Path:
+        return resume.beside(folder / pending[id(job)].file)
+
+    def begun(line: Line) -> Job | JobRun:
+        """The line's interrupted run, where it has left one that still fits."""
+        path = state(line.job)
+        if not path.is_file():
+            return line.job
+        try:
+            found = resume.restore(path, line.job, describe(line.job), engine.workspace.dtype)
+        except UserError:  # the line, or the set-up, is another one now
+            print(f"line {line.number} begins anew: {path} does not fit it")
+            return line.job
+        print(f"resumed: line {line.number}; {', '.join(stage.name for stage in found.left) or 'the decoding'} is left")
+        return found
 
     def hand_over(result: Result) -> None:
         try:
@@ -129,7 +155,8 @@ def run(lines: list[Line], engine: Engine, folder: Path, write: Callable[[Result
             note(result.job)
 
     # Jobs end one after another, so no two of them are noted at a time, whichever threads they end in.
-    for outcome in engine.run([line.job for line in todo], isolate=True, hand_over=hand_over) if todo else ():
+    engine.on_stage_end = lambda run: resume.keep(state(run.job), run, describe(run.job))
+    for outcome in engine.run([begun(line) for line in todo], isolate=True, hand_over=hand_over) if todo else ():
         if isinstance(outcome, Failure):
             note(outcome.job, outcome.error)
     return [entries[line.number] for line in lines]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+_LOOK_SECONDS = 0.1  # how often who waits for a function looks whether it is told to stop itself
 _thread = threading.local()  # .beside: whose function runs in this thread
 
 
@@ -28,7 +29,7 @@ class Beside:
 
     def __init__(self, function: Callable):
         self._function, self._result, self._error, self.told = function, None, None, False
-        ready = threading.Event()
+        ready, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="beside")
         try:
             self._thread.start()
@@ -47,8 +48,17 @@ class Beside:
             self._result = self._function()
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             self._error = error
+        finally:
+            self._ended.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether the function has returned or raised."""
+        return self._ended.is_set()
 
     def result(self):
+        while not self._ended.wait(_LOOK_SECONDS):  # Ctrl-C in Thread.join would have it take the thread for ended
+            checkpoint()  # the caller may be a function beside another one
         self._thread.join()
         if self._error:
             raise self._error
@@ -58,13 +68,15 @@ class Beside:
         """End the function and wait until it has; its result and its error are nobody's."""
         self.told = True
         if self._thread.ident:
+            self._ended.wait()
             self._thread.join()
 
     def __enter__(self) -> "Beside":
         return self
 
     def __exit__(self, kind, *_) -> None:
-        if kind:
+        try:
+            if not kind:
+                self.result()
+        finally:
             self.stop()
-        else:
-            self.result()

@@ -129,27 +129,28 @@ class Engine:
 
     @torch.no_grad()
     def run(
-        self, jobs: list[Job], keep: bool = False, decode: bool = True, isolate: bool = False,
-        generator: torch.Generator | None = None, begun: JobRun | None = None,
-        hand_over: Callable[[Result], None] | None = None,
+        self, todo: list[Job | JobRun], keep: bool = False, decode: bool = True, isolate: bool = False,
+        generator: torch.Generator | None = None, hand_over: Callable[[Result], None] | None = None,
     ) -> Iterator[Result | Failure]:  # fmt: skip
-        """Generate every job. Jobs finish in order, those that need a swap of weights after those that do not.
+        """Generate every job; a JobRun is an interrupted one, to be continued. Jobs finish in order, those that need a swap of
+        weights after those that do not.
+
+        An error that ends the run, as a failed rank's, does so at once: the job before, where it is still being decoded
+        beside, is stopped. Its latents were handed to `on_stage_end`.
 
         keep       leave the DiT on the ranks afterwards; else it leaves before the last job is decoded
         decode     False: latents only
         isolate    a job that fails is a Failure and the others go on; a failed rank still ends the run
         generator  draw noise from it instead of one made from the job's seed
-        begun      an interrupted run of the one job, to be continued
         hand_over  called with every Result as soon as it is there: where decoding overlaps denoising, that is while the next
                    job is on the ranks, and in another thread. An error of it is the job's
         """
-        programs = self.check(jobs)
+        programs = self.check([one.job if isinstance(one, JobRun) else one for one in todo])
         torch.get_num_threads()  # the first call in a thread sets the default, and would undo the next line later
         torch.set_num_threads(self.workspace.profile.host_threads)
         try:
-            if begun is None:
-                self._encode(jobs)
-            runs = [begun or JobRun(job, self._contexts[job.prompts], generator) for job in jobs]
+            self._encode([one for one in todo if isinstance(one, Job)])
+            runs = [one if isinstance(one, JobRun) else JobRun(one, self._contexts[one.prompts], generator) for one in todo]
             if any(run.left for run in runs):
                 self._need_dit(programs)
             overlap = self.workspace.profile.overlap_decode
@@ -172,8 +173,8 @@ class Engine:
         for run in todo:
             try:
                 failure = outcome_of(run, finishing.isolate, partial(self._stages, programs, adaln, run, refine))
-            except Exception:  # the end of all, but the job before is complete
-                yield from finishing.ended()
+            except Exception:  # the end of all, and soon: a job that is still being decoded is stopped
+                yield from finishing.ended(wait=False)
                 raise
             if not failure and refining(run.job, run.job.stages[-1]) != refine:
                 continue

@@ -74,9 +74,9 @@ class Finishing:
         """Finish a job beside what follows; `ended` waits for it. The one before must have ended."""
         self._beside = Beside(partial(self.finish, run))
 
-    def ended(self) -> Iterator[Result | Failure]:
-        """The outcome of the job that was begun, if one was."""
-        if self._beside:
+    def ended(self, wait: bool = True) -> Iterator[Result | Failure]:
+        """The outcome of the job that was begun, if one was; without waiting, if it is there already."""
+        if self._beside and (wait or self._beside.done):
             outcome = self._beside.result()
             self._beside = None
             yield outcome

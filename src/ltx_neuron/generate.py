@@ -38,9 +38,9 @@ def generate(args: argparse.Namespace) -> None:
     with resume.kept(state), engine_of(args, recorder) as engine:
         engine.check([job])
         described = what_decides(args, job, engine.workspace)
-        begun = begun_run(args, job, described, engine.workspace)
+        todo = begun_run(args, job, described, engine.workspace) or job
         engine.on_stage_end = lambda run: resume.keep(state, run, described)
-        (result,) = engine.run([job], begun=begun)
+        (result,) = engine.run([todo])
         with recorder.phase("encode_mp4"):
             write(result, args, described)
     said = report_of(recorder, engine.workspace, job.describe())
@@ -72,7 +72,7 @@ def batch_of(args: argparse.Namespace, recorder: Recorder) -> None:
         write_json(path.with_suffix(".json"), sidecar(result.job, said))
 
     with engine:
-        entries = batch.run(lines, engine, folder, save)
+        entries = batch.run(lines, engine, folder, save, lambda job: what_decides(args, job, engine.workspace))
     said = report_of(recorder, engine.workspace, {"prompts_file": str(args.prompts_file), "lines": len(lines)})
     if args.perf_dump_path:
         recorder.write(args.perf_dump_path)

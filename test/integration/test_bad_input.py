@@ -25,7 +25,8 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.rankfiles import load
 from ltx_neuron.tensorfile import TensorFile
-from ltx_neuron.tiny import merge, save
+from ltx_neuron.tiny.config import merge
+from ltx_neuron.tiny.weights import save
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD_DIT, SHARD_GEMMA = "shards/shard_backbone_weights.py", "shards/shard_gemma3_weights.py"

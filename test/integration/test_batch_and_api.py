@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
 from helpers import rel
 
 from ltx_neuron.backends.torchdist import RankError, Ranks
-from ltx_neuron.batch import RESULTS
+from ltx_neuron.batch import RESULTS, Line
+from ltx_neuron.batch import run as run_batch
 from ltx_neuron.beside import checkpoint
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.errors import UserError
@@ -26,12 +28,15 @@ from ltx_neuron.guidance import DEFAULTS
 from ltx_neuron.job import Job, Size
 from ltx_neuron.media import read_video
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.resume import SUFFIX, keep
 
 pytestmark = pytest.mark.slow
 
 TP = 2
 SIZE = {"height": 64, "width": 64, "num_frames": 9}
 ORPHAN_SECONDS = 15  # a rank notices at once that the host is gone; a busy machine is given time
+SOON = 10  # seconds until a run with a broken rank has ended, whatever is done beside its ranks
+LONG = 60  # seconds for which a clip is decoded where nobody stops it
 OTHER = 0.1  # another prompt, seed or image changes latents by more than this
 
 
@@ -209,18 +214,103 @@ def test_an_error_while_decoding_that_ends_the_run_does_so(overlapping, monkeypa
     assert overlapping.engine._ranks is None
 
 
-def test_a_rank_that_fails_while_the_clip_before_is_decoded_does_not_lose_that_clip(overlapping):
+@pytest.fixture
+def decoding_long(overlapping, monkeypatch):
+    """The engine, and its video decoder decodes a clip again and again: at a large size a released one takes as long."""
+    engine = overlapping.engine
+    decode = engine.host.decode_video
+
+    def decode_video(latent):
+        until = time.monotonic() + LONG
+        while time.monotonic() < until:
+            frames = decode(latent)
+        return frames
+
+    monkeypatch.setattr(engine.host, "decode_video", decode_video)
+    return engine
+
+
+def decodes_beside() -> bool:
+    return any(thread.name == "beside" for thread in threading.enumerate())
+
+
+def breaking(engine, number: int) -> list[float]:
+    """Have rank 1 get a signal while a clip is decoded beside the next one's steps; returns when that was."""
+    sent = []
+
+    def send(stage, step):
+        if step == 2 and decodes_beside() and not sent:
+            os.kill(engine._ranks._processes[1].pid, number)
+            sent.append(time.monotonic())
+
+    engine.on_step_end = send
+    return sent
+
+
+@pytest.mark.parametrize("number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life|it hangs")])
+def test_a_broken_rank_ends_the_run_soon_though_the_clip_before_is_still_being_decoded(decoding_long, number, said):
+    sent, made = breaking(decoding_long, number), []
+    with pytest.raises(RankError, match=f"rank 1 of 2 failed: .*({said})"):
+        for result in decoding_long.run(jobs(3), hand_over=made.append):
+            made.append(result)
+    assert time.monotonic() - sent[0] < SOON and made == []
+
+
+def test_a_clip_that_is_complete_when_a_rank_fails_is_handed_over(overlapping):
     engine, made = overlapping.engine, []
 
     def kill(stage, step):
-        if made or step == 2 and any(thread.name == "beside" for thread in threading.enumerate()):
+        if made and step == 2:
+            until = time.monotonic() + SOON
+            while decodes_beside() and time.monotonic() < until:
+                time.sleep(0.01)
             engine._ranks._processes[1].kill()
 
     engine.on_step_end = kill
+    engine.on_stage_end = made.append
+    results = []
     with pytest.raises(RankError, match="rank 1 of 2 failed"):
-        for result in engine.run(jobs(3), hand_over=lambda result: made.append(result.job.seed)):
-            assert result.frames.shape == (9, 64, 64, 3) and made[-1] == result.job.seed
-    assert made == [0]
+        for result in engine.run(jobs(3)):
+            results.append(result)
+    assert [result.job.seed for result in results] == [0] and results[0].frames.shape == (9, 64, 64, 3)
+
+
+def test_a_batch_with_a_broken_rank_is_resumed_without_denoising_a_clip_again(decoding_long, monkeypatch, tmp_path, capsys):
+    engine, lines = decoding_long, [Line(number, job, "") for number, job in enumerate(jobs(2), 1)]
+
+    def write(result, path):
+        path.write_bytes(result.frames.numpy().tobytes())
+
+    sent = breaking(engine, signal.SIGKILL)
+    with pytest.raises(RankError):
+        run_batch(lines, engine, tmp_path, write, Job.describe)
+    assert sent and [path.name for path in tmp_path.iterdir()] == ["0001" + SUFFIX]
+
+    monkeypatch.undo()
+    steps = []
+    engine.on_step_end = lambda stage, step: steps.append(step)
+    run_batch(lines, engine, tmp_path, write, Job.describe)
+    assert steps == list(range(8)) and "resumed: line 1; the decoding is left" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0001.mp4", "0002.mp4", RESULTS]
+    engine.on_stage_end = None
+    wanted = [result.frames.numpy().tobytes() for result in engine.run(jobs(2))]
+    assert [(tmp_path / line.file).read_bytes() for line in lines] == wanted
+
+
+@pytest.mark.parametrize("content", [b"", "another job's"])
+def test_a_state_that_is_not_the_lines_own_is_not_taken_up(overlapping, tmp_path, capsys, content):
+    engine, (job, other), made = overlapping.engine, jobs(2), []
+    state = tmp_path / ("0001" + SUFFIX)
+    if content:
+        engine.on_stage_end = lambda run: keep(state, run, other.describe())
+        list(engine.run([other], keep=True, decode=False))
+    else:
+        state.write_bytes(content)
+    run_batch([Line(1, job, "")], engine, tmp_path, lambda result, path: made.append(result.frames), Job.describe)
+    assert "line 1 begins anew" in capsys.readouterr().out and not state.exists()
+    engine.on_stage_end = None
+    (wanted,) = engine.run([job])
+    assert torch.equal(made[0], wanted.frames)
 
 
 def test_ctrl_c_ends_what_is_decoded_beside_at_once(overlapping, monkeypatch):
@@ -267,6 +357,7 @@ def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tm
         orphan.kill()
     assert [orphan.name() for orphan in alive] == []
 
+    denoised = [path for path in (tmp_path / "out").glob("*" + SUFFIX) if int(path.name[:4]) not in done]
     stamps = {line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done}
     resumed = succeeded(setup.run("src/generate_ltx23.py", **flags))
     assert f"resumed: {len(done)} of 5 lines were done before" in resumed.stdout
@@ -275,7 +366,7 @@ def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tm
     entries = json.loads(results.read_text())["lines"]
     assert [(entry["line"], entry["status"]) for entry in entries] == [(n, "done") for n in range(1, 6)]
     perf = json.loads((tmp_path / "perf.json").read_text())
-    assert len(perf["denoise_steps_ms"]["stage_1"]) == (5 - len(done)) * 8
+    assert len(perf["denoise_steps_ms"]["stage_1"]) == (5 - len(done) - len(denoised)) * 8
     assert list((tmp_path / "out").glob("*partial*")) == []
 
 

@@ -12,6 +12,7 @@ from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.errors import UserError
 from ltx_neuron.finishing import Failure
 from ltx_neuron.generate import job_of
+from ltx_neuron.job import Job
 
 
 def command(*flags) -> argparse.Namespace:
@@ -177,7 +178,7 @@ def write(result, path):
 
 def ran(lines, folder, **how) -> tuple[list, list]:
     engine = FakePipeline(**how)
-    return batch.run(lines, engine, folder, write), engine.ran
+    return batch.run(lines, engine, folder, write, Job.describe), engine.ran
 
 
 def prompts(folder, *names, **how):
@@ -213,7 +214,7 @@ def test_a_video_that_cannot_be_written_fails_its_line_only(tmp_path):
             raise OSError("disk full")
         write(result, path)
 
-    entries = batch.run(prompts(tmp_path, "a", "b"), FakePipeline(), tmp_path / "out", refuse)
+    entries = batch.run(prompts(tmp_path, "a", "b"), FakePipeline(), tmp_path / "out", refuse, Job.describe)
     assert [e["status"] for e in entries] == ["failed", "done"] and entries[0]["error"] == "OSError: disk full"
 
 

@@ -1,5 +1,6 @@
 """A function in a thread beside its caller: its result, its error, and its end."""
 
+import signal
 import threading
 import time
 
@@ -22,7 +23,9 @@ def nothing_is_left():
 
 
 def for_ever() -> None:
-    while True:
+    """So long that no test passes that waits for it."""
+    until = time.monotonic() + 10 * SOON
+    while time.monotonic() < until:
         time.sleep(0.001)
         checkpoint()
 
@@ -74,6 +77,28 @@ def test_ending_it_ends_what_runs_beside_it_and_leaves_its_with_blocks():
     time.sleep(0.05)
     beside.stop()
     assert left == [True]
+
+
+def test_ending_it_ends_one_that_waits_for_another():
+    def outer() -> None:
+        with Beside(for_ever):
+            pass
+
+    beside = Beside(outer)
+    time.sleep(0.05)
+    began = time.monotonic()
+    beside.stop()
+    assert time.monotonic() - began < SOON
+
+
+def test_ctrl_c_while_it_is_waited_for_ends_it():
+    interrupt = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Beside(for_ever):
+        pass
+    assert time.monotonic() - began < SOON
+    interrupt.join()
 
 
 def test_who_is_not_told_passes_every_checkpoint():

@@ -15,7 +15,7 @@ from ltx_neuron.parallel import SingleRank
 from ltx_neuron.rope import half_rope
 from ltx_neuron.text import embed, encoder_inputs, prompt_slices
 from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny import gemma_config as tiny_gemma_config
+from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
 # Every second layer attends to all with the global RoPE; every third, in a model of other widths throughout.
 PATTERNS = {

@@ -11,7 +11,8 @@ from helpers import one_thread  # noqa: F401
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.tiny import TinySizes, tiny_config
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import tiny_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_step  # noqa: E402

@@ -20,7 +20,8 @@ from ltx_neuron.modulation import MODULATION_ROWS
 from ltx_neuron.parallel import SingleRank
 from ltx_neuron.programs import Graph, connector_program, dit_program, gemma3_program, weight_name
 from ltx_neuron.sampling import STAGE_2_SIGMAS
-from ltx_neuron.tiny import TinySizes, released_config
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import released_config
 
 TP, DTYPE = 4, torch.bfloat16
 BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
@@ -31,7 +32,7 @@ CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    from ltx_neuron.tiny import gemma_config as tiny_gemma_config
+    from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
     folder = tmp_path_factory.mktemp("gemma")
     (folder / "config.json").write_text(json.dumps(tiny_gemma_config(TinySizes())))

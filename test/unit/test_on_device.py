@@ -9,7 +9,7 @@ from helpers import one_thread, randn  # noqa: F401
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.tiny import released_config, tiny_config
+from ltx_neuron.tiny.config import released_config, tiny_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import on_device  # noqa: E402

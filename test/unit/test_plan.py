@@ -13,7 +13,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES, Chip, resolve
 from ltx_neuron.recorder import Recorder
-from ltx_neuron.tiny import released_config
+from ltx_neuron.tiny.config import released_config
 from ltx_neuron.workspace import Workspace
 
 # Published: shards of 9.3 GB a rank at TP=4; at 667 TF/s with 1024 text tokens, steps of 298 and 37.8 ms. Biases, norms and

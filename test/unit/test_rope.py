@@ -11,7 +11,7 @@ from ltx_neuron.config import gemma_config
 from ltx_neuron.latents import audio_positions, video_positions
 from ltx_neuron.rope import half_rope, rotate, split_rope
 from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny import gemma_config as tiny_gemma_config
+from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
 THETA = 10000.0
 VIDEO_MAX, AUDIO_MAX, CONNECTOR_MAX = (20, 2048, 2048), (20,), (4096,)

@@ -20,8 +20,9 @@ from ltx_neuron.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.sharder import Layout, cuts_of, shard
 from ltx_neuron.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
 from ltx_neuron.tensorfile import TensorFile
-from ltx_neuron.tiny import TinySizes, released_config
-from ltx_neuron.tiny import gemma_config as tiny_gemma_config
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import released_config
+from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
 TP = 4
 DIT_TENSORS, CONNECTOR_TENSORS = 4186, 258  # of the released checkpoint

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from ltx_neuron.decode import import_ltx_core
 from ltx_neuron.errors import UserError
-from ltx_neuron.tiny import DIFFUSION, TinySizes, assets_in, make_tiny, merge, released_config
+from ltx_neuron.tiny import TinySizes, assets_in, make_tiny
+from ltx_neuron.tiny.config import merge, released_config
+from ltx_neuron.tiny.weights import DIFFUSION
 
 OTHER_SIZES = TinySizes(
     layers=3, heads=8, head_dim=10, audio_head_dim=6, connector_layers=1, gemma_layers=6, gemma_heads=4,

@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.backends import torchdist
 from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
-from ltx_neuron.backends.rank import finite
+from ltx_neuron.backends.rank import Shared, finite
 from ltx_neuron.backends.torchdist import NotFiniteError, RankError, RankRefusal, Ranks
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
@@ -37,6 +38,7 @@ EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole
 SHOWS = 0.1  # another step's number, other weights or a part too few
 COMMAND_BYTES = 1000  # what a step may cost the host, over all ranks: a command is a short line, never a tensor
 SOON = 10  # seconds in which every process must have ended; it takes a tenth of one
+KILLS = 50  # memory that had a name stayed after two of five
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -354,6 +356,19 @@ def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_p
     host.communicate()
     assert_all_end(pids)
     assert not Path(store).exists()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_host_killed_at_any_moment_of_an_upload_leaves_no_shared_memory():
+    before, choose = set(os.listdir("/dev/shm")), random.Random(1)
+    for _ in range(KILLS):
+        child = os.fork()
+        while child == 0:
+            with Shared((8,), torch.int32):
+                pass
+        time.sleep(choose.uniform(0.001, 0.003))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert set(os.listdir("/dev/shm")) <= before
 
 

@@ -6,7 +6,8 @@ from helpers import generator, one_thread, randn, randomised, rel  # noqa: F401
 from torch import nn
 
 from ltx_neuron import vae, winograd
-from ltx_neuron.tiny import TinySizes, merge, released_config, tiny_config
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import merge, released_config, tiny_config
 from ltx_neuron.vae import FastVideoDecoder, unknown_parts
 
 # Tens of convolutions: 1.7e-5 with all of them in tiles, 2e-6 with none. A frame, pixel or channel in the wrong place: 0.1.

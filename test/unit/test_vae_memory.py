@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from ltx_neuron.tiny import merge, released_config
+from ltx_neuron.tiny.config import merge, released_config
 from ltx_neuron.vae_memory import decode_bytes
 
 TOLERANCE = 0.2  # the allocator's and oneDNN's own, beside tensors; measured 1 to 10 % at these sizes and the released ones
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 import torch
 from ltx_core.model.video_vae import TilingConfig, VideoDecoderConfigurator
-from ltx_neuron.tiny import merge, released_config
+from ltx_neuron.tiny.config import merge, released_config
 from ltx_neuron.vae import FastVideoDecoder
 import ltx_core.model.video_vae.video_vae as video_vae
 

@@ -8,6 +8,7 @@ it was not run by us.
 import hashlib
 import json
 import math
+import mmap
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection, parent_process, shared_memory
+from multiprocessing import connection, parent_process
 from pathlib import Path
 
 import torch
@@ -48,13 +49,20 @@ def part_of(field: Field, whole: Tensor, rank: int) -> Tensor:
 
 
 class Shared:
-    """A shared-memory tensor, made by the host and opened by the ranks under its name."""
+    """A shared-memory tensor, made by the host and opened by the ranks under its name.
+
+    The name is that of the host's descriptor, and no file: what is left when processes are killed is left to nobody, and the
+    size of /dev/shm, 64 MB in many containers, does not matter.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str | None = None):
         size = max(1, math.prod(shape) * dtype.itemsize)
-        self._memory = shared_memory.SharedMemory(name=name, create=name is None, size=size)
-        self._owner, self.name = name is None, self._memory.name
-        self.tensor = torch.frombuffer(self._memory.buf, dtype=dtype, count=math.prod(shape)).view(shape)
+        self._file = os.memfd_create("ltx-neuron") if name is None else os.open(name, os.O_RDWR)
+        if name is None:
+            os.truncate(self._file, size)
+        self.name = name or f"/proc/{os.getpid()}/fd/{self._file}"
+        self._memory = mmap.mmap(self._file, size)
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def __enter__(self) -> "Shared":
         return self
@@ -62,8 +70,7 @@ class Shared:
     def __exit__(self, *_) -> None:
         self.tensor = None  # the buffer cannot be closed while a tensor lies on it
         self._memory.close()
-        if self._owner:
-            self._memory.unlink()
+        os.close(self._file)
 
 
 class Rank:

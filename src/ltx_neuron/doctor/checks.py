@@ -24,7 +24,6 @@ from ltx_neuron.tensorfile import DTYPES
 from ltx_neuron.text import tokenizer
 from ltx_neuron.workspace import Workspace
 
-SHARED_BYTES = 2**30  # torchdist's uploads go through shared memory, and a container has 64 MB unless told otherwise
 GRAPH_BYTES = 2 * 2**30  # room for compiled graphs: a guess
 _REQUIREMENTS = "pip install -r requirements.txt"
 _PACKAGES = {
@@ -156,11 +155,6 @@ def host(asked: Asked) -> Iterator[Finding]:
     text = f"{gb(free)} free for {folder}" + (f", {gb(need)} wanted for rank files and graphs" if need else "")
     fix = "type --artifacts-dir with a folder of a larger disk, or delete what is not needed"
     yield Finding("disk", "ok" if need <= free else "blocks", text, "" if need <= free else fix)
-    if asked.profile.backend == "torchdist" and (shared := system.root / "dev/shm").is_dir():
-        size = system.free_bytes(shared)
-        enough = size >= SHARED_BYTES
-        yield Finding("shared memory", "ok" if enough else "note", f"{gb(size)} free in /dev/shm, which uploads go through",
-                      "" if enough else "docker run --shm-size=2g, or: sudo mount -o remount,size=2g /dev/shm")  # fmt: skip
 
 
 def weight_bytes(asked: Asked) -> dict[str, int]:

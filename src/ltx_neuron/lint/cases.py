@@ -10,7 +10,8 @@ import torch
 from ltx_neuron.config import GEMMA_3_12B, Bucket, GemmaConfig, TransformerConfig, transformer_config
 from ltx_neuron.profiles import Profile
 from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
-from ltx_neuron.tiny import TinySizes, released_config, tiny_config
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import released_config, tiny_config
 
 BLOCKS = (1, 2)  # graphs of more blocks repeat these
 

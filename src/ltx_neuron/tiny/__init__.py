@@ -1,0 +1,114 @@
+"""Tiny random assets in the released LTX-2.3 file format: python -m ltx_neuron.tiny DIR
+
+Everything the pipeline loads, with the released names, layout and metadata but small enough to make and run on a laptop
+in seconds. The weights are random, scaled so that activations stay finite and lively; the output is noise.
+The same sizes and seed give the same bytes.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.tiny.config import TinySizes, check, merge, tiny_config
+from ltx_neuron.tiny.gemma import write_gemma_root
+from ltx_neuron.tiny.weights import checkpoint_weights, lora_weights, save, upsampler_weights
+
+IMAGE_SIZE = (260, 150)
+
+# The released spatial x2 upsampler has 512 mid_channels and 4 blocks; its GroupNorm needs a multiple of 32 channels.
+SPATIAL_UPSAMPLER = {
+    "_class_name": "LatentUpsampler", "in_channels": 128, "mid_channels": 32, "num_blocks_per_stage": 1, "dims": 3,
+    "spatial_upsample": True, "temporal_upsample": False, "spatial_scale": 2.0, "rational_resampler": False,
+}  # fmt: skip
+TEMPORAL_UPSAMPLER = SPATIAL_UPSAMPLER | {
+    "spatial_upsample": False, "temporal_upsample": True, "rational_resampler": True,
+}  # fmt: skip
+
+
+class TinyAssets(NamedTuple):
+    """Where the assets of one directory are. gemma_root is a directory, the others are files."""
+
+    checkpoint: Path
+    gemma_root: Path
+    spatial_upsampler: Path
+    temporal_upsampler: Path
+    lora: Path
+    image: Path
+
+
+def assets_in(directory: Path) -> TinyAssets:
+    """The paths make_tiny writes to."""
+    names = (
+        "ltx-2.3-tiny.safetensors", "gemma", "upsampler.safetensors", "temporal_upsampler.safetensors",
+        "lora.safetensors", "image.png",
+    )  # fmt: skip
+    return TinyAssets(*(Path(directory) / name for name in names))
+
+
+def make_tiny(
+    directory: Path,
+    sizes: TinySizes = TinySizes(),  # noqa: B008 - it cannot be changed
+    config_overrides: dict | None = None,
+    model_version: str = "2.3.0",
+) -> TinyAssets:
+    """Write one set of tiny assets, replacing an earlier one.
+
+    config_overrides is merged into the checkpoint's config, section by section; the weights follow the merged config.
+    Everything is made in a hidden directory next to its destination and renamed when complete.
+    """
+    check(sizes)
+    directory = Path(directory)
+    final = assets_in(directory)
+    _refuse_foreign_files(final)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as making:
+        made = assets_in(Path(making))
+        _write_assets(made, sizes, merge(tiny_config(sizes), config_overrides or {}), model_version)
+        if final.gemma_root.exists():
+            final.gemma_root.rename(Path(making) / "replaced-gemma")
+        for source, destination in zip(made, final, strict=True):
+            source.replace(destination)
+    return final
+
+
+def _refuse_foreign_files(assets: TinyAssets) -> None:
+    """Names like "gemma" are also those of real downloads: replace them only next to an earlier tiny checkpoint."""
+    taken = [path.name for path in assets if path.exists()]
+    if taken and not assets.checkpoint.exists():
+        raise UserError(
+            f"{assets.checkpoint.parent} holds {', '.join(taken)} but no {assets.checkpoint.name}, "
+            "so they are not tiny assets to replace; give another directory"
+        )
+
+
+def _write_assets(assets: TinyAssets, sizes: TinySizes, config: dict, model_version: str) -> None:
+    checkpoint = checkpoint_weights(config, sizes)
+    save(assets.checkpoint, checkpoint, {"config": json.dumps(config), "model_version": model_version})
+    write_gemma_root(assets.gemma_root, sizes)
+    for path, upsampler, offset in (
+        (assets.spatial_upsampler, SPATIAL_UPSAMPLER, 2),
+        (assets.temporal_upsampler, TEMPORAL_UPSAMPLER, 4),
+    ):
+        save(path, upsampler_weights(upsampler, sizes.seed + offset), {"config": json.dumps(upsampler)})
+    save(assets.lora, lora_weights(checkpoint, sizes.seed + 3))
+    picture().save(assets.image)
+
+
+def picture():
+    """A house under an evening sky: an image for image-to-video whose fate in the video is easy to see."""
+    from PIL import Image, ImageDraw
+
+    width, height = IMAGE_SIZE
+    image = Image.new("RGB", IMAGE_SIZE)
+    draw = ImageDraw.Draw(image)
+    for row in range(height):
+        draw.line([(0, row), (width, row)], fill=(70 + row, 110 + row // 2, 220 - row // 2))
+    draw.ellipse([185, 18, 225, 58], fill=(255, 220, 90))
+    draw.ellipse([-80, 85, 180, 260], fill=(60, 125, 75))
+    draw.ellipse([110, 100, 380, 290], fill=(85, 155, 70))
+    draw.rectangle([60, 70, 115, 112], fill=(205, 95, 70))
+    draw.polygon([(52, 70), (87, 42), (123, 70)], fill=(110, 55, 50))
+    draw.rectangle([80, 88, 94, 112], fill=(70, 45, 40))
+    return image

@@ -1,0 +1,38 @@
+"""The command line of ltx_neuron.tiny."""
+
+import argparse
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from ltx_neuron import tiny
+from ltx_neuron.errors import run
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The directory and one flag for each of TinySizes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ltx_neuron.tiny", description=tiny.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; an earlier tiny set is replaced")
+    for size in fields(tiny.TinySizes):
+        flag = "--" + size.name.replace("_", "-")
+        parser.add_argument(
+            flag, type=int, default=size.default, metavar="N", help=f"{size.metadata['help']}; default %(default)s"
+        )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Make the assets and print where they are."""
+    chosen = vars(parse_arguments())
+    directory = chosen.pop("directory")
+    sizes = tiny.TinySizes(**chosen)
+    assets = tiny.make_tiny(directory, sizes)
+    for name, path in assets._asdict().items():
+        files = path.rglob("*") if path.is_dir() else [path]
+        print(f"{name:20s} {sum(file.stat().st_size for file in files) / 1e3:8.1f} kB  {path}")
+    print("sizes: " + " ".join(f"{name}={number}" for name, number in asdict(sizes).items()))
+
+
+if __name__ == "__main__":
+    run(main)

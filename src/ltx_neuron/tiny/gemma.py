@@ -1,0 +1,176 @@
+"""A folder like the published Gemma3: config, random weights, a tokenizer of its kind."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ltx_neuron.tiny.config import TinySizes
+from ltx_neuron.tiny.weights import save
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+CORPUS = (
+    "a golden retriever puppy runs across a sunny green meadow while the woman turns and smiles warmly at the camera . "
+    "soft music plays , waves crash on the shore and birds sing in the distance ; a man says hello to the world . "
+)
+
+
+def write_gemma_root(root: Path, sizes: TinySizes) -> None:
+    """A directory like the published Gemma3: config, weights, tokenizer and image processor settings."""
+    root.mkdir()
+    config = gemma_config(sizes)
+    image_tokens, image_size = config["mm_tokens_per_image"], config["vision_config"]["image_size"]
+    save(root / "model.safetensors", gemma_weights(config, sizes.seed + 1), {"format": "pt"})
+    for name, content in {
+        "config.json": config,
+        "tokenizer.json": tokenizer(sizes.gemma_vocab),
+        "tokenizer_config.json": tokenizer_config(),
+        "preprocessor_config.json": preprocessor_config(image_tokens, image_size),
+        "processor_config.json": {"processor_class": "Gemma3Processor", "image_seq_length": image_tokens},
+    }.items():
+        (root / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def gemma_config(sizes: TinySizes) -> dict:
+    """config.json as published, that is in the words of transformers 4; transformers 5 translates them on loading."""
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": SPECIAL_TOKENS.index("<start_of_image>"),
+        "eoi_token_index": SPECIAL_TOKENS.index("<end_of_image>"),
+        "eos_token_id": [SPECIAL_TOKENS.index("<eos>")],
+        "image_token_index": SPECIAL_TOKENS.index("<image_soft_token>"),
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 4,
+        "model_type": "gemma3",
+        "text_config": _gemma_text_config(sizes),
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "vision_config": {
+            "hidden_size": 16,
+            "image_size": 28,
+            "intermediate_size": 32,
+            "model_type": "siglip_vision_model",
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+    }
+
+
+def _gemma_text_config(sizes: TinySizes) -> dict:
+    return {
+        "attention_bias": False,
+        "head_dim": sizes.gemma_head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": sizes.gemma_hidden,
+        "intermediate_size": sizes.gemma_intermediate,
+        "max_position_embeddings": 131072,
+        "model_type": "gemma3_text",
+        "num_attention_heads": sizes.gemma_heads,
+        "num_hidden_layers": sizes.gemma_layers,
+        "num_key_value_heads": sizes.gemma_kv_heads,
+        "query_pre_attn_scalar": sizes.gemma_head_dim,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000,
+        "sliding_window": 1024,
+        "sliding_window_pattern": sizes.gemma_sliding_window_pattern,
+        "vocab_size": sizes.gemma_vocab,
+    }
+
+
+def gemma_weights(config: dict, seed: int) -> "dict[str, Tensor]":
+    """The bf16 weights of Gemma3 and its image tower under their published names."""
+    import torch
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    with torch.device("meta"):
+        shapes = Gemma3ForConditionalGeneration(Gemma3Config.from_dict(config)).state_dict()
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, like in shapes.items():
+        if name.startswith("lm_head"):  # tied to the embedding table, and not stored
+            continue
+        noise = torch.randn(like.shape, generator=generator)
+        if like.ndim == 1:  # Gemma's norms multiply by 1 + weight, so theirs may scatter around zero too
+            weight = noise * (0.2 if "norm" in name else 0.1)
+        else:
+            weight = noise / math.sqrt(math.prod(like.shape[1:]))
+        weights[_published_gemma_name(name)] = weight.bfloat16().contiguous()
+    return weights
+
+
+def _published_gemma_name(name: str) -> str:
+    """The name on disk of a parameter of transformers 5, or of the last versions of transformers 4."""
+    name = name.removeprefix("model.")
+    renamed = {"language_model.": "language_model.model.", "vision_tower.": "vision_tower.vision_model."}
+    for ours, published in renamed.items():
+        if name.startswith(ours) and not name.startswith(published):
+            return published + name.removeprefix(ours)
+    return name
+
+
+def tokenizer(vocabulary: int) -> dict:
+    """tokenizer.json: a byte-pair tokenizer of Gemma's kind, with byte fallback, trained here on two sentences."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+
+    pairs = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    pairs.normalizer = normalizers.Replace(" ", "\u2581")
+    pairs.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=SPECIAL_TOKENS + BYTE_TOKENS, show_progress=False, max_token_length=8
+    )
+    # Pairs count only if seen often: repeat the text.
+    pairs.train_from_iterator([CORPUS * 20], trainer)
+    pairs.post_processor = processors.TemplateProcessing(
+        single="<bos> $A",
+        pair="<bos> $A <bos> $B",
+        special_tokens=[("<bos>", SPECIAL_TOKENS.index("<bos>"))],
+    )
+    content = json.loads(pairs.to_str())
+    # Only the trainer had to see bytes as special: they must count as text, or decoding would skip them.
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in SPECIAL_TOKENS]
+    return content
+
+
+def tokenizer_config() -> dict:
+    """tokenizer_config.json: which token is which, and padding on the left as Gemma has it."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "padding_side": "left",
+        "model_max_length": 10**9,
+        "extra_special_tokens": {
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        "chat_template": "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}",
+    }
+
+
+def preprocessor_config(image_tokens: int, image_size: int) -> dict:
+    """preprocessor_config.json: how an image is prepared for Gemma's image tower."""
+    return {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "processor_class": "Gemma3Processor",
+        "do_resize": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "image_seq_length": image_tokens,
+        "resample": 2,
+        "rescale_factor": 1 / 255,
+        "size": {"height": image_size, "width": image_size},
+    }
