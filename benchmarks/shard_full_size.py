@@ -1,12 +1,15 @@
 """Cut the released checkpoint's size for four ranks, and `cp` as many bytes to the same disk, in turn in the same run.
 
-python benchmarks/shard_full_size.py --folder DIR [--blocks N] [--tp-degree 4] [--rounds 3] [--memory as-it-is]
+    python benchmarks/shard_full_size.py --folder DIR [--blocks N] [--tp-degree 4] [--rounds 3]
+        [--memory as-it-is] [--content random]
 
 The source is sparse (full_size.py), so both read zeros from memory and write real bytes; both end when these are on the
-disk. Both begin with the memory full of cached pages. On a virtual machine that matters: deleted files give memory back to the
-host, and who is the first to touch it again pays for it, more than for the work. With --memory as-it-is both begin ten seconds
-after the files before them were deleted and both pay, which hides most of the difference between them.
-Needs room for one copy: 38 GB for all 48 blocks. Prints its ratio last.
+disk. With --content random both sources are on the disk too, and are read from there. Both begin with the memory full of
+cached pages. On a virtual machine that matters: deleted files give memory back to the host, and who is the first to touch it
+again pays for it, more than for the work. With --memory as-it-is both begin ten seconds after the files before them were
+deleted and both pay, which hides most of the difference between them.
+Needs room for one copy: 38 GB for all 48 blocks; with --content random for the source (46 GB) and one more copy. Prints its
+ratio last.
 """
 
 import argparse
@@ -22,6 +25,8 @@ from pathlib import Path
 import psutil
 from full_size import make
 from tqdm import tqdm
+
+from ltx_neuron.tensorfile import TensorFile
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = "import sys; sys.path.insert(0, 'src'); import ltx_neuron.cli, ltx_neuron.workspace"
@@ -53,11 +58,25 @@ def settled(_: Path) -> None:
     time.sleep(10)
 
 
-def copied(folder: Path, size: int, prepare: Callable[[Path], None]) -> float:
+def fill(path: Path, start: int) -> None:
+    """Give a file content from there on, in place of a hole, and leave none of it in the system's cache."""
+    block = memoryview(os.urandom(64 * 2**20))
+    with open(path, "r+b", buffering=0) as file:
+        left = file.seek(0, os.SEEK_END) - start
+        file.seek(start)
+        while left:
+            left -= file.write(block[:left])
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copied(folder: Path, size: int, content: str, prepare: Callable[[Path], None]) -> float:
     """Seconds that `cp` and `sync` take for so many bytes."""
     source, copy = folder / "source", folder / "copy"
     with open(source, "wb") as file:
         file.truncate(size)
+    if content == "random":
+        fill(source, 0)
     prepare(folder)
     seconds = timed(["cp", "--sparse=never", source, copy])[0] + timed(["sync", copy])[0]
     source.unlink(), copy.unlink()
@@ -71,11 +90,15 @@ def main() -> None:
     parser.add_argument("--tp-degree", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", choices=("full", "as-it-is"), default="full", help="what each of them begins with")
+    parser.add_argument("--content", choices=("sparse", "random"), default="sparse", help="of the sources")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     checkpoint = make(args.folder / "ltx-2.3-sparse.safetensors", args.blocks)
-    print(f"sparse checkpoint: {checkpoint.stat().st_size} bytes, {args.blocks} blocks, {time.perf_counter() - began:.1f} s")
+    if args.content == "random":
+        fill(checkpoint, 8 + len(TensorFile(checkpoint, "").header))
+    size, seconds = checkpoint.stat().st_size, time.perf_counter() - began
+    print(f"{args.content} checkpoint: {size} bytes, {args.blocks} blocks, {seconds:.1f} s")
 
     _, own = timed([sys.executable, "-c", IMPORTS])
     artifacts = args.folder / "artifacts"
@@ -90,7 +113,7 @@ def main() -> None:
         shutil.rmtree(artifacts)
         peak, written = max(peak, memory), sum(files.values())
         sharding.append(seconds)
-        copying.append(copied(args.folder, written, prepare))
+        copying.append(copied(args.folder, written, args.content, prepare))
     for path in (checkpoint, args.folder / "filler"):
         path.unlink(missing_ok=True)
     for name, size in files.items():
@@ -100,7 +123,8 @@ def main() -> None:
         print(f"{name}: {', '.join(f'{seconds:.1f}' for seconds in found)} s, median {rate:.3f} GB/s")
     print(f"peak memory {peak:.2f} GB; imports alone {own:.2f} GB, so {peak - own:.2f} GB of its own")
     ratios = [shard / copy for shard, copy in zip(sharding, copying, strict=True)]
-    print(f"memory {args.memory}: shard / (cp and sync) = {statistics.median(ratios):.2f} (median of {args.rounds})")
+    print(f"{args.content} source, memory {args.memory}: shard / (cp and sync) = {statistics.median(ratios):.2f} "
+          f"(median of {args.rounds})")  # fmt: skip
 
 
 if __name__ == "__main__":
