@@ -6,8 +6,10 @@ Makes rank files of the released DiT's tensor sizes and of random bytes (1 GB a 
 Three ways take turns, by one process and by all of them at once, each with a file of its own:
 
     plain        reads into one buffer that is used again: what the disk, or the page cache, gives
-    ours         what a rank of the cpu profile runs: every tensor in memory that stays, header and names checked
-    safetensors  safetensors.torch.load_file, which maps the file; then one byte of every page, as it has read nothing yet
+    ours         what a rank of the cpu profile runs: the file mapped and fetched, header and names checked
+    safetensors  safetensors.torch.load_file, which maps the file
+
+Of what is mapped one byte of every page is looked at, in the time that is measured.
 
 Cold: the file's pages were dropped; how much came from the disk is checked, cold and warm. Rates are of medians, the ratios
 ours / plain; the last one is that of all ranks together with a cold cache.
@@ -66,13 +68,17 @@ def plain(path: Path, buffer: mmap.mmap) -> None:
 
 
 def ours(path: Path, wanted: dict) -> dict[str, torch.Tensor]:
-    return {name: tensor.to("cpu") for name, tensor in opened(path, wanted, torch.bfloat16).tensors()}
+    return touched({name: tensor.to("cpu") for name, tensor in opened(path, wanted, torch.bfloat16).tensors()})
 
 
 def safetensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    tensors = load_file(path)
+    return touched(load_file(path))
+
+
+def touched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Mapped tensors, now certainly in memory: a byte of every page was looked at."""
     for tensor in tensors.values():
         tensor.view(torch.uint8).flatten()[:: mmap.PAGESIZE].sum()
     return tensors
