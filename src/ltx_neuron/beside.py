@@ -56,9 +56,11 @@ class Beside:
         """Whether the function has returned or raised."""
         return self._ended.is_set()
 
-    def result(self):
+    def result(self, look: Callable[[], None] = lambda: None):
+        """`look` is called now and then meanwhile; an error of it ends the waiting, not the function."""
         while not self._ended.wait(_LOOK_SECONDS):  # Ctrl-C in Thread.join would have it take the thread for ended
             checkpoint()  # the caller may be a function beside another one
+            look()
         self._thread.join()
         if self._error:
             raise self._error

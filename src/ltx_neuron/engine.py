@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ltx_neuron import latents, lora, media, text
 from ltx_neuron.backends import chosen
 from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.beside import Beside
 from ltx_neuron.compat import COMPAT, Compat
 from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.config import upsampler_download
@@ -154,7 +155,7 @@ class Engine:
             if any(run.left for run in runs):
                 self._need_dit(programs)
             overlap = self.workspace.profile.overlap_decode
-            with Finishing(self.host, self.recorder, overlap, decode, isolate, hand_over) as finishing:
+            with Finishing(self.host, self.recorder, overlap, decode, isolate, hand_over, self._look) as finishing:
                 for refine in (False, True):
                     yield from self._sweep(programs, runs, refine, keep, finishing)
         except BaseException:
@@ -184,10 +185,12 @@ class Engine:
                     self._ranks.close()
                     self._ranks = self._loaded = None
             yield from finishing.ended()
-            if failure or last or not finishing.overlap:
-                yield failure or finishing.finish(run)
-            else:
-                finishing.begin(run)
+            if failure:
+                yield failure
+                continue
+            finishing.begin(run)
+            if last or not finishing.overlap:
+                yield from finishing.ended()
         yield from finishing.ended()
 
     def _stages(self, programs: dict, adaln: dict, run: JobRun, refine: bool) -> None:
@@ -197,6 +200,11 @@ class Engine:
                 self._stage(programs, adaln, run, stage)
                 if self.on_stage_end:
                     self.on_stage_end(run)
+
+    def _look(self) -> None:
+        """Raise the error of a rank that fails though it has nothing to do, while the host works."""
+        if self._ranks:
+            self._ranks.check()
 
     def _weights_for(self, refine: bool) -> dict[str, Tensor]:
         """Have the plain (or the refining) weights on the ranks; returns the set's host tensors."""
@@ -264,8 +272,8 @@ class Engine:
     def _stage(self, programs: dict, adaln: dict, run: JobRun, stage: Stage) -> None:
         job, tensors, phase = run.job, run.tensors, f"denoise_{stage.name}"
         if stage.name == "stage_2":
-            with self.recorder.phase("upsample"):
-                tensors["upsampled"] = self.host.upsample(tensors["s1_video"], "spatial")
+            with self.recorder.phase("upsample"), Beside(partial(self.host.upsample, tensors["s1_video"], "spatial")) as work:
+                tensors["upsampled"] = work.result(self._look)
             video, audio = tensors["upsampled"], tensors["s1_audio"]
         else:
             video, audio = self._empty(job, stage)

@@ -53,13 +53,16 @@ def outcome_of(run: JobRun, isolate: bool, function: Callable):
 
 
 class Finishing:
-    """Finishes jobs, at most one beside what the caller does meanwhile. A context manager: leaving it stops that one."""
+    """Finishes jobs, at most one beside what the caller does meanwhile. A context manager: leaving it stops that one.
+
+    `look` is called now and then while the caller waits; an error of it is the caller's.
+    """
 
     def __init__(
         self, host: HostModels, recorder: Recorder, overlap: bool, decode: bool, isolate: bool,
-        hand_over: Callable[[Result], None] | None,
+        hand_over: Callable[[Result], None] | None, look: Callable[[], None],
     ):  # fmt: skip
-        self.host, self.recorder, self.overlap = host, recorder, overlap
+        self.host, self.recorder, self.overlap, self.look = host, recorder, overlap, look
         self.decode, self.isolate, self.hand_over = decode, isolate, hand_over
         self._beside: Beside | None = None
 
@@ -72,17 +75,14 @@ class Finishing:
 
     def begin(self, run: JobRun) -> None:
         """Finish a job beside what follows; `ended` waits for it. The one before must have ended."""
-        self._beside = Beside(partial(self.finish, run))
+        self._beside = Beside(partial(outcome_of, run, self.isolate, partial(self._result, run)))
 
     def ended(self, wait: bool = True) -> Iterator[Result | Failure]:
         """The outcome of the job that was begun, if one was; without waiting, if it is there already."""
         if self._beside and (wait or self._beside.done):
-            outcome = self._beside.result()
+            outcome = self._beside.result(self.look)
             self._beside = None
             yield outcome
-
-    def finish(self, run: JobRun) -> Result | Failure:
-        return outcome_of(run, self.isolate, partial(self._result, run))
 
     def _result(self, run: JobRun) -> Result:
         job, tensors, run.tensors = run.job, run.tensors, {}  # a long batch keeps nothing of the jobs that are done

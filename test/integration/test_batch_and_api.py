@@ -1,6 +1,7 @@
 """Batches and the Python API: models load once, results are those of single runs bit for bit, nothing is lost or left over."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -203,7 +204,7 @@ def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(o
     first, second, third = engine.run(jobs(3), keep=True, isolate=True)
     assert torch.equal(first.frames, wanted[0]) and torch.equal(third.frames, wanted[2])
     assert isinstance(second, Failure) and isinstance(second.error, ZeroDivisionError) and second.job.seed == 1
-    assert ran == ["beside", "beside", "MainThread"]  # after the last one there is nothing to decode it beside
+    assert ran == ["beside"] * 3  # while this thread looks after the ranks
 
 
 @pytest.mark.parametrize("error, isolate", [(UserError("no file"), True), (ZeroDivisionError("no"), False)])
@@ -254,6 +255,25 @@ def test_a_broken_rank_ends_the_run_soon_though_the_clip_before_is_still_being_d
         for result in decoding_long.run(jobs(3), hand_over=made.append):
             made.append(result)
     assert time.monotonic() - sent[0] < SOON and made == []
+
+
+@pytest.mark.parametrize("number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life")])
+def test_a_rank_that_fails_while_it_waits_for_the_host_ends_the_run_soon(decoding_long, monkeypatch, number, said):
+    """No command is under way that could tell: the clip before is decoded, and the next one begins after it."""
+    engine, sent = decoding_long, []
+    decode = engine.host.decode_video
+
+    def breaking(latent):
+        os.kill(engine._ranks._processes[1].pid, number)
+        sent.append(time.monotonic())
+        return decode(latent)
+
+    monkeypatch.setattr(engine.host, "decode_video", breaking)
+    monkeypatch.setattr(engine.workspace, "profile", dataclasses.replace(engine.workspace.profile, overlap_decode=False))
+    with pytest.raises(RankError, match=f"rank 1 of 2 failed: .*({said})"):
+        for _ in engine.run(jobs(2)):
+            pass
+    assert time.monotonic() - sent[0] < SOON
 
 
 def test_a_clip_that_is_complete_when_a_rank_fails_is_handed_over(overlapping):

@@ -74,10 +74,10 @@ def events(recipe, tiny, tmp_path_factory) -> list[Event]:
             found.append(Event(recorder.now, message["weights"]))
         return call(ranks, **message)
 
-    def seen_read(file, name, start=0, stop=None, into=None):
+    def seen_read(file, name, start=0, stop=None):
         if stop is None and not any(part in name for part in OF_SEVERAL):  # rows are those of a prompt's tokens
             found.append(Event(recorder.now, f"{file.path}: {name}"))
-        return read(file, name, start, stop, into)
+        return read(file, name, start, stop)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "_call", seen_call)

@@ -319,6 +319,21 @@ def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
         assert_all_end(pids)
 
 
+@pytest.mark.parametrize("number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life for 2.0 s")])
+def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(toy, monkeypatch, number, said):
+    monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
+    with ready(toy) as ranks:
+        pids = pids_of(ranks)
+        ranks.check()  # of ranks that live, nothing
+        os.kill(pids[1], number)
+        until = time.monotonic() + 5
+        with pytest.raises(RankError, match=f"rank 1 of 2 failed: the process .*{said}"):
+            while time.monotonic() < until:
+                ranks.check()
+                time.sleep(0.05)
+        assert_all_end(pids)
+
+
 def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_run(toy, monkeypatch):
     """It lives, but does not come to the sum."""
     monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)

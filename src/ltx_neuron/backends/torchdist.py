@@ -201,6 +201,19 @@ class Ranks:
             self.bytes_sent += len(line)
         return self._gather()
 
+    def check(self) -> None:
+        """Raise RankError if a rank that waits for a command has ended or is frozen."""
+        answers = {rank: self._answer(rank) for rank, process in enumerate(self._processes) if not process.is_alive()}
+        answers |= {rank: said for rank in range(self.tp) if rank not in answers and (said := self._frozen(rank))}
+        if answers:
+            self._fail(answers, set())
+
+    def _frozen(self, rank: int) -> dict | None:
+        """What is wrong with a rank whose last sign of life is too long ago."""
+        if time.monotonic() - self._pulses[rank] <= LATE_SECONDS:
+            return None
+        return {"error": f"the process gives no sign of life for {LATE_SECONDS} s", "blame": 2}
+
     def _gather(self) -> list[dict]:
         """Every rank's answer. The first failure ends all ranks: the others would wait for it for ever."""
         answers: dict[int, dict] = {}
@@ -210,8 +223,8 @@ class Ranks:
             for rank, pipe in list(waiting.items()):
                 if pipe in said or self._processes[rank].sentinel in said:
                     answers[rank] = self._answer(rank)
-                elif time.monotonic() - self._pulses[rank] > LATE_SECONDS:
-                    answers[rank] = {"error": f"the process gives no sign of life for {LATE_SECONDS} s", "blame": 2}
+                elif frozen := self._frozen(rank):
+                    answers[rank] = frozen
                 if rank in answers:
                     del waiting[rank]
             if until == float("inf") and any("error" in answer for answer in answers.values()):
