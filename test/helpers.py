@@ -160,7 +160,11 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
     for name, tensors in zip(file_names(len(ranks)), (*ranks, {}), strict=True):
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
         content = (folder / name).read_bytes()
-        header = content[: 8 + int.from_bytes(content[:8], "little")]
+        text, data = content[8 : (end := 8 + int.from_bytes(content[:8], "little"))], content[end:]
+        text += b" " * (-end % 64)  # as the sharder writes it
+        header = len(text).to_bytes(8, "little") + text
+        content = header + data
+        (folder / name).write_bytes(content)
         digests = {"blake3": blake3(content).hexdigest(), "header_blake3": blake3(header).hexdigest()}
         lines[name] = {"bytes": len(content), **digests}
     write_json(folder / MANIFEST, {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines})

@@ -49,8 +49,9 @@ def fetch(pages: mmap.mmap) -> None:
     try:
         pages.madvise(_POPULATE_READ)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel before 5.14: pages come one by one, when they are touched
+        if error.errno != errno.EINVAL:
             raise
+        pages.madvise(mmap.MADV_WILLNEED)  # a kernel before 5.14: it begins to read, and does not say what fails
 
 
 def read_past(path: Path, offset: int, size: int, into: mmap.mmap) -> int | None:

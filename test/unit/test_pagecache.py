@@ -65,6 +65,12 @@ def test_a_file_system_that_cannot_read_past_its_cache_gives_the_same_rows(file,
     assert torch.equal(file.passing("b", 3, 200, pagecache.room(file.size)), file.read("b", 3, 200))
 
 
+def test_a_kernel_that_cannot_fetch_at_once_gives_the_same_rows(file, monkeypatch):
+    drop(file.path)
+    monkeypatch.setattr(pagecache, "_POPULATE_READ", 9999)
+    assert torch.equal(file.mapped("b", 3, 200), file.read("b", 3, 200))
+
+
 @pytest.mark.parametrize("left", [mmap.PAGESIZE, mmap.PAGESIZE + 100, 0], ids=str)
 def test_a_file_cut_short_meanwhile_is_an_error_that_names_it(file, left):
     drop(file.path)

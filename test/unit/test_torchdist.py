@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,9 +122,8 @@ def pids_of(ranks: Ranks) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has to itself."""
-    resident, shared = map(int, Path(f"/proc/{pid}/statm").read_text().split()[1:3])
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that a process holds; weights are pages of their file."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="module")
@@ -301,12 +301,22 @@ def test_a_rank_killed_in_a_run_is_named_and_leaves_no_process(toy):
         killer = threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL))
         killer.start()
         began = time.monotonic()
-        with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was killed \(SIGKILL\)"):
+        with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was killed \(SIGKILL\).* memory ran out"):
             ranks.run("toy", step=1)
         assert 0.3 < time.monotonic() - began < SOON
         assert_all_end(pids)
         killer.join()
     assert not Path(ranks._store.name).exists()
+
+
+def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explained(toy, tmp_path):
+    weights = Path(shutil.copytree(toy.folders[1], tmp_path / "weights"))
+    with Ranks(PROFILES["cpu"], TP) as ranks:
+        ranks.load(weights, toy.programs, torch.float32)
+        ranks.put("toy", x=toy.x, table=toy.table)
+        os.truncate(weights / rank_file(1), 0)
+        with pytest.raises(RankError, match=r"rank 1 of 2 failed: .* killed \(SIGBUS\): its weight file was cut short"):
+            ranks.run("toy", step=1)
 
 
 def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):

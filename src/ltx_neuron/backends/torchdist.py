@@ -28,6 +28,10 @@ LATE_SECONDS = 8.0  # how long a rank may be frozen, or keep the others waiting 
 _COMPILE_SECONDS = 1800.0  # the same where ranks compile what they run: one may be much later than another
 _GRACE_SECONDS = 1.0  # after the first failure: how long the others may take to say what they know
 _LEAVE_SECONDS = 2.0  # how long ranks may take to end by themselves
+_KILLED_BY = {
+    signal.SIGKILL: ": by somebody, or by the system because memory ran out (dmesg says so)",
+    signal.SIGBUS: ": its weight file was cut short, or its disk failed, while it was in use",
+}
 
 
 class RankError(RunError):
@@ -239,7 +243,10 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(timeout=1)
             code = self._processes[rank].exitcode
-            ended = f"was killed ({signal.Signals(-code).name})" if code and code < 0 else f"ended with exit code {code}"
+            ended = f"ended with exit code {code}"
+            if code and code < 0:
+                killed = signal.Signals(-code)
+                ended = f"was killed ({killed.name}){_KILLED_BY.get(killed, '')}"
             return {"error": f"the process {ended}", "blame": 0}
 
     def _fail(self, answers: dict[int, dict], silent: set[int]) -> NoReturn:
