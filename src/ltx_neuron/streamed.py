@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ltx_neuron.checkpoint import Source
+from ltx_neuron.products import product
 
 _PIECE = 2**21  # numbers of a weight that are cast at once: 8 MB, which a core's share of the cache holds
 _LEAST_ROWS = 64  # of a piece: fewer do not fill a product
@@ -78,7 +79,7 @@ class FloatProducts(TorchFunctionMode):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         count = max(_LEAST_ROWS, _PIECE // weight.shape[1])
-        outputs = [_product(x, self._wide(piece)) for piece in weight.split(count)]
+        outputs = [product(x, self._wide(piece)) for piece in weight.split(count)]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return output if bias is None else output.add_(bias)
 
@@ -88,9 +89,3 @@ class FloatProducts(TorchFunctionMode):
         if self._memory.numel() < piece.numel():
             self._memory = torch.empty(piece.numel())
         return self._memory[: piece.numel()].view(piece.shape).copy_(piece)
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    if not torch.backends.mkldnn.is_available():
-        return nn.functional.linear(x, weight)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # as torch.compile calls it

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, add, sub
 
 from ltx_neuron.beside import checkpoint
+from ltx_neuron.products import product
 
 TILE, POINTS = 4, 6**3  # outputs of a tile along an axis; products of a tile
 TAPS = [  # F(4,3)'s filter transform: three taps along an axis to six points
@@ -142,7 +143,8 @@ def by_tiles(source: Map, weight: Tensor, bias: Tensor, write: Write, workers: W
         part = source.padded[first : first + TILE * n + 2, top : top + TILE * t + 2]
         values = _enter(part, workers)
         products = workers.memory("products", POINTS, n * t * wide, outputs)
-        torch.bmm(values.view(POINTS, -1, inputs), filters, out=products)
+        for point, tiles in enumerate(values.view(POINTS, -1, inputs)):
+            products[point] = product(tiles, filters[point])
         found = _leave(products.view(6, 6, 6, n, t, wide, outputs), bias, workers)[: frames - first, : height - top, :width]
         write(slice(first, first + len(found)), slice(top, top + found.shape[1]), found)
 
@@ -167,12 +169,12 @@ def _even(size: int, most: int) -> int:
 
 
 def _transformed(weight: Tensor, workers: Workers) -> Tensor:
-    """(Cout, Cin, 3, 3, 3) as (216, Cin, Cout): points in the order width, height, time."""
+    """(Cout, Cin, 3, 3, 3) as (216, Cout, Cin): points in the order width, height, time."""
     outputs, inputs = weight.shape[:2]
     axis = torch.tensor(TAPS)
     matrix = torch.einsum("wc,hb,ta->whtabc", axis, axis, axis).reshape(POINTS, 27)
-    taps = weight.transpose(0, 1).reshape(-1, 27)
-    return torch.mm(matrix, taps.T, out=workers.memory("filters", POINTS, inputs * outputs)).view(POINTS, inputs, outputs)
+    taps = weight.reshape(-1, 27)
+    return torch.mm(matrix, taps.T, out=workers.memory("filters", POINTS, outputs * inputs)).view(POINTS, outputs, inputs)
 
 
 def _enter(part: Tensor, workers: Workers) -> Tensor:
