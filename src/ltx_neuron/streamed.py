@@ -15,6 +15,7 @@ from ltx_neuron.checkpoint import Source
 from ltx_neuron.products import product
 
 _PIECE = 2**21  # numbers of a weight that are cast at once: 8 MB, which a core's share of the cache holds
+_LARGE_PIECE, _MANY = 2**23, 256  # the same for so many rows of activations, beside which casting is little
 _LEAST_ROWS = 64  # of a piece: fewer do not fill a product
 
 
@@ -78,7 +79,8 @@ class FloatProducts(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        count = max(_LEAST_ROWS, _PIECE // weight.shape[1])
+        piece = _PIECE if x.shape[:-1].numel() < _MANY else _LARGE_PIECE
+        count = max(_LEAST_ROWS, piece // weight.shape[1])
         outputs = [product(x, self._wide(piece)) for piece in weight.split(count)]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return output if bias is None else output.add_(bias)
