@@ -79,8 +79,8 @@ class FloatProducts(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        piece = _PIECE if x.shape[:-1].numel() < _MANY else _LARGE_PIECE
-        count = max(_LEAST_ROWS, piece // weight.shape[1])
+        numbers = _PIECE if x.shape[:-1].numel() < _MANY else _LARGE_PIECE
+        count = max(_LEAST_ROWS, numbers // weight.shape[1])
         outputs = [product(x, self._wide(piece)) for piece in weight.split(count)]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return output if bias is None else output.add_(bias)
