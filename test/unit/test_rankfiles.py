@@ -20,6 +20,7 @@ from blake3 import blake3
 from helpers import one_thread, save_weights  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tqdm import tqdm
 from xxhash import xxh3_128
 
 from ltx_neuron import sharder, tensorfile
@@ -268,6 +269,7 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, 
         child = os.fork()
         if child == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress bar
+            tqdm.set_lock(threading.RLock())  # the bars' own is this process's too, and would stay locked by a killed child
             write(source, folder)
             os._exit(0)
         time.sleep(choose.uniform(0, lasts))
