@@ -133,17 +133,17 @@ def run(
     def state(job: Job) -> Path:
         return resume.beside(folder / pending[id(job)].file)
 
-    def begun(line: Line) -> Job | JobRun:
-        """The line's interrupted run, where it has left one that still fits."""
-        path = state(line.job)
+    def begun(job: Job) -> JobRun | None:
+        """A line's interrupted run, where it has left one that still fits."""
+        path, number = state(job), pending[id(job)].number
         if not path.is_file():
-            return line.job
+            return None
         try:
-            found = resume.restore(path, line.job, describe(line.job), engine.workspace.dtype)
+            found = resume.restore(path, job, describe(job), engine.workspace.dtype)
         except UserError:  # the line, or the set-up, is another one now
-            print(f"line {line.number} begins anew: {path} does not fit it")
-            return line.job
-        print(f"resumed: line {line.number}; {', '.join(stage.name for stage in found.left) or 'the decoding'} is left")
+            print(f"line {number} begins anew: {path} does not fit it")
+            return None
+        print(f"resumed: line {number}; {', '.join(stage.name for stage in found.left) or 'the decoding'} is left")
         return found
 
     def hand_over(result: Result) -> None:
@@ -156,7 +156,8 @@ def run(
 
     # Jobs end one after another, so no two of them are noted at a time, whichever threads they end in.
     engine.on_stage_end = lambda run: resume.keep(state(run.job), run, describe(run.job))
-    for outcome in engine.run([begun(line) for line in todo], isolate=True, hand_over=hand_over) if todo else ():
+    jobs = [line.job for line in todo]
+    for outcome in engine.run(jobs, isolate=True, begun=begun, hand_over=hand_over) if jobs else ():
         if isinstance(outcome, Failure):
             note(outcome.job, outcome.error)
     return [entries[line.number] for line in lines]

@@ -130,11 +130,11 @@ class Engine:
 
     @torch.no_grad()
     def run(
-        self, todo: list[Job | JobRun], keep: bool = False, decode: bool = True, isolate: bool = False,
-        generator: torch.Generator | None = None, hand_over: Callable[[Result], None] | None = None,
+        self, jobs: list[Job], keep: bool = False, decode: bool = True, isolate: bool = False,
+        generator: torch.Generator | None = None, begun: Callable[[Job], JobRun | None] = lambda job: None,
+        hand_over: Callable[[Result], None] | None = None,
     ) -> Iterator[Result | Failure]:  # fmt: skip
-        """Generate every job; a JobRun is an interrupted one, to be continued. Jobs finish in order, those that need a swap of
-        weights after those that do not.
+        """Generate every job. Jobs finish in order, those that need a swap of weights after those that do not.
 
         An error that ends the run, as a failed rank's, does so at once: the job before, where it is still being decoded
         beside, is stopped. Its latents were handed to `on_stage_end`.
@@ -143,15 +143,16 @@ class Engine:
         decode     False: latents only
         isolate    a job that fails is a Failure and the others go on; a failed rank still ends the run
         generator  draw noise from it instead of one made from the job's seed
+        begun      a job's interrupted run, to be continued; None for one that begins
         hand_over  called with every Result as soon as it is there: where decoding overlaps denoising, that is while the next
                    job is on the ranks, and in another thread. An error of it is the job's
         """
-        programs = self.check([one.job if isinstance(one, JobRun) else one for one in todo])
+        programs, found = self.check(jobs), [begun(job) for job in jobs]
         torch.get_num_threads()  # the first call in a thread sets the default, and would undo the next line later
         torch.set_num_threads(self.workspace.profile.host_threads)
         try:
-            self._encode([one for one in todo if isinstance(one, Job)])
-            runs = [one if isinstance(one, JobRun) else JobRun(one, self._contexts[one.prompts], generator) for one in todo]
+            self._encode([job for job, run in zip(jobs, found, strict=True) if not run])
+            runs = [run or JobRun(job, self._contexts[job.prompts], generator) for job, run in zip(jobs, found, strict=True)]
             if any(run.left for run in runs):
                 self._need_dit(programs)
             overlap = self.workspace.profile.overlap_decode
@@ -179,8 +180,7 @@ class Engine:
                 raise
             if not failure and refining(run.job, run.job.stages[-1]) != refine:
                 continue
-            last = run is todo[-1]
-            if not failure and last and not swaps_later and not keep and self._ranks:
+            if not failure and run is todo[-1] and not swaps_later and not keep and self._ranks:
                 with self.recorder.phase("unload_transformer"):
                     self._ranks.close()
                     self._ranks = self._loaded = None
@@ -189,7 +189,7 @@ class Engine:
                 yield failure
                 continue
             finishing.begin(run)
-            if last or not finishing.overlap:
+            if not finishing.overlap:
                 yield from finishing.ended()
         yield from finishing.ended()
 

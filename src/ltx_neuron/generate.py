@@ -38,9 +38,8 @@ def generate(args: argparse.Namespace) -> None:
     with resume.kept(state), engine_of(args, recorder) as engine:
         engine.check([job])
         described = what_decides(args, job, engine.workspace)
-        todo = begun_run(args, job, described, engine.workspace) or job
         engine.on_stage_end = lambda run: resume.keep(state, run, described)
-        (result,) = engine.run([todo])
+        (result,) = engine.run([job], begun=lambda job: begun_run(args, job, described, engine.workspace))
         with recorder.phase("encode_mp4"):
             write(result, args, described)
     said = report_of(recorder, engine.workspace, job.describe())

@@ -162,7 +162,7 @@ def program_name(bucket: int) -> str:
 
 
 class HostTextEncoder:
-    """Encodes on the host's CPU, only the prompt's own tokens, one layer's weights in memory at a time."""
+    """Encodes on the host's CPU, only the prompt's own tokens. Weights are pages of their files, a layer's used at a time."""
 
     def __init__(self, source: Source, gemma: GemmaConfig, config: TransformerConfig, dtype: torch.dtype):
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
