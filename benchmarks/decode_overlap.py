@@ -1,9 +1,10 @@
-"""Sound decoded beside pictures, as profiles with a device of their own do it, against one after the other.
+"""Sound decoded beside pictures, as profiles with a device of their own do it, against one after
+the other.
 
     PYTHONPATH=src python benchmarks/decode_overlap.py --height 256 --width 384 --num-frames 25
 
-Released sizes, random weights, float32, in one process and in turn; the medians count, and the bits must be the same. The last
-line is how many times faster both are beside each other.
+Released sizes, random weights, float32, in one process and in turn; the medians count, and the bits
+must be the same. The last line is how many times faster both are beside each other.
 """
 
 import argparse
@@ -15,9 +16,9 @@ import time
 import torch
 from vae_decode import decoder, latent
 
-from ltx_neuron.beside import Beside
-from ltx_neuron.decode import import_ltx_core
-from ltx_neuron.latents import AUDIO_CHANNELS, MEL_BINS, audio_latent_frames
+from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.sampling.latents import AUDIO_CHANNELS, MEL_BINS, audio_latent_frames
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tiny.weights import random_weights
 
@@ -33,23 +34,31 @@ def audio_models() -> list[torch.nn.Module]:
     for configurator in (AudioDecoderConfigurator, VocoderConfigurator):
         model = configurator.from_config(released_config())
         weights = random_weights(model.state_dict(), torch.Generator().manual_seed(0))
-        model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
+        model.load_state_dict(
+            {name: weight.float() for name, weight in weights.items()}, assign=True
+        )
         made.append(model.eval().requires_grad_(False))
     return made
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--height", type=int, default=256)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--num-frames", type=int, default=25)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each (default %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed runs of each (default %(default)s)"
+    )
     args = parser.parse_args()
     torch.get_num_threads()
     torch.set_num_threads(os.cpu_count())
     video_decoder, (audio_decoder, vocoder) = decoder("ours"), audio_models()
     video, frames = latent(args), audio_latent_frames(args.num_frames, FRAME_RATE)
-    audio = torch.randn(1, AUDIO_CHANNELS, frames, MEL_BINS, generator=torch.Generator().manual_seed(2))
+    audio = torch.randn(
+        1, AUDIO_CHANNELS, frames, MEL_BINS, generator=torch.Generator().manual_seed(2)
+    )
 
     def pictures() -> torch.Tensor:
         from ltx_core.model.video_vae import TilingConfig
@@ -67,12 +76,14 @@ def main() -> None:
         return pictures(), sound()
 
     def beside() -> tuple:
-        with Beside(sound) as other:
+        with BackgroundTask(sound) as other:
             seen = pictures()
         return seen, other.result()
 
-    print(f"{args.height}x{args.width}x{args.num_frames}, {os.cpu_count()} cores, torch {torch.__version__}, "
-          f"load average {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(
+        f"{args.height}x{args.width}x{args.num_frames}, {os.cpu_count()} cores, torch"
+        f" {torch.__version__}, load average {os.getloadavg()[0]:.1f}"
+    )
     sound()
     seconds, found = {in_turn: [], beside: []}, {}
     for _ in range(args.repeats):
@@ -84,7 +95,10 @@ def main() -> None:
         sys.exit("the bits differ")
     medians = [statistics.median(times) for times in seconds.values()]
     for way, times in seconds.items():
-        print(f"{way.__name__:8} {statistics.median(times):7.2f} s  " + " ".join(f"{one:.2f}" for one in times))
+        print(
+            f"{way.__name__:8} {statistics.median(times):7.2f} s  "
+            + " ".join(f"{one:.2f}" for one in times)
+        )
     print(f"the same bits; {medians[0] / medians[1]:.2f} times as fast beside each other")
 
 

@@ -1,4 +1,5 @@
-"""A sparse file with the released checkpoint's header: 46 GB long, a few hundred KB on the disk, made in a second.
+"""A sparse file with the released checkpoint's header: 46 GB long, a few hundred KB on the disk,
+made in a second.
 
 python benchmarks/full_size.py FILE [--blocks N]
 """
@@ -13,14 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from ltx_neuron.tensorfile import TORCH_DTYPES  # noqa: E402
 from ltx_neuron.tiny.config import merge, released_config  # noqa: E402
+from ltx_neuron.weights.tensorfile import TORCH_DTYPES  # noqa: E402
 
 HEADER = Path(__file__).with_name("ltx23_header.json.gz")
 
 
 def make(path: Path, blocks: int = 48) -> Path:
-    """Write the header of all tensors, or of a checkpoint that has only the first `blocks` transformer blocks."""
+    """Write the header of all tensors, or of a checkpoint that has only the first `blocks`
+    transformer blocks."""
     config = merge(released_config(), {"transformer": {"num_layers": blocks}})
     header, end = {"__metadata__": {"config": json.dumps(config), "model_version": "2.3.0"}}, 0
     for name, (dtype, shape) in json.loads(gzip.decompress(HEADER.read_bytes()))["tensors"].items():

@@ -1,17 +1,21 @@
-"""A denoising step of the full DiT on one GPU, beside ltx-core's own transformer in the same process.
+"""A denoising step of the full DiT on one GPU, beside ltx-core's own transformer in the same
+process.
 
     PYTHONPATH=src python benchmarks/gpu_step.py
 
-Random weights in bfloat16, made on the device once: both run on the very same tensors. Ours goes the way of the profile: its
-graphs are exported, read back and compiled, and a rank's own code runs them (TP=1). ltx-core runs eagerly, and with every
-transformer block through torch.compile. They take turns; medians of warm steps count, timed from queue to result, latents to
-next latents. Each is set against the device's own rate in a large matrix product.
+Random weights in bfloat16, made on the device once: both run on the very same tensors. Ours goes
+the way of the profile: its graphs are exported, read back and compiled, and a rank's own code runs
+them (TP=1). ltx-core runs eagerly, and with every transformer block through torch.compile. They
+take turns; medians of warm steps count, timed from queue to result, latents to next latents. Each
+is set against the device's own rate in a large matrix product.
 
-Before anything is timed, one step of two blocks must agree: in float32, and in bfloat16 by the three-way rule.
+Before anything is timed, one step of two blocks must agree: in float32, and in bfloat16 by the
+three-way rule.
 
 Without a GPU the same runs small on a CPU, which proves the way and measures nothing worth keeping:
 
-    PYTHONPATH=src python benchmarks/gpu_step.py --profile cpu --tiny --blocks 2 --sizes 64x64x9 --steps 2
+    PYTHONPATH=src python benchmarks/gpu_step.py --profile cpu --tiny --blocks 2 --sizes 64x64x9
+    --steps 2
 """
 
 import argparse
@@ -35,21 +39,22 @@ from scale import parsed  # noqa: E402
 from sections import Failed, rel, three_way  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from ltx_neuron import errors, latents  # noqa: E402
-from ltx_neuron.backends import chosen  # noqa: E402
-from ltx_neuron.backends.export import Manifest  # noqa: E402
+from ltx_neuron import errors  # noqa: E402
+from ltx_neuron.backends import registry  # noqa: E402
+from ltx_neuron.backends.manifest import Manifest  # noqa: E402
 from ltx_neuron.backends.rank import Rank, Shared  # noqa: E402
 from ltx_neuron.backends.torchdist import rank_settings  # noqa: E402
-from ltx_neuron.compat import COMPAT  # noqa: E402
 from ltx_neuron.config import TEXT_TOKENS, transformer_config  # noqa: E402
-from ltx_neuron.decode import import_ltx_core  # noqa: E402
 from ltx_neuron.denoise import StageRun  # noqa: E402
 from ltx_neuron.errors import UserError  # noqa: E402
+from ltx_neuron.host.models import import_ltx_core  # noqa: E402
 from ltx_neuron.job import Job, Size  # noqa: E402
-from ltx_neuron.modulation import host_weights  # noqa: E402
+from ltx_neuron.models.modulation import host_weights  # noqa: E402
+from ltx_neuron.models.programs import dit_program  # noqa: E402
 from ltx_neuron.profiles import Profile, require_runtime, resolve  # noqa: E402
-from ltx_neuron.programs import dit_program  # noqa: E402
-from ltx_neuron.text import Contexts  # noqa: E402
+from ltx_neuron.sampling import latents  # noqa: E402
+from ltx_neuron.sampling.compat import COMPAT  # noqa: E402
+from ltx_neuron.text.encoders import Contexts  # noqa: E402
 from ltx_neuron.tiny import TinySizes  # noqa: E402
 from ltx_neuron.tiny.config import merge, released_config, tiny_config  # noqa: E402
 from ltx_neuron.tiny.weights import random_weight  # noqa: E402
@@ -57,13 +62,15 @@ from ltx_neuron.tiny.weights import random_weight  # noqa: E402
 SIZES = ("384x512x25", "512x768x121", "1024x1536x121")
 AIM_MS, AIM_SIZE = 350.0, "512x768x121"  # a step on one H200
 CHECKED_BLOCKS, CHECKED_SIZE = 2, Size(384, 512, 25)
-FP32 = 1e-4  # sums in another order: 1e-7 to 3e-7 on a CPU at tiny width; contexts in a wrong order change 2e-2
+# sums in another order: 1e-7 to 3e-7 on a CPU at tiny width; contexts in a wrong order change 2e-2
+FP32 = 1e-4
 FORMS = ("ours", "ltx-core compiled", "ltx-core eager")
 NONE = "not measured"
 
 
 class Model:
-    """The DiT's weights on the device, once: as ltx-core's module, and under the names of our graphs, which are the same."""
+    """The DiT's weights on the device, once: as ltx-core's module, and under the names of our
+    graphs, which are the same."""
 
     def __init__(self, content: dict, device: torch.device, dtype: torch.dtype):
         import_ltx_core()
@@ -74,13 +81,21 @@ class Model:
             model = LTXModelConfigurator.from_config(content)
         generator = torch.Generator(device).manual_seed(0)
         with device:
-            weights = {n: random_weight(n, like, generator).bfloat16().to(dtype) for n, like in model.state_dict().items()}
+            weights = {
+                n: random_weight(n, like, generator).bfloat16().to(dtype)
+                for n, like in model.state_dict().items()
+            }
         model.load_state_dict(weights, assign=True)
-        self.transformer, self.tensors = X0Model(model.eval().requires_grad_(False)), model.state_dict()
+        self.transformer, self.tensors = (
+            X0Model(model.eval().requires_grad_(False)),
+            model.state_dict(),
+        )
 
     def compile_blocks(self, backend: str) -> None:
-        """Compile every block of ltx-core's transformer: they are alike, so that is one graph, where the whole would be 48."""
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # else what is compiled too often runs eagerly, unsaid
+        """Compile every block of ltx-core's transformer: they are alike, so that is one graph,
+        where the whole would be 48."""
+        # else what is compiled too often runs eagerly, unsaid
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in self.transformer.velocity_model.transformer_blocks:
             block.compile(backend=backend, dynamic=False)
 
@@ -92,22 +107,29 @@ class Case:
         self.model, self.size, self.job = model, size, Job("contexts are given", size)
         self.stage, config = self.job.stages[0], model.config
         self.bucket = size.bucket(self.stage, (), 1)
-        self.number = len(self.stage.sigmas) - 2  # the last step, to sigma 0: what it leaves is the prediction itself
+        self.number = (
+            len(self.stage.sigmas) - 2
+        )  # the last step, to sigma 0: what it leaves is the prediction itself
         generator = torch.Generator().manual_seed(1)
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).bfloat16().to(model.dtype)  # the same numbers in every dtype
+            return (
+                torch.randn(shape, generator=generator).bfloat16().to(model.dtype)
+            )  # the same numbers in every dtype
 
         self.shape = latents.video_latent_shape(size.height, size.width, size.num_frames)
         self.video = random(1, self.bucket.video_tokens, config.in_channels)
         self.audio = random(1, self.bucket.audio_tokens, config.audio_in_channels)
         widths = config.video.inner, config.audio.inner
-        self.contexts = Contexts(*(random(1, TEXT_TOKENS, width) for width in widths), torch.ones(1, TEXT_TOKENS), None)
+        self.contexts = Contexts(
+            *(random(1, TEXT_TOKENS, width) for width in widths), torch.ones(1, TEXT_TOKENS), None
+        )
 
     def theirs(self, stance: str) -> Callable[[], dict[str, Tensor]]:
         """ltx-core's step: both denoised predictions, then Euler, as ltx-pipelines calls them.
 
-        `stance` is torch.compile's: "default", or "force_eager", which runs compiled blocks as they were.
+        `stance` is torch.compile's: "default", or "force_eager", which runs compiled blocks as they
+        were.
         """
         from ltx_core.components.diffusion_steps import EulerDiffusionStep
         from ltx_core.types import LatentState
@@ -116,23 +138,36 @@ class Case:
         device = self.model.device
 
         def state(latent: Tensor, middles: Tensor) -> LatentState:
-            bounds = torch.stack([middles, middles], dim=-1).to(device)  # of which the model takes the middle
-            return LatentState(latent.to(device), torch.ones(*latent.shape[:2], 1, device=device), bounds,
-                               torch.zeros_like(latent, device=device))  # fmt: skip
+            bounds = torch.stack([middles, middles], dim=-1).to(
+                device
+            )  # of which the model takes the middle
+            return LatentState(
+                latent.to(device),
+                torch.ones(*latent.shape[:2], 1, device=device),
+                bounds,
+                torch.zeros_like(latent, device=device),
+            )
 
         states = {
-            "video_state": state(self.video, latents.video_positions(self.shape, self.size.frame_rate)),
+            "video_state": state(
+                self.video, latents.video_positions(self.shape, self.size.frame_rate)
+            ),
             "audio_state": state(self.audio, latents.audio_positions(self.bucket.audio_tokens)),
         }
         contexts = self.contexts.video.to(device), self.contexts.audio.to(device)
-        denoise, euler = simple_denoising_func(*contexts, self.model.transformer), EulerDiffusionStep()
+        denoise, euler = (
+            simple_denoising_func(*contexts, self.model.transformer),
+            EulerDiffusionStep(),
+        )
         sigmas = torch.tensor(self.stage.sigmas, device=device)
 
         def step() -> dict[str, Tensor]:
             with torch.compiler.set_stance(stance):
                 found = denoise(**states, sigmas=sigmas, step_index=self.number)
-            return {name: euler.step(states[f"{name}_state"].latent, x0, sigmas, self.number)
-                    for name, x0 in zip(("video", "audio"), found, strict=True)}  # fmt: skip
+            return {
+                name: euler.step(states[f"{name}_state"].latent, x0, sigmas, self.number)
+                for name, x0 in zip(("video", "audio"), found, strict=True)
+            }
 
         return step
 
@@ -141,12 +176,18 @@ class Case:
         workspace = SimpleNamespace(transformer=self.model.config, dtype=self.model.dtype)
         adaln = {name: self.model.tensors[name].cpu() for name in host_weights(self.model.config)}
         run = StageRun(here, self.bucket, workspace, adaln, COMPAT[None])
-        empty = (torch.zeros(1, latents.VIDEO_CHANNELS, *self.shape),
-                 torch.zeros(1, latents.AUDIO_CHANNELS, self.bucket.audio_tokens, latents.MEL_BINS))  # fmt: skip
-        run.prepare(self.job, self.stage, [self.contexts], *empty, torch.Generator().manual_seed(0), [])
+        empty = (
+            torch.zeros(1, latents.VIDEO_CHANNELS, *self.shape),
+            torch.zeros(1, latents.AUDIO_CHANNELS, self.bucket.audio_tokens, latents.MEL_BINS),
+        )
+        run.prepare(
+            self.job, self.stage, [self.contexts], *empty, torch.Generator().manual_seed(0), []
+        )
         run.video, run.audio = self.video, self.audio
         run.start()
-        start = {f"{name}_latent": here.rank.tensors[f"{name}_latent"] for name in ("video", "audio")}
+        start = {
+            f"{name}_latent": here.rank.tensors[f"{name}_latent"] for name in ("video", "audio")
+        }
 
         def step() -> dict[str, Tensor]:
             here.rank.tensors.update(start)
@@ -157,14 +198,31 @@ class Case:
 
 
 class Here:
-    """A rank of the profile in this process: rank.py's own code, on weights that are there already."""
+    """A rank of the profile in this process: rank.py's own code, on weights that are there
+    already."""
 
     def __init__(self, profile: Profile, model: Model, folders: dict[str, Path]):
-        self.rank = Rank({**rank_settings(profile, 1, 0, None), "late_seconds": 0.0, "compile_seconds": 0.0}, model.device,
-                         meet=lambda: None, patience=lambda seconds: None)  # fmt: skip
-        wanted = {name: shape for folder in folders.values() for name, shape in Manifest(folder).weights().items()}
-        self.rank.weights[frozenset(wanted)] = "random", {name: model.tensors[name] for name in wanted}
-        self.rank.load("random", wanted, {name: str(folder) for name, folder in folders.items()}, _name(model.dtype))
+        self.rank = Rank(
+            {**rank_settings(profile, 1, 0, None), "late_seconds": 0.0, "compile_seconds": 0.0},
+            model.device,
+            meet=lambda: None,
+            patience=lambda seconds: None,
+        )
+        wanted = {
+            name: shape
+            for folder in folders.values()
+            for name, shape in Manifest(folder).weights().items()
+        }
+        self.rank.weights[frozenset(wanted)] = (
+            "random",
+            {name: model.tensors[name] for name in wanted},
+        )
+        self.rank.load(
+            "random",
+            wanted,
+            {name: str(folder) for name, folder in folders.items()},
+            _name(model.dtype),
+        )
 
     def put(self, program: str, **tensors: Tensor) -> None:
         """What Ranks.put does, for the one rank."""
@@ -185,15 +243,24 @@ def compiled(model: Model, cases: list[Case], profile: Profile, folder: Path) ->
         path = folder / f"{case.bucket.name}-{model.config.num_layers}-{_name(model.dtype)}"
 
         def make(bucket=case.bucket):
-            return dit_program(model.config, bucket, 1, chosen.comm(profile, 1), model.dtype, profile.cut, profile.attention)
+            return dit_program(
+                model.config,
+                bucket,
+                1,
+                registry.comm(profile, 1),
+                model.dtype,
+                profile.cut,
+                profile.attention,
+            )
 
-        chosen.compile_program(make, path, {}, model.dtype, profile, 1)
+        registry.compile_program(make, path, {}, model.dtype, profile, 1)
         folders[case.bucket.name] = path
     return folders
 
 
 class Group:
-    """A process group of this process alone, which a rank wants; out of the way while graphs are traced."""
+    """A process group of this process alone, which a rank wants; out of the way while graphs are
+    traced."""
 
     def __init__(self, profile: Profile, folder: Path):
         store = dist.FileStore(str(folder / f"store-{time.monotonic_ns()}"), 1)
@@ -206,8 +273,11 @@ class Group:
         dist.destroy_process_group()
 
 
-def checked(content: dict, profile: Profile, device: torch.device, size: Size, folder: Path) -> list[str]:
-    """Two blocks: our step against ltx-core's in float32, and in bfloat16 by the three-way rule. Failed where they differ."""
+def checked(
+    content: dict, profile: Profile, device: torch.device, size: Size, folder: Path
+) -> list[str]:
+    """Two blocks: our step against ltx-core's in float32, and in bfloat16 by the three-way rule.
+    Failed where they differ."""
     content = merge(content, {"transformer": {"num_layers": CHECKED_BLOCKS}})
     found: dict = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -215,16 +285,31 @@ def checked(content: dict, profile: Profile, device: torch.device, size: Size, f
         case = Case(model, size)
         folders = compiled(model, [case], profile, folder)
         with Group(profile, folder):
-            found[dtype] = {"ours": on_host(case.ours(Here(profile, model, folders))()),
-                            "theirs": on_host(case.theirs("force_eager")())}  # fmt: skip
+            found[dtype] = {
+                "ours": on_host(case.ours(Here(profile, model, folders))()),
+                "theirs": on_host(case.theirs("force_eager")()),
+            }
     exact = found[torch.float32]
     off = {name: rel(exact["ours"][name], exact["theirs"][name]) for name in exact["ours"]}
-    lines = [f"{CHECKED_BLOCKS} blocks, one step, float32: ours is "
-             + ", ".join(f"{value:.1e} ({name})" for name, value in off.items()) + " from ltx-core's"]  # fmt: skip
+    lines = [
+        f"{CHECKED_BLOCKS} blocks, one step, float32: ours is "
+        + ", ".join(f"{value:.1e} ({name})" for name, value in off.items())
+        + " from ltx-core's"
+    ]
     if not max(off.values()) < FP32:
         raise Failed(f"our step is not ltx-core's: allowed is {FP32:g}", lines)
-    rows = three_way(found[torch.bfloat16]["ours"], found[torch.bfloat16]["theirs"], exact["theirs"], ("video", "audio"))
-    return [*lines, "", *(row.replace("| device | CPU bf16 |", "| ours, bfloat16 | ltx-core's |") for row in rows), ""]
+    rows = three_way(
+        found[torch.bfloat16]["ours"],
+        found[torch.bfloat16]["theirs"],
+        exact["theirs"],
+        ("video", "audio"),
+    )
+    return [
+        *lines,
+        "",
+        *(row.replace("| device | CPU bf16 |", "| ours, bfloat16 | ltx-core's |") for row in rows),
+        "",
+    ]
 
 
 def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -289,11 +374,12 @@ def measured(case: Case, here: Here, steps: int) -> dict[str, Row]:
 def table(size: Size, flops: int, rate: float, rows: dict[str, Row]) -> list[str]:
     label = f"{size.height}x{size.width}x{size.num_frames}"
     return [
-        f"| {label} | {name} | {row.median:,.1f} | {min(row.times):,.1f} to {max(row.times):,.1f} | "
-        f"{100 * flops / (row.median / 1e3) / rate:.1f} % | {row.cold_seconds:,.1f} | "
-        f"{f'{row.peak / 1e9:.1f} GB' if row.peak else NONE} | {distance(row, rows['ltx-core eager']):.2%} |"
+        f"| {label} | {name} | {row.median:,.1f} | {min(row.times):,.1f} to {max(row.times):,.1f} |"
+        f" {100 * flops / (row.median / 1e3) / rate:.1f} % | {row.cold_seconds:,.1f} |"
+        f" {f'{row.peak / 1e9:.1f} GB' if row.peak else NONE} |"
+        f" {distance(row, rows['ltx-core eager']):.2%} |"
         for name, row in rows.items()
-    ]  # fmt: skip
+    ]
 
 
 def distance(row: Row, other: Row) -> float:
@@ -306,50 +392,91 @@ def run(args: argparse.Namespace, profile: Profile) -> None:
     content = tiny_config(TinySizes()) if args.tiny else released_config()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     rate = matmul_rate(device, torch.bfloat16)
-    print(f"{name}, torch {torch.__version__}, ltx-core {version('ltx-core')}, {args.blocks} blocks"
-          f"{' (tiny)' if args.tiny else ''}, bfloat16; a large matrix product runs at {rate / 1e12:.3g} TF/s")  # fmt: skip
+    print(
+        f"{name}, torch {torch.__version__}, ltx-core {version('ltx-core')}, {args.blocks}"
+        f" blocks{' (tiny)' if args.tiny else ''}, bfloat16; a large matrix product runs at"
+        f" {rate / 1e12:.3g} TF/s"
+    )
     sizes = [parsed(text) for text in args.sizes]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            print(*checked(content, profile, device, sizes[0] if args.tiny else CHECKED_SIZE, Path(folder)), sep="\n")
+            print(
+                *checked(
+                    content, profile, device, sizes[0] if args.tiny else CHECKED_SIZE, Path(folder)
+                ),
+                sep="\n",
+            )
         except Failed as failed:
             print(*failed.lines, sep="\n")
             raise errors.RunError(str(failed)) from None
-        model = Model(merge(content, {"transformer": {"num_layers": args.blocks}}), device, torch.bfloat16)
+        model = Model(
+            merge(content, {"transformer": {"num_layers": args.blocks}}), device, torch.bfloat16
+        )
         cases = [Case(model, size) for size in sizes]
         folders = compiled(model, cases, profile, Path(folder))
-        print("| size | | median ms | range | of the matrix product | first step, s | memory at most | from ltx-core eager |",
-              "|---|---|---|---|---|---|---|---|", sep="\n")  # fmt: skip
+        print(
+            "| size | | median ms | range | of the matrix product | first step, s | memory at most"
+            " | from ltx-core eager |",
+            "|---|---|---|---|---|---|---|---|",
+            sep="\n",
+        )
         ratios = {}
         with Group(profile, Path(folder)):
             here = Here(profile, model, folders)
-            model.compile_blocks("eager" if profile.compile_backend == "export" else profile.compile_backend)
+            model.compile_blocks(
+                "eager" if profile.compile_backend == "export" else profile.compile_backend
+            )
             for case, text in zip(cases, args.sizes, strict=True):
                 rows = measured(case, here, args.steps)
                 flops = Manifest(folders[case.bucket.name]).cost()["flops"]
                 print(*table(case.size, flops, rate, rows), sep="\n", flush=True)
                 ratios[text] = rows["ltx-core compiled"].median / rows["ours"].median
-                if text == AIM_SIZE and not args.tiny and device.type == "cuda" and args.blocks == 48:
-                    print(f"<!-- {text}: {rows['ours'].median:.1f} ms, the aim on one H200 is {AIM_MS:g} ms -->")
+                if (
+                    text == AIM_SIZE
+                    and not args.tiny
+                    and device.type == "cuda"
+                    and args.blocks == 48
+                ):
+                    print(
+                        f"<!-- {text}: {rows['ours'].median:.1f} ms, the aim on one H200 is"
+                        f" {AIM_MS:g} ms -->"
+                    )
     said = ", ".join(f"{ratio:.2f} at {text}" for text, ratio in ratios.items())
-    print(f"times as fast as ltx-core compiled: {said}" + ("" if device.type == "cuda" else f" (no GPU: {NONE})"))
+    print(
+        f"times as fast as ltx-core compiled: {said}"
+        + ("" if device.type == "cuda" else f" (no GPU: {NONE})")
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", default="cuda", help="cuda, or cpu for a small run of the same (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--profile",
+        default="cuda",
+        help="cuda, or cpu for a small run of the same (default: %(default)s)",
+    )
     parser.add_argument("--profile-set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="HxWxF", help=f"default: {' '.join(SIZES)}")
-    parser.add_argument("--blocks", type=int, default=48, help="default: %(default)s, the release's")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each (default: %(default)s)")
+    parser.add_argument(
+        "--sizes", nargs="+", default=SIZES, metavar="HxWxF", help=f"default: {' '.join(SIZES)}"
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=48, help="default: %(default)s, the release's"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="timed steps of each (default: %(default)s)"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny width instead of the release's")
     args = parser.parse_args(argv)
     profile = dataclasses.replace(resolve(args.profile, tuple(args.profile_set)), tp=1)
     try:
         require_runtime(profile, 1)
     except UserError as error:
-        raise UserError(f"{NONE}: {error}\nA small run of all of it here: python benchmarks/gpu_step.py --profile cpu --tiny "
-                        "--blocks 2 --sizes 64x64x9 --steps 2") from None  # fmt: skip
+        raise UserError(
+            f"{NONE}: {error}\nA small run of all of it here: python benchmarks/gpu_step.py"
+            " --profile cpu --tiny --blocks 2 --sizes 64x64x9 --steps 2"
+        ) from None
     run(args, profile)
 
 

@@ -1,22 +1,25 @@
-"""What the host does in a warm denoising step, ours beside the Neuron peer's, in one run: the DiT without its blocks.
+"""What the host does in a warm denoising step, ours beside the Neuron peer's, in one run: the DiT
+without its blocks.
 
     PYTHONPATH=src python benchmarks/host_step.py --peer DIR
 
-Both have the released widths and the same random bf16 weights; the transformer blocks, which a device computes, are left
-out. Ours runs the engine's own loop on a rank process that holds the step's first and last graph: whatever passes between
-two ends of steps and is not within those graphs counts as the host's, so also the pipe, the process that wakes up, the check
-for NaN, the report and the callback. The peer's is its preprocessing and Euler update, in the loop of its generate script,
-with a device that takes no time; and once more with one that makes its 24 inputs whole, as a device must that is handed
-expanded views. All run in turn, a schedule of 8 steps each; medians count. The last line is the smallest ratio to the peer's
-own code alone.
+Both have the released widths and the same random bf16 weights; the transformer blocks, which a
+device computes, are left out. Ours runs the engine's own loop on a rank process that holds the
+step's first and last graph: whatever passes between two ends of steps and is not within those
+graphs counts as the host's, so also the pipe, the process that wakes up, the check for NaN, the
+report and the callback. The peer's is its preprocessing and Euler update, in the loop of its
+generate script, with a device that takes no time; and once more with one that makes its 24 inputs
+whole, as a device must that is handed expanded views. All run in turn, a schedule of 8 steps each;
+medians count. The last line is the smallest ratio to the peer's own code alone.
 
-The peer is NxDI pull request 63 (github.com/aws-neuron/neuronx-distributed-inference, contrib/models/LTX-2.3, commit cd966e6):
-check it out yourself, for example
+The peer is NxDI pull request 63 (github.com/aws-neuron/neuronx-distributed-inference,
+contrib/models/LTX-2.3, commit cd966e6): check it out yourself, for example
 
     git clone https://github.com/aws-neuron/neuronx-distributed-inference nxdi && cd nxdi
     git fetch origin pull/63/head && git checkout cd966e6
 
-and pass the folder that holds its pipeline.py: --peer nxdi/contrib/models/LTX-2.3/src. Nothing of it is part of this project.
+and pass the folder that holds its pipeline.py: --peer nxdi/contrib/models/LTX-2.3/src. Nothing of
+it is part of this project.
 """
 
 import argparse
@@ -37,34 +40,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from ltx_neuron import latents  # noqa: E402
-from ltx_neuron.backends import chosen  # noqa: E402
-from ltx_neuron.backends.export import Manifest, TorchDistComm  # noqa: E402
-from ltx_neuron.checkpoint import Source  # noqa: E402
-from ltx_neuron.compat import COMPAT  # noqa: E402
-from ltx_neuron.conditioning import ImageCondition  # noqa: E402
+from ltx_neuron.backends import registry  # noqa: E402
+from ltx_neuron.backends.export import TorchDistComm  # noqa: E402
+from ltx_neuron.backends.manifest import Manifest  # noqa: E402
 from ltx_neuron.config import TEXT_TOKENS, transformer_config  # noqa: E402
-from ltx_neuron.decode import import_ltx_core  # noqa: E402
 from ltx_neuron.denoise import StageRun  # noqa: E402
 from ltx_neuron.engine import Engine  # noqa: E402
+from ltx_neuron.host.models import import_ltx_core  # noqa: E402
 from ltx_neuron.job import Job, Size  # noqa: E402
+from ltx_neuron.models.programs import Program, dit_program  # noqa: E402
 from ltx_neuron.profiles import resolve  # noqa: E402
-from ltx_neuron.programs import Program, dit_program  # noqa: E402
-from ltx_neuron.rankfiles import load_host  # noqa: E402
-from ltx_neuron.recorder import Recorder  # noqa: E402
-from ltx_neuron.sharder import cuts_of, shard  # noqa: E402
-from ltx_neuron.sharding import MODELS  # noqa: E402
-from ltx_neuron.tensorfile import TensorFile  # noqa: E402
-from ltx_neuron.text import Contexts  # noqa: E402
+from ltx_neuron.report.recorder import Recorder  # noqa: E402
+from ltx_neuron.sampling import latents  # noqa: E402
+from ltx_neuron.sampling.compat import COMPAT  # noqa: E402
+from ltx_neuron.sampling.conditioning import ImageCondition  # noqa: E402
+from ltx_neuron.text.encoders import Contexts  # noqa: E402
 from ltx_neuron.tiny import TinySizes  # noqa: E402
 from ltx_neuron.tiny.config import released_config, tiny_config  # noqa: E402
 from ltx_neuron.tiny.weights import DIFFUSION, random_weight, save  # noqa: E402
+from ltx_neuron.weights.checkpoint import Source  # noqa: E402
+from ltx_neuron.weights.rankfiles import load_host  # noqa: E402
+from ltx_neuron.weights.sharder import cuts_of, shard  # noqa: E402
+from ltx_neuron.weights.sharding import MODELS  # noqa: E402
+from ltx_neuron.weights.tensorfile import TensorFile  # noqa: E402
 from ltx_neuron.workspace import Workspace  # noqa: E402
 
 SIZES = {"384x512x25": Size(384, 512, 25), "512x768x121": Size(512, 768, 121)}
 TINY_SIZES = {"64x64x9": Size(64, 64, 9)}
 DTYPE = torch.bfloat16
-PEER_TEXT_TOKENS = 256  # what the peer's graphs are compiled for (its generate script: TEXT_SEQ, APP_BACKBONE_TEXT_SEQ)
+# what the peer's graphs are compiled for (its generate script: TEXT_SEQ, APP_BACKBONE_TEXT_SEQ)
+PEER_TEXT_TOKENS = 256
 
 
 class Steps(NamedTuple):
@@ -84,7 +89,9 @@ def without_blocks(config: dict):
     from ltx_core.model.transformer import LTXModelConfigurator
 
     with torch.device("meta"):
-        return LTXModelConfigurator.from_config(config | {"transformer": config["transformer"] | {"num_layers": 0}})
+        return LTXModelConfigurator.from_config(
+            config | {"transformer": config["transformer"] | {"num_layers": 0}}
+        )
 
 
 def write_checkpoint(path: Path, config: dict) -> None:
@@ -119,15 +126,24 @@ class Ours:
         self.tp, self.cases = tp, cases
         self.workspace = Workspace(checkpoint, resolve("cpu"), folder / "artifacts", tp, "bfloat16")
         self.engine = Engine(self.workspace, Recorder())
-        source, self.weights = Source(MODELS["dit"], [self.workspace.checkpoint]), folder / "weights"
+        source, self.weights = (
+            Source(MODELS["dit"], [self.workspace.checkpoint]),
+            folder / "weights",
+        )
         shard(source, self.weights, {"model": "dit", "tp": tp}, tp, DTYPE, cuts_of(source, tp, {}))
         host = load_host(self.weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
-        self.buckets = {case: job.size.bucket(job.stages[0], job.images) for case, job in cases.items()}
+        self.buckets = {
+            case: job.size.bucket(job.stages[0], job.images) for case, job in cases.items()
+        }
         for bucket in set(self.buckets.values()):
             path = folder / bucket.name
-            chosen.compile_program(lambda b=bucket: self._program(b), path, {}, DTYPE, self.workspace.profile, tp)
-        self.programs = {bucket.name: Manifest(folder / bucket.name) for bucket in self.buckets.values()}
+            registry.compile_program(
+                lambda b=bucket: self._program(b), path, {}, DTYPE, self.workspace.profile, tp
+            )
+        self.programs = {
+            bucket.name: Manifest(folder / bucket.name) for bucket in self.buckets.values()
+        }
 
     def _program(self, bucket) -> Program:
         """A bucket's step without its blocks: the tail takes what the head returns."""
@@ -137,7 +153,7 @@ class Ours:
         return Program(graphs, {"main": (("head", 0), ("tail", 0))}, whole.fields)
 
     def __enter__(self) -> "Ours":
-        self.ranks = chosen.ranks(self.workspace.profile, self.tp, self.workspace.compiler_cache)
+        self.ranks = registry.ranks(self.workspace.profile, self.tp, self.workspace.compiler_cache)
         self.ranks.load(self.weights, self.programs, DTYPE)
         return self
 
@@ -154,38 +170,55 @@ class Ours:
         audio = torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=DTYPE)
         images = [(image, randn(1, latents.VIDEO_CHANNELS, 1, *shape[1:])) for image in job.images]
         width = config.video.inner, config.audio.inner
-        contexts = Contexts(*(randn(1, TEXT_TOKENS, size) for size in width), torch.ones(1, TEXT_TOKENS), None)
-        self.run = TimedStage(self.ranks, self.buckets[case], self.workspace, self.adaln, COMPAT[None])
-        self.run.prepare(job, self.stage, [contexts], video, audio, torch.Generator().manual_seed(0), images)
+        contexts = Contexts(
+            *(randn(1, TEXT_TOKENS, size) for size in width), torch.ones(1, TEXT_TOKENS), None
+        )
+        self.run = TimedStage(
+            self.ranks, self.buckets[case], self.workspace, self.adaln, COMPAT[None]
+        )
+        self.run.prepare(
+            job, self.stage, [contexts], video, audio, torch.Generator().manual_seed(0), images
+        )
 
     def steps(self) -> Steps:
         """A schedule's warm steps, each from the end of the one before it to its own end."""
         ends, self.run.device_ms = [], []
         counters = self.engine.recorder.counters
-        self.engine.on_step_end = lambda *_: ends.append((time.perf_counter(), counters.bytes_to_device_per_step))
+        self.engine.on_step_end = lambda *_: ends.append(
+            (time.perf_counter(), counters.bytes_to_device_per_step)
+        )
         unseen = contextlib.redirect_stderr(io.StringIO())  # the progress bar is drawn all the same
         with unseen, self.engine.recorder.phase("denoise_stage_1"):
             self.run.start()
             self.engine._steps(self.run, self.stage)
-        walls = [(after - before) * 1e3 for (before, _), (after, _) in zip(ends, ends[1:], strict=False)]
+        walls = [
+            (after - before) * 1e3 for (before, _), (after, _) in zip(ends, ends[1:], strict=False)
+        ]
         host = [wall - device for wall, device in zip(walls, self.run.device_ms[1:], strict=True)]
         return Steps(host, [sent for _, sent in ends[1:]])
 
 
 class Peer:
-    """The peer's host work. Its pipeline.py needs no Neuron; the device it drives here returns velocities at once.
+    """The peer's host work. Its pipeline.py needs no Neuron; the device it drives here returns
+    velocities at once.
 
     `whole`: after it has made its inputs whole, which expanded ones are not.
     """
 
-    def __init__(self, folder: Path, model: torch.nn.Module, config: dict, cases: dict[str, Job], whole: bool):
+    def __init__(
+        self, folder: Path, model: torch.nn.Module, config: dict, cases: dict[str, Job], whole: bool
+    ):
         sys.path.insert(0, str(folder))
         import pipeline
 
         self.whole = whole
         self.euler = pipeline.NeuronLTX23Pipeline.denoise_step
         self.wrapper = pipeline.NeuronTransformerWrapper(
-            self._device, model, text_seq=PEER_TEXT_TOKENS, mask_4d=True, compiled_text_seq=PEER_TEXT_TOKENS
+            self._device,
+            model,
+            text_seq=PEER_TEXT_TOKENS,
+            mask_4d=True,
+            compiled_text_seq=PEER_TEXT_TOKENS,
         )
         self.config, self.cases = transformer_config(config), cases
 
@@ -200,22 +233,32 @@ class Peer:
         from ltx_core import tools
 
         self.job = job = self.cases[case]
-        size, shape = job.size, latents.video_latent_shape(job.size.height, job.size.width, job.size.num_frames)
+        size, shape = (
+            job.size,
+            latents.video_latent_shape(job.size.height, job.size.width, job.size.num_frames),
+        )
         video = tools.VideoLatentTools(
-            target_shape=tools.VideoLatentShape(1, latents.VIDEO_CHANNELS, *shape), fps=size.frame_rate,
-            patchifier=tools.VideoLatentPatchifier(patch_size=1), causal_fix=False,
+            target_shape=tools.VideoLatentShape(1, latents.VIDEO_CHANNELS, *shape),
+            fps=size.frame_rate,
+            patchifier=tools.VideoLatentPatchifier(patch_size=1),
+            causal_fix=False,
             scale_factors=tools.SpatioTemporalScaleFactors.default(),
-        )  # fmt: skip
+        )
         frames = latents.audio_latent_frames(size.num_frames, size.frame_rate)
         audio = tools.AudioLatentTools(
             patchifier=tools.AudioPatchifier(patch_size=16),
-            target_shape=tools.AudioLatentShape(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS),
+            target_shape=tools.AudioLatentShape(
+                1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS
+            ),
         )
         states = [made.create_initial_state(device="cpu", dtype=DTYPE) for made in (video, audio)]
         self.positions = [state.positions for state in states]
         self.samples = [randn(*state.latent.shape) for state in states]
         self.velocities = tuple(randn(*state.latent.shape) for state in states)
-        self.contexts = [randn(1, PEER_TEXT_TOKENS, size.inner) for size in (self.config.video, self.config.audio)]
+        self.contexts = [
+            randn(1, PEER_TEXT_TOKENS, size.inner)
+            for size in (self.config.video, self.config.audio)
+        ]
         self.mask = torch.ones(1, PEER_TEXT_TOKENS, dtype=torch.int64)
         self.denoise_mask = None
         if job.images:
@@ -241,7 +284,9 @@ class Peer:
             timesteps[0] = self.denoise_mask.squeeze(-1) * sigma
         modalities = [
             Modality(sample, sigma[None], steps, positions, context, True, self.mask.clone(), None)
-            for sample, steps, positions, context in zip(self.samples, timesteps, self.positions, self.contexts, strict=True)
+            for sample, steps, positions, context in zip(
+                self.samples, timesteps, self.positions, self.contexts, strict=True
+            )
         ]
         with torch.no_grad():
             velocities = self.wrapper(*modalities)
@@ -255,11 +300,29 @@ class Peer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="the folder of the peer's pipeline.py; without it, ours alone")
-    parser.add_argument("--tp-degree", type=int, default=1, help="rank processes (default %(default)s: one core for the rank)")
-    parser.add_argument("--repeats", type=int, default=5, help="schedules of 8 steps of each (default %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="tiny widths and one tiny size: shows that this script runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        metavar="DIR",
+        help="the folder of the peer's pipeline.py; without it, ours alone",
+    )
+    parser.add_argument(
+        "--tp-degree",
+        type=int,
+        default=1,
+        help="rank processes (default %(default)s: one core for the rank)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="schedules of 8 steps of each (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="tiny widths and one tiny size: shows that this script runs",
+    )
     args = parser.parse_args()
     config = tiny_config(TinySizes()) if args.tiny else released_config()
     image = ImageCondition("a random latent", 0, 1.0)
@@ -279,14 +342,22 @@ def main() -> None:
                     "peer": Peer(args.peer, model, config, cases, whole=False),
                     "peer, inputs whole": Peer(args.peer, model, config, cases, whole=True),
                 }
-            print(f"TP={args.tp_degree}, {os.cpu_count()} cores, torch {torch.__version__}, ltx-core {version('ltx-core')}, "
-                  f"load average {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
+            print(
+                f"TP={args.tp_degree}, {os.cpu_count()} cores, torch {torch.__version__}, ltx-core"
+                f" {version('ltx-core')}, load average {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
             found = {case: measured(case, sides, args.repeats) for case in cases}
     if not args.peer:
         print("no --peer: ours alone, no ratio")
         return
-    times, sizes = (min(medians["peer"][i] / medians["ours"][i] for medians in found.values()) for i in (0, 1))
-    print(f"at least {times:.0f} times less time on the host and {sizes:.0f} times fewer bytes to the device than the peer")
+    times, sizes = (
+        min(medians["peer"][i] / medians["ours"][i] for medians in found.values()) for i in (0, 1)
+    )
+    print(
+        f"at least {times:.0f} times less time on the host and {sizes:.0f} times fewer bytes to the"
+        " device than the peer"
+    )
 
 
 def measured(case: str, sides: dict, repeats: int) -> dict[str, tuple[float, float]]:
@@ -303,8 +374,11 @@ def measured(case: str, sides: dict, repeats: int) -> dict[str, tuple[float, flo
     for name, (milliseconds, sent) in steps.items():
         medians[name] = statistics.median(milliseconds), statistics.median(sent)
         slow = statistics.quantiles(milliseconds, n=10)[-1]
-        print(f"{case:28} {name:18} {medians[name][0]:9.3f} ms a step (p90 {slow:.3f}, n {len(milliseconds)}), "
-              f"{medians[name][1]:,.0f} bytes", flush=True)  # fmt: skip
+        print(
+            f"{case:28} {name:18} {medians[name][0]:9.3f} ms a step (p90 {slow:.3f}, n"
+            f" {len(milliseconds)}), {medians[name][1]:,.0f} bytes",
+            flush=True,
+        )
     return medians
 
 

@@ -1,9 +1,11 @@
-"""Kill -9 of each rank at random moments of a generation at TP=4: how soon it is said, what is left, and what --resume makes.
+"""Kill -9 of each rank at random moments of a generation at TP=4: how soon it is said, what is
+left, and what --resume makes.
 
 python benchmarks/kill_ranks.py --folder DIR [--kills 10] [--ranks 0 1 2 3] [--seed 1]
 
-Tiny assets are made, sharded and compiled in the folder. Prints one line a kill and the verdict last; exits 1 if a run took
-more than 10 s to end, left a process or shared memory, or was resumed to other bytes.
+Tiny assets are made, sharded and compiled in the folder. Prints one line a kill and the verdict
+last; exits 1 if a run took more than 10 s to end, left a process or shared memory, or was resumed
+to other bytes.
 """
 
 import argparse
@@ -22,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 TP, LIMIT_SECONDS = 4, 10
-_DENOISING = 0.85  # of the ranks' life has passed when they denoise: they start slowly, and a tiny model steps fast
+# of the ranks' life has passed when they denoise: they start slowly, and a tiny model steps fast
+_DENOISING = 0.85
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--two-stage"]
 PREPARE = {
     "shards/shard_backbone_weights.py": [],
@@ -33,7 +36,8 @@ PREPARE = {
 
 
 def ranks() -> dict[str, int]:
-    """The rank processes of this process, by name (ltx-rank0 and so on are in the order of their pids)."""
+    """The rank processes of this process, by name (ltx-rank0 and so on are in the order of their
+    pids)."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -43,7 +47,9 @@ def ranks() -> dict[str, int]:
                 continue
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry.name))
-    grandchildren = sorted(pid for child in children.get(os.getpid(), []) for pid in children.get(child, []))
+    grandchildren = sorted(
+        pid for child in children.get(os.getpid(), []) for pid in children.get(child, [])
+    )
     return dict(enumerate(grandchildren)) if len(grandchildren) == TP else {}
 
 
@@ -82,7 +88,9 @@ class Killer(threading.Thread):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=10, help="of each rank")
     parser.add_argument("--ranks", type=int, nargs="+", choices=range(TP), default=list(range(TP)))
@@ -95,12 +103,27 @@ def main() -> None:
     from ltx_neuron.tiny import make_tiny
 
     assets = make_tiny(options.folder / "assets")
-    common = ["--checkpoint-path", assets.checkpoint, "--artifacts-dir", options.folder / "artifacts", "--tp-degree", TP,
-              "--dtype", "float32", "--profile", "cpu"]  # fmt: skip
+    common = [
+        "--checkpoint-path",
+        assets.checkpoint,
+        "--artifacts-dir",
+        options.folder / "artifacts",
+        "--tp-degree",
+        TP,
+        "--dtype",
+        "float32",
+        "--profile",
+        "cpu",
+    ]
     for script, more in PREPARE.items():
         gemma = [assets.gemma_root] if more == ["--gemma-root"] else []
         command = [sys.executable, ROOT / script, *common, *more, *gemma]
-        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            list(map(str, command)),
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     sys.path.insert(0, str(ROOT / "src"))
     import generate_ltx23
@@ -109,12 +132,23 @@ def main() -> None:
     def run(name: str, *more: str) -> tuple[bytes, dict[str, bytes]]:
         """One generation in this process; returns the bytes of its video and of its tensors.
 
-        Without hidden_states: they are not part of a run's kept state, so a resumed one does not save them.
+        Without hidden_states: they are not part of a run's kept state, so a resumed one does not
+        save them.
         """
         folder = options.folder / name
-        flags = ["--gemma-root", assets.gemma_root, "--spatial-upsampler-path", assets.spatial_upsampler, "--neuron-gemma",
-                 "--prompt", "a red fox", "--output-path", folder / "fox.mp4",
-                 "--save-tensors", folder / "fox.safetensors"]  # fmt: skip
+        flags = [
+            "--gemma-root",
+            assets.gemma_root,
+            "--spatial-upsampler-path",
+            assets.spatial_upsampler,
+            "--neuron-gemma",
+            "--prompt",
+            "a red fox",
+            "--output-path",
+            folder / "fox.mp4",
+            "--save-tensors",
+            folder / "fox.safetensors",
+        ]
         sys.argv = list(map(str, ["generate_ltx23.py", *common, *SIZE, *flags, *more]))
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             generate(generate_ltx23.arguments())
@@ -134,7 +168,10 @@ def main() -> None:
         number = 0
         while number < options.kills:
             begin = watch.seconds * (_DENOISING if number % 2 else 0)  # every second kill
-            name, killer = f"rank{rank}-{number}", Killer(rank, choose.uniform(begin, watch.seconds))
+            name, killer = (
+                f"rank{rank}-{number}",
+                Killer(rank, choose.uniform(begin, watch.seconds)),
+            )
             shm = set(os.listdir("/dev/shm"))
             killer.start()
             try:
@@ -153,9 +190,16 @@ def main() -> None:
             same = run(name, "--resume") == wanted if got is None else got == wanted
             left = set(os.listdir("/dev/shm")) - shm
             slowest = max(slowest, seconds) if got is None else slowest
-            start, end = "its state" if state else "the beginning", "the same bytes" if same else "OTHER BYTES"
-            print(f"{name}: killed after {killer.after:.2f} s; {error or 'had done its part'}; said after {seconds:.2f} s; "
-                  f"{len(orphans)} processes and {len(left)} shared memories left; resumed from {start} to {end}", flush=True)
+            start, end = (
+                "its state" if state else "the beginning",
+                ("the same bytes" if same else "OTHER BYTES"),
+            )
+            print(
+                f"{name}: killed after {killer.after:.2f} s; {error or 'had done its part'}; said"
+                f" after {seconds:.2f} s; {len(orphans)} processes and {len(left)} shared memories"
+                f" left; resumed from {start} to {end}",
+                flush=True,
+            )
             if not same or orphans or left or (got is None and seconds > LIMIT_SECONDS):
                 bad.append(name)
     print(f"{count} kills, slowest error {slowest:.2f} s, bad: {bad or 'none'}")

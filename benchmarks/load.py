@@ -1,18 +1,22 @@
-"""How fast ranks load their files, beside plain reads of the same files in the same run, with cold and with warm page cache.
+"""How fast ranks load their files, beside plain reads of the same files in the same run, with cold
+and with warm page cache.
 
     python benchmarks/load.py --folder DIR [--blocks 5] [--tp-degree 4] [--repeats 5]
 
-Makes rank files of the released DiT's tensor sizes and of random bytes (1 GB a rank) on the disk of DIR, and deletes them.
-Three ways take turns, by one process and by all of them at once, each with a file of its own:
+Makes rank files of the released DiT's tensor sizes and of random bytes (1 GB a rank) on the disk of
+DIR, and deletes them. Three ways take turns, by one process and by all of them at once, each with a
+file of its own:
 
     plain        reads into one buffer that is used again: what the disk, or the page cache, gives
-    ours         what a rank of the cpu profile runs: the file mapped and fetched, header and names checked
+    ours         what a rank of the cpu profile runs: the file mapped and fetched, header and names
+                 checked
     safetensors  safetensors.torch.load_file, which maps the file
 
 Of what is mapped one byte of every page is looked at, in the time that is measured.
 
-Cold: the file's pages were dropped; how much came from the disk is checked, cold and warm. Rates are of medians, the ratios
-ours / plain; the last one is that of all ranks together with a cold cache.
+Cold: the file's pages were dropped; how much came from the disk is checked, cold and warm. Rates
+are of medians, the ratios ours / plain; the last one is that of all ranks together with a cold
+cache.
 """
 
 import argparse
@@ -31,23 +35,27 @@ import torch
 from full_size import make
 
 from ltx_neuron.artifacts import LAYOUT
-from ltx_neuron.checkpoint import Source
-from ltx_neuron.rankfiles import opened, rank_file
-from ltx_neuron.sharder import cuts_of, shard
-from ltx_neuron.sharding import MODELS
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.weights.checkpoint import Source
+from ltx_neuron.weights.rankfiles import opened, rank_file
+from ltx_neuron.weights.sharder import cuts_of, shard
+from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.tensorfile import TensorFile
 
 BUFFER_BYTES = 16 * 2**20
-TOLERANCE = 0.05  # of a file may come from the disk when warm, or not from it when cold; the header and readahead do
+# of a file may come from the disk when warm, or not from it when cold; the header and readahead do
+TOLERANCE = 0.05
 
 
 class RandomSource(Source):
-    """The names and shapes of a checkpoint with other content: a disk may store zeros without writing them."""
+    """The names and shapes of a checkpoint with other content: a disk may store zeros without
+    writing them."""
 
     def pieces(self, name: str, bounds: list[tuple[int, int]], rooms):
         row, generator = self.shape(name)[1:], torch.Generator().manual_seed(len(name))
         for start, stop in bounds:
-            bits = torch.randint(-(2**15), 2**15, (stop - start, *row), dtype=torch.int16, generator=generator)
+            bits = torch.randint(
+                -(2**15), 2**15, (stop - start, *row), dtype=torch.int16, generator=generator
+            )
             yield bits.view(torch.bfloat16) if self.shape(name) else bits.view(torch.bfloat16)[0]
 
 
@@ -68,7 +76,9 @@ def plain(path: Path, buffer: mmap.mmap) -> None:
 
 
 def ours(path: Path, wanted: dict) -> dict[str, torch.Tensor]:
-    return touched({name: tensor.to("cpu") for name, tensor in opened(path, wanted, torch.bfloat16).tensors()})
+    return touched(
+        {name: tensor.to("cpu") for name, tensor in opened(path, wanted, torch.bfloat16).tensors()}
+    )
 
 
 def safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -85,12 +95,17 @@ def touched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def serve(pipe, path: Path) -> None:
-    """A process of its own for each rank: reads its file in the way it is told, and says from when to when."""
+    """A process of its own for each rank: reads its file in the way it is told, and says from when
+    to when."""
     torch.set_num_threads(1)
     buffer, wanted = mmap.mmap(-1, BUFFER_BYTES), TensorFile(path, "").shapes
     plain(path, buffer)  # the buffer is there from now on
     pipe.send("ready")
-    ways = {"plain": lambda: plain(path, buffer), "ours": lambda: ours(path, wanted), "safetensors": lambda: safetensors(path)}
+    ways = {
+        "plain": lambda: plain(path, buffer),
+        "ours": lambda: ours(path, wanted),
+        "safetensors": lambda: safetensors(path),
+    }
     while True:
         try:
             way = pipe.recv()
@@ -122,15 +137,26 @@ def rate(pipes: list, way: str, cache: str, size: int) -> float:
     starts, ends, from_disk = zip(*(pipe.recv() for pipe in pipes), strict=True)
     share = sum(from_disk) / size / len(pipes)
     if abs(share - (cache == "cold")) > TOLERANCE:
-        sys.exit(f"{way}: {100 * share:.0f} % of the bytes came from the disk, which is not {cache}: is the machine short of "
-                 "memory, or is this a disk whose cache cannot be dropped?")  # fmt: skip
+        sys.exit(
+            f"{way}: {100 * share:.0f} % of the bytes came from the disk, which is not {cache}: is"
+            " the machine short of memory, or is this a disk whose cache cannot be dropped?"
+        )
     return len(pipes) * size / (max(ends) - min(starts)) / 1e9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="a folder on the disk to measure")
-    parser.add_argument("--blocks", type=int, default=5, help="transformer blocks, 0.2 GB a rank each (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="a folder on the disk to measure"
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=5,
+        help="transformer blocks, 0.2 GB a rank each (default %(default)s)",
+    )
     parser.add_argument("--tp-degree", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
@@ -142,9 +168,12 @@ def main() -> None:
 
 def measure(paths: list[Path], repeats: int) -> None:
     size, context = paths[0].stat().st_size, get_context("spawn")
-    print(f"{len(paths)} rank files of {size / 1e9:.2f} GB, {len(TensorFile(paths[0], '').shapes)} tensors; {os.cpu_count()} "
-          f"cores, torch {torch.__version__}, safetensors {version('safetensors')}, load average {os.getloadavg()[0]:.1f}",
-          flush=True)  # fmt: skip
+    print(
+        f"{len(paths)} rank files of {size / 1e9:.2f} GB, {len(TensorFile(paths[0], '').shapes)}"
+        f" tensors; {os.cpu_count()} cores, torch {torch.__version__}, safetensors"
+        f" {version('safetensors')}, load average {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
     pipes = []
     for path in paths:
         here, there = context.Pipe()
@@ -160,7 +189,9 @@ def measure(paths: list[Path], repeats: int) -> None:
                 for path in paths[:ranks]:
                     drop(path)
                 for cache in ("cold", "warm"):
-                    found.setdefault((ranks, cache, way), []).append(rate(pipes[:ranks], way, cache, size))
+                    found.setdefault((ranks, cache, way), []).append(
+                        rate(pipes[:ranks], way, cache, size)
+                    )
     print("processes  cache  way            GB/s  every run")
     for (ranks, cache, way), rates in sorted(found.items()):
         runs = " ".join(f"{one:.2f}" for one in rates)
@@ -168,8 +199,11 @@ def measure(paths: list[Path], repeats: int) -> None:
     for cache in ("warm", "cold"):
         for ranks in dict.fromkeys((1, len(paths))):
             medians = {way: statistics.median(found[ranks, cache, way]) for way in ways}
-            print(f"{cache}, {ranks} at once: ours / plain = {medians['ours'] / medians['plain']:.2f}, "
-                  f"ours / safetensors = {medians['ours'] / medians['safetensors']:.2f}")  # fmt: skip
+            print(
+                f"{cache}, {ranks} at once: ours / plain ="
+                f" {medians['ours'] / medians['plain']:.2f}, ours / safetensors ="
+                f" {medians['ours'] / medians['safetensors']:.2f}"
+            )
 
 
 if __name__ == "__main__":

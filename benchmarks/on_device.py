@@ -2,15 +2,18 @@
 
     python benchmarks/on_device.py --checkpoint-path CKPT --gemma-root DIR --spatial-upsampler-path FILE
 
-Doctor; a tiny model compiled, run and compared with the CPU; two blocks at full width, compared; and, where the checkpoint is
-given, the full model: sharded, compiled, one step compared, whole videos with the time of every step, the cold start and the
-memory of every core, models in turn and resident. Every section drives the real scripts in processes of their own.
+Doctor; a tiny model compiled, run and compared with the CPU; two blocks at full width, compared;
+and, where the checkpoint is given, the full model: sharded, compiled, one step compared, whole
+videos with the time of every step, the cold start and the memory of every core, models in turn and
+resident. Every section drives the real scripts in processes of their own.
 
-A section that fails is recorded with its error, and those that do not need it go on. Typed again, the same command runs what
-is not finished; report and state lie in --work-dir. With --profile cpu everything but the device itself runs on any machine.
+A section that fails is recorded with its error, and those that do not need it go on. Typed again,
+the same command runs what is not finished; report and state lie in --work-dir. With --profile cpu
+everything but the device itself runs on any machine.
 
-"Compared" is the three-way rule: rel_L2(device, fp32) <= 2 * rel_L2(CPU in bf16, fp32) + 0.005, from equal noise and contexts.
-The fp32 reference of the full model wants its weights in host memory and on the disk once more, as fp32 (74 GB).
+"Compared" is the three-way rule: rel_L2(device, fp32) <= 2 * rel_L2(CPU in bf16, fp32) + 0.005,
+from equal noise and contexts. The fp32 reference of the full model wants its weights in host memory
+and on the disk once more, as fp32 (74 GB).
 """
 
 import argparse
@@ -36,22 +39,26 @@ from safetensors.torch import load_file  # noqa: E402
 from sections import Failed, NotRun, Section, cell, markdown, rel, restored, run_all, three_way  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from ltx_neuron import cli, errors, report  # noqa: E402
+from ltx_neuron import errors, files, flags  # noqa: E402
 from ltx_neuron.artifacts import code_digest  # noqa: E402
 from ltx_neuron.doctor.finding import gb  # noqa: E402
 from ltx_neuron.doctor.system import System  # noqa: E402
 from ltx_neuron.files import write_json  # noqa: E402
 from ltx_neuron.job import Size  # noqa: E402
 from ltx_neuron.profiles import Profile, resolve  # noqa: E402
+from ltx_neuron.report import table  # noqa: E402
 from ltx_neuron.tiny import TinyAssets, TinySizes, assets_in, make_tiny  # noqa: E402
 from ltx_neuron.workspace import Workspace  # noqa: E402
 
 PROMPT = "waves crash on the shore"
 TINY_SIZE = Size(height=64, width=64, num_frames=9, two_stage=True)
-# The released DiT's width (32 heads of 128 and 64 channels), two blocks of its 48; all around it stays tiny.
+# The released DiT's width (32 heads of 128 and 64 channels), two blocks of its 48; all around it
+# stays tiny.
 WIDE = TinySizes(layers=2, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1)
 WIDE_SIZE = Size(height=384, width=512, num_frames=25)
-SCRIPT_SECONDS = 3 * 3600  # published compiles take up to half an hour; what takes longer than this hangs
+SCRIPT_SECONDS = (
+    3 * 3600
+)  # published compiles take up to half an hour; what takes longer than this hangs
 SAMPLE_SECONDS = 0.5  # between two looks at the cores' memory
 SHOWN_LINES = 15  # of what a failed script said
 
@@ -65,7 +72,13 @@ class How(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        return ["--profile", self.profile, *(w for s in self.settings for w in ("--profile-set", s)), "--dtype", self.dtype]
+        return [
+            "--profile",
+            self.profile,
+            *(w for s in self.settings for w in ("--profile-set", s)),
+            "--dtype",
+            self.dtype,
+        ]
 
 
 FP32, BF16 = How("cpu", (), "float32"), How("cpu", (), "bfloat16")
@@ -83,7 +96,8 @@ class Model(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What a script left: what it printed, its seconds, and the most memory that each core was seen to use."""
+    """What a script left: what it printed, its seconds, and the most memory that each core was seen
+    to use."""
 
     output: str
     seconds: float
@@ -104,7 +118,7 @@ class Bench:
 
     @property
     def tp(self) -> int:
-        return self.profile.tp if self.args.tp_degree is None else self.args.tp_degree
+        return self.profile.degree(self.args.tp_degree)
 
     @property
     def device(self) -> How:
@@ -115,7 +129,8 @@ class Bench:
             raise NotRun("no Neuron device")
 
     def run(self, log: str, *command: object, codes: tuple[int, ...] = (0,)) -> Done:
-        """A Python script of this repository in its own process; what it says goes to logs/. Failed on another exit code."""
+        """A Python script of this repository in its own process; what it says goes to logs/. Failed
+        on another exit code."""
         path = self.folder / "logs" / f"{log}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, *map(str, command)]
@@ -123,10 +138,18 @@ class Bench:
         began = time.perf_counter()
         with open(path, "w") as said, CoreMemory(self.system) as memory:
             try:
-                code = subprocess.run(words, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT,
-                                      timeout=SCRIPT_SECONDS).returncode  # fmt: skip
+                code = subprocess.run(
+                    words,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    timeout=SCRIPT_SECONDS,
+                ).returncode
             except subprocess.TimeoutExpired:
-                raise Failed(f"{log} did not end within {SCRIPT_SECONDS / 3600:g} hours ({path})") from None
+                raise Failed(
+                    f"{log} did not end within {SCRIPT_SECONDS / 3600:g} hours ({path})"
+                ) from None
         output = path.read_text(errors="replace")
         if code not in codes:
             last = "\n".join(output.replace("\r", "\n").strip().splitlines()[-SHOWN_LINES:])
@@ -137,35 +160,75 @@ class Bench:
 
     def shard(self, model: Model, how: How, gemma: bool) -> float:
         common = ["--checkpoint-path", model.checkpoint, *self._common(model, how)]
-        done = self.run(f"{model.name}-shard-dit-{how.dtype}", ROOT / "shards/shard_backbone_weights.py", *common)
+        done = self.run(
+            f"{model.name}-shard-dit-{how.dtype}",
+            ROOT / "shards/shard_backbone_weights.py",
+            *common,
+        )
         if gemma:
-            more = self.run(f"{model.name}-shard-gemma3-{how.dtype}", ROOT / "shards/shard_gemma3_weights.py", *common,
-                            "--gemma-root", model.gemma_root)  # fmt: skip
+            more = self.run(
+                f"{model.name}-shard-gemma3-{how.dtype}",
+                ROOT / "shards/shard_gemma3_weights.py",
+                *common,
+                "--gemma-root",
+                model.gemma_root,
+            )
             return done.seconds + more.seconds
         return done.seconds
 
     def compile(self, model: Model, how: How, gemma: bool) -> tuple[float, float]:
         """Seconds for the DiT's graphs and for the text encoder's."""
-        common, name = ["--checkpoint-path", model.checkpoint, *self._common(model, how)], f"{how.profile}-{how.dtype}"
+        common, name = (
+            ["--checkpoint-path", model.checkpoint, *self._common(model, how)],
+            f"{how.profile}-{how.dtype}",
+        )
         script = ROOT / "compile/compile_transformer.py"
-        done = self.run(f"{model.name}-compile-dit-{name}", script, *common, *_size(model.size), "--recipe", "distilled")
+        done = self.run(
+            f"{model.name}-compile-dit-{name}",
+            script,
+            *common,
+            *_size(model.size),
+            "--recipe",
+            "distilled",
+        )
         if not gemma:
             return done.seconds, 0.0
-        more = self.run(f"{model.name}-compile-gemma3-{name}", ROOT / "compile/compile_gemma3.py", *common,
-                        "--gemma-root", model.gemma_root)  # fmt: skip
+        more = self.run(
+            f"{model.name}-compile-gemma3-{name}",
+            ROOT / "compile/compile_gemma3.py",
+            *common,
+            "--gemma-root",
+            model.gemma_root,
+        )
         return done.seconds, more.seconds
 
     def generate(self, model: Model, how: How, name: str) -> tuple[Done, dict[str, Tensor], dict]:
-        """A video through generate_ltx23.py: the process, every named tensor, and the latency report."""
+        """A video through generate_ltx23.py: the process, every named tensor, and the latency
+        report."""
         out = self.folder / f"{model.name}-{name}"
         done = self.run(
-            f"{model.name}-generate-{name}", ROOT / "src/generate_ltx23.py", "--neuron-gemma", "--checkpoint-path",
-            model.checkpoint, "--gemma-root", model.gemma_root, *self._common(model, how), *_size(model.size), "--recipe",
-            "distilled", *(["--spatial-upsampler-path", model.upsampler] if model.upsampler else []), "--prompt", PROMPT,
-            "--output-path", out / "video.mp4", "--save-tensors", out / "tensors.safetensors",
-            "--perf-dump-path", out / "perf.json",
-        )  # fmt: skip
-        return done, load_file(out / "tensors.safetensors"), report.load(out / "perf.json")
+            f"{model.name}-generate-{name}",
+            ROOT / "src/generate_ltx23.py",
+            "--neuron-gemma",
+            "--checkpoint-path",
+            model.checkpoint,
+            "--gemma-root",
+            model.gemma_root,
+            *self._common(model, how),
+            *_size(model.size),
+            "--recipe",
+            "distilled",
+            *(["--spatial-upsampler-path", model.upsampler] if model.upsampler else []),
+            "--prompt",
+            PROMPT,
+            "--output-path",
+            out / "video.mp4",
+            "--save-tensors",
+            out / "tensors.safetensors",
+            "--perf-dump-path",
+            out / "perf.json",
+        )
+        return done, load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
 
     def _common(self, model: Model, how: How) -> list:
         return [*how.flags, "--tp-degree", self.tp, "--artifacts-dir", model.artifacts]
@@ -174,20 +237,40 @@ class Bench:
         """The latents after one step (one_step.py), by a process of its own."""
         name = f"{model.name}-step-{how.profile}-{how.dtype}"
         asked, output = self.folder / f"{name}.json", self.folder / f"{name}.safetensors"
-        content = {"checkpoint": model.checkpoint, "artifacts": model.artifacts, "inputs": inputs, "output": output}
-        content = {key: str(path) for key, path in content.items()} | {"size": dataclasses.asdict(model.size), "tp": self.tp}
-        write_json(asked, content | {"profile": how.profile, "settings": how.settings, "dtype": how.dtype})
+        content = {
+            "checkpoint": model.checkpoint,
+            "artifacts": model.artifacts,
+            "inputs": inputs,
+            "output": output,
+        }
+        content = {key: str(path) for key, path in content.items()} | {
+            "size": dataclasses.asdict(model.size),
+            "tp": self.tp,
+        }
+        write_json(
+            asked, content | {"profile": how.profile, "settings": how.settings, "dtype": how.dtype}
+        )
         self.run(name, ROOT / "benchmarks/one_step.py", asked)
         return load_file(output)
 
 
 def _size(size: Size) -> list:
-    words = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames, "--frame-rate", size.frame_rate]
+    words = [
+        "--height",
+        size.height,
+        "--width",
+        size.width,
+        "--num-frames",
+        size.num_frames,
+        "--frame-rate",
+        size.frame_rate,
+    ]
     return words + (["--two-stage"] if size.two_stage else [])
 
 
 class CoreMemory:
-    """Watches what the driver says each core's memory holds, as long as the block runs. `most` is empty without a driver."""
+    """Watches what the driver says each core's memory holds, as long as the block runs. `most` is
+    empty without a driver."""
 
     def __init__(self, system: System):
         self.system, self.most, self._stop = system, {}, threading.Event()
@@ -209,16 +292,24 @@ class CoreMemory:
                 self.most[core] = max(used, self.most.get(core, 0))
 
 
-# The sections ----------------------------------------------------------------------------------------------------------------
+# The sections
+# --------------------------------------------------------------------------------------------------
 
 
 def doctor(bench: Bench) -> list[str]:
-    flags = ["--profile", bench.profile.name, "--json", *(w for s in bench.profile.settings for w in ("--profile-set", s))]
+    flags = [
+        "--profile",
+        bench.profile.name,
+        "--json",
+        *(w for s in bench.profile.settings for w in ("--profile-set", s)),
+    ]
     flags += ["--checkpoint-path", bench.args.checkpoint_path] if bench.args.checkpoint_path else []
     flags += ["--gemma-root", bench.args.gemma_root] if bench.args.gemma_root else []
     flags += ["--tp-degree", bench.tp, "--artifacts-dir", bench.args.artifacts_dir]
     output = bench.run("doctor", "-m", "ltx_neuron.doctor", *flags, codes=(0, 1)).output
-    said, _ = json.JSONDecoder().raw_decode(output, output.index("{\n"))  # libraries may warn before and after it
+    said, _ = json.JSONDecoder().raw_decode(
+        output, output.index("{\n")
+    )  # libraries may warn before and after it
     lines = ["| | check | |", "|---|---|---|"]
     lines += [f"| {f['state']} | {f['check']} | {cell(f['text'])} |" for f in said["findings"]]
     if not said["can_run"]:
@@ -240,12 +331,26 @@ def full(bench: Bench) -> Model:
     for flag in ("checkpoint_path", "gemma_root"):
         if getattr(args, flag) is None:
             raise NotRun(f"no --{flag.replace('_', '-')}")
-    size = dataclasses.replace(cli.size(args), two_stage=args.spatial_upsampler_path is not None)
-    return Model("full", args.checkpoint_path, args.gemma_root, args.spatial_upsampler_path, size, args.artifacts_dir)
+    size = dataclasses.replace(flags.size(args), two_stage=args.spatial_upsampler_path is not None)
+    return Model(
+        "full",
+        args.checkpoint_path,
+        args.gemma_root,
+        args.spatial_upsampler_path,
+        size,
+        args.artifacts_dir,
+    )
 
 
 def _model(name: str, assets: TinyAssets, size: Size, bench: Bench) -> Model:
-    return Model(name, assets.checkpoint, assets.gemma_root, assets.spatial_upsampler, size, bench.folder / "artifacts")
+    return Model(
+        name,
+        assets.checkpoint,
+        assets.gemma_root,
+        assets.spatial_upsampler,
+        size,
+        bench.folder / "artifacts",
+    )
 
 
 def tiny_compiles(bench: Bench) -> list[str]:
@@ -257,8 +362,10 @@ def wide_compiles(bench: Bench) -> list[str]:
     if bench.args.skip_wide:
         raise NotRun("--skip-wide")
     made = make_tiny(bench.folder / "wide", WIDE)
-    lines = [f"Checkpoint of {WIDE.layers} blocks, {WIDE.video_inner} and {WIDE.audio_inner} channels: "
-             f"{gb(made.checkpoint.stat().st_size)}."]  # fmt: skip
+    lines = [
+        f"Checkpoint of {WIDE.layers} blocks, {WIDE.video_inner} and {WIDE.audio_inner} channels: "
+        f"{gb(made.checkpoint.stat().st_size)}."
+    ]
     return lines + _shard_and_compile(bench, wide(bench), gemma=False)
 
 
@@ -272,7 +379,10 @@ def _sharded(bench: Bench, model: Model, gemma: bool) -> list[str]:
 
 def _compiled(bench: Bench, model: Model, gemma: bool) -> list[str]:
     dit, text = bench.compile(model, bench.device, gemma)
-    return [f"Compiling: DiT {dit:.1f} s" + (f", text encoder and connectors {text:.1f} s." if gemma else ".")]
+    return [
+        f"Compiling: DiT {dit:.1f} s"
+        + (f", text encoder and connectors {text:.1f} s." if gemma else ".")
+    ]
 
 
 def full_shards(bench: Bench) -> list[str]:
@@ -298,16 +408,21 @@ def one_step(bench: Bench, model: Model) -> list[str]:
 
 def full_step(bench: Bench) -> list[str]:
     model = full(bench)
-    transformer = Workspace(model.checkpoint, resolve("cpu"), model.artifacts, bench.tp, "float32").dit_source
+    transformer = Workspace(
+        model.checkpoint, resolve("cpu"), model.artifacts, bench.tp, "float32"
+    ).dit_source
     need = sum(torch.Size(transformer.shape(name)).numel() for name in transformer.names) * 4
     available = bench.system.memory().get("MemAvailable", 0)
     if need > available:
-        raise NotRun(f"the fp32 reference needs {gb(need)} of host memory, {gb(available)} are available")
+        raise NotRun(
+            f"the fp32 reference needs {gb(need)} of host memory, {gb(available)} are available"
+        )
     return one_step(bench, model)
 
 
 def tiny_video(bench: Bench) -> list[str]:
-    """Two stages through the real script: twice alike, and its text contexts by the three-way rule."""
+    """Two stages through the real script: twice alike, and its text contexts by the three-way
+    rule."""
     model = tiny(bench)
     runs = [bench.generate(model, bench.device, f"device-{number}") for number in (1, 2)]
     on_cpu = {}
@@ -316,12 +431,21 @@ def tiny_video(bench: Bench) -> list[str]:
         bench.compile(model, how, gemma=True)
         on_cpu[how] = bench.generate(model, how, f"cpu-{how.dtype}")[1]
     first, second = (tensors for _, tensors, _ in runs)
-    lines = [f"End to end {runs[0][2]['end_to_end_seconds']:.1f} s, again {runs[1][2]['end_to_end_seconds']:.1f} s."]
-    lines += ["", *three_way(first, on_cpu[BF16], on_cpu[FP32], ("video_context", "audio_context")), ""]
+    lines = [
+        f"End to end {runs[0][2]['end_to_end_seconds']:.1f} s, again"
+        f" {runs[1][2]['end_to_end_seconds']:.1f} s."
+    ]
+    lines += [
+        "",
+        *three_way(first, on_cpu[BF16], on_cpu[FP32], ("video_context", "audio_context")),
+        "",
+    ]
     names = ("s1_video", "s1_audio", "s2_video", "s2_audio")
     drift = ", ".join(f"{name} {rel(first[name], on_cpu[BF16][name]):.2%}" for name in names)
-    lines += [f"Latents against the CPU's bf16 run from the same noise, after 8 and 3 steps (not judged: every rounding "
-              f"grows over the steps): {drift}."]  # fmt: skip
+    lines += [
+        "Latents against the CPU's bf16 run from the same noise, after 8 and 3 steps (not judged:"
+        f" every rounding grows over the steps): {drift}."
+    ]
     unequal = [name for name in first if not torch.equal(first[name], second[name])]
     if unequal:
         raise Failed(f"two runs of one command differ in {', '.join(unequal)}", lines)
@@ -335,11 +459,14 @@ def in_turn(bench: Bench) -> list[str]:
 def resident(bench: Bench) -> list[str]:
     full(bench)
     bench.need_device()
-    return _measured(bench, bench.device._replace(settings=(*bench.device.settings, "resident=true")), "resident")
+    return _measured(
+        bench, bench.device._replace(settings=(*bench.device.settings, "resident=true")), "resident"
+    )
 
 
 def _measured(bench: Bench, how: How, name: str) -> list[str]:
-    """A video, and after it a second one that finds warm caches: their times, and the cores' memory."""
+    """A video, and after it a second one that finds warm caches: their times, and the cores'
+    memory."""
     model, lines = full(bench), []
     for number in (1, 2):
         done, _, perf = bench.generate(model, how, f"{name}-{number}")
@@ -349,34 +476,62 @@ def _measured(bench: Bench, how: How, name: str) -> list[str]:
         steps, warm = perf["denoise_steps_ms"], perf["warm_step_ms"]
         first = next(times[0] for times in steps.values() if times)
         lines += [
-            f"Run {number}: {done.seconds:.1f} s with the start of the process, {perf['end_to_end_seconds']:.1f} s end to end.",
-            f"Cold start: Gemma3 {phases['load_gemma3']:.1f} s, DiT {phases['load_transformer']:.1f} s, first step "
-            f"{first / 1e3:.2f} s.",
-            "", "| stage | steps | cold ms | warm median ms | p90 ms | device ms |", "|---|---|---|---|---|---|",
-            *(f"| {stage} | {len(times)} | {times[0]:.1f} | " + " | ".join(f"{warm[stage][k]:.1f}" for k in
-              ("median", "p90", "device")) + " |" for stage, times in steps.items() if len(times) > 1),
+            (
+                f"Run {number}: {done.seconds:.1f} s with the start of the process,"
+                f" {perf['end_to_end_seconds']:.1f} s end to end."
+            ),
+            (
+                f"Cold start: Gemma3 {phases['load_gemma3']:.1f} s, DiT"
+                f" {phases['load_transformer']:.1f} s, first step {first / 1e3:.2f} s."
+            ),
             "",
-        ]  # fmt: skip
+            "| stage | steps | cold ms | warm median ms | p90 ms | device ms |",
+            "|---|---|---|---|---|---|",
+            *(
+                f"| {stage} | {len(times)} | {times[0]:.1f} | "
+                + " | ".join(f"{warm[stage][k]:.1f}" for k in ("median", "p90", "device"))
+                + " |"
+                for stage, times in steps.items()
+                if len(times) > 1
+            ),
+            "",
+        ]
         percent = perf["percent_of_peak"]
-        lines.append("Percent of the chip's bf16 peak, last stage: "
-                     + (f"{percent:.1f} %." if percent is not None else "not counted, this profile has no peak."))  # fmt: skip
+        lines.append(
+            "Percent of the chip's bf16 peak, last stage: "
+            + (
+                f"{percent:.1f} %."
+                if percent is not None
+                else "not counted, this profile has no peak."
+            )
+        )
         if done.memory:
-            lines.append("Device memory at most, by core: "
-                         + ", ".join(f"{core} {gb(used)}" for core, used in done.memory.items()) + ".")  # fmt: skip
+            lines.append(
+                "Device memory at most, by core: "
+                + ", ".join(f"{core} {gb(used)}" for core, used in done.memory.items())
+                + "."
+            )
         else:
             lines.append("Memory per core: not run: no Neuron device.")
         lines.append("")
-    return [*lines, "```", report.table(perf), "```"]
+    return [*lines, "```", table.table(perf), "```"]
 
 
-_TINY, _WIDE, _SHARD, _COMPILE = "tiny: shard and compile", "two blocks: shard and compile", "full: shard", "full: compile"
+_TINY, _WIDE, _SHARD, _COMPILE = (
+    "tiny: shard and compile",
+    "two blocks: shard and compile",
+    "full: shard",
+    "full: compile",
+)
 SECTIONS = (
     Section("doctor", doctor),
     Section(_TINY, tiny_compiles),
     Section("tiny: one step against the CPU", lambda bench: one_step(bench, tiny(bench)), (_TINY,)),
     Section("tiny: a video in two stages, against the CPU", tiny_video, (_TINY,)),
     Section(_WIDE, wide_compiles),
-    Section("two blocks: one step against the CPU", lambda bench: one_step(bench, wide(bench)), (_WIDE,)),
+    Section(
+        "two blocks: one step against the CPU", lambda bench: one_step(bench, wide(bench)), (_WIDE,)
+    ),
     Section(_SHARD, full_shards),
     Section(_COMPILE, full_compiles),
     Section("full: one step against the CPU", full_step, (_SHARD, _COMPILE)),
@@ -386,42 +541,88 @@ SECTIONS = (
 
 
 def facts_of(bench: Bench) -> dict[str, str]:
-    names = ("torch", "neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla", "transformers", "ltx-core")
+    names = (
+        "torch",
+        "neuronx-cc",
+        "neuronx-distributed",
+        "torch-neuronx",
+        "torch-xla",
+        "transformers",
+        "ltx-core",
+    )
     versions = {name: version for name in names if (version := bench.system.version(name))}
     settings = " ".join(bench.profile.settings)
     return {
-        "profile": f"{bench.profile.name}{' with ' + settings if settings else ''}, {bench.tp} ranks, {bench.profile.backend}, "
-        f"{bench.args.dtype}",
+        "profile": (
+            f"{bench.profile.name}{' with ' + settings if settings else ''}, {bench.tp} ranks,"
+            f" {bench.profile.backend}, {bench.args.dtype}"
+        ),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {gb(bench.system.memory().get('MemTotal', 0))}",
+        "machine": (
+            f"{platform.machine()}, {os.cpu_count()} CPU cores,"
+            f" {gb(bench.system.memory().get('MemTotal', 0))}"
+        ),
         "driver": bench.system.driver or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "code": code_digest(bench.profile.backend),
         "command": "python " + " ".join(sys.argv),
-    }  # fmt: skip
+    }
 
 
 def arguments() -> argparse.Namespace:
-    made = cli.parser(__doc__, "python benchmarks/on_device.py --profile cpu --skip-wide", gemma=True, required=False)
-    made.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE", help="the full model then runs both stages")
-    made.add_argument("--work-dir", type=Path, default=Path("outputs/on-device"), metavar="DIR",
-                      help="state.json, report.md, logs and what the runs leave (default: outputs/on-device)")  # fmt: skip
-    made.add_argument("--skip-wide", action="store_true",
-                      help="leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)")
+    made = flags.parser(
+        __doc__,
+        "python benchmarks/on_device.py --profile cpu --skip-wide",
+        gemma=True,
+        required=False,
+    )
+    made.add_argument(
+        "--spatial-upsampler-path",
+        type=Path,
+        metavar="FILE",
+        help="the full model then runs both stages",
+    )
+    made.add_argument(
+        "--work-dir",
+        type=Path,
+        default=Path("outputs/on-device"),
+        metavar="DIR",
+        help="state.json, table.md, logs and what the runs leave (default: outputs/on-device)",
+    )
+    made.add_argument(
+        "--skip-wide",
+        action="store_true",
+        help="leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)",
+    )
     made.add_argument("--anew", action="store_true", help="forget what is finished")
-    cli.add_size(made)
+    flags.add_size(made)
     return made.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    for name in ("work_dir", "artifacts_dir", "checkpoint_path", "gemma_root", "spatial_upsampler_path"):
-        setattr(args, name, getattr(args, name) and getattr(args, name).absolute())  # scripts run in the repository's folder
+    for name in (
+        "work_dir",
+        "artifacts_dir",
+        "checkpoint_path",
+        "gemma_root",
+        "spatial_upsampler_path",
+    ):
+        setattr(
+            args, name, getattr(args, name) and getattr(args, name).absolute()
+        )  # scripts run in the repository's folder
     bench = Bench(args, resolve(args.profile, tuple(args.profile_set)))
-    errors.check_folder(args.work_dir, "--work-dir DIR")
+    files.check_folder(args.work_dir, "--work-dir DIR")
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    chosen_by = {name: str(value) for name, value in sorted(vars(args).items()) if name not in ("work_dir", "anew")}
-    identity = chosen_by | {"profile": bench.profile.name, "code": code_digest(bench.profile.backend)}
+    chosen_by = {
+        name: str(value)
+        for name, value in sorted(vars(args).items())
+        if name not in ("work_dir", "anew")
+    }
+    identity = chosen_by | {
+        "profile": bench.profile.name,
+        "code": code_digest(bench.profile.backend),
+    }
     path, report_path = args.work_dir / "state.json", args.work_dir / "report.md"
 
     def keep(done: dict) -> None:

@@ -1,4 +1,5 @@
-"""What on_device.py is made of: sections that run one after another, are kept in a file, and make one Markdown report."""
+"""What on_device.py is made of: sections that run one after another, are kept in a file, and make
+one Markdown report."""
 
 import time
 import traceback
@@ -11,8 +12,8 @@ from torch import Tensor
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json
 
-# As far from fp32 as the CPU's own bf16, twice that where rounding falls out otherwise, and half a percent for tensors that
-# few operations separate from exact ones.
+# As far from fp32 as the CPU's own bf16, twice that where rounding falls out otherwise, and half a
+# percent for tensors that few operations separate from exact ones.
 FACTOR, FLOOR = 2, 0.005
 
 
@@ -36,8 +37,11 @@ class Section(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-def run_all(sections: tuple[Section, ...], bench, done: dict[str, dict], keep: Callable[[dict], None]) -> dict[str, dict]:
-    """Run every section that is not finished in `done` and whose needs are. `keep` is called after each, with all of them."""
+def run_all(
+    sections: tuple[Section, ...], bench, done: dict[str, dict], keep: Callable[[dict], None]
+) -> dict[str, dict]:
+    """Run every section that is not finished in `done` and whose needs are. `keep` is called after
+    each, with all of them."""
     for section in sections:
         if done.get(section.name, {}).get("status") == "done":
             print(f"{section.name}: done before", flush=True)
@@ -45,7 +49,9 @@ def run_all(sections: tuple[Section, ...], bench, done: dict[str, dict], keep: C
         print(f"{section.name} ...", flush=True)
         began, lines = time.perf_counter(), []
         try:
-            if lacking := [need for need in section.needs if done.get(need, {}).get("status") != "done"]:
+            if lacking := [
+                need for need in section.needs if done.get(need, {}).get("status") != "done"
+            ]:
                 raise NotRun(f"needs {', '.join(lacking)}")
             lines, status, why = section.run(bench), "done", ""
         except NotRun as reason:
@@ -56,8 +62,17 @@ def run_all(sections: tuple[Section, ...], bench, done: dict[str, dict], keep: C
             status, why = "failed", str(error)
         except Exception:
             status, why = "failed", traceback.format_exc()
-        done[section.name] = {"status": status, "why": why, "lines": lines, "seconds": time.perf_counter() - began}
-        print(f"  {status}{': ' + why.splitlines()[0] if why else ''} ({done[section.name]['seconds']:.1f} s)", flush=True)
+        done[section.name] = {
+            "status": status,
+            "why": why,
+            "lines": lines,
+            "seconds": time.perf_counter() - began,
+        }
+        print(
+            f"  {status}{': ' + why.splitlines()[0] if why else ''}"
+            f" ({done[section.name]['seconds']:.1f} s)",
+            flush=True,
+        )
         keep(done)
     return done
 
@@ -72,7 +87,9 @@ def markdown(sections: tuple[Section, ...], done: dict[str, dict], facts: dict[s
     lines = ["# On the device", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["| section | | seconds |", "|---|---|---|"]
     for section in sections:
-        said = done.get(section.name, {"status": "not run", "why": "not reached", "seconds": 0.0, "lines": []})
+        said = done.get(
+            section.name, {"status": "not run", "why": "not reached", "seconds": 0.0, "lines": []}
+        )
         status = said["status"] + (f": {cell(said['why'].splitlines()[0])}" if said["why"] else "")
         lines.append(f"| {section.name} | {status} | {said['seconds']:.1f} |")
     for section in sections:
@@ -91,7 +108,10 @@ def restored(path: Path, identity: dict, anew: bool) -> dict[str, dict]:
     if state.get("identity") != identity:
         before = state.get("identity", {})
         differs = sorted(key for key in identity if before.get(key) != identity[key])
-        raise UserError(f"{path} is of another run: {', '.join(differs)} differ. Type --anew, or another --work-dir")
+        raise UserError(
+            f"{path} is of another run: {', '.join(differs)} differ. Type --anew, or another"
+            " --work-dir"
+        )
     return state["sections"]
 
 
@@ -102,7 +122,8 @@ def rel(got: Tensor, wanted: Tensor) -> float:
 
 
 def three_way(device: dict, bf16: dict, fp32: dict, names: tuple[str, ...]) -> list[str]:
-    """A table row for each tensor; Failed where the device is further from fp32 than the rule allows."""
+    """A table row for each tensor; Failed where the device is further from fp32 than the rule
+    allows."""
     rows, wrong = ["| tensor | device | CPU bf16 | allowed |", "|---|---|---|---|"], []
     for name in names:
         off, band = rel(device[name], fp32[name]), rel(bf16[name], fp32[name])

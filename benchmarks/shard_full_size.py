@@ -1,14 +1,16 @@
-"""Cut the released checkpoint's size for four ranks, and `cp` as many bytes to the same disk, in turn in the same run.
+"""Cut the released checkpoint's size for four ranks, and `cp` as many bytes to the same disk, in
+turn in the same run.
 
     python benchmarks/shard_full_size.py --folder DIR [--blocks N] [--tp-degree 4] [--rounds 3]
         [--memory as-it-is] [--content random]
 
-The source is sparse (full_size.py), so both read zeros from memory and write real bytes; both end when these are on the
-disk. With --content random both sources are on the disk too, and are read from there. Both begin with the memory full of
-cached pages. On a virtual machine that matters: deleted files give memory back to the host, and who is the first to touch it
-again pays for it, more than for the work. With --memory as-it-is both begin ten seconds after the files before them were
-deleted and both pay, which hides most of the difference between them.
-Needs room for one copy: 38 GB for all 48 blocks; with --content random for the source (46 GB) and one more copy. Prints its
+The source is sparse (full_size.py), so both read zeros from memory and write real bytes; both end
+when these are on the disk. With --content random both sources are on the disk too, and are read
+from there. Both begin with the memory full of cached pages. On a virtual machine that matters:
+deleted files give memory back to the host, and who is the first to touch it again pays for it, more
+than for the work. With --memory as-it-is both begin ten seconds after the files before them were
+deleted and both pay, which hides most of the difference between them. Needs room for one copy: 38
+GB for all 48 blocks; with --content random for the source (46 GB) and one more copy. Prints its
 ratio last.
 """
 
@@ -26,19 +28,23 @@ import psutil
 from full_size import make
 from tqdm import tqdm
 
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.weights.tensorfile import TensorFile
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTS = "import sys; sys.path.insert(0, 'src'); import ltx_neuron.cli, ltx_neuron.workspace"
+IMPORTS = "import sys; sys.path.insert(0, 'src'); import ltx_neuron.flags, ltx_neuron.workspace"
 
 
 def timed(command: list) -> tuple[float, float]:
     """Seconds and peak resident memory (GB) of a command."""
     began = time.perf_counter()
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(f"{' '.join(map(str, command))} failed: {os.waitstatus_to_exitcode(status)}")
+        raise SystemExit(
+            f"{' '.join(map(str, command))} failed: {os.waitstatus_to_exitcode(status)}"
+        )
     return time.perf_counter() - began, usage.ru_maxrss * 1024 / 1e9
 
 
@@ -54,12 +60,14 @@ def fill_memory(folder: Path) -> None:
 
 
 def settled(_: Path) -> None:
-    """Wait until the memory of deleted files has gone back to the host, so that both find it gone."""
+    """Wait until the memory of deleted files has gone back to the host, so that both find it
+    gone."""
     time.sleep(10)
 
 
 def fill(path: Path, start: int) -> None:
-    """Give a file content from there on, in place of a hole, and leave none of it in the system's cache."""
+    """Give a file content from there on, in place of a hole, and leave none of it in the system's
+    cache."""
     block = memoryview(os.urandom(64 * 2**20))
     with open(path, "r+b", buffering=0) as file:
         left = file.seek(0, os.SEEK_END) - start
@@ -84,13 +92,24 @@ def copied(folder: Path, size: int, content: str, prepare: Callable[[Path], None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="an empty folder on the disk to measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="an empty folder on the disk to measure"
+    )
     parser.add_argument("--blocks", type=int, default=48)
     parser.add_argument("--tp-degree", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory", choices=("full", "as-it-is"), default="full", help="what each of them begins with")
-    parser.add_argument("--content", choices=("sparse", "random"), default="sparse", help="of the sources")
+    parser.add_argument(
+        "--memory",
+        choices=("full", "as-it-is"),
+        default="full",
+        help="what each of them begins with",
+    )
+    parser.add_argument(
+        "--content", choices=("sparse", "random"), default="sparse", help="of the sources"
+    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
@@ -103,13 +122,25 @@ def main() -> None:
     _, own = timed([sys.executable, "-c", IMPORTS])
     artifacts = args.folder / "artifacts"
     script = ROOT / "shards/shard_backbone_weights.py"
-    flags = ["--checkpoint-path", checkpoint, "--artifacts-dir", artifacts, "--tp-degree", args.tp_degree, "--profile", "cpu"]
+    flags = [
+        "--checkpoint-path",
+        checkpoint,
+        "--artifacts-dir",
+        artifacts,
+        "--tp-degree",
+        args.tp_degree,
+        "--profile",
+        "cpu",
+    ]
     prepare = fill_memory if args.memory == "full" else settled
     sharding, copying, peak, written = [], [], 0.0, 0
     for _ in tqdm(range(args.rounds), unit="round"):
         prepare(args.folder)
         seconds, memory = timed([sys.executable, script, *flags])
-        files = {path.name: path.stat().st_size for path in sorted(artifacts.glob("weights/*/*.safetensors"))}
+        files = {
+            path.name: path.stat().st_size
+            for path in sorted(artifacts.glob("weights/*/*.safetensors"))
+        }
         shutil.rmtree(artifacts)
         peak, written = max(peak, memory), sum(files.values())
         sharding.append(seconds)
@@ -120,11 +151,17 @@ def main() -> None:
         print(f"  {name}: {size / 1e9:.3f} GB")
     for name, found in (("shard", sharding), ("cp and sync", copying)):
         rate = written / 1e9 / statistics.median(found)
-        print(f"{name}: {', '.join(f'{seconds:.1f}' for seconds in found)} s, median {rate:.3f} GB/s")
-    print(f"peak memory {peak:.2f} GB; imports alone {own:.2f} GB, so {peak - own:.2f} GB of its own")
+        print(
+            f"{name}: {', '.join(f'{seconds:.1f}' for seconds in found)} s, median {rate:.3f} GB/s"
+        )
+    print(
+        f"peak memory {peak:.2f} GB; imports alone {own:.2f} GB, so {peak - own:.2f} GB of its own"
+    )
     ratios = [shard / copy for shard, copy in zip(sharding, copying, strict=True)]
-    print(f"{args.content} source, memory {args.memory}: shard / (cp and sync) = {statistics.median(ratios):.2f} "
-          f"(median of {args.rounds})")  # fmt: skip
+    print(
+        f"{args.content} source, memory {args.memory}: shard / (cp and sync) ="
+        f" {statistics.median(ratios):.2f} (median of {args.rounds})"
+    )
 
 
 if __name__ == "__main__":

@@ -3,31 +3,28 @@
 python compile/compile_transformer.py --checkpoint-path CKPT --height 384 --width 512 --num-frames 25 --frame-rate 24
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-from ltx_neuron import cli, errors  # noqa: E402
+from ltx_neuron import errors, flags
 
 
 def main() -> None:
-    parser = cli.parser(
-        "Trace the DiT step for the size of a generation. Without --image the graphs serve text to video and an image at "
-        "frame 0; with --image, exactly those images.",
-        "python compile/compile_transformer.py --checkpoint-path CKPT --height 384 --width 512 --num-frames 25",
+    parser = flags.parser(
+        "Trace the DiT step for the size of a generation. Without --image the graphs serve text to"
+        " video and an image at frame 0; with --image, exactly those images.",
+        "python compile/compile_transformer.py --checkpoint-path CKPT --height 384 --width 512"
+        " --num-frames 25",
         gemma=False,
     )
-    cli.add_size(parser)
+    flags.add_size(parser)
     args = parser.parse_args()
-    size, images = cli.size(args), cli.images(args)
+    size, images = flags.size(args), flags.images(args)
     size.check()
     size.check_images(images)
-    workspace = cli.workspace(args)
-    recipe = cli.recipe(args)
+    workspace = flags.workspace(args)
+    recipe = flags.recipe(args)
     workspace.check_memory(size, recipe, text=False)
     stages = size.stages(recipe)
-    # Text to video has one timestep per step, an image at frame 0 a second one; either is its own, faster graph.
+    # Text to video has one timestep per step, an image at frame 0 a second one; either is its own,
+    # faster graph.
     timesteps = [None] if images else [1, 2]
     buckets = [size.bucket(stage, images, count) for stage in stages for count in timesteps]
     for path in workspace.compile_dit(buckets):

@@ -3,26 +3,31 @@
 python shards/shard_gemma3_weights.py --gemma-root DIR --checkpoint-path CKPT --tp-degree 4
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-from ltx_neuron import cli, errors  # noqa: E402
-from ltx_neuron.workspace import Workspace, require  # noqa: E402
+from ltx_neuron import errors, flags
+from ltx_neuron.errors import require
+from ltx_neuron.shard import shard
+from ltx_neuron.workspace import Workspace
 
 
 def main() -> None:
-    parser = cli.parser(
-        "Cut the weights of Gemma3, the text projections and the connectors into one file per rank.",
-        "python shards/shard_gemma3_weights.py --gemma-root gemma-3-12b --checkpoint-path CKPT --tp-degree 4",
-        gemma=True, required=False,
-    )  # fmt: skip
-    cli.add_sharding(parser)
+    parser = flags.parser(
+        "Cut the weights of Gemma3, the text projections and the connectors into one file per"
+        " rank.",
+        "python shards/shard_gemma3_weights.py --gemma-root gemma-3-12b --checkpoint-path CKPT"
+        " --tp-degree 4",
+        gemma=True,
+        required=False,
+    )
+    flags.add_sharding(parser)
     args = parser.parse_args()
     if args.checkpoint_path:
-        require(args.gemma_root, "--gemma-root", "--checkpoint-path", "Type for example --gemma-root gemma-3-12b")
-    cli.shard(args, "gemma3", lambda w: [w.shard_gemma3(args.num_workers)], Workspace.verify_gemma3)
+        require(
+            args.gemma_root,
+            "--gemma-root",
+            "--checkpoint-path",
+            "Type for example --gemma-root gemma-3-12b",
+        )
+    shard(args, "gemma3", lambda w: [w.shard_gemma3(args.num_workers)], Workspace.verify_gemma3)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def scripts(tmp_path_factory):
-    """scripts(assets, tp, dtype) is a Setup: the same one for the same arguments, all over one artifacts folder."""
+    """scripts(assets, tp, dtype) is a Setup: the same one for the same arguments, all over one
+    artifacts folder."""
     folder, setups = tmp_path_factory.mktemp("scripts"), {}
 
     def setup(assets, tp: int = 4, dtype: str = "float32") -> Setup:
@@ -44,10 +45,11 @@ class Generated(NamedTuple):
 
 
 class Setup:
-    """The five scripts on one set of assets, run as a user runs them. The same call is not made twice in a session.
+    """The five scripts on one set of assets, run as a user runs them. The same call is not made
+    twice in a session.
 
-    Flags are keywords: num_frames=17 is --num-frames 17, two_stage=True is --two-stage, and image=((path, 0), (path, 8)) is
-    --image twice.
+    Flags are keywords: num_frames=17 is --num-frames 17, two_stage=True is --two-stage, and
+    image=((path, 0), (path, 8)) is --image twice.
     """
 
     def __init__(self, folder: Path, name: str, assets, tp: int, dtype: str):
@@ -60,18 +62,32 @@ class Setup:
         flags |= {"checkpoint_path": self.assets.checkpoint, "artifacts_dir": self.artifacts}
         flags |= {"tp_degree": self.tp, "dtype": self.dtype, "profile": flags.get("profile", "cpu")}
         flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # scripts find src themselves
+        env = {
+            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+        }  # scripts find src themselves
         command = [sys.executable, ROOT / script, *words(**flags)]
         return subprocess.run(
-            list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=SCRIPT_SECONDS
+            list(map(str, command)),
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=SCRIPT_SECONDS,
         )
 
     def prepare(self, **size) -> None:
-        """Shard both models and compile both, the transformer for a size. Two at a time: they need one core each."""
+        """Shard both models and compile both, the transformer for a size. Two at a time: they need
+        one core each."""
         text = [("shards/shard_gemma3_weights.py", {}), ("compile/compile_gemma3.py", {})]
-        transformer = [("compile/compile_transformer.py", size), ("shards/shard_backbone_weights.py", {})]
+        transformer = [
+            ("compile/compile_transformer.py", size),
+            ("shards/shard_backbone_weights.py", {}),
+        ]
         with ThreadPoolExecutor(2) as pool:
-            for done in [pool.submit(self._all, text, True), pool.submit(self._all, transformer, False)]:
+            for done in [
+                pool.submit(self._all, text, True),
+                pool.submit(self._all, transformer, False),
+            ]:
                 done.result()
 
     def _all(self, calls: list, gemma: bool) -> None:
@@ -81,27 +97,37 @@ class Setup:
                 self._made[key] = succeeded(self.run(script, gemma, **flags))
 
     def generate(self, repeat: int = 0, **flags) -> Generated:
-        """A run of generate_ltx23.py, and what it wrote. Another `repeat` runs the same flags once more."""
+        """A run of generate_ltx23.py, and what it wrote. Another `repeat` runs the same flags once
+        more."""
         key = ("generate", repeat, *words(**flags))
         if key not in self._made:
-            self._made[key] = self._generate(self.folder / f"{self.name}-{len(self._made)}", **flags)
+            self._made[key] = self._generate(
+                self.folder / f"{self.name}-{len(self._made)}", **flags
+            )
         return self._made[key]
 
     def _generate(self, out: Path, **flags) -> Generated:
         from safetensors.torch import load_file
 
-        files = {"output_path": "video.mp4", "save_tensors": "tensors.safetensors", "perf_dump_path": "perf.json"}
+        files = {
+            "output_path": "video.mp4",
+            "save_tensors": "tensors.safetensors",
+            "perf_dump_path": "perf.json",
+        }
         process = self.run(
-            "src/generate_ltx23.py", spatial_upsampler_path=self.assets.spatial_upsampler,
-            **flags, **{flag: out / name for flag, name in files.items()},
-        )  # fmt: skip
+            "src/generate_ltx23.py",
+            spatial_upsampler_path=self.assets.spatial_upsampler,
+            **flags,
+            **{flag: out / name for flag, name in files.items()},
+        )
         succeeded(process)
         perf = json.loads((out / "perf.json").read_text())
         return Generated(process, load_file(out / "tensors.safetensors"), perf, out / "video.mp4")
 
 
 def words(**flags) -> list[str]:
-    """Keywords as command-line words: True is the flag alone, None and False no flag, a tuple the flag once for each."""
+    """Keywords as command-line words: True is the flag alone, None and False no flag, a tuple the
+    flag once for each."""
     said = []
     for name, value in flags.items():
         for each in value if isinstance(value, tuple) else (value,):
@@ -113,6 +139,9 @@ def words(**flags) -> list[str]:
 
 def succeeded(process: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     """Fail the test with what the script said, unless it ended well."""
-    said = f"{' '.join(process.args)}\nexit code {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+    said = (
+        f"{' '.join(process.args)}\nexit code"
+        f" {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+    )
     assert process.returncode == 0, said
     return process

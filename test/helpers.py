@@ -1,4 +1,5 @@
-"""What several tests share: random models of ltx-core at any size, inputs of a step, and our graphs run in this process.
+"""What several tests share: random models of ltx-core at any size, inputs of a step, and our graphs
+run in this process.
 
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
@@ -14,23 +15,24 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ltx_neuron.config import TEXT_TOKENS, TransformerConfig, transformer_config
-from ltx_neuron.decode import import_ltx_core
 from ltx_neuron.files import MANIFEST, write_json
-from ltx_neuron.graphs import Field
-from ltx_neuron.latents import audio_positions
-from ltx_neuron.modulation import modulation_table
-from ltx_neuron.programs import Program, weight_name
-from ltx_neuron.rankfiles import file_names
-from ltx_neuron.rope import split_rope
-from ltx_neuron.sampling import sigma_pairs
+from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.models.modulation import modulation_table
+from ltx_neuron.models.programs import Program, weight_name
+from ltx_neuron.models.rope import split_rope
+from ltx_neuron.models.signatures import Field
+from ltx_neuron.sampling.latents import audio_positions
+from ltx_neuron.sampling.schedules import sigma_pairs
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, tiny_config
 from ltx_neuron.tiny.weights import random_weights
+from ltx_neuron.weights.rankfiles import file_names
 
 import_ltx_core()  # before any test imports the parts of ltx-core that want torchaudio
 
 STREAMS = ("video", "audio")
-# The default size; one whose head and axis counts divide nothing evenly; one whose RoPE has two left-over entries.
+# The default size; one whose head and axis counts divide nothing evenly; one whose RoPE has two
+# left-over entries.
 SIZES = {
     "4 heads of 8": TinySizes(),
     "8 heads of 10, 3 blocks": TinySizes(layers=3, heads=8, head_dim=10, audio_head_dim=6),
@@ -40,7 +42,8 @@ SIZES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Import it to run a file's tests on one thread: tiny models gain nothing from two, and lose much on a busy machine."""
+    """Import it to run a file's tests on one thread: tiny models gain nothing from two, and lose
+    much on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,8 +70,11 @@ def furthest(got: Tensor, wanted: Tensor) -> float:
     return (got.double() - wanted.double()).abs().max().item()
 
 
-def made_config(sizes: TinySizes = SIZES["4 heads of 8"], **transformer) -> tuple[dict, TransformerConfig]:
-    """A checkpoint's config metadata, with changes to its transformer section, as it is and as we parse it."""
+def made_config(
+    sizes: TinySizes = SIZES["4 heads of 8"], **transformer
+) -> tuple[dict, TransformerConfig]:
+    """A checkpoint's config metadata, with changes to its transformer section, as it is and as we
+    parse it."""
     content = merge(tiny_config(sizes), {"transformer": transformer})
     return content, transformer_config(content)
 
@@ -97,18 +103,32 @@ class Held(NamedTuple):
 
 
 def step_inputs(
-    config: TransformerConfig, weights: dict, sigmas: tuple[float, ...], positions: Tensor, audio_tokens: int, held: Held,
-    max_steps: int | None = None, cross_sigma: bool = False,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Everything a DiT step takes but the step's number: random latents and contexts, tables for the rest."""
+    config: TransformerConfig,
+    weights: dict,
+    sigmas: tuple[float, ...],
+    positions: Tensor,
+    audio_tokens: int,
+    held: Held,
+    max_steps: int | None = None,
+    cross_sigma: bool = False,
+) -> dict[str, Tensor]:
+    """Everything a DiT step takes but the step's number: random latents and contexts, tables for
+    the rest."""
     pairs = sigma_pairs(sigmas, max_steps or len(sigmas) - 1)
-    video_max, audio_max = config.positional_embedding_max_pos, config.audio_positional_embedding_max_pos
+    video_max, audio_max = (
+        config.positional_embedding_max_pos,
+        config.audio_positional_embedding_max_pos,
+    )
     cross_max, audio = (max(video_max[0], audio_max[0]),), audio_positions(audio_tokens)
     values = {
         "step_numbers": torch.arange(len(pairs), dtype=torch.int32),
         "sigmas": pairs,
-        "video_modulation": modulation_table(weights, config, "video", pairs[:, 0], held.masks, cross_sigma),
-        "audio_modulation": modulation_table(weights, config, "audio", pairs[:, 0], torch.ones(1), cross_sigma),
+        "video_modulation": modulation_table(
+            weights, config, "video", pairs[:, 0], held.masks, cross_sigma
+        ),
+        "audio_modulation": modulation_table(
+            weights, config, "audio", pairs[:, 0], torch.ones(1), cross_sigma
+        ),
         "video_latent": randn(1, positions.shape[2], config.in_channels, seed=1),
         "audio_latent": randn(1, audio_tokens, config.audio_in_channels, seed=2),
         "video_context": randn(1, TEXT_TOKENS, config.video.inner, seed=3),
@@ -132,7 +152,9 @@ def step_number(number: int) -> dict[str, Tensor]:
     return {"step": torch.tensor([number], dtype=torch.int32)}
 
 
-def call(program: Program, name: str, first_block: int, weights: dict, values: dict) -> dict[str, Tensor]:
+def call(
+    program: Program, name: str, first_block: int, weights: dict, values: dict
+) -> dict[str, Tensor]:
     """The outputs of one call of a program on a single rank."""
     module, inputs, _ = program.graphs[name]
     mine = {p: weights[weight_name(p, first_block)] for p, _ in module.named_parameters()}
@@ -150,7 +172,11 @@ def run_program(program: Program, weights: dict, values: dict) -> dict[str, Tens
 def random_value(field: Field, tp: int, seed: int) -> Tensor:
     """A whole tensor of a field, random where it is of floats."""
     shape = [size * tp if dim == field.split else size for dim, size in enumerate(field.shape)]
-    return randn(*shape, seed=seed).to(field.dtype) if field.dtype.is_floating_point else torch.zeros(shape, dtype=field.dtype)
+    return (
+        randn(*shape, seed=seed).to(field.dtype)
+        if field.dtype.is_floating_point
+        else torch.zeros(shape, dtype=field.dtype)
+    )
 
 
 def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
@@ -165,7 +191,13 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
         header = len(text).to_bytes(8, "little") + text
         content = header + data
         (folder / name).write_bytes(content)
-        digests = {"blake3": blake3(content).hexdigest(), "header_blake3": blake3(header).hexdigest()}
+        digests = {
+            "blake3": blake3(content).hexdigest(),
+            "header_blake3": blake3(header).hexdigest(),
+        }
         lines[name] = {"bytes": len(content), **digests}
-    write_json(folder / MANIFEST, {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines})
+    write_json(
+        folder / MANIFEST,
+        {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines},
+    )
     return folder

@@ -1,8 +1,10 @@
-"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test fixture, never the product.
+"""Stand-ins for the closed Neuron packages, so that NxD's real source runs on a CPU: a test
+fixture, never the product.
 
-What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO, XLA's CPU compiler and
-its collectives. What is stood in for: torch_neuronx's wrapper around the tracing, neuronx-cc (the "NEFF" is the HLO itself)
-and the runtime (the HLO runs on as many XLA:CPU devices as there are ranks, each with its own arguments).
+What is real: NxD (its ModelBuilder, NxDModel, parallel state, routing), torch_xla's tracing to HLO,
+XLA's CPU compiler and its collectives. What is stood in for: torch_neuronx's wrapper around the
+tracing, neuronx-cc (the "NEFF" is the HLO itself) and the runtime (the HLO runs on as many XLA:CPU
+devices as there are ranks, each with its own arguments).
 """
 
 import importlib.abc
@@ -20,24 +22,41 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Dict, List  # noqa: UP035 - TorchScript knows these
+from typing import List  # noqa: UP035 - TorchScript knows these
 
 import numpy as np
 import torch
 
-SOURCE = "LTX_NEURON_NXD_SOURCE"  # environment variable: a checkout of aws-neuron/neuronx-distributed
+SOURCE = (  # environment variable: a checkout of aws-neuron/neuronx-distributed
+    "LTX_NEURON_NXD_SOURCE"
+)
 NEEDED = ("torch_xla", "jaxlib", "google.protobuf")  # of the venv that test/make_xla_venv.sh makes
-_CLOSED = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "boto3", "botocore", "s3transfer", "tenacity")
+_CLOSED = (
+    "torch_neuronx",
+    "libneuronxla",
+    "neuronxcc",
+    "nki",
+    "nkilib",
+    "boto3",
+    "botocore",
+    "s3transfer",
+    "tenacity",
+)
 
 
 def missing() -> str | None:
     """What this process lacks to run NxD's source, and how to get it; None where it can."""
     lacking = [name for name in NEEDED if not _importable(name)]
     if lacking:
-        return f"{', '.join(lacking)} not installed; a venv that has them: test/make_xla_venv.sh DIR"
+        return (
+            f"{', '.join(lacking)} not installed; a venv that has them: test/make_xla_venv.sh DIR"
+        )
     source = os.environ.get(SOURCE)
     if not source or not (Path(source) / "src/neuronx_distributed").is_dir():
-        return f"{SOURCE} is {source!r}; wanted a checkout of github.com/aws-neuron/neuronx-distributed"
+        return (
+            f"{SOURCE} is {source!r}; wanted a checkout of"
+            " github.com/aws-neuron/neuronx-distributed"
+        )
     return None
 
 
@@ -62,9 +81,11 @@ def run_script(path: str, *arguments: str) -> None:
 
 
 def install(source: Path, folder: Path) -> torch.library.Library:
-    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for libneuronxla.
+    """Make `import neuronx_distributed` work in this process. torch_xla comes first: it looks for
+    libneuronxla.
 
-    `folder` takes the metadata by which the packages count as installed. Keep the library: operators go with it.
+    `folder` takes the metadata by which the packages count as installed. Keep the library:
+    operators go with it.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla  # noqa: F401
@@ -75,19 +96,36 @@ def install(source: Path, folder: Path) -> torch.library.Library:
     for package, number in (("neuronx-distributed", version), ("torch-neuronx", "2.9.0+stub")):
         described = folder / f"{package.replace('-', '_')}-{number}.dist-info"
         described.mkdir()
-        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
-    names = ("", ".contexts", ".proto.metaneff_pb2", ".pyhlo.hlo_pb2", ".utils.utils", ".xla_impl.structure", ".xla_impl.trace")
-    torch_neuronx, _, metaneff, hlo, inner, structure, xla_trace = (import_module(f"torch_neuronx{name}") for name in names)
+        (described / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n"
+        )
+    names = (
+        "",
+        ".contexts",
+        ".proto.metaneff_pb2",
+        ".pyhlo.hlo_pb2",
+        ".utils.utils",
+        ".xla_impl.structure",
+        ".xla_impl.trace",
+    )
+    torch_neuronx, _, metaneff, hlo, inner, structure, xla_trace = (
+        import_module(f"torch_neuronx{name}") for name in names
+    )
     torch_neuronx.__version__ = "2.9.0.stub"
     for module in (torch_neuronx.utils, inner):
         module.get_platform_target = lambda *_: "trn2"
     metaneff.MetaNeff, metaneff.MetaTensor = MetaNeff, MetaTensor
     hlo.HloModuleProto = hlo_messages()["HloModuleProto"]
     structure.Flattener, structure.Packer = Flattener, Packer
-    xla_trace.generate_hlo, xla_trace.get_torch_dtype = generate_hlo, lambda name: getattr(torch, name)
+    xla_trace.generate_hlo, xla_trace.get_torch_dtype = (
+        generate_hlo,
+        lambda name: getattr(torch, name),
+    )
     import_module("nkilib.core.attention.attention_cte").attention_cte = NkiKernel()
     import_module("libneuronxla").neuron_xla_compile = lambda module_bytes, **_: module_bytes
-    torch.classes.neuron = SimpleNamespace(SPMDModel=spmd_model, LayoutTransformation=object, Runtime=object, Model=object)
+    torch.classes.neuron = SimpleNamespace(
+        SPMDModel=spmd_model, LayoutTransformation=object, Runtime=object, Model=object
+    )
     torch_neuronx.contexts.disable_nrt_load = nullcontext
     library = register_operators()
     torch.jit.script(Cores)
@@ -95,7 +133,8 @@ def install(source: Path, folder: Path) -> torch.library.Library:
 
 
 class NkiKernel:
-    """nkilib's attention_cte by its documented signature and limits: kernel[cores](...), computed by its torch reference."""
+    """nkilib's attention_cte by its documented signature and limits: kernel[cores](...), computed
+    by its torch reference."""
 
     launched = 0
 
@@ -103,7 +142,9 @@ class NkiKernel:
         assert cores == 2, "a logical core has two physical ones"
         return self.run
 
-    def run(self, q, k, v, scale=1.0, causal_mask=True, tp_q=True, tp_k=False, tp_out=False) -> torch.Tensor:
+    def run(
+        self, q, k, v, scale=1.0, causal_mask=True, tp_q=True, tp_k=False, tp_out=False
+    ) -> torch.Tensor:
         assert not causal_mask and tp_q and tp_k and not tp_out, "layouts (B*H, S, D), no mask"
         assert q.shape[0] == k.shape[0] == v.shape[0] <= 512 and q.shape[-1] <= 128
         NkiKernel.launched += 1
@@ -112,7 +153,8 @@ class NkiKernel:
 
 
 class _Anything(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Serves every module of the closed packages; whatever is asked of one is a class that takes anything."""
+    """Serves every module of the closed packages; whatever is asked of one is a class that takes
+    anything."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in _CLOSED:
@@ -157,46 +199,77 @@ def hlo_messages() -> dict:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kind = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="ltx_neuron_test_hlo.proto", package="ltxneurontest", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="ltx_neuron_test_hlo.proto", package="ltxneurontest", syntax="proto3"
+    )
     described = {
-        "ShapeProto": {"element_type": (2, "int64"), "dimensions": (3, ["int64"]), "tuple_shapes": (4, ["ShapeProto"])},
-        "HloInstructionProto": {"name": (1, "string"), "opcode": (2, "string"), "shape": (3, "ShapeProto"),
-                                "parameter_number": (9, "int64"), "custom_call_target": (28, "string"),
-                                "id": (35, "int64"),
-                                "operand_ids": (36, ["int64"]), "called_computation_ids": (38, ["int64"])},
-        "HloComputationProto": {"name": (1, "string"), "instructions": (2, ["HloInstructionProto"]), "id": (5, "int64"),
-                                "root_id": (6, "int64")},
-        "HloModuleProto": {"name": (1, "string"), "entry_computation_name": (2, "string"),
-                           "computations": (3, ["HloComputationProto"]), "id": (5, "int64"),
-                           "entry_computation_id": (6, "int64")},
-    }  # fmt: skip
+        "ShapeProto": {
+            "element_type": (2, "int64"),
+            "dimensions": (3, ["int64"]),
+            "tuple_shapes": (4, ["ShapeProto"]),
+        },
+        "HloInstructionProto": {
+            "name": (1, "string"),
+            "opcode": (2, "string"),
+            "shape": (3, "ShapeProto"),
+            "parameter_number": (9, "int64"),
+            "custom_call_target": (28, "string"),
+            "id": (35, "int64"),
+            "operand_ids": (36, ["int64"]),
+            "called_computation_ids": (38, ["int64"]),
+        },
+        "HloComputationProto": {
+            "name": (1, "string"),
+            "instructions": (2, ["HloInstructionProto"]),
+            "id": (5, "int64"),
+            "root_id": (6, "int64"),
+        },
+        "HloModuleProto": {
+            "name": (1, "string"),
+            "entry_computation_name": (2, "string"),
+            "computations": (3, ["HloComputationProto"]),
+            "id": (5, "int64"),
+            "entry_computation_id": (6, "int64"),
+        },
+    }
     for message, fields in described.items():
         added = file.message_type.add(name=message)
         for name, (number, of) in fields.items():
             repeated, of = isinstance(of, list), of[0] if isinstance(of, list) else of
-            field = added.field.add(name=name, number=number, label=kind.LABEL_REPEATED if repeated else kind.LABEL_OPTIONAL)
+            field = added.field.add(
+                name=name,
+                number=number,
+                label=kind.LABEL_REPEATED if repeated else kind.LABEL_OPTIONAL,
+            )
             if of in described:
                 field.type, field.type_name = kind.TYPE_MESSAGE, f".ltxneurontest.{of}"
             else:
                 field.type = {"string": kind.TYPE_STRING, "int64": kind.TYPE_INT64}[of]
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {m: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ltxneurontest.{m}")) for m in described}
+    return {
+        m: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ltxneurontest.{m}"))
+        for m in described
+    }
 
 
 class MetaTensor:
-    """One input or output of a graph. `parameter` is its number in the HLO; a constant carries its value."""
+    """One input or output of a graph. `parameter` is its number in the HLO; a constant carries its
+    value."""
 
     Type = SimpleNamespace(USER_INPUT=1, INPUT_WEIGHT=2, INPUT_STATE=3, CONSTANT=4)
 
-    def __init__(self, tensor, type=0, checkpoint_key=b"", parameter=0, user_input_key=b"", value=None):
+    def __init__(
+        self, tensor, type=0, checkpoint_key=b"", parameter=0, user_input_key=b"", value=None
+    ):
         self.shape, self.data_type = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
         self.type, self.checkpoint_key, self.user_input_key = type, checkpoint_key, user_input_key
         self.parameter, self.value = parameter, value
 
 
 class MetaNeff:
-    """Inputs in the order user inputs, weights, constants: NxD counts on user inputs being first."""
+    """Inputs in the order user inputs, weights, constants: NxD counts on user inputs being
+    first."""
 
     def __init__(self, inputs=(), outputs=(), graph=b""):
         self.input_tensors, self.output_tensors, self.output_aliases_to = [*inputs], [*outputs], {}
@@ -204,10 +277,17 @@ class MetaNeff:
 
     def SerializeToString(self) -> bytes:
         said = [
-            {"shape": t.shape, "dtype": t.data_type, "type": t.type, "weight": t.checkpoint_key.decode(),
-             "input": t.user_input_key.decode(), "parameter": t.parameter, "value": t.value}
+            {
+                "shape": t.shape,
+                "dtype": t.data_type,
+                "type": t.type,
+                "weight": t.checkpoint_key.decode(),
+                "input": t.user_input_key.decode(),
+                "parameter": t.parameter,
+                "value": t.value,
+            }
             for t in self.input_tensors
-        ]  # fmt: skip
+        ]
         return json.dumps(said).encode()
 
 
@@ -233,12 +313,22 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
     """Trace a module on XLA's lazy device, without running it, as torch_neuronx does."""
     import torch_xla
 
-    wanted = dict(inline_weights_to_neff=False, cpu_backend=True, preserve_parameters=True, treat_inputs_as_kwargs=True)
+    wanted = dict(
+        inline_weights_to_neff=False,
+        cpu_backend=True,
+        preserve_parameters=True,
+        treat_inputs_as_kwargs=True,
+    )
     assert options.items() >= wanted.items(), options
     xla, device = torch_xla._XLAC, torch_xla.device()
     seen, inputs = {}, {}
-    for name, tensor in example_inputs.items():  # an object given twice is one input, as it is on Neuron
-        inputs[name] = seen.setdefault(id(tensor), None) if id(tensor) in seen else tensor.to(device)
+    for (
+        name,
+        tensor,
+    ) in example_inputs.items():  # an object given twice is one input, as it is on Neuron
+        inputs[name] = (
+            seen.setdefault(id(tensor), None) if id(tensor) in seen else tensor.to(device)
+        )
         seen[id(tensor)] = inputs[name]
     weights = {name: parameter.to(device) for name, parameter in module.named_parameters()}
     with torch.no_grad():
@@ -248,31 +338,49 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
     taken = {name: number.get(xla._xla_get_tensor_id(t)) for name, t in inputs.items()}
     held = {name: number.get(xla._xla_get_tensor_id(t)) for name, t in weights.items()}
     kinds = MetaTensor.Type
-    metas = [MetaTensor(inputs[n], kinds.USER_INPUT, parameter=p) for n, p in taken.items() if p is not None]
+    metas = [
+        MetaTensor(inputs[n], kinds.USER_INPUT, parameter=p)
+        for n, p in taken.items()
+        if p is not None
+    ]
     used = {name: parameter for name, parameter in held.items() if parameter is not None}
     metas += [MetaTensor(weights[n], kinds.INPUT_WEIGHT, n.encode(), p) for n, p in used.items()]
-    constants = {*range(len(ids))} - {*taken.values(), *held.values()}  # scalars of the code: they have no tensor, so no id
-    metas += [MetaTensor(values[p], kinds.CONSTANT, parameter=p, value=values[p].cpu().tolist()) for p in constants]
+    constants = {*range(len(ids))} - {
+        *taken.values(),
+        *held.values(),
+    }  # scalars of the code: they have no tensor, so no id
+    metas += [
+        MetaTensor(values[p], kinds.CONSTANT, parameter=p, value=values[p].cpu().tolist())
+        for p in constants
+    ]
     hlo = hlo_messages()["HloModuleProto"].FromString(xla._get_xla_tensors_hlo_proto(list(outputs)))
     xla._clear_pending_irs(str(device))  # the next trace starts afresh: nothing here is ever run,
     xla._set_all_reduce_token(str(device), None)  # and its collectives do not follow on these
     unused = [i for i, parameter in enumerate(taken.values()) if parameter is None]
     return SimpleNamespace(
-        hlo_module=hlo, metaneff=MetaNeff(metas, [MetaTensor(t) for t in outputs], hlo.SerializeToString()),
-        flattener=Flattener(tuple(range(len(taken))), unused or None), packer=Packer(None, None, None),
+        hlo_module=hlo,
+        metaneff=MetaNeff(metas, [MetaTensor(t) for t in outputs], hlo.SerializeToString()),
+        flattener=Flattener(tuple(range(len(taken))), unused or None),
+        packer=Packer(None, None, None),
         weight_name_to_idx=used,
-    )  # fmt: skip
+    )
 
 
 class Cores:
-    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as NxD saves it so."""
+    """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as
+    NxD saves it so."""
 
     def __init__(self, hlo: torch.Tensor, inputs: str, weight_names: list[str], ranks: int):
         self.hlo, self.inputs, self.ranks = hlo, inputs, ranks
         self.weight_names: List[str] = weight_names  # noqa: UP006
         self.weights: List[torch.Tensor] = [hlo]  # noqa: UP006
 
-    def initialize(self, states: List[Dict[str, torch.Tensor]], weights: List[Dict[str, torch.Tensor]], start_rank: int):  # noqa: UP006
+    def initialize(
+        self,
+        states: list[dict[str, torch.Tensor]],
+        weights: list[dict[str, torch.Tensor]],
+        start_rank: int,
+    ):  # noqa: UP006
         bound: List[torch.Tensor] = []  # noqa: UP006
         for rank in weights:
             bound += [rank[name] for name in self.weight_names]
@@ -285,7 +393,9 @@ class Cores:
         flat: List[torch.Tensor] = []  # noqa: UP006
         for tensors in given:
             flat += tensors
-        outputs = torch.ops.neuron.run_on_xla_cpu(self.hlo, self.inputs, flat, self.weights, self.ranks)
+        outputs = torch.ops.neuron.run_on_xla_cpu(
+            self.hlo, self.inputs, flat, self.weights, self.ranks
+        )
         each = len(outputs) // self.ranks
         return [outputs[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
 
@@ -295,23 +405,40 @@ class Cores:
 
 def spmd_model(neff: bytes, metaneff: bytes, local_ranks: int, world_size: int) -> Cores:
     names = [t["weight"] for t in json.loads(metaneff) if t["type"] == MetaTensor.Type.INPUT_WEIGHT]
-    return Cores(torch.frombuffer(bytearray(neff), dtype=torch.uint8), metaneff.decode(), names, local_ranks)
+    return Cores(
+        torch.frombuffer(bytearray(neff), dtype=torch.uint8), metaneff.decode(), names, local_ranks
+    )
 
 
 def register_operators() -> torch.library.Library:
     """torch.ops.neuron, as far as NxDModel uses it, and the operator that runs a graph."""
     library = torch.library.Library("neuron", "DEF")
     library.define("_parallel_load(Dict(str, Tensor)[] ranks) -> Dict(str, Tensor)[]")
-    library.define("run_on_xla_cpu(Tensor hlo, str inputs, Tensor[] given, Tensor[] weights, int ranks) -> Tensor[]")
-    library.impl("_parallel_load", lambda ranks: [dict(weights) for weights in ranks], "CompositeImplicitAutograd")
+    library.define(
+        "run_on_xla_cpu(Tensor hlo, str inputs, Tensor[] given, Tensor[] weights, int ranks) ->"
+        " Tensor[]"
+    )
+    library.impl(
+        "_parallel_load",
+        lambda ranks: [dict(weights) for weights in ranks],
+        "CompositeImplicitAutograd",
+    )
     library.impl("run_on_xla_cpu", _run, "CompositeImplicitAutograd")
     return library
 
 
-def _run(hlo: torch.Tensor, inputs: str, given: list[torch.Tensor], weights: list[torch.Tensor], ranks: int) -> list:
+def _run(
+    hlo: torch.Tensor,
+    inputs: str,
+    given: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    ranks: int,
+) -> list:
     described, program = json.loads(inputs), _replicated(hlo.numpy().tobytes(), ranks)
     arguments = [
-        _arguments(described, iter(_of_rank(given, ranks, rank)), iter(_of_rank(weights, ranks, rank)))
+        _arguments(
+            described, iter(_of_rank(given, ranks, rank)), iter(_of_rank(weights, ranks, rank))
+        )
         for rank in range(ranks)
     ]
     return [tensor for outputs in program(arguments) for tensor in outputs]
@@ -323,7 +450,8 @@ def _of_rank(tensors: list[torch.Tensor], ranks: int, rank: int) -> list[torch.T
 
 
 def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
-    """A rank's tensors by their number in the HLO. Like the runtime it takes no other shape or dtype."""
+    """A rank's tensors by their number in the HLO. Like the runtime it takes no other shape or
+    dtype."""
     arguments = {}
     for tensor in described:
         if tensor["type"] == MetaTensor.Type.CONSTANT:
@@ -331,13 +459,16 @@ def _arguments(described: list[dict], given, weights) -> list[torch.Tensor]:
         else:
             value = next(given if tensor["type"] == MetaTensor.Type.USER_INPUT else weights)
         if [*value.shape] != tensor["shape"] or str(value.dtype) != f"torch.{tensor['dtype']}":
-            raise RuntimeError(f"status=2 message=Invalid: {tensor} given {tuple(value.shape)} {value.dtype}")
+            raise RuntimeError(
+                f"status=2 message=Invalid: {tensor} given {tuple(value.shape)} {value.dtype}"
+            )
         arguments[tensor["parameter"]] = value
     return [arguments[number] for number in sorted(arguments)]
 
 
 class Replicated:
-    """One HLO program compiled for n XLA:CPU devices that hold different arguments: SPMD, as the cores of a chip run it."""
+    """One HLO program compiled for n XLA:CPU devices that hold different arguments: SPMD, as the
+    cores of a chip run it."""
 
     def __init__(self, hlo: bytes, ranks: int):
         from jaxlib import _jax as xla
@@ -346,16 +477,23 @@ class Replicated:
         options = xla.CompileOptions()
         options.num_replicas = ranks
         computation = xla.mlir.hlo_to_stablehlo(hlo)
-        self.program = _client(ranks).compile_and_load(computation, xla.DeviceList(tuple(self.devices)), options)
+        self.program = _client(ranks).compile_and_load(
+            computation, xla.DeviceList(tuple(self.devices)), options
+        )
 
     def __call__(self, arguments: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """arguments[rank][parameter] -> outputs[rank][output]"""
-        results = self.program.execute_sharded([self._spread(parts) for parts in zip(*arguments, strict=True)])
+        results = self.program.execute_sharded(
+            [self._spread(parts) for parts in zip(*arguments, strict=True)]
+        )
         outputs = results.disassemble_into_single_device_arrays()
-        return [[_to_torch(output[rank]) for output in outputs] for rank in range(len(self.devices))]
+        return [
+            [_to_torch(output[rank]) for output in outputs] for rank in range(len(self.devices))
+        ]
 
     def _spread(self, parts: tuple[torch.Tensor, ...]):
-        """One array whose parts lie on the devices. "Replicated" says only that the parts have the whole's shape."""
+        """One array whose parts lie on the devices. "Replicated" says only that the parts have the
+        whole's shape."""
         from jaxlib import _hlo
         from jaxlib import _jax as xla
 

@@ -1,15 +1,19 @@
-"""The oracle: ltx-core 1.0.0 and ltx-pipelines 1.0.0 on any tiny assets, as published or with later releases' numerics.
+"""The oracle: ltx-core 1.0.0 and ltx-pipelines 1.0.0 on any tiny assets, as published or with later
+releases' numerics.
 
-The package index has 1.0.0 only. What later releases compute differently is patched in, for the time of a run:
+The package index has 1.0.0 only. What later releases compute differently is patched in, for the
+time of a run:
 
   1.1.0  vocoder and audio decoder in fp32
   1.1.2  a keyframe spans one frame in time, not eight
   1.1.3  positions of video tokens stay fp32
-  1.1.4  scale and shift of the audio-video cross attentions follow the modality's own timesteps, token by token
-  1.1.6  images leave the initial latent alone: the noiser mixes the held tokens in by the denoise mask
+  1.1.4  scale and shift of the audio-video cross attentions follow the modality's own timesteps,
+         token by token
+  1.1.6  images leave the initial latent alone: the noiser mixes the held tokens in by the denoise
+         mask
 
-Weights are loaded by ltx-core's own loaders, Gemma3 by transformers; nothing here comes from ltx_neuron but the stub that
-makes ltx_core.model.audio_vae importable without torchaudio.
+Weights are loaded by ltx-core's own loaders, Gemma3 by transformers; nothing here comes from
+ltx_neuron but the stub that makes ltx_core.model.audio_vae importable without torchaudio.
 """
 
 import dataclasses
@@ -22,7 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ltx_neuron.decode import import_ltx_core
+from ltx_neuron.host.models import import_ltx_core
 
 import_ltx_core()
 CPU = torch.device("cpu")
@@ -43,14 +47,20 @@ class Job:
 
 
 @torch.no_grad()
-def generate(assets, job: Job, dtype: torch.dtype = torch.float32, as_published: bool = False) -> dict[str, Tensor]:
+def generate(
+    assets, job: Job, dtype: torch.dtype = torch.float32, as_published: bool = False
+) -> dict[str, Tensor]:
     """The tensors of generate_ltx23.py --save-tensors, for assets as ltx_neuron.tiny.TinyAssets."""
     with nullcontext() if as_published else later_semantics(), one_thread():
         tensors = encode(assets, job.prompt, dtype)
-        tensors |= Denoising(assets, job, tensors["video_context"], tensors["audio_context"], dtype).run()
+        tensors |= Denoising(
+            assets, job, tensors["video_context"], tensors["audio_context"], dtype
+        ).run()
         last = "s2" if job.two_stage else "s1"
         tensors["frames"] = decode_video(assets, tensors[f"{last}_video"])
-        tensors["waveform"] = decode_audio(assets, tensors[f"{last}_audio"], dtype if as_published else torch.float32)
+        tensors["waveform"] = decode_audio(
+            assets, tensors[f"{last}_audio"], dtype if as_published else torch.float32
+        )
     return tensors
 
 
@@ -62,7 +72,9 @@ def encode(assets, prompt: str, dtype: torch.dtype) -> dict[str, Tensor]:
     from transformers import Gemma3ForConditionalGeneration
 
     root = str(assets.gemma_root)
-    gemma = Gemma3ForConditionalGeneration.from_pretrained(root, dtype=dtype, local_files_only=True).eval()
+    gemma = Gemma3ForConditionalGeneration.from_pretrained(
+        root, dtype=dtype, local_files_only=True
+    ).eval()
     encoder = GemmaTextEncoder(gemma, LTXVGemmaTokenizer(root, 1024), dtype=dtype)
     states, mask = encoder.encode(prompt)
     # The projections' width follows from a configuration of Gemma3-12B written out in ltx-core.
@@ -80,20 +92,28 @@ def encode(assets, prompt: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class Denoising:
-    """The stages of ltx_pipelines.distilled, in its order and with its one generator, keeping every latent."""
+    """The stages of ltx_pipelines.distilled, in its order and with its one generator, keeping every
+    latent."""
 
-    def __init__(self, assets, job: Job, video_context: Tensor, audio_context: Tensor, dtype: torch.dtype):
+    def __init__(
+        self, assets, job: Job, video_context: Tensor, audio_context: Tensor, dtype: torch.dtype
+    ):
         from ltx_core.components.noisers import GaussianNoiser
         from ltx_pipelines.utils.helpers import simple_denoising_func
 
         self.job, self.dtype, self.models = job, dtype, ledger(assets, dtype)
         self.encoder = self.models.video_encoder()
-        self.predict = simple_denoising_func(video_context, audio_context, self.models.transformer())
+        self.predict = simple_denoising_func(
+            video_context, audio_context, self.models.transformer()
+        )
         self.noiser = GaussianNoiser(torch.Generator().manual_seed(job.seed))
 
     def run(self) -> dict[str, Tensor]:
         from ltx_core.model.upsampler import upsample_video
-        from ltx_pipelines.utils.constants import DISTILLED_SIGMA_VALUES, STAGE_2_DISTILLED_SIGMA_VALUES
+        from ltx_pipelines.utils.constants import (
+            DISTILLED_SIGMA_VALUES,
+            STAGE_2_DISTILLED_SIGMA_VALUES,
+        )
 
         job, first = self.job, torch.tensor(DISTILLED_SIGMA_VALUES)
         if not job.two_stage:
@@ -104,11 +124,18 @@ class Denoising:
         second = torch.tensor(STAGE_2_DISTILLED_SIGMA_VALUES)
         last = self._stage(job.height, job.width, second, upsampled, audio)
         return {
-            "s1_video": video, "s1_audio": audio, "upsampled": upsampled, "s2_video": last[0], "s2_audio": last[1],
-        }  # fmt: skip
+            "s1_video": video,
+            "s1_audio": audio,
+            "upsampled": upsampled,
+            "s2_video": last[0],
+            "s2_audio": last[1],
+        }
 
-    def _stage(self, height: int, width: int, sigmas: Tensor, video=None, audio=None) -> tuple[Tensor, Tensor]:
-        """From noise, or from latents noised to the first sigma, to the latents at the end of the schedule."""
+    def _stage(
+        self, height: int, width: int, sigmas: Tensor, video=None, audio=None
+    ) -> tuple[Tensor, Tensor]:
+        """From noise, or from latents noised to the first sigma, to the latents at the end of the
+        schedule."""
         from ltx_core.components.diffusion_steps import EulerDiffusionStep
         from ltx_core.types import VideoPixelShape
         from ltx_pipelines.utils import euler_denoising_loop
@@ -118,13 +145,23 @@ class Denoising:
 
         images = [ImageConditioningInput(str(path), *how) for path, *how in self.job.images]
         states = denoise_audio_video(
-            output_shape=VideoPixelShape(1, self.job.num_frames, height, width, self.job.frame_rate),
-            conditionings=combined_image_conditionings(images, height, width, self.encoder, self.dtype, CPU),
-            noiser=self.noiser, sigmas=sigmas, stepper=EulerDiffusionStep(),
+            output_shape=VideoPixelShape(
+                1, self.job.num_frames, height, width, self.job.frame_rate
+            ),
+            conditionings=combined_image_conditionings(
+                images, height, width, self.encoder, self.dtype, CPU
+            ),
+            noiser=self.noiser,
+            sigmas=sigmas,
+            stepper=EulerDiffusionStep(),
             denoising_loop_fn=lambda *state: euler_denoising_loop(*state, denoise_fn=self.predict),
-            components=PipelineComponents(self.dtype, CPU), dtype=self.dtype, device=CPU,
-            noise_scale=1.0 if video is None else sigmas[0], initial_video_latent=video, initial_audio_latent=audio,
-        )  # fmt: skip
+            components=PipelineComponents(self.dtype, CPU),
+            dtype=self.dtype,
+            device=CPU,
+            noise_scale=1.0 if video is None else sigmas[0],
+            initial_video_latent=video,
+            initial_audio_latent=audio,
+        )
         video, audio = (state.latent for state in states)
         return video, audio
 
@@ -135,12 +172,15 @@ def decode_video(assets, latent: Tensor) -> Tensor:
     from ltx_core.model.video_vae import TilingConfig
     from ltx_core.model.video_vae import decode_video as decode
 
-    return torch.cat(list(decode(latent, ledger(assets, latent.dtype).video_decoder(), TilingConfig.default())))
+    return torch.cat(
+        list(decode(latent, ledger(assets, latent.dtype).video_decoder(), TilingConfig.default()))
+    )
 
 
 @torch.no_grad()
 def decode_audio(assets, latent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Waveform, float32 (2, samples), decoded in float32 as later releases do, or in another dtype."""
+    """Waveform, float32 (2, samples), decoded in float32 as later releases do, or in another
+    dtype."""
     from ltx_core.model.audio_vae import decode_audio as decode
 
     models = ledger(assets, dtype)
@@ -151,13 +191,16 @@ def ledger(assets, dtype: torch.dtype):
     """The pipelines' model factory; without Gemma, whose loading in 1.0.0 is for transformers 4."""
     from ltx_pipelines.utils import ModelLedger
 
-    paths = dict(checkpoint_path=str(assets.checkpoint), spatial_upsampler_path=str(assets.spatial_upsampler))
+    paths = dict(
+        checkpoint_path=str(assets.checkpoint), spatial_upsampler_path=str(assets.spatial_upsampler)
+    )
     return ModelLedger(dtype=dtype, device=CPU, **paths)
 
 
 @contextmanager
 def one_thread():
-    """Operations this small take no time on one core, and very long on two that others use as well."""
+    """Operations this small take no time on one core, and very long on two that others use as
+    well."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -202,7 +245,9 @@ def _own_timesteps(original):
         if cross_modality is None:
             return args
         multiplier, batch = self.simple_preprocessor.timestep_scale_multiplier, args.x.shape[0]
-        own, _ = self._prepare_cross_attention_timestep(modality.timesteps, multiplier, batch, modality.latent.dtype)
+        own, _ = self._prepare_cross_attention_timestep(
+            modality.timesteps, multiplier, batch, modality.latent.dtype
+        )
         return dataclasses.replace(args, cross_scale_shift_timestep=own)
 
     return prepare
@@ -213,7 +258,9 @@ def _masked_noise(_):
         latent = latent_state.latent
         noise = torch.randn(latent.shape, dtype=latent.dtype, generator=self.generator)
         noised = torch.lerp(latent.float(), noise.float(), noise_scale)
-        mixed = torch.lerp(latent_state.clean_latent.float(), noised, latent_state.denoise_mask.float())
+        mixed = torch.lerp(
+            latent_state.clean_latent.float(), noised, latent_state.denoise_mask.float()
+        )
         return dataclasses.replace(latent_state, latent=mixed.to(latent.dtype))
 
     return call
@@ -221,7 +268,9 @@ def _masked_noise(_):
 
 def _untouched_latent(original):
     def apply_to(self, latent_state, latent_tools):
-        return dataclasses.replace(original(self, latent_state, latent_tools), latent=latent_state.latent)
+        return dataclasses.replace(
+            original(self, latent_state, latent_tools), latent=latent_state.latent
+        )
 
     return apply_to
 

@@ -1,6 +1,8 @@
-"""Faults to plant into a graph: what a person may well write, and what no graph may hold on Trainium2.
+"""Faults to plant into a graph: what a person may well write, and what no graph may hold on
+Trainium2.
 
-Imported as `planted` by the tests of lint: each fault is found in exported graphs (torch alone) and in HLO (torch_xla).
+Imported as `planted` by the tests of lint: each fault is found in exported graphs (torch alone) and
+in HLO (torch_xla).
 """
 
 from collections.abc import Callable
@@ -10,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ltx_neuron.graphs import Field
-from ltx_neuron.programs import Graph, Program
+from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.signatures import Field
 
 TOLD = "result is needed while tracing"  # lint's words where a graph would end in the middle
 OWN = "(makes|holds) a tensor of its own"
 
 
 class Fault(NamedTuple):
-    """A function of x (4, 8) bf16 and index (8,) int32, and what findings say of it (regular expressions)."""
+    """A function of x (4, 8) bf16 and index (8,) int32, and what findings say of it (regular
+    expressions)."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     exported: str
@@ -43,20 +46,36 @@ def _solved(x: Tensor, index: Tensor) -> Tensor:
 
 
 FAULTS = {
-    "a float64 constant": Fault(lambda x, index: (x.double() * 0.1).to(x.dtype), "f64 arises", "f64 arises"),
-    "a value fetched by .item()": Fault(lambda x, index: x * x.float().sum().item(), "only at run time", TOLD),
-    "the rank": Fault(lambda x, index: x * (2 + dist.get_rank()), "rank 0 has .* rank 3 has", "rank 0 has .* rank 3 has"),
+    "a float64 constant": Fault(
+        lambda x, index: (x.double() * 0.1).to(x.dtype), "f64 arises", "f64 arises"
+    ),
+    "a value fetched by .item()": Fault(
+        lambda x, index: x * x.float().sum().item(), "only at run time", TOLD
+    ),
+    "the rank": Fault(
+        lambda x, index: x * (2 + dist.get_rank()),
+        "rank 0 has .* rank 3 has",
+        "rank 0 has .* rank 3 has",
+    ),
     "an arange as long as the data says": Fault(_counted, "cannot be exported", TOLD),
     "a complex rotation": Fault(_rotated, "c64 arises", "c64 arises"),
     "a sort": Fault(lambda x, index: x.sort(-1).values, "no sort", "no sort"),
-    "int64 arithmetic": Fault(lambda x, index: x * (index.long() * 3).to(x.dtype), "s64 arises", "arithmetic on int64"),
+    "int64 arithmetic": Fault(
+        lambda x, index: x * (index.long() * 3).to(x.dtype), "s64 arises", "arithmetic on int64"
+    ),
     "boolean indexing": Fault(lambda x, index: x[x > 0].sum(), "only at run time", TOLD),
     "a branch on data": Fault(_chosen, "cannot be exported", TOLD),
     "an operation the compiler lacks": Fault(_solved, "NCC_EVRF001", "NCC_EVRF001"),
-    "a table made in the graph": Fault(lambda x, index: x * torch.arange(8, device=x.device).float(), OWN, OWN),
-    "random numbers": Fault(lambda x, index: x + torch.rand_like(x), "random numbers|" + OWN, "random numbers"),
+    "a table made in the graph": Fault(
+        lambda x, index: x * torch.arange(8, device=x.device).float(), OWN, OWN
+    ),
+    "random numbers": Fault(
+        lambda x, index: x + torch.rand_like(x), "random numbers|" + OWN, "random numbers"
+    ),
     "a gather": Fault(lambda x, index: x[:, index], "a gather", "a gather"),
-    "LayerNorm in bf16": Fault(lambda x, index: nn.functional.layer_norm(x, (8,)), "computed in bf16", "computed in bf16"),
+    "LayerNorm in bf16": Fault(
+        lambda x, index: nn.functional.layer_norm(x, (8,)), "computed in bf16", "computed in bf16"
+    ),
 }
 
 
@@ -81,4 +100,6 @@ class _Module(nn.Module):
 def program(function: Callable[[Tensor, Tensor], Tensor]) -> Program:
     """A program whose one graph is the function."""
     fields = {"x": Field((4, 8), torch.bfloat16), "index": Field((8,), torch.int32)}
-    return Program({"planted": Graph(_Module(function), Inputs, Outputs)}, {"main": (("planted", 0),)}, fields)
+    return Program(
+        {"planted": Graph(_Module(function), Inputs, Outputs)}, {"main": (("planted", 0),)}, fields
+    )

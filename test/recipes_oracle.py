@@ -1,7 +1,8 @@
-"""The oracle's other recipes: guidance, LoRA, the dev checkpoint in two stages, upsampling in time; both releases' numerics.
+"""The oracle's other recipes: guidance, LoRA, the dev checkpoint in two stages, upsampling in time;
+both releases' numerics.
 
-Built on oracle.py from the functions of ltx-pipelines 1.0.0, on any tiny assets, in fp32. Besides what oracle.py patches,
-later releases keep a skipped stream out of the negative pass as well.
+Built on oracle.py from the functions of ltx-pipelines 1.0.0, on any tiny assets, in fp32. Besides
+what oracle.py patches, later releases keep a skipped stream out of the negative pass as well.
 """
 
 import dataclasses
@@ -14,15 +15,24 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-OFF = {"cfg_scale": 1.0, "stg_scale": 0.0, "stg_blocks": (), "modality_scale": 1.0, "rescale_scale": 0.0, "skip_step": 0}
+OFF = {
+    "cfg_scale": 1.0,
+    "stg_scale": 0.0,
+    "stg_blocks": (),
+    "modality_scale": 1.0,
+    "rescale_scale": 0.0,
+    "skip_step": 0,
+}
 STREAMS = ("video", "audio")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job(oracle.Job):
-    """What to generate. video and audio are guidance as (name, value) pairs over OFF; None is the distilled recipe.
+    """What to generate. video and audio are guidance as (name, value) pairs over OFF; None is the
+    distilled recipe.
 
-    LoRAs are (path, strength); `refining_loras` are those of stage 2 only. `release` is "later" or "1.0.0".
+    LoRAs are (path, strength); `refining_loras` are those of stage 2 only. `release` is "later" or
+    "1.0.0".
     """
 
     two_stage: bool = False
@@ -41,7 +51,8 @@ class Job(oracle.Job):
 
 @torch.no_grad()
 def generate(assets, job: Job) -> dict[str, Tensor]:
-    """Latents of every stage, and "step0.<pass>.<stream>" of a guided first step, "guided" being what guidance makes of it."""
+    """Latents of every stage, and "step0.<pass>.<stream>" of a guided first step, "guided" being
+    what guidance makes of it."""
     with semantics(job.release), oracle.one_thread():
         run = Recipe(assets, job)
         return run.run() if job.video is None else run.run_guided()
@@ -55,12 +66,18 @@ def upsampled_in_time(assets, latent: Tensor) -> Tensor:
     builder = SingleGPUModelBuilder(LatentUpsamplerConfigurator, str(assets.temporal_upsampler))
     with torch.no_grad(), oracle.one_thread():
         upsampler = builder.build(device=CPU, dtype=torch.float32)
-        return upsample_video(latent, oracle.ledger(assets, torch.float32).video_encoder(), upsampler)
+        return upsample_video(
+            latent, oracle.ledger(assets, torch.float32).video_encoder(), upsampler
+        )
 
 
 def fused_state(assets, loras: tuple) -> dict[str, Tensor]:
-    """The DiT's tensors as ltx-core's loader fuses them, in the checkpoint's own dtypes, under the DiT's names."""
-    return {name.removeprefix("velocity_model."): tensor for name, tensor in _fused(assets, loras).state_dict().items()}
+    """The DiT's tensors as ltx-core's loader fuses them, in the checkpoint's own dtypes, under the
+    DiT's names."""
+    return {
+        name.removeprefix("velocity_model."): tensor
+        for name, tensor in _fused(assets, loras).state_dict().items()
+    }
 
 
 def contexts(assets, prompt: str) -> tuple[Tensor, Tensor]:
@@ -79,12 +96,16 @@ def _fused(assets, loras: tuple):
     from ltx_core.model.transformer import X0Model
 
     builder = oracle.ledger(assets, torch.float32).transformer_builder
-    named = tuple(LoraPathStrengthAndSDOps(str(path), strength, LTXV_LORA_COMFY_RENAMING_MAP) for path, strength in loras)
+    named = tuple(
+        LoraPathStrengthAndSDOps(str(path), strength, LTXV_LORA_COMFY_RENAMING_MAP)
+        for path, strength in loras
+    )
     return X0Model(dataclasses.replace(builder, loras=named).build(device=CPU, dtype=None))
 
 
 class Recipe(oracle.Denoising):
-    """The stages of ti2vid_one_stage, ti2vid_two_stages and distilled; stage 2 is denoised by other weights."""
+    """The stages of ti2vid_one_stage, ti2vid_two_stages and distilled; stage 2 is denoised by other
+    weights."""
 
     def __init__(self, assets, job: Job):
         from ltx_core.components.noisers import GaussianNoiser
@@ -101,7 +122,9 @@ class Recipe(oracle.Denoising):
     def _simple(self, loras: tuple):
         from ltx_pipelines.utils.helpers import simple_denoising_func
 
-        return simple_denoising_func(*contexts(self.assets, self.job.prompt), self._transformer(loras))
+        return simple_denoising_func(
+            *contexts(self.assets, self.job.prompt), self._transformer(loras)
+        )
 
     def run_guided(self) -> dict[str, Tensor]:
         from ltx_core.components.schedulers import LTX2Scheduler
@@ -114,7 +137,9 @@ class Recipe(oracle.Denoising):
         video, audio = self._stage(job.height // factor, job.width // factor, sigmas)
         tensors = {"s1_video": video, "s1_audio": audio, **self.step0}
         if job.two_stage:
-            tensors["upsampled"] = upsample_video(video, self.encoder, self.models.spatial_upsampler())
+            tensors["upsampled"] = upsample_video(
+                video, self.encoder, self.models.spatial_upsampler()
+            )
             self.predict = self._simple(job.loras + job.refining_loras)
             second = torch.tensor(STAGE_2_DISTILLED_SIGMA_VALUES)
             last = self._stage(job.height, job.width, second, tensors["upsampled"], audio)
@@ -122,7 +147,10 @@ class Recipe(oracle.Denoising):
         return tensors
 
     def _guided(self):
-        from ltx_core.components.guiders import MultiModalGuiderParams, create_multimodal_guider_factory
+        from ltx_core.components.guiders import (
+            MultiModalGuiderParams,
+            create_multimodal_guider_factory,
+        )
         from ltx_pipelines.utils.helpers import multi_modal_guider_factory_denoising_func
 
         job, model, calls = self.job, self._transformer(self.job.loras), []
@@ -133,17 +161,23 @@ class Recipe(oracle.Denoising):
 
         negative = contexts(self.assets, job.negative_prompt)
         factories = [
-            create_multimodal_guider_factory(MultiModalGuiderParams(**parameters), negative_context=context)
+            create_multimodal_guider_factory(
+                MultiModalGuiderParams(**parameters), negative_context=context
+            )
             for parameters, context in zip(job.guidance, negative, strict=True)
         ]
-        denoise = multi_modal_guider_factory_denoising_func(*factories, *contexts(self.assets, job.prompt), recorded)
+        denoise = multi_modal_guider_factory_denoising_func(
+            *factories, *contexts(self.assets, job.prompt), recorded
+        )
         names = [*passes(*job.guidance), "guided"]
 
         def first_step_kept(video_state, audio_state, sigmas, step):
             guided = denoise(video_state, audio_state, sigmas, step)
             if step == 0:
                 for name, predictions in zip(names, [*calls, guided], strict=True):
-                    self.step0 |= {f"step0.{name}.{s}": p for s, p in zip(STREAMS, predictions, strict=True)}
+                    self.step0 |= {
+                        f"step0.{name}.{s}": p for s, p in zip(STREAMS, predictions, strict=True)
+                    }
             return guided
 
         return first_step_kept
@@ -151,8 +185,19 @@ class Recipe(oracle.Denoising):
 
 def passes(video: dict, audio: dict) -> list[str]:
     """The passes that ltx-pipelines runs for two streams' guidance, in its order."""
-    needs = {"uncond": ("cfg_scale", 1.0), "perturbed": ("stg_scale", 0.0), "isolated": ("modality_scale", 1.0)}
-    return ["cond", *(name for name, (scale, off) in needs.items() if any(s[scale] != off for s in (video, audio)))]
+    needs = {
+        "uncond": ("cfg_scale", 1.0),
+        "perturbed": ("stg_scale", 0.0),
+        "isolated": ("modality_scale", 1.0),
+    }
+    return [
+        "cond",
+        *(
+            name
+            for name, (scale, off) in needs.items()
+            if any(s[scale] != off for s in (video, audio))
+        ),
+    ]
 
 
 @contextmanager
@@ -166,13 +211,18 @@ def semantics(release: str):
     with ExitStack() as stack:
         stack.enter_context(oracle.later_semantics())
         stack.enter_context(
-            mock.patch.object(helpers, "modality_from_latent_state", _as_enabled(helpers.modality_from_latent_state))
+            mock.patch.object(
+                helpers,
+                "modality_from_latent_state",
+                _as_enabled(helpers.modality_from_latent_state),
+            )
         )
         yield
 
 
 def _as_enabled(original):
-    """The negative pass says nothing of `enabled`: give it what the step's conditional pass said of the same state."""
+    """The negative pass says nothing of `enabled`: give it what the step's conditional pass said of
+    the same state."""
     said: list[tuple] = []
 
     def modality_from_latent_state(state, context, sigma, enabled=None):

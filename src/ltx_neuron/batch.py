@@ -1,7 +1,8 @@
-"""--prompts-file: one JSON object per line, flags as keys. Models load once; every line's result is recorded as it ends.
+"""--prompts-file: one JSON object per line, flags as keys. Models load once; every line's result is
+recorded as it ends.
 
-A batch that was killed is resumed by the same command: lines that are done, and still say the same, are not run again, and one
-that was on its way goes on after its last finished stage.
+A batch that was killed is resumed by the same command: lines that are done, and still say the same,
+are not run again, and one that was on its way goes on after its last finished stage.
 """
 
 import argparse
@@ -11,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ltx_neuron import resume
+from ltx_neuron import progress
 from ltx_neuron.config import digest
-from ltx_neuron.denoise import JobRun
+from ltx_neuron.decode_queue import Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.finishing import Failure, Result
+from ltx_neuron.host.media import file_digest
 from ltx_neuron.job import Job
-from ltx_neuron.media import file_digest
+from ltx_neuron.progress import JobRun
 
 RESULTS = "results.json"
 MAX_LINES, MAX_LINE_BYTES = 100_000, 1_000_000
@@ -46,15 +47,23 @@ class LineParser(argparse.ArgumentParser):
 
 
 def read_lines(
-    path: Path, parser: argparse.ArgumentParser, base: argparse.Namespace, job_of: Callable, identity: dict
+    path: Path,
+    parser: argparse.ArgumentParser,
+    base: argparse.Namespace,
+    job_of: Callable,
+    identity: dict,
 ) -> list[Line]:
-    """Parse and check every line on top of the command's own flags. One UserError lists every bad line by number.
+    """Parse and check every line on top of the command's own flags. One UserError lists every bad
+    line by number.
 
-    identity is what a line's video depends on besides the job: another checkpoint's videos are not taken for done.
+    identity is what a line's video depends on besides the job: another checkpoint's videos are not
+    taken for done.
     """
     if not path.is_file():
-        raise UserError(f"--prompts-file {path}: no such file. Wanted: one JSON object per line, for example\n"
-                        '{"prompt": "a golden retriever runs across a meadow", "seed": 10}')  # fmt: skip
+        raise UserError(
+            f"--prompts-file {path}: no such file. Wanted: one JSON object per line, for example\n"
+            '{"prompt": "a golden retriever runs across a meadow", "seed": 10}'
+        )
     known = {option for action in parser._actions for option in action.option_strings}
     lines, problems = [], []
     with open(path, "rb") as file:
@@ -79,7 +88,8 @@ def read_lines(
 
 
 def _words(raw: bytes, known: set[str]) -> list[str]:
-    """A line as command-line words. Keys are flags without dashes; a list is several values, a list of lists repeats."""
+    """A line as command-line words. Keys are flags without dashes; a list is several values, a list
+    of lists repeats."""
     try:
         if len(raw) > MAX_LINE_BYTES:
             raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
@@ -92,23 +102,36 @@ def _words(raw: bytes, known: set[str]) -> list[str]:
     for key, value in values.items():
         flag = "--" + key.replace("_", "-")
         if flag not in known:
-            names = ", ".join(sorted(name.strip("-") for name in known if name.startswith("--") and name != "--help"))
+            names = ", ".join(
+                sorted(
+                    name.strip("-") for name in known if name.startswith("--") and name != "--help"
+                )
+            )
             raise UserError(f"unknown key {key!r}; known: {names}")
         if value is True:
             words.append(flag)
         elif value not in (False, None):
-            repeats = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+            repeats = (
+                value
+                if isinstance(value, list) and value and isinstance(value[0], list)
+                else [value]
+            )
             for one in repeats:
                 words += [flag, *map(str, one)] if isinstance(one, list) else [f"{flag}={one}"]
     return words
 
 
 def run(
-    lines: list[Line], engine: Engine, folder: Path, write: Callable[[Result, Path], None], describe: Callable[[Job], dict]
+    lines: list[Line],
+    engine: Engine,
+    folder: Path,
+    write: Callable[[Result, Path], None],
+    describe: Callable[[Job], dict],
 ) -> list[dict]:
     """Run the lines that are not done yet; returns every line's entry, in the file's order.
 
-    A line keeps its state beside its video until it is done. `describe` says all that its latents depend on.
+    A line keeps its state beside its video until it is done. `describe` says all that its latents
+    depend on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     entries = _earlier(folder / RESULTS, lines, folder)
@@ -131,7 +154,7 @@ def run(
             state(job).unlink(missing_ok=True)
 
     def state(job: Job) -> Path:
-        return resume.beside(folder / pending[id(job)].file)
+        return progress.beside(folder / pending[id(job)].file)
 
     def begun(job: Job) -> JobRun | None:
         """A line's interrupted run, where it has left one that still fits."""
@@ -139,11 +162,14 @@ def run(
         if not path.is_file():
             return None
         try:
-            found = resume.restore(path, job, describe(job), engine.workspace.dtype)
+            found = progress.restore(path, job, describe(job), engine.workspace.dtype)
         except UserError:  # the line, or the set-up, is another one now
             print(f"line {number} begins anew: {path} does not fit it")
             return None
-        print(f"resumed: line {number}; {', '.join(stage.name for stage in found.left) or 'the decoding'} is left")
+        print(
+            f"resumed: line {number};"
+            f" {', '.join(stage.name for stage in found.left) or 'the decoding'} is left"
+        )
         return found
 
     def hand_over(result: Result) -> None:
@@ -154,8 +180,9 @@ def run(
         else:
             note(result.job)
 
-    # Jobs end one after another, so no two of them are noted at a time, whichever threads they end in.
-    engine.on_stage_end = lambda run: resume.keep(state(run.job), run, describe(run.job))
+    # Jobs end one after another, so no two of them are noted at a time, whichever threads they end
+    # in.
+    engine.on_stage_end = lambda run: progress.keep(state(run.job), run, describe(run.job))
     jobs = [line.job for line in todo]
     for outcome in engine.run(jobs, isolate=True, begun=begun, hand_over=hand_over) if jobs else ():
         if isinstance(outcome, Failure):

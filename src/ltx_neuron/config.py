@@ -1,7 +1,7 @@
 """Model configurations read from file metadata, and Bucket, the shape a DiT graph is compiled for.
 
-Nothing here is a constant of the release: sizes come from the checkpoint's `config` metadata and Gemma's config.json.
-Values the code does not implement are refused by name rather than ignored.
+Nothing here is a constant of the release: sizes come from the checkpoint's `config` metadata and
+Gemma's config.json. Values the code does not implement are refused by name rather than ignored.
 """
 
 import dataclasses
@@ -14,37 +14,72 @@ from pathlib import Path
 from ltx_neuron.errors import UserError
 
 SUPPORTED_VERSION = "2.3"
-CHECKPOINT_DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled.safetensors --local-dir ."
-TEXT_TOKENS = 1024  # the tokenizer pads to this many, and the connectors return this many (ltx-core base_encoder.py:182)
-REGISTERS = 128  # learnable registers per connector; the config key is ignored upstream too (embeddings_connector.py)
+CHECKPOINT_DOWNLOAD = (
+    "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled.safetensors --local-dir ."
+)
+# the tokenizer pads to this many, and the connectors return this many (ltx-core
+# base_encoder.py:182)
+TEXT_TOKENS = 1024
+# learnable registers per connector; the config key is ignored upstream too
+# (embeddings_connector.py)
+REGISTERS = 128
 
-# What the transformer code assumes. Same list as ltx-core's LTXModelConfigurator, plus what only 2.3 checkpoints have.
+# What the transformer code assumes. Same list as ltx-core's LTXModelConfigurator, plus what only
+# 2.3 checkpoints have.
 _REQUIRED = {
-    "dropout": 0.0, "attention_bias": True, "num_vector_embeds": None, "activation_fn": "gelu-approximate",
-    "num_embeds_ada_norm": 1000, "use_linear_projection": False, "only_cross_attention": False,
-    "cross_attention_norm": True, "double_self_attention": False, "upcast_attention": False,
-    "standardization_norm": "rms_norm", "norm_elementwise_affine": False, "qk_norm": "rms_norm",
-    "positional_embedding_type": "rope", "use_audio_video_cross_attention": True, "share_ff": False,
-    "av_cross_ada_norm": True, "use_middle_indices_grid": True, "rope_type": "split",
-    "frequencies_precision": "float64", "cross_attention_adaln": True, "apply_gated_attention": True,
-    "connector_apply_gated_attention": True, "caption_proj_before_connector": True,
-    "caption_projection_first_linear": False, "caption_projection_second_linear": False,
-    "caption_proj_input_norm": False, "use_embeddings_connector": True,
-}  # fmt: skip
+    "dropout": 0.0,
+    "attention_bias": True,
+    "num_vector_embeds": None,
+    "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000,
+    "use_linear_projection": False,
+    "only_cross_attention": False,
+    "cross_attention_norm": True,
+    "double_self_attention": False,
+    "upcast_attention": False,
+    "standardization_norm": "rms_norm",
+    "norm_elementwise_affine": False,
+    "qk_norm": "rms_norm",
+    "positional_embedding_type": "rope",
+    "use_audio_video_cross_attention": True,
+    "share_ff": False,
+    "av_cross_ada_norm": True,
+    "use_middle_indices_grid": True,
+    "rope_type": "split",
+    "frequencies_precision": "float64",
+    "cross_attention_adaln": True,
+    "apply_gated_attention": True,
+    "connector_apply_gated_attention": True,
+    "caption_proj_before_connector": True,
+    "caption_projection_first_linear": False,
+    "caption_projection_second_linear": False,
+    "caption_proj_input_norm": False,
+    "use_embeddings_connector": True,
+}
 # Flags of later releases; a 2.3 checkpoint has none of them and means these values.
-_LATER_FLAGS = {"ff_bias": True, "audio_ff_bias": True, "connector_ff_bias": True, "use_prompt_adaln_single": True}
+_LATER_FLAGS = {
+    "ff_bias": True,
+    "audio_ff_bias": True,
+    "connector_ff_bias": True,
+    "use_prompt_adaln_single": True,
+}
 
 
 def gemma_download(root: Path) -> str:
     """The command that fills a Gemma root, and what Google wants first."""
-    return (f"hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir {shlex.quote(str(root))}\n"
-            "(once, before: accept the terms on https://huggingface.co/google/gemma-3-12b-it-qat-q4_0-unquantized "
-            "and type hf auth login)")  # fmt: skip
+    return (
+        "hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir"
+        f" {shlex.quote(str(root))}\n(once, before: accept the terms on"
+        " https://huggingface.co/google/gemma-3-12b-it-qat-q4_0-unquantized and type hf auth"
+        " login)"
+    )
 
 
 def upsampler_download(kind: str) -> str:
     """The command that fetches the "spatial" or "temporal" latent upsampler."""
-    return f"hf download Lightricks/LTX-2.3 ltx-2.3-{kind}-upscaler-x2-1.0.safetensors --local-dir ."
+    return (
+        f"hf download Lightricks/LTX-2.3 ltx-2.3-{kind}-upscaler-x2-1.0.safetensors --local-dir ."
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +96,8 @@ class AttentionSize:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The joint audio-video DiT and its two text connectors (transformer section of the metadata)."""
+    """The joint audio-video DiT and its two text connectors (transformer section of the
+    metadata)."""
 
     num_layers: int
     video: AttentionSize
@@ -93,54 +129,80 @@ class TransformerConfig:
     @property
     def heads(self) -> dict[str, int]:
         """The counts that a tensor-parallel degree must divide."""
-        sizes = {"num_attention_heads": self.video, "audio_num_attention_heads": self.audio,
-                 "connector_num_attention_heads": self.video_connector,
-                 "audio_connector_num_attention_heads": self.audio_connector}  # fmt: skip
+        sizes = {
+            "num_attention_heads": self.video,
+            "audio_num_attention_heads": self.audio,
+            "connector_num_attention_heads": self.video_connector,
+            "audio_connector_num_attention_heads": self.audio_connector,
+        }
         return {name: size.heads for name, size in sizes.items()}
 
     def check_tensor_parallel(self, tp: int) -> None:
-        """Refuse a degree that would cut a head: such a split can divide evenly and still be wrong."""
+        """Refuse a degree that would cut a head: such a split can divide evenly and still be
+        wrong."""
         check_heads(tp, self.heads)
 
 
-KEY_VALUE_HEADS = "Gemma num_key_value_heads"  # the name of a count of heads that several ranks may share
+KEY_VALUE_HEADS = (  # the name of a count of heads that several ranks may share
+    "Gemma num_key_value_heads"
+)
 
 
 def check_heads(tp: int, heads: dict[str, int]) -> None:
-    """Raise UserError unless every rank gets whole heads. Ranks may share a key-value head, each with a copy of it."""
+    """Raise UserError unless every rank gets whole heads. Ranks may share a key-value head, each
+    with a copy of it."""
 
     def whole(name: str, count: int, degree: int) -> bool:
         return count % degree == 0 or name == KEY_VALUE_HEADS and degree % count == 0
 
     for name, count in heads.items():
         if tp < 1 or not whole(name, count, tp):
-            degrees = [d for d in range(1, max(heads.values()) + 1) if all(whole(n, h, d) for n, h in heads.items())]
+            degrees = [
+                d
+                for d in range(1, max(heads.values()) + 1)
+                if all(whole(n, h, d) for n, h in heads.items())
+            ]
             raise UserError(
-                f"tensor-parallel degree {tp} does not divide {name}={count}; a rank must hold whole heads.\n"
-                f"Type --tp-degree with one of {', '.join(map(str, degrees))}"
+                f"tensor-parallel degree {tp} does not divide {name}={count}; a rank must hold"
+                f" whole heads.\nType --tp-degree with one of {', '.join(map(str, degrees))}"
             )
 
 
 def transformer_config(metadata: dict) -> TransformerConfig:
-    """Parse the checkpoint's `config` metadata (a dict). Raises UserError naming the first value not implemented."""
+    """Parse the checkpoint's `config` metadata (a dict). Raises UserError naming the first value
+    not implemented."""
     values = metadata.get("transformer")
     if not isinstance(values, dict):
-        raise UserError("the checkpoint's config metadata has no 'transformer' section; is this an LTX-2.3 checkpoint?")
+        raise UserError(
+            "the checkpoint's config metadata has no 'transformer' section; is this an LTX-2.3"
+            " checkpoint?"
+        )
     for name, wanted in _REQUIRED.items():
         if name not in values and wanted is not None or values.get(name) != wanted:
             got = repr(values[name]) if name in values else "absent"
-            raise UserError(f"checkpoint config: transformer.{name} is {got}, this code implements only {wanted!r}")
+            raise UserError(
+                f"checkpoint config: transformer.{name} is {got}, this code implements only"
+                f" {wanted!r}"
+            )
     if values.get("use_keyframes_abs_pos_embedding", False):
-        raise UserError("checkpoint config: transformer.use_keyframes_abs_pos_embedding is True (LTX-2.5), not implemented")
+        raise UserError(
+            "checkpoint config: transformer.use_keyframes_abs_pos_embedding is True (LTX-2.5), not"
+            " implemented"
+        )
     flags = {name: bool(values.get(name, default)) for name, default in _LATER_FLAGS.items()}
 
     def size(prefix: str) -> AttentionSize:
-        return AttentionSize(values[f"{prefix}num_attention_heads"], values[f"{prefix}attention_head_dim"])
+        return AttentionSize(
+            values[f"{prefix}num_attention_heads"], values[f"{prefix}attention_head_dim"]
+        )
 
     try:
         config = TransformerConfig(
-            num_layers=values["num_layers"], video=size(""), audio=size("audio_"),
-            in_channels=values.get("in_channels", 128), audio_in_channels=values.get("audio_in_channels", 128),
+            num_layers=values["num_layers"],
+            video=size(""),
+            audio=size("audio_"),
+            in_channels=values.get("in_channels", 128),
+            audio_in_channels=values.get("audio_in_channels", 128),
             norm_eps=values.get("norm_eps", 1e-6),
             positional_embedding_theta=values.get("positional_embedding_theta", 10000.0),
             positional_embedding_max_pos=tuple(values["positional_embedding_max_pos"]),
@@ -148,15 +210,23 @@ def transformer_config(metadata: dict) -> TransformerConfig:
             timestep_scale_multiplier=values["timestep_scale_multiplier"],
             av_ca_timestep_scale_multiplier=values["av_ca_timestep_scale_multiplier"],
             caption_channels=values["caption_channels"],
-            video_connector=size("connector_"), audio_connector=size("audio_connector_"),
+            video_connector=size("connector_"),
+            audio_connector=size("audio_connector_"),
             connector_num_layers=values["connector_num_layers"],
-            audio_connector_num_layers=values.get("audio_connector_num_layers", values["connector_num_layers"]),
-            connector_positional_embedding_max_pos=tuple(values["connector_positional_embedding_max_pos"]), **flags,
-        )  # fmt: skip
+            audio_connector_num_layers=values.get(
+                "audio_connector_num_layers", values["connector_num_layers"]
+            ),
+            connector_positional_embedding_max_pos=tuple(
+                values["connector_positional_embedding_max_pos"]
+            ),
+            **flags,
+        )
     except KeyError as missing:
         raise UserError(f"checkpoint config: transformer.{missing.args[0]} is absent") from None
     except TypeError as error:
-        raise UserError(f"checkpoint config: a list of the transformer section is none: {error}") from None
+        raise UserError(
+            f"checkpoint config: a list of the transformer section is none: {error}"
+        ) from None
     _check_numbers(config, "checkpoint config: transformer.")
     _check_widths(values, config)
     return config
@@ -169,7 +239,9 @@ def _check_numbers(config, where: str) -> None:
         if field.type is AttentionSize:
             _check_numbers(value, f"{where}{field.name} ")
         elif field.type in (int, float):
-            right = isinstance(value, int if field.type is int else (int, float)) and not isinstance(value, bool)
+            right = isinstance(
+                value, int if field.type is int else (int, float)
+            ) and not isinstance(value, bool)
             if not right or not 0 < value < float("inf"):
                 wanted = "a whole number" if field.type is int else "a number"
                 raise UserError(f"{where}{field.name} is {value!r}, wanted {wanted} above 0")
@@ -177,13 +249,19 @@ def _check_numbers(config, where: str) -> None:
 
 def _check_widths(values: dict, config: TransformerConfig) -> None:
     wanted = {
-        "cross_attention_dim": config.video.inner, "audio_cross_attention_dim": config.audio.inner,
-        "out_channels": config.in_channels, "audio_out_channels": config.audio_in_channels,
-        "connector width": config.video.inner, "audio connector width": config.audio.inner,
+        "cross_attention_dim": config.video.inner,
+        "audio_cross_attention_dim": config.audio.inner,
+        "out_channels": config.in_channels,
+        "audio_out_channels": config.audio_in_channels,
+        "connector width": config.video.inner,
+        "audio connector width": config.audio.inner,
         "audio_num_attention_heads": config.video.heads,
-    }  # fmt: skip
-    got = {**values, "connector width": config.video_connector.inner,
-           "audio connector width": config.audio_connector.inner}  # fmt: skip
+    }
+    got = {
+        **values,
+        "connector width": config.video_connector.inner,
+        "audio connector width": config.audio_connector.inner,
+    }
     for name, width in wanted.items():
         if got.get(name, width) != width:
             raise UserError(f"checkpoint config: {name} is {got[name]}, this code needs {width}")
@@ -191,7 +269,8 @@ def _check_widths(values: dict, config: TransformerConfig) -> None:
 
 @dataclass(frozen=True)
 class GemmaConfig:
-    """Gemma3's text model (text_config of gemma_root/config.json, in the spelling of transformers 4 or 5)."""
+    """Gemma3's text model (text_config of gemma_root/config.json, in the spelling of transformers 4
+    or 5)."""
 
     hidden_size: int
     intermediate_size: int
@@ -203,7 +282,9 @@ class GemmaConfig:
     vocab_size: int
     rms_norm_eps: float
     sliding_window: int
-    full_attention_layers: tuple[int, ...]  # every 6th; the others are sliding and use the local RoPE base
+    full_attention_layers: tuple[
+        int, ...
+    ]  # every 6th; the others are sliding and use the local RoPE base
     rope_theta: float
     rope_factor: float
     rope_local_base_freq: float
@@ -214,88 +295,145 @@ class GemmaConfig:
 
     @property
     def heads(self) -> dict[str, int]:
-        """The counts that a tensor-parallel degree must divide, or be a multiple of in the case of the second."""
-        return {"Gemma num_attention_heads": self.num_attention_heads, KEY_VALUE_HEADS: self.num_key_value_heads}
+        """The counts that a tensor-parallel degree must divide, or be a multiple of in the case of
+        the second."""
+        return {
+            "Gemma num_attention_heads": self.num_attention_heads,
+            KEY_VALUE_HEADS: self.num_key_value_heads,
+        }
 
     def check_tensor_parallel(self, tp: int) -> None:
         check_heads(tp, self.heads)
 
 
 GEMMA_3_12B = GemmaConfig(
-    hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=256, query_pre_attn_scalar=256, vocab_size=262208, rms_norm_eps=1e-6, sliding_window=1024,
-    full_attention_layers=tuple(range(5, 48, 6)), rope_theta=1e6, rope_factor=8.0, rope_local_base_freq=1e4,
-)  # fmt: skip
+    hidden_size=3840,
+    intermediate_size=15360,
+    num_hidden_layers=48,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=256,
+    query_pre_attn_scalar=256,
+    vocab_size=262208,
+    rms_norm_eps=1e-6,
+    sliding_window=1024,
+    full_attention_layers=tuple(range(5, 48, 6)),
+    rope_theta=1e6,
+    rope_factor=8.0,
+    rope_local_base_freq=1e4,
+)
 
 
 def gemma_config(root: Path) -> GemmaConfig:
-    """Read gemma_root/config.json. Defaults are google/gemma-3-12b-it's, whose published file leaves most out."""
+    """Read gemma_root/config.json. Defaults are google/gemma-3-12b-it's, whose published file
+    leaves most out."""
     path = Path(root) / "config.json"
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        what = f"--gemma-root {root} is not a folder" if not Path(root).is_dir() else f"{path}: {error.strerror}"
-        raise UserError(f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}") from None
+        what = (
+            f"--gemma-root {root} is not a folder"
+            if not Path(root).is_dir()
+            else f"{path}: {error.strerror}"
+        )
+        raise UserError(
+            f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     text = content.get("text_config") if isinstance(content, dict) else None
     if not isinstance(text, dict) or content.get("model_type") != "gemma3":
         got = content.get("model_type") if isinstance(content, dict) else type(content).__name__
-        raise UserError(f"{path}: model_type is {got!r}, wanted 'gemma3' with a text_config (LTX-2.3 uses Gemma3-12B)")
+        raise UserError(
+            f"{path}: model_type is {got!r}, wanted 'gemma3' with a text_config (LTX-2.3 uses"
+            " Gemma3-12B)"
+        )
     for name in ("attn_logit_softcapping", "attention_bias", "use_bidirectional_attention"):
         if text.get(name):
-            raise UserError(f"{path}: text_config.{name} is {text[name]!r}, which is not implemented")
+            raise UserError(
+                f"{path}: text_config.{name} is {text[name]!r}, which is not implemented"
+            )
     layers = text.get("num_hidden_layers", 48)
     pattern = text.get("sliding_window_pattern", 6)
-    types = text.get("layer_types") or ["full_attention" if (i + 1) % pattern == 0 else "sliding" for i in range(layers)]
+    types = text.get("layer_types") or [
+        "full_attention" if (i + 1) % pattern == 0 else "sliding" for i in range(layers)
+    ]
     rope = text.get("rope_parameters") or {}
     full, local = rope.get("full_attention", {}), rope.get("sliding_attention", {})
     scaling = text.get("rope_scaling") or full or {"factor": 8.0, "rope_type": "linear"}
     if scaling.get("rope_type", "linear") not in ("linear", "default"):
-        raise UserError(f"{path}: rope_type {scaling['rope_type']!r} is not implemented, only 'linear'")
+        raise UserError(
+            f"{path}: rope_type {scaling['rope_type']!r} is not implemented, only 'linear'"
+        )
     config = GemmaConfig(
-        hidden_size=text.get("hidden_size", 3840), intermediate_size=text.get("intermediate_size", 15360),
-        num_hidden_layers=layers, num_attention_heads=text.get("num_attention_heads", 16),
-        num_key_value_heads=text.get("num_key_value_heads", 8), head_dim=text.get("head_dim", 256),
-        query_pre_attn_scalar=text.get("query_pre_attn_scalar", 256), vocab_size=text.get("vocab_size", 262208),
-        rms_norm_eps=text.get("rms_norm_eps", 1e-6), sliding_window=text.get("sliding_window", 1024),
+        hidden_size=text.get("hidden_size", 3840),
+        intermediate_size=text.get("intermediate_size", 15360),
+        num_hidden_layers=layers,
+        num_attention_heads=text.get("num_attention_heads", 16),
+        num_key_value_heads=text.get("num_key_value_heads", 8),
+        head_dim=text.get("head_dim", 256),
+        query_pre_attn_scalar=text.get("query_pre_attn_scalar", 256),
+        vocab_size=text.get("vocab_size", 262208),
+        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+        sliding_window=text.get("sliding_window", 1024),
         full_attention_layers=tuple(i for i, kind in enumerate(types) if kind == "full_attention"),
-        rope_theta=full.get("rope_theta", text.get("rope_theta", 1e6)), rope_factor=scaling.get("factor", 1.0),
+        rope_theta=full.get("rope_theta", text.get("rope_theta", 1e6)),
+        rope_factor=scaling.get("factor", 1.0),
         rope_local_base_freq=local.get("rope_theta", text.get("rope_local_base_freq", 1e4)),
-    )  # fmt: skip
+    )
     _check_numbers(config, f"{path}: text_config.")
     if config.sliding_window < TEXT_TOKENS:
-        raise UserError(f"{path}: sliding_window {config.sliding_window} is below the {TEXT_TOKENS} tokens LTX-2.3 encodes")
+        raise UserError(
+            f"{path}: sliding_window {config.sliding_window} is below the {TEXT_TOKENS} tokens"
+            " LTX-2.3 encodes"
+        )
     return config
 
 
 def check_gemma_fits(
-    gemma: GemmaConfig, transformer: TransformerConfig, gemma_root: Path, features: int | None = None
-) -> None:  # fmt: skip
+    gemma: GemmaConfig,
+    transformer: TransformerConfig,
+    gemma_root: Path,
+    features: int | None = None,
+) -> None:
     """Refuse a text encoder whose hidden states the checkpoint's projections do not take.
 
-    `features` is what a projection takes: the hidden states of the embedding and of every layer, side by side.
+    `features` is what a projection takes: the hidden states of the embedding and of every layer,
+    side by side.
     """
     wrong = None
     if gemma.hidden_size != transformer.caption_channels:
-        wrong = ("hidden_size", gemma.hidden_size, f"{transformer.caption_channels} (caption_channels)")
+        wrong = (
+            "hidden_size",
+            gemma.hidden_size,
+            f"{transformer.caption_channels} (caption_channels)",
+        )
     elif features is not None and gemma.hidden_size * (gemma.num_hidden_layers + 1) != features:
-        wrong = ("num_hidden_layers", gemma.num_hidden_layers, f"{features // gemma.hidden_size - 1} layers")
+        wrong = (
+            "num_hidden_layers",
+            gemma.num_hidden_layers,
+            f"{features // gemma.hidden_size - 1} layers",
+        )
     if wrong:
         name, got, wanted = wrong
-        raise UserError(f"--gemma-root {gemma_root} has {name} {got}, but the checkpoint's text projections take {wanted}.\n"
-                        f"LTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}")  # fmt: skip
+        raise UserError(
+            f"--gemma-root {gemma_root} has {name} {got}, but the checkpoint's text projections"
+            f" take {wanted}.\nLTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}"
+        )
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shape a DiT step is compiled for. Height and width only count through their tokens: portrait and landscape share.
+    """The shape a DiT step is compiled for. Height and width only count through their tokens:
+    portrait and landscape share.
 
     video_tokens   tokens of the video latent, appended keyframe tokens included
     audio_tokens   tokens of the audio latent
-    timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one more per image strength
+    timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one
+                   more per image strength
     max_steps      rows of the schedule's modulation table; a shorter schedule fills the first ones
-    guided         a pass that predicts x0 and a graph that combines passes, instead of the plain step
+    guided         a pass that predicts x0 and a graph that combines passes, instead of the plain
+                   step
     """
 
     video_tokens: int
@@ -307,7 +445,9 @@ class Bucket:
     @property
     def name(self) -> str:
         kind = "-guided" if self.guided else ""
-        return f"v{self.video_tokens}-a{self.audio_tokens}-t{self.timesteps}-s{self.max_steps}{kind}"
+        return (
+            f"v{self.video_tokens}-a{self.audio_tokens}-t{self.timesteps}-s{self.max_steps}{kind}"
+        )
 
 
 def digest(value: object) -> str:

@@ -1,7 +1,7 @@
 """From jobs to videos, one model on the ranks at a time.
 
-Gemma3 leaves before the DiT enters. Both stages, and all jobs, share one copy of the DiT's weights; an engine keeps what is
-loaded until it is closed, so that the next call finds it there.
+Gemma3 leaves before the DiT enters. Both stages, and all jobs, share one copy of the DiT's weights;
+an engine keeps what is loaded until it is closed, so that the next call finds it there.
 """
 
 import time
@@ -14,50 +14,66 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ltx_neuron import latents, lora, media, text
-from ltx_neuron.backends import chosen
+from ltx_neuron.backends import registry
 from ltx_neuron.backends.torchdist import Ranks
-from ltx_neuron.beside import Beside
-from ltx_neuron.compat import COMPAT, Compat
-from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.config import upsampler_download
-from ltx_neuron.decode import HostModels
-from ltx_neuron.denoise import JobRun, Program, StageRun, refining
-from ltx_neuron.errors import UserError
-from ltx_neuron.finishing import Failure, Finishing, Result, outcome_of
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.decode_queue import Failure, Finishing, Result, outcome_of
+from ltx_neuron.denoise import Program, StageRun
+from ltx_neuron.errors import UserError, require
+from ltx_neuron.host import media
+from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.job import Job, Stage, refining
 from ltx_neuron.profiles import require_runtime
-from ltx_neuron.promptcache import PromptCache
-from ltx_neuron.rankfiles import load_host
-from ltx_neuron.recorder import Recorder
-from ltx_neuron.workspace import Workspace, require
+from ltx_neuron.progress import JobRun
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling import latents
+from ltx_neuron.sampling.compat import COMPAT, Compat
+from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.text import encoders, inputs
+from ltx_neuron.text.cache import PromptCache
+from ltx_neuron.weights import lora
+from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.workspace import Workspace
 
 _REMEMBERED_PROMPTS = 32  # contexts are 13 MB a prompt
 
 
 class Engine:
-    """Runs jobs on one workspace. Everything that can be wrong is checked in `check`, before anything loads.
+    """Runs jobs on one workspace. Everything that can be wrong is checked in `check`, before
+    anything loads.
 
     A context manager: leaving it ends the rank processes and frees the device.
     """
 
     def __init__(
-        self, workspace: Workspace, recorder: Recorder, neuron_gemma: bool = False, compat: Compat = COMPAT[None],
-        spatial_upsampler_path: Path | None = None, temporal_upsampler_path: Path | None = None, warmup: bool = False,
-    ):  # fmt: skip
+        self,
+        workspace: Workspace,
+        recorder: Recorder,
+        neuron_gemma: bool = False,
+        compat: Compat = COMPAT[None],
+        spatial_upsampler_path: Path | None = None,
+        temporal_upsampler_path: Path | None = None,
+        warmup: bool = False,
+    ):
         self.workspace, self.recorder = workspace, recorder
         self.neuron_gemma, self.compat, self.warmup = neuron_gemma, compat, warmup
         self.host = HostModels(
-            workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype, spatial_upsampler_path,
-            temporal_upsampler_path, audio_dtype=workspace.dtype if compat.vocoder else torch.float32,
-        )  # fmt: skip
+            workspace.checkpoint_path,
+            workspace.checkpoint.config,
+            workspace.dtype,
+            spatial_upsampler_path,
+            temporal_upsampler_path,
+            audio_dtype=workspace.dtype if compat.vocoder else torch.float32,
+        )
         self.caches_prompts = False
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
         self.progress = True
         self._ranks: Ranks | None = None
-        self._loaded: tuple[Path, frozenset[str]] | None = None  # DiT weights and programs on the ranks
-        self._contexts: dict[tuple[str, ...], list[text.Contexts]] = {}
+        # DiT weights and programs on the ranks
+        self._loaded: tuple[Path, frozenset[str]] | None = None
+        self._contexts: dict[tuple[str, ...], list[encoders.Contexts]] = {}
 
     def __enter__(self) -> "Engine":
         return self
@@ -79,8 +95,11 @@ class Engine:
         """
         workspace, programs = self.workspace, {}
         if self.neuron_gemma and workspace.profile.text_encoder == "host":
-            raise UserError(f"profile {workspace.profile.name!r} encodes prompts on the host (text_encoder=host); leave out "
-                            "--neuron-gemma, or type --profile-set text_encoder=sharded")  # fmt: skip
+            raise UserError(
+                f"profile {workspace.profile.name!r} encodes prompts on the host"
+                " (text_encoder=host); leave out --neuron-gemma, or type --profile-set"
+                " text_encoder=sharded"
+            )
         for job in jobs:
             job.check()
             if job.recipe == "dev":
@@ -90,11 +109,15 @@ class Engine:
                 require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", why, download)
         refined = any(refining(job, stage) for job in jobs for stage in job.stages)
         if refined and not workspace.distilled_loras:
-            raise UserError("--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps, which only the "
-                            f"distilled LoRA makes enough\nDownload it: {lora.DOWNLOAD}")  # fmt: skip
+            raise UserError(
+                "--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps,"
+                f" which only the distilled LoRA makes enough\nDownload it: {lora.DOWNLOAD}"
+            )
         if workspace.distilled_loras and not refined:
-            raise UserError("--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs that; "
-                            "a LoRA for every stage is --lora PATH [STRENGTH]")  # fmt: skip
+            raise UserError(
+                "--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs"
+                " that; a LoRA for every stage is --lora PATH [STRENGTH]"
+            )
         require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
             for image in job.images:
@@ -109,7 +132,9 @@ class Engine:
             workspace.check_memory(size, recipe, self.neuron_gemma)
         for job in jobs:
             for stage in job.stages:
-                bucket, manifest = workspace.dit_program_for(job.size, stage, job.images, job.recipe)
+                bucket, manifest = workspace.dit_program_for(
+                    job.size, stage, job.images, job.recipe
+                )
                 programs[bucket.name] = Program(bucket, manifest)
                 workspace.dit_weights(refining(job, stage))
         if self.neuron_gemma:
@@ -122,41 +147,58 @@ class Engine:
 
     @cached_property
     def tokenizer(self):
-        return text.tokenizer(self.workspace.gemma_root)
+        return inputs.tokenizer(self.workspace.gemma_root)
 
-    def _host_encoder(self) -> text.HostTextEncoder:
+    def _host_encoder(self) -> encoders.HostTextEncoder:
         workspace = self.workspace
-        return text.HostTextEncoder(workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype)
+        return encoders.HostTextEncoder(
+            workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype
+        )
 
     @torch.no_grad()
     def run(
-        self, jobs: list[Job], keep: bool = False, decode: bool = True, isolate: bool = False,
-        generator: torch.Generator | None = None, begun: Callable[[Job], JobRun | None] = lambda job: None,
+        self,
+        jobs: list[Job],
+        keep: bool = False,
+        decode: bool = True,
+        isolate: bool = False,
+        generator: torch.Generator | None = None,
+        begun: Callable[[Job], JobRun | None] = lambda job: None,
         hand_over: Callable[[Result], None] | None = None,
-    ) -> Iterator[Result | Failure]:  # fmt: skip
-        """Generate every job. Jobs finish in order, those that need a swap of weights after those that do not.
+    ) -> Iterator[Result | Failure]:
+        """Generate every job. Jobs finish in order, those that need a swap of weights after those
+        that do not.
 
-        An error that ends the run, as a failed rank's, does so at once: the job before, where it is still being decoded
-        beside, is stopped. Its latents were handed to `on_stage_end`.
+        An error that ends the run, as a failed rank's, does so at once: the job before, where it is
+        still being decoded beside, is stopped. Its latents were handed to `on_stage_end`.
 
-        keep       leave the DiT on the ranks afterwards; else it leaves before the last job is decoded
+        keep       leave the DiT on the ranks afterwards; else it leaves before the last job is
+                   decoded
         decode     False: latents only
-        isolate    a job that fails is a Failure and the others go on; a failed rank still ends the run
+        isolate    a job that fails is a Failure and the others go on; a failed rank still ends the
+                   run
         generator  draw noise from it instead of one made from the job's seed
         begun      a job's interrupted run, to be continued; None for one that begins
-        hand_over  called with every Result as soon as it is there: where decoding overlaps denoising, that is while the next
-                   job is on the ranks, and in another thread. An error of it is the job's
+        hand_over  called with every Result as soon as it is there: where decoding overlaps
+                   denoising, that is while the next job is on the ranks, and in another thread. An
+                   error of it is the job's
         """
         programs, found = self.check(jobs), [begun(job) for job in jobs]
-        torch.get_num_threads()  # the first call in a thread sets the default, and would undo the next line later
+        # the first call in a thread sets the default, and would undo the next line later
+        torch.get_num_threads()
         torch.set_num_threads(self.workspace.profile.host_threads)
         try:
             self._encode([job for job, run in zip(jobs, found, strict=True) if not run])
-            runs = [run or JobRun(job, self._contexts[job.prompts], generator) for job, run in zip(jobs, found, strict=True)]
+            runs = [
+                run or JobRun(job, self._contexts[job.prompts], generator)
+                for job, run in zip(jobs, found, strict=True)
+            ]
             if any(run.left for run in runs):
                 self._need_dit(programs)
             overlap = self.workspace.profile.overlap_decode
-            with Finishing(self.host, self.recorder, overlap, decode, isolate, hand_over, self._look) as finishing:
+            with Finishing(
+                self.host, self.recorder, overlap, decode, isolate, hand_over, self._look
+            ) as finishing:
                 for refine in (False, True):
                     yield from self._sweep(programs, runs, refine, keep, finishing)
         except BaseException:
@@ -165,17 +207,30 @@ class Engine:
         if not keep:
             self.close()
 
-    def _sweep(self, programs: dict, runs: list[JobRun], refine: bool, keep: bool, finishing: Finishing):
-        """Run every stage that takes the plain (or the refining) weights, and finish the jobs that are then complete."""
-        todo = [r for r in runs if not r.failed and any(refining(r.job, stage) == refine for stage in r.job.stages)]
+    def _sweep(
+        self, programs: dict, runs: list[JobRun], refine: bool, keep: bool, finishing: Finishing
+    ):
+        """Run every stage that takes the plain (or the refining) weights, and finish the jobs that
+        are then complete."""
+        todo = [
+            r
+            for r in runs
+            if not r.failed and any(refining(r.job, stage) == refine for stage in r.job.stages)
+        ]
         if not todo:
             return
         adaln = self._weights_for(refine) if any(run.left for run in todo) else {}
-        swaps_later = not refine and any(refining(r.job, stage) for r in runs for stage in r.job.stages)
+        swaps_later = not refine and any(
+            refining(r.job, stage) for r in runs for stage in r.job.stages
+        )
         for run in todo:
             try:
-                failure = outcome_of(run, finishing.isolate, partial(self._stages, programs, adaln, run, refine))
-            except Exception:  # the end of all, and soon: a job that is still being decoded is stopped
+                failure = outcome_of(
+                    run, finishing.isolate, partial(self._stages, programs, adaln, run, refine)
+                )
+            except (
+                Exception
+            ):  # the end of all, and soon: a job that is still being decoded is stopped
                 yield from finishing.ended(wait=False)
                 raise
             if not failure and refining(run.job, run.job.stages[-1]) != refine:
@@ -202,7 +257,8 @@ class Engine:
                     self.on_stage_end(run)
 
     def _look(self) -> None:
-        """Raise the error of a rank that fails though it has nothing to do, while the host works."""
+        """Raise the error of a rank that fails though it has nothing to do, while the host
+        works."""
         if self._ranks:
             self._ranks.check()
 
@@ -220,8 +276,14 @@ class Engine:
         """Encode the prompts that were not encoded yet; the text encoder is gone afterwards."""
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
-        phase, todo = self.recorder.phase, [job.prompts for job in jobs if job.prompts not in self._contexts]
-        ids = {prompts: [text.tokenize(self.tokenizer, prompt) for prompt in prompts] for prompts in todo}
+        phase, todo = (
+            self.recorder.phase,
+            [job.prompts for job in jobs if job.prompts not in self._contexts],
+        )
+        ids = {
+            prompts: [inputs.tokenize(self.tokenizer, prompt) for prompt in prompts]
+            for prompts in todo
+        }
         for prompts in list(ids) if self.prompt_cache else ():
             if found := self.prompt_cache.read(ids[prompts]):
                 self._contexts[prompts] = found
@@ -240,22 +302,28 @@ class Engine:
             if self.neuron_gemma and not self.workspace.profile.resident:
                 self._ranks.unload()
 
-    def _rank_encoder(self, ids: dict) -> text.RankTextEncoder:
+    def _rank_encoder(self, ids: dict) -> encoders.RankTextEncoder:
         workspace = self.workspace
         self._start_ranks()
         if self._loaded and not workspace.profile.resident:
             self._ranks.unload()
             self._loaded = None
-        groups = [group for prompts in ids.values() for group in text.passes(prompts)]
-        buckets = tuple({text.bucket_for(group, workspace.profile.text_buckets) for group in groups})
+        groups = [group for prompts in ids.values() for group in inputs.passes(prompts)]
+        buckets = tuple(
+            {inputs.bucket_for(group, workspace.profile.text_buckets) for group in groups}
+        )
         weights = workspace.gemma3_weights()
         with _mended_by_deleting(weights):
             self._ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
-        return text.RankTextEncoder(self._ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype)
+        return encoders.RankTextEncoder(
+            self._ranks, weights, workspace.gemma, workspace.transformer, buckets, workspace.dtype
+        )
 
     def _start_ranks(self) -> None:
         workspace = self.workspace
-        self._ranks = self._ranks or chosen.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
+        self._ranks = self._ranks or registry.ranks(
+            workspace.profile, workspace.tp, workspace.compiler_cache
+        )
 
     def _need_dit(self, programs: dict[str, Program]) -> None:
         """Have the DiT on the ranks with at least these programs."""
@@ -272,15 +340,28 @@ class Engine:
     def _stage(self, programs: dict, adaln: dict, run: JobRun, stage: Stage) -> None:
         job, tensors, phase = run.job, run.tensors, f"denoise_{stage.name}"
         if stage.name == "stage_2":
-            with self.recorder.phase("upsample"), Beside(partial(self.host.upsample, tensors["s1_video"], "spatial")) as work:
+            with (
+                self.recorder.phase("upsample"),
+                BackgroundTask(partial(self.host.upsample, tensors["s1_video"], "spatial")) as work,
+            ):
                 tensors["upsampled"] = work.result(self._look)
             video, audio = tensors["upsampled"], tensors["s1_audio"]
         else:
             video, audio = self._empty(job, stage)
-        program = programs[self.workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name]
+        program = programs[
+            self.workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
+        ]
         on_ranks = StageRun(self._ranks, program.bucket, self.workspace, adaln, self.compat)
         with self.recorder.phase(phase):
-            on_ranks.prepare(job, stage, run.contexts, video, audio, run.generator, self._encode_images(job, stage))
+            on_ranks.prepare(
+                job,
+                stage,
+                run.contexts,
+                video,
+                audio,
+                run.generator,
+                self._encode_images(job, stage),
+            )
         if self.warmup:
             with self.recorder.phase("warmup"):
                 on_ranks.start()
@@ -293,7 +374,9 @@ class Engine:
 
     def _steps(self, on_ranks: StageRun, stage: Stage) -> None:
         counters, ranks = self.recorder.counters, on_ranks.ranks
-        for step in tqdm(range(len(stage.sigmas) - 1), desc=stage.name, unit="step", disable=not self.progress):
+        for step in tqdm(
+            range(len(stage.sigmas) - 1), desc=stage.name, unit="step", disable=not self.progress
+        ):
             sent, began = ranks.bytes_sent, time.perf_counter()
             device_ms = on_ranks.step(step)
             total_ms = (time.perf_counter() - began) * 1e3
@@ -303,12 +386,16 @@ class Engine:
                 self.on_step_end(stage, step)
 
     def _count(self, program: Program, job: Job) -> None:
-        """Record what the step's graphs hold: the collectives and FLOPs that were counted in the files."""
+        """Record what the step's graphs hold: the collectives and FLOPs that were counted in the
+        files."""
         passes = len(job.resolved_guidance.passes()) if program.bucket.guided else 1
         one = program.manifest.cost("pass" if program.bucket.guided else "main")
         cost, tp = {name: value * passes for name, value in one.items()}, self.workspace.tp
         counters = self.recorder.counters
-        counters.collectives_per_step = {"count": cost["collectives"], "bytes": cost["collective_bytes"]}
+        counters.collectives_per_step = {
+            "count": cost["collectives"],
+            "bytes": cost["collective_bytes"],
+        }
         counters.flops_per_step = cost["flops"] * tp
         counters.peak_flops = self.workspace.profile.flops(tp)
 
@@ -317,14 +404,18 @@ class Engine:
         shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
         frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
         dtype = self.workspace.dtype
-        return (torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
-                torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype))  # fmt: skip
+        return (
+            torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
+            torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype),
+        )
 
     def _encode_images(self, job: Job, stage: Stage) -> list[tuple[ImageCondition, Tensor]]:
         """The job's images as latents of a stage's size."""
         found = []
         for image in job.images:
-            pixels = media.load_image(image.path, stage.height, stage.width, image.crf, self.workspace.dtype)
+            pixels = media.load_image(
+                image.path, stage.height, stage.width, image.crf, self.workspace.dtype
+            )
             found.append((image, self.host.encode_image(pixels)))
         return found
 
@@ -335,11 +426,18 @@ def _mended_by_deleting(weights: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{error}\nDelete {weights} and type the same again: it says how to make it") from None
+        raise UserError(
+            f"{error}\nDelete {weights} and type the same again: it says how to make it"
+        ) from None
 
 
 def _host_models(job: Job) -> list[str]:
     """Names of the host models a job runs."""
-    names = ["video_decoder", "audio_decoder", "vocoder", *(f"{kind}_upsampler" for kind in job.upsamplers)]
+    names = [
+        "video_decoder",
+        "audio_decoder",
+        "vocoder",
+        *(f"{kind}_upsampler" for kind in job.upsamplers),
+    ]
     names += ["video_encoder"] if job.images else []
     return names + (["video_statistics"] if job.upsamplers else [])

@@ -1,16 +1,22 @@
-"""Job: what one generation is asked to make, checked before anything loads, and the stages it runs in."""
+"""Job: what one generation is asked to make, checked before anything loads, and the stages it runs
+in."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ltx_neuron.conditioning import ImageCondition, distinct_masks, token_count
 from ltx_neuron.config import SUPPORTED_VERSION, Bucket
 from ltx_neuron.errors import UserError
-from ltx_neuron.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance
-from ltx_neuron.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames, video_latent_shape
-from ltx_neuron.sampling import (
+from ltx_neuron.sampling.conditioning import ImageCondition, distinct_masks, token_count
+from ltx_neuron.sampling.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance
+from ltx_neuron.sampling.latents import (
+    SPACE_SCALE,
+    TIME_SCALE,
+    audio_latent_frames,
+    video_latent_shape,
+)
+from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
     GUIDED_MAX_STEPS,
@@ -40,7 +46,8 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Size:
-    """Height, width (pixels), frames and frames per second of the video that comes out, and in how many stages."""
+    """Height, width (pixels), frames and frames per second of the video that comes out, and in how
+    many stages."""
 
     height: int = 512
     width: int = 768
@@ -56,34 +63,52 @@ class Size:
                 below = max(unit, value // unit * unit)
                 nearest = [below] if below >= value else [below, below + unit]
                 raise UserError(
-                    f"--{name} {value} is not a multiple of {unit}{' (two stages)' if self.two_stage else ''}; "
-                    f"nearest legal: {' or '.join(map(str, nearest))}"
+                    f"--{name} {value} is not a multiple of"
+                    f" {unit}{' (two stages)' if self.two_stage else ''}; nearest legal:"
+                    f" {' or '.join(map(str, nearest))}"
                 )
         if self.num_frames < 1 or self.num_frames % TIME_SCALE != 1:
             below = max(1, (self.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
             raise UserError(
-                f"--num-frames {self.num_frames} is not of the form 8k+1; nearest legal: {below} or {below + TIME_SCALE}"
+                f"--num-frames {self.num_frames} is not of the form 8k+1; nearest legal: {below} or"
+                f" {below + TIME_SCALE}"
             )
         if not FRAME_RATES[0] <= self.frame_rate <= FRAME_RATES[1]:  # so is NaN
-            raise UserError(f"--frame-rate {self.frame_rate:g} is not a number from {FRAME_RATES[0]} to {FRAME_RATES[1]}; "
-                            "type for example --frame-rate 24")  # fmt: skip
+            raise UserError(
+                f"--frame-rate {self.frame_rate:g} is not a number from {FRAME_RATES[0]} to"
+                f" {FRAME_RATES[1]}; type for example --frame-rate 24"
+            )
         if audio_latent_frames(self.num_frames, self.frame_rate) < 1:
-            raise UserError(f"{self.num_frames} frames at --frame-rate {self.frame_rate:g} last too short for any sound; "
-                            "lower the frame rate or raise --num-frames")  # fmt: skip
+            raise UserError(
+                f"{self.num_frames} frames at --frame-rate {self.frame_rate:g} last too short for"
+                " any sound; lower the frame rate or raise --num-frames"
+            )
 
     def check_images(self, images: tuple[ImageCondition, ...]) -> None:
-        """Raise UserError for an image that is not there or cannot be held where it is asked to be."""
+        """Raise UserError for an image that is not there or cannot be held where it is asked to
+        be."""
         for image in images:
             said = f"--image {image.path}"
             if not Path(image.path).is_file():
-                raise UserError(f"{said}: {'that is a folder' if Path(image.path).is_dir() else 'no such file'}; "
-                                "pass an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]")  # fmt: skip
+                raise UserError(
+                    f"{said}:"
+                    f" {'that is a folder' if Path(image.path).is_dir() else 'no such file'}; pass"
+                    " an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]"
+                )
             if not 0 <= image.frame_index < self.num_frames:
-                raise UserError(f"{said}: frame {image.frame_index} is outside the clip's 0..{self.num_frames - 1}")
+                raise UserError(
+                    f"{said}: frame {image.frame_index} is outside the clip's"
+                    f" 0..{self.num_frames - 1}"
+                )
             if not 0 <= image.strength <= 1:
-                raise UserError(f"{said}: strength {image.strength:g} is outside 0..1 (1 keeps the image, 0 ignores it)")
+                raise UserError(
+                    f"{said}: strength {image.strength:g} is outside 0..1 (1 keeps the image, 0"
+                    " ignores it)"
+                )
             if not 0 <= image.crf <= 51:
-                raise UserError(f"{said}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)")
+                raise UserError(
+                    f"{said}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
+                )
 
     def stages(self, recipe: str = "distilled", steps: int = 1) -> tuple[Stage, ...]:
         """One stage at the full size, or one at half of it and a distilled one at the full size.
@@ -97,27 +122,34 @@ class Size:
         half = Stage("stage_1", self.height // 2, self.width // 2, sigmas, guided)
         return (half, Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS))
 
-    def bucket(self, stage: Stage, images: tuple[ImageCondition, ...], timesteps: int | None = None) -> Bucket:
+    def bucket(
+        self, stage: Stage, images: tuple[ImageCondition, ...], timesteps: int | None = None
+    ) -> Bucket:
         """The compiled shape a stage needs."""
         shape = video_latent_shape(stage.height, stage.width, self.num_frames)
         return Bucket(
-            video_tokens=token_count(shape, images), audio_tokens=audio_latent_frames(self.num_frames, self.frame_rate),
-            timesteps=timesteps or len(distinct_masks(images)), max_steps=stage.max_steps, guided=stage.guided,
-        )  # fmt: skip
+            video_tokens=token_count(shape, images),
+            audio_tokens=audio_latent_frames(self.num_frames, self.frame_rate),
+            timesteps=timesteps or len(distinct_masks(images)),
+            max_steps=stage.max_steps,
+            guided=stage.guided,
+        )
 
 
 def check_guidable(what: str, recipe: str) -> None:
     """Raise UserError where something that steers guidance is asked of the recipe that has none."""
     if recipe == "distilled":
         raise UserError(
-            f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance, and guided like "
-            "the full one it gives noise.\nFor the full checkpoint type --recipe dev"
+            f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance,"
+            " and guided like the full one it gives noise.\nFor the full checkpoint type"
+            " --recipe dev"
         )
 
 
 @dataclass(frozen=True)
 class Job:
-    """One generation. `check` raises UserError for whatever can be known to be wrong before a model loads."""
+    """One generation. `check` raises UserError for whatever can be known to be wrong before a model
+    loads."""
 
     prompt: str
     size: Size = Size()
@@ -134,7 +166,11 @@ class Job:
         """Steps of stage 1."""
         if self.recipe == "distilled":
             return DISTILLED_MAX_STEPS
-        return DEFAULT_STEPS[SUPPORTED_VERSION] if self.num_inference_steps is None else self.num_inference_steps
+        return (
+            DEFAULT_STEPS[SUPPORTED_VERSION]
+            if self.num_inference_steps is None
+            else self.num_inference_steps
+        )
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -152,45 +188,73 @@ class Job:
 
     @property
     def output_frame_rate(self) -> float:
-        """Frames per second of the file: twice as many frames in the same time after the temporal upsampler."""
+        """Frames per second of the file: twice as many frames in the same time after the temporal
+        upsampler."""
         return self.size.frame_rate * (2 if self.upscale in ("temporal", "both") else 1)
 
     @property
     def prompts(self) -> tuple[str, ...]:
         """What is encoded: the prompt, and the negative one where a pass uses it."""
         if self.recipe == "dev" and "uncond" in self.resolved_guidance.passes():
-            return self.prompt, NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
+            return self.prompt, (
+                NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
+            )
         return (self.prompt,)
 
     def check(self) -> None:
         if not self.prompt.strip():
-            raise UserError("--prompt is empty; type for example --prompt 'a golden retriever runs across a meadow'")
+            raise UserError(
+                "--prompt is empty; type for example --prompt 'a golden retriever runs across a"
+                " meadow'"
+            )
         try:
             f"{self.prompt}{self.negative_prompt}".encode()
         except UnicodeEncodeError:
-            raise UserError("--prompt is not UTF-8 text; type it again in a terminal or a file that is UTF-8") from None
+            raise UserError(
+                "--prompt is not UTF-8 text; type it again in a terminal or a file that is UTF-8"
+            ) from None
         if not -(2**63) <= self.seed < 2**64:
             raise UserError(f"--seed {self.seed} has more than 64 bits; type a smaller number")
         self.size.check()
         self.size.check_images(self.images)
         if self.upscale and self.size.two_stage:
-            raise UserError("--upscale is for one-stage runs; --two-stage upsamples between its stages already")
+            raise UserError(
+                "--upscale is for one-stage runs; --two-stage upsamples between its stages already"
+            )
         if self.recipe not in RECIPES:
             raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
         if self.recipe == "distilled":
             self._check_unguided()
         elif not 1 <= self.steps <= GUIDED_MAX_STEPS:
-            raise UserError(f"--num-inference-steps {self.steps}: type a number from 1 to {GUIDED_MAX_STEPS}")
+            raise UserError(
+                f"--num-inference-steps {self.steps}: type a number from 1 to {GUIDED_MAX_STEPS}"
+            )
 
     def _check_unguided(self) -> None:
         if self.negative_prompt is not None or self.guidance is not None:
-            check_guidable("--negative-prompt" if self.negative_prompt is not None else "guidance", self.recipe)
+            check_guidable(
+                "--negative-prompt" if self.negative_prompt is not None else "guidance", self.recipe
+            )
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
             raise UserError(
-                f"--num-inference-steps {self.num_inference_steps}: the distilled recipe has one sigma table, of "
-                f"{DISTILLED_MAX_STEPS} steps (and 3 for stage 2); other counts need --recipe dev"
+                f"--num-inference-steps {self.num_inference_steps}: the distilled recipe has one"
+                f" sigma table, of {DISTILLED_MAX_STEPS} steps (and 3 for stage 2); other counts"
+                " need --recipe dev"
             )
 
     def describe(self) -> dict:
         """The job as JSON: what the sidecar and the report record."""
-        return {**dataclasses.asdict(self.size), **{k: v for k, v in dataclasses.asdict(self).items() if k != "size"}}
+        return {
+            **dataclasses.asdict(self.size),
+            **{k: v for k, v in dataclasses.asdict(self).items() if k != "size"},
+        }
+
+
+def short_name(stage: Stage) -> str:
+    """stage_1 -> s1, as the tensors of --save-tensors are named."""
+    return stage.name.replace("stage_", "s")
+
+
+def refining(job: Job, stage: Stage) -> bool:
+    """Whether a stage runs on the weights with the distilled LoRA: stage 2 of the dev recipe."""
+    return job.recipe == "dev" and stage.name == "stage_2"

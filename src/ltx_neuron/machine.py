@@ -1,5 +1,7 @@
-"""What this machine has, as far as it decides on a profile: looked up once, when a script starts."""
+"""What this machine has, as far as it decides on a profile: looked up once, when a script
+starts."""
 
+import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,24 +20,43 @@ class Machine:
     cuda_devices: int = 0
 
 
-def look(root: Path = Path("/")) -> Machine:
-    """This machine. The firmware of EC2 instances names their type; the driver makes one device file per chip."""
+def probe(root: Path = Path("/")) -> Machine:
+    """This machine. The firmware of EC2 instances names their type; the driver makes one device
+    file per chip."""
     product = root / "sys/devices/virtual/dmi/id/product_name"
     try:
         name = product.read_text().strip()
     except (OSError, UnicodeDecodeError):
         name = ""
-    chips = [path for path in (root / "dev").glob("neuron*") if path.name.removeprefix("neuron").isdigit()]
+    chips = [
+        path
+        for path in (root / "dev").glob("neuron*")
+        if path.name.removeprefix("neuron").isdigit()
+    ]
     return Machine(name if _is_instance_type(name) else "", len(chips), _cuda_devices())
 
 
 def _is_instance_type(name: str) -> bool:
     """family.size, as in trn2.48xlarge; other machines have a maker's product name there."""
     family, dot, size = name.partition(".")
-    return bool(dot) and family.isalnum() and size.replace("-", "").isalnum() and name == name.lower() and " " not in name
+    return (
+        bool(dot)
+        and family.isalnum()
+        and size.replace("-", "").isalnum()
+        and name == name.lower()
+        and " " not in name
+    )
 
 
 def _cuda_devices() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def package_version(package: str) -> str | None:
+    """Version of an installed Python package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

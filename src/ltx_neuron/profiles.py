@@ -1,7 +1,8 @@
 """The hardware registry: what each machine has, and how the models are cut and placed on it.
 
-A profile is resolved once at start and handed down; no layer looks one up. Its entries are documented or published values,
-with their sources; nothing here was measured on Neuron hardware by us.
+A profile is resolved once at start and handed down; no layer looks one up. Its entries are
+documented or published values, with their sources; nothing here was measured on Neuron hardware by
+us.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from ltx_neuron.config import TEXT_TOKENS
 from ltx_neuron.errors import UserError
-from ltx_neuron.machine import Machine, look
+from ltx_neuron.machine import Machine, probe
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,28 @@ class Chip:
 
 @dataclass(frozen=True)
 class Profile:
-    """One way of running. `chip` is None where no limit is known and a percentage of one would mean nothing.
+    """One way of running. `chip` is None where no limit is known and a percentage of one would mean
+    nothing.
 
-    backend         "torchdist": one process per rank; "nxd": NxD's ModelBuilder, one process drives all ranks
+    backend         "torchdist": one process per rank; "nxd": NxD's ModelBuilder, one process drives
+                    all ranks
     tp              ranks that share one model; replicas of them run side by side on the other cores
-    device, process_group, compile_backend
-                    of a rank of torchdist: torch device, torch.distributed backend, and what runs the exported graphs:
-                    "export" op by op, others through torch.compile ("aot_eager" is TorchNeuron's way without its compiler)
-    drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a step; a device's queue that
-                    is full fails with status 7
-    blocks_per_graph  of torchdist: transformer blocks in one graph, called num_layers / this many times; 0: the whole step
-    attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always matmul and softmax
-    text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is refused
+                    device, process_group, compile_backend of a rank of torchdist: torch device,
+                    torch.distributed backend, and what runs the exported graphs: "export" op by op,
+                    others through torch.compile ("aot_eager" is TorchNeuron's way without its
+                    compiler)
+    drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a
+                    step; a device's queue that is full fails with status 7
+    blocks_per_graph  of torchdist: transformer blocks in one graph, called num_layers / this many
+                      times; 0: the whole step
+    attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always
+                    matmul and softmax
+    text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
+                    refused
     vae             where latents are decoded
-    overlap_decode  while the host decodes and writes a clip, the ranks denoise the batch's next one; and sound is decoded
-                    beside pictures. Not where ranks and host share the cores
+    overlap_decode  while the host decodes and writes a clip, the ranks denoise the batch's next
+                    one; and sound is decoded beside pictures. Not where ranks and host share the
+                    cores
     resident        both models stay on the device; else one enters when the other has left
     environment     of the processes that drive the device, set before torch is imported
     compiler_flags  of neuronx-cc by model, without --lnc
@@ -70,9 +78,10 @@ class Profile:
     vae: Literal["host"] = "host"
     overlap_decode: bool = True
     resident: bool = False
-    return_hidden_states: bool = False  # whether the text graph hands back all layers (49 x tokens x width) as well
-    # How rank processes start. A forked child cannot use a Neuron or CUDA runtime; on a CPU a fork server imports torch
-    # once for all ranks instead of once each.
+    # whether the text graph hands back all layers (49 x tokens x width) as well
+    return_hidden_states: bool = False
+    # How rank processes start. A forked child cannot use a Neuron or CUDA runtime; on a CPU a fork
+    # server imports torch once for all ranks instead of once each.
     start_method: Literal["spawn", "forkserver"] = "spawn"
     text_buckets: tuple[int, ...] = (128, 256, 512, 1024)
     environment: tuple[tuple[str, str], ...] = ()
@@ -86,7 +95,8 @@ class Profile:
 
     @property
     def cut(self) -> int:
-        """Blocks per graph of the backend. NxD binds weights when it loads a graph, so one graph is the whole step: 0."""
+        """Blocks per graph of the backend. NxD binds weights when it loads a graph, so one graph is
+        the whole step: 0."""
         return 0 if self.backend == "nxd" else self.blocks_per_graph
 
     @property
@@ -103,11 +113,14 @@ class Profile:
         return self.chip and self.chip.memory_bytes_per_second * self._chips_of(tp)
 
     def link_bytes_per_second(self, tp: int) -> float | None:
-        """What moves between `tp` ranks, all together; the slower link decides where they span chips."""
+        """What moves between `tp` ranks, all together; the slower link decides where they span
+        chips."""
         if self.chip is None:
             return None
         chips = self._chips_of(tp)
-        return chips * (self.chip.link_bytes_per_second if chips <= 1 else self.chip.chip_link_bytes_per_second)
+        return chips * (
+            self.chip.link_bytes_per_second if chips <= 1 else self.chip.chip_link_bytes_per_second
+        )
 
     def _chips_of(self, tp: int) -> float:
         return tp * self.lnc / self.chip.cores
@@ -122,78 +135,158 @@ class Profile:
 
     @property
     def host_threads(self) -> int:
-        """CPU threads of the host's own stages (text fallback, AdaLN, VAE, vocoder); recorded in every report."""
+        """CPU threads of the host's own stages (text fallback, AdaLN, VAE, vocoder); recorded in
+        every report."""
         return os.cpu_count() or 1
+
+    def degree(self, tp_degree: int | None) -> int:
+        """Tensor-parallel ranks: what --tp-degree says, else the profile's own number."""
+        return self.tp if tp_degree is None else tp_degree
 
     def check_degree(self, tp: int) -> None:
         """Raise UserError where the machine has too few cores for `tp` ranks."""
         if self.cores is not None and tp > self.cores:
-            raise UserError(f"{tp} ranks need {tp} logical cores, {self.name} has {self.cores} (LNC={self.lnc}).\n"
-                            f"Type --tp-degree with at most {self.cores}")  # fmt: skip
+            raise UserError(
+                f"{tp} ranks need {tp} logical cores, {self.name} has {self.cores}"
+                f" (LNC={self.lnc}).\nType --tp-degree with at most {self.cores}"
+            )
 
 
 _GIB = 2**30
 TRAINIUM2 = Chip(
-    cores=8, flops=667e12, memory_bytes=96 * _GIB, memory_bytes_per_second=2.9e12, link_bytes_per_second=3.5e12,
+    cores=8,
+    flops=667e12,
+    memory_bytes=96 * _GIB,
+    memory_bytes_per_second=2.9e12,
+    link_bytes_per_second=3.5e12,
     chip_link_bytes_per_second=1.024e12,
-    source="AWS Neuron docs, trainium2.rst and trn2-arch.rst: 8 NeuronCore-v3, 667 TF dense bf16, 96 GiB HBM in four banks at "
-    "2.9 TB/s, DMA 3.5 TB/s, NeuronLink-v3 1024 GB/s within an instance; logical-neuroncore-config.rst: LNC=2 by default",
-)  # fmt: skip
+    source=(
+        "AWS Neuron docs, trainium2.rst and trn2-arch.rst: 8 NeuronCore-v3, 667 TF dense bf16, 96"
+        " GiB HBM in four banks at 2.9 TB/s, DMA 3.5 TB/s, NeuronLink-v3 1024 GB/s within an"
+        " instance; logical-neuroncore-config.rst: LNC=2 by default"
+    ),
+)
 
 _TRANSFORMER = "--model-type=transformer -O1 --auto-cast=none"
 _TRN2 = dict(
-    backend="nxd", tp=4, device="neuron", process_group="neuron", compile_backend="neuron", attention="nki", lnc=2,
+    backend="nxd",
+    tp=4,
+    device="neuron",
+    process_group="neuron",
+    compile_backend="neuron",
+    attention="nki",
+    lnc=2,
     chip=TRAINIUM2,
     environment=(
-        # The slow first run of a graph must not count as a hang: the runtime's default is 30 s (runtime configuration guide).
+        # The slow first run of a graph must not count as a hang: the runtime's default is 30 s
+        # (runtime configuration guide).
         ("NEURON_RT_EXEC_TIMEOUT", "600"),
         ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
-        ("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2"),  # replica groups and targets are those of trn2 on a build machine too
-        # TorchNeuron. 14 launches a step do not fit the default queue; published LTX runs use the largest (63).
+        (
+            "NEURON_PLATFORM_TARGET_OVERRIDE",
+            "trn2",
+        ),  # replica groups and targets are those of trn2 on a build machine too
+        # TorchNeuron. 14 launches a step do not fit the default queue; published LTX runs use the
+        # largest (63).
         ("NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS", "63"),
         ("NEURON_RT_IO_RING_CACHE_SIZE", "32"),  # reuse DMA rings, as published runs do
-        ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),  # a graph that does not lower is an error, not op by op
-        ("TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY", "1"),  # a tensor left on the host is an error, not an upload per call
+        (
+            "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
+            "1",
+        ),  # a graph that does not lower is an error, not op by op
+        (
+            "TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY",
+            "1",
+        ),  # a tensor left on the host is an error, not an upload per call
         ("NKI_ENABLE_TRACE_CACHE", "0"),  # a stale one replays old kernels
         ("OMP_NUM_THREADS", "1"),  # rank_threads says how many
     ),
     compiler_flags=(
-        # Published LTX-2.3 port at TP=4 on trn2.3xlarge (SDK 2.28); ours casts nothing (--auto-cast=none).
+        # Published LTX-2.3 port at TP=4 on trn2.3xlarge (SDK 2.28); ours casts nothing
+        # (--auto-cast=none).
         ("dit", f"{_TRANSFORMER} --tensorizer-options='--enable-ccop-compute-overlap'"),
-        ("gemma3", f"{_TRANSFORMER} --tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 "
-                   "--vectorize-strided-dma --enable-scalar-dge-vectorization'"),
+        (
+            "gemma3",
+            (
+                f"{_TRANSFORMER} --tensorizer-options='--enable-ccop-compute-overlap"
+                " --cc-pipeline-tiling-factor=1 --vectorize-strided-dma"
+                " --enable-scalar-dge-vectorization'"
+            ),
+        ),
         ("connectors", _TRANSFORMER),
     ),
-)  # fmt: skip
+)
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is what runs there.
-        Profile("cpu", "any machine", "torchdist", tp=4, device="cpu", process_group="gloo", compile_backend="export",
-                attention="sdpa", overlap_decode=False, return_hidden_states=True, start_method="forkserver",
-                environment=(("TORCHINDUCTOR_COMPILE_THREADS", "1"),)),  # each rank would start a pool of processes
+        # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is
+        # what runs there.
+        Profile(
+            "cpu",
+            "any machine",
+            "torchdist",
+            tp=4,
+            device="cpu",
+            process_group="gloo",
+            compile_backend="export",
+            attention="sdpa",
+            overlap_decode=False,
+            return_hidden_states=True,
+            start_method="forkserver",
+            environment=(("TORCHINDUCTOR_COMPILE_THREADS", "1"),),
+        ),  # each rank would start a pool of processes
         # One GPU holds the DiT in bf16; not run by us, so no peaks are claimed.
-        Profile("cuda", "any machine with a CUDA build of PyTorch; not measured", "torchdist", tp=1, device="cuda",
-                process_group="nccl", compile_backend="inductor", attention="sdpa", return_hidden_states=True),
-        Profile("trn2.3xlarge", "users' reports: 1 chip, 12 vCPU, 124 to 128 GiB host memory; the SDK does not describe it",
-                host_memory_bytes=124 * _GIB, **_TRN2),
+        Profile(
+            "cuda",
+            "any machine with a CUDA build of PyTorch; not measured",
+            "torchdist",
+            tp=1,
+            device="cuda",
+            process_group="nccl",
+            compile_backend="inductor",
+            attention="sdpa",
+            return_hidden_states=True,
+        ),
+        Profile(
+            "trn2.3xlarge",
+            "users' reports: 1 chip, 12 vCPU, 124 to 128 GiB host memory; the SDK does not"
+            " describe it",
+            host_memory_bytes=124 * _GIB,
+            **_TRN2,
+        ),
         # 16 replicas of 4 ranks, or --tp-degree 16 for one DiT over four chips.
-        Profile("trn2.48xlarge", "AWS Neuron docs, trn2-arch.rst: 16 chips, 192 vCPU, 2048 GiB host memory", chips=16,
-                host_memory_bytes=2048 * _GIB, **_TRN2),
+        Profile(
+            "trn2.48xlarge",
+            "AWS Neuron docs, trn2-arch.rst: 16 chips, 192 vCPU, 2048 GiB host memory",
+            chips=16,
+            host_memory_bytes=2048 * _GIB,
+            **_TRN2,
+        ),
     )
-}  # fmt: skip
-_INSTANCES = {"trn2.3xlarge": "trn2.3xlarge", "trn2.48xlarge": "trn2.48xlarge", "trn2u.48xlarge": "trn2.48xlarge"}
+}
+_INSTANCES = {
+    "trn2.3xlarge": "trn2.3xlarge",
+    "trn2.48xlarge": "trn2.48xlarge",
+    "trn2u.48xlarge": "trn2.48xlarge",
+}
 
 
-def resolve(name: str | None = None, settings: tuple[str, ...] = (), machine: Machine | None = None) -> Profile:
-    """The profile of that name, else the machine's own, with `settings` (key=value each) in the place of its values.
+def resolve(
+    name: str | None = None, settings: tuple[str, ...] = (), machine: Machine | None = None
+) -> Profile:
+    """The profile of that name, else the machine's own, with `settings` (key=value each) in the
+    place of its values.
 
-    Raises UserError, listing what is known, for an unknown name or key, and for a value of another type.
+    Raises UserError, listing what is known, for an unknown name or key, and for a value of another
+    type.
     """
-    name = name or detect(machine or look())
+    name = name or detect(machine or probe())
     if name not in PROFILES:
-        raise UserError(f"unknown profile {name!r}; known: {', '.join(sorted(PROFILES))}. Type --profile with one of them")
+        raise UserError(
+            f"unknown profile {name!r}; known: {', '.join(sorted(PROFILES))}. Type --profile with"
+            " one of them"
+        )
     profile = PROFILES[name]
     for setting in settings:
         profile = _changed(profile, setting)
@@ -203,25 +296,38 @@ def resolve(name: str | None = None, settings: tuple[str, ...] = (), machine: Ma
 
 # What drives a rank of torchdist: (device, process_group, compile_backend).
 DRIVERS = (
-    ("cpu", "gloo", "export"), ("cpu", "gloo", "aot_eager"), ("cpu", "gloo", "inductor"), ("cuda", "nccl", "export"),
-    ("cuda", "nccl", "inductor"), ("neuron", "neuron", "neuron"),
-)  # fmt: skip
+    ("cpu", "gloo", "export"),
+    ("cpu", "gloo", "aot_eager"),
+    ("cpu", "gloo", "inductor"),
+    ("cuda", "nccl", "export"),
+    ("cuda", "nccl", "inductor"),
+    ("neuron", "neuron", "neuron"),
+)
 
 
 def _check(profile: Profile) -> None:
     """Refuse values that do not go together."""
     driver = profile.device, profile.process_group, profile.compile_backend
     if driver not in DRIVERS:
-        raise UserError(f"--profile-set: device, process_group and compile_backend are {', '.join(driver)}; "
-                        f"known together: {'; '.join(map(', '.join, DRIVERS))}")  # fmt: skip
+        raise UserError(
+            f"--profile-set: device, process_group and compile_backend are {', '.join(driver)}; "
+            f"known together: {'; '.join(map(', '.join, DRIVERS))}"
+        )
     wrong = {
-        "backend=nxd needs a Neuron profile": profile.backend == "nxd" and profile.device != "neuron",
-        "attention=nki needs a Neuron profile": profile.attention == "nki" and profile.device != "neuron",
-        "start_method=forkserver is for device=cpu: a forked child cannot use an accelerator's runtime":
-            profile.start_method == "forkserver" and profile.device != "cpu",
-        f"the last of text_buckets must be {TEXT_TOKENS}, the longest prompt": profile.text_buckets[-1] != TEXT_TOKENS,
+        "backend=nxd needs a Neuron profile": (
+            profile.backend == "nxd" and profile.device != "neuron"
+        ),
+        "attention=nki needs a Neuron profile": (
+            profile.attention == "nki" and profile.device != "neuron"
+        ),
+        "start_method=forkserver is for device=cpu: a forked child cannot use an accelerator's runtime": (
+            profile.start_method == "forkserver" and profile.device != "cpu"
+        ),
+        f"the last of text_buckets must be {TEXT_TOKENS}, the longest prompt": (
+            profile.text_buckets[-1] != TEXT_TOKENS
+        ),
         f"lnc is 1 or 2, got {profile.lnc}": profile.lnc not in (1, 2),
-    }  # fmt: skip
+    }
     for what, applies in wrong.items():
         if applies:
             raise UserError(f"--profile-set: {what}")
@@ -232,16 +338,21 @@ def detect(machine: Machine) -> str:
     known, here = _INSTANCES.get(machine.instance), machine.instance or "no known EC2 instance type"
     type_one = f"Type --profile with one of {', '.join(sorted(PROFILES))}"
     if known and not machine.neuron_devices:
-        raise UserError(f"this is a {here}, but there is no /dev/neuron*: the Neuron driver is not loaded.\n"
-                        f"Find out why: python -m ltx_neuron.doctor. {type_one} to run without it")  # fmt: skip
+        raise UserError(
+            f"this is a {here}, but there is no /dev/neuron*: the Neuron driver is not loaded.\n"
+            f"Find out why: python -m ltx_neuron.doctor. {type_one} to run without it"
+        )
     if machine.neuron_devices and not known:
-        raise UserError(f"this machine ({here}) has {machine.neuron_devices} Neuron devices and no profile of its own; "
-                        f"known are {', '.join(_INSTANCES)}.\n{type_one}")  # fmt: skip
+        raise UserError(
+            f"this machine ({here}) has {machine.neuron_devices} Neuron devices and no profile of"
+            f" its own; known are {', '.join(_INSTANCES)}.\n{type_one}"
+        )
     return known or ("cuda" if machine.cuda_devices else "cpu")
 
 
 def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -> None:
-    """Raise UserError, saying what to install, where this machine lacks what the profile's backend runs on."""
+    """Raise UserError, saying what to install, where this machine lacks what the profile's backend
+    runs on."""
     profile.check_degree(tp)
     if profile.backend == "nxd":
         other = "--profile-set backend=torchdist in an environment with torch-neuronx"
@@ -251,13 +362,18 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
         _require_package(profile, "torch-neuronx", _INSTALL, other)
         version = importlib.metadata.version("torch-neuronx")
         if tuple(map(int, version.split(".")[:2])) < _TORCH_NEURON:
-            raise UserError(f"torch-neuronx {version} is for torch-xla; TorchNeuron begins with 2.13.\nInstall it: "
-                            f"{_INSTALL}, or type --profile-set backend=nxd")  # fmt: skip
+            raise UserError(
+                f"torch-neuronx {version} is for torch-xla; TorchNeuron begins with 2.13.\nInstall"
+                f" it: {_INSTALL}, or type --profile-set backend=nxd"
+            )
     elif profile.device == "cuda":
-        count = (machine or look()).cuda_devices
+        count = (machine or probe()).cuda_devices
         if count < tp:
-            raise UserError(f"profile {profile.name!r} with {tp} ranks needs {tp} GPUs that PyTorch can use, found {count}.\n"
-                            "Install a CUDA build of torch, type --tp-degree, or type --profile cpu")  # fmt: skip
+            raise UserError(
+                f"profile {profile.name!r} with {tp} ranks needs {tp} GPUs that PyTorch can use,"
+                f" found {count}.\nInstall a CUDA build of torch, type --tp-degree, or type"
+                " --profile cpu"
+            )
 
 
 _TORCH_NEURON = (2, 13)
@@ -269,13 +385,18 @@ def _require_package(profile: Profile, package: str, install: str, other: str) -
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(f"profile {profile.name!r} runs on {package}, which is not installed.\n"
-                        f"Install it: {install}; or type {other}, or --profile cpu") from None  # fmt: skip
+        raise UserError(
+            f"profile {profile.name!r} runs on {package}, which is not installed.\n"
+            f"Install it: {install}; or type {other}, or --profile cpu"
+        ) from None
 
 
 _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
 _TYPES = {name: kind for name, kind in typing.get_type_hints(Profile).items() if name not in _FIXED}
-_TABLES = ("environment", "compiler_flags")  # key=value pairs of their own: --profile-set environment.NAME=value
+_TABLES = (
+    "environment",
+    "compiler_flags",
+)  # key=value pairs of their own: --profile-set environment.NAME=value
 _MAY_BE_ZERO = ("blocks_per_graph", "drain_every")
 _MODELS = ("dit", "gemma3", "connectors")
 
@@ -284,15 +405,25 @@ def _changed(profile: Profile, setting: str) -> Profile:
     """A profile with one key=value of --profile-set."""
     key, equals, text = setting.partition("=")
     if not equals:
-        raise UserError(f"--profile-set {setting}: wanted key=value, as in --profile-set attention=matmul")
+        raise UserError(
+            f"--profile-set {setting}: wanted key=value, as in --profile-set attention=matmul"
+        )
     table, dot, entry = key.partition(".")
     if dot and table in _TABLES and entry and (table == "environment" or entry in _MODELS):
-        return dataclasses.replace(profile, **{table: tuple((dict(getattr(profile, table)) | {entry: text}).items())})
+        return dataclasses.replace(
+            profile, **{table: tuple((dict(getattr(profile, table)) | {entry: text}).items())}
+        )
     if key not in _TYPES or key in _TABLES:
-        known = [*(k for k in _TYPES if k not in _TABLES), "environment.NAME", *(f"compiler_flags.{m}" for m in _MODELS)]
+        known = [
+            *(k for k in _TYPES if k not in _TABLES),
+            "environment.NAME",
+            *(f"compiler_flags.{m}" for m in _MODELS),
+        ]
         raise UserError(f"--profile-set {setting}: unknown key {key!r}; known: {', '.join(known)}")
     try:
-        return dataclasses.replace(profile, **{key: _parsed(_TYPES[key], text, 0 if key in _MAY_BE_ZERO else 1)})
+        return dataclasses.replace(
+            profile, **{key: _parsed(_TYPES[key], text, 0 if key in _MAY_BE_ZERO else 1)}
+        )
     except ValueError as wanted:
         raise UserError(f"--profile-set {setting}: {text!r} is not {wanted}") from None
 

@@ -1,6 +1,8 @@
-"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the five scripts share.
+"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the five
+scripts share.
 
-It knows the identity of every weight set and graph, makes them, and finds them again or says what to type.
+It knows the identity of every weight set and graph, makes them, and finds them again or says what
+to type.
 """
 
 import shlex
@@ -12,38 +14,54 @@ from pathlib import Path
 import torch
 
 from ltx_neuron import artifacts
-from ltx_neuron.backends import chosen
-from ltx_neuron.backends.export import Manifest, TorchDistComm
-from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.backends import registry
+from ltx_neuron.backends.export import TorchDistComm
+from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import REGISTERS, Bucket, check_gemma_fits, gemma_config, transformer_config
-from ltx_neuron.errors import UserError
-from ltx_neuron.gemma3 import layers_first
 from ltx_neuron.job import Size, Stage
-from ltx_neuron.lora import Lora, MergedSource
-from ltx_neuron.modulation import host_weights
+from ltx_neuron.models.gemma3 import layers_first
+from ltx_neuron.models.modulation import host_weights
+from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.plan import check_fits, check_text_fits
 from ltx_neuron.profiles import Profile, require_runtime
-from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
-from ltx_neuron.promptcache import PromptCache
-from ltx_neuron.rankfiles import RankSource, verify
-from ltx_neuron.sharder import Cut, Layout, check_filled, compare, cuts_of, shard
-from ltx_neuron.sharding import MODELS
-from ltx_neuron.tensorfile import DTYPES
+from ltx_neuron.text.cache import PromptCache
+from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.lora import Lora, MergedSource
+from ltx_neuron.weights.rankfiles import check_whole, verify
+from ltx_neuron.weights.sharder import Cut, Layout, check_filled, compare, cuts_of, shard
+from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.tensorfile import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]  # where the scripts lie
 MAX_TIMESTEPS = 4  # how many more distinct timesteps than needed a found graph may have
 
 
 class Workspace:
-    """Paths are the user's; nothing is read before it is needed. Raises UserError for whatever does not fit together."""
+    """Paths are the user's; nothing is read before it is needed. Raises UserError for whatever does
+    not fit together."""
 
     def __init__(
-        self, checkpoint_path: Path, profile: Profile, artifacts_dir: Path, tp: int, dtype: str,
-        gemma_root: Path | None = None, blocks_per_graph: int | None = None, loras: tuple[Lora, ...] = (),
+        self,
+        checkpoint_path: Path,
+        profile: Profile,
+        artifacts_dir: Path,
+        tp: int,
+        dtype: str,
+        gemma_root: Path | None = None,
+        blocks_per_graph: int | None = None,
+        loras: tuple[Lora, ...] = (),
         distilled_loras: tuple[Lora, ...] = (),
-    ):  # fmt: skip
-        self.checkpoint_path, self.gemma_root = Path(checkpoint_path), gemma_root and Path(gemma_root)
-        self.profile, self.artifacts, self.tp, self.dtype_name = profile, Path(artifacts_dir), tp, dtype
+    ):
+        self.checkpoint_path, self.gemma_root = (
+            Path(checkpoint_path),
+            gemma_root and Path(gemma_root),
+        )
+        self.profile, self.artifacts, self.tp, self.dtype_name = (
+            profile,
+            Path(artifacts_dir),
+            tp,
+            dtype,
+        )
         self.blocks_per_graph = profile.cut if blocks_per_graph is None else blocks_per_graph
         self.dtype, self.loras, self.distilled_loras = DTYPES[dtype], loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
@@ -53,7 +71,9 @@ class Workspace:
     @cached_property
     def gemma(self):
         config = gemma_config(self.gemma_root)
-        projection = self.checkpoint.shapes.get("text_embedding_projection.video_aggregate_embed.weight")
+        projection = self.checkpoint.shapes.get(
+            "text_embedding_projection.video_aggregate_embed.weight"
+        )
         check_gemma_fits(config, self.transformer, self.gemma_root, projection and projection[1])
         return config
 
@@ -77,37 +97,70 @@ class Workspace:
     def identity(self) -> dict:
         """What the outputs of a run depend on besides the job: recorded in reports and sidecars."""
         return {
-            "checkpoint": self.checkpoint.fingerprint, "model_version": self.checkpoint.model_version,
-            "config": self.transformer.digest, "dtype": self.dtype_name, "loras": self.refining_source.lora_identity,
-            "profile_set": list(self.profile.settings), "host_threads": self.profile.host_threads,
+            "checkpoint": self.checkpoint.fingerprint,
+            "model_version": self.checkpoint.model_version,
+            "config": self.transformer.digest,
+            "dtype": self.dtype_name,
+            "loras": self.refining_source.lora_identity,
+            "profile_set": list(self.profile.settings),
+            "host_threads": self.profile.host_threads,
             "rank_threads": self.profile.rank_threads(self.tp),
-        }  # fmt: skip
+        }
 
     def prompt_cache(self, neuron_gemma: bool) -> PromptCache:
         """Contexts that earlier runs left."""
-        where = {"on": "ranks", "tp": self.tp, "profile": self.profile.name} if neuron_gemma else {"on": "host"}
+        where = (
+            {"on": "ranks", "tp": self.tp, "profile": self.profile.name}
+            if neuron_gemma
+            else {"on": "host"}
+        )
         identity = {
-            "encoder": self.gemma_source.fingerprint, "dtype": self.dtype_name, "torch": torch.__version__,
-            "code": artifacts.code_digest(self.profile.backend, "text", "streamed"), "profile_set": list(self.profile.settings),
-            "threads": [self.profile.host_threads, self.profile.rank_threads(self.tp)], **where,
-        }  # fmt: skip
+            "encoder": self.gemma_source.fingerprint,
+            "dtype": self.dtype_name,
+            "torch": torch.__version__,
+            "code": artifacts.code_digest(
+                self.profile.backend, "text", "host/products", "weights/tensorfile"
+            ),
+            "profile_set": list(self.profile.settings),
+            "threads": [self.profile.host_threads, self.profile.rank_threads(self.tp)],
+            **where,
+        }
         widths = self.transformer.video.inner, self.transformer.audio.inner
         return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)
 
     # identities
 
     def _weights_identity(self, model: str, source: Source) -> dict:
-        return {"kind": "weights", "model": model, "source": source.fingerprint, "tp": self.tp, "dtype": self.dtype_name,
-                "layout": artifacts.LAYOUT, "loras": getattr(source, "lora_identity", [])}  # fmt: skip
+        return {
+            "kind": "weights",
+            "model": model,
+            "source": source.fingerprint,
+            "tp": self.tp,
+            "dtype": self.dtype_name,
+            "layout": artifacts.LAYOUT,
+            "loras": getattr(source, "lora_identity", []),
+        }
 
     def _graph_identity(self, model: str, bucket: str, config: str) -> dict:
-        return {"kind": "graphs", "model": model, "bucket": bucket, "config": config, "tp": self.tp,
-                "dtype": self.dtype_name, "backend": self.profile.backend, "code": artifacts.code_digest(self.profile.backend),
-                "torch": torch.__version__, **chosen.identity(self.profile, model)}  # fmt: skip
+        return {
+            "kind": "graphs",
+            "model": model,
+            "bucket": bucket,
+            "config": config,
+            "tp": self.tp,
+            "dtype": self.dtype_name,
+            "backend": self.profile.backend,
+            "code": artifacts.code_digest(self.profile.backend),
+            "torch": torch.__version__,
+            **registry.identity(self.profile, model),
+        }
 
     def _dit_identity(self, bucket: Bucket) -> dict:
         identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
-        return identity | {"blocks_per_graph": self.blocks_per_graph, "attention": self.profile.attention}
+        return identity | {
+            "blocks_per_graph": self.blocks_per_graph,
+            "attention": self.profile.attention,
+        }
 
     def _gemma3_identity(self, tokens: int) -> dict:
         config = f"{self.gemma.digest}-{self.transformer.digest}"
@@ -115,16 +168,23 @@ class Workspace:
         return self._graph_identity("gemma3", str(tokens), config) | states
 
     def _connectors_identity(self) -> dict:
-        return self._graph_identity("connectors", "1024", self.transformer.digest) | {"attention": self.profile.attention}
+        return self._graph_identity("connectors", "1024", self.transformer.digest) | {
+            "attention": self.profile.attention
+        }
 
     # making
 
     def shard_dit(self, workers: int | None = None) -> list[Path]:
-        """Write the DiT's rank files, once more with --distilled-lora if one is given; returns the folders."""
-        return [self._shard("dit", source, self._dit_cuts(source), workers) for source in self._dit_sources]
+        """Write the DiT's rank files, once more with --distilled-lora if one is given; returns the
+        folders."""
+        return [
+            self._shard("dit", source, self._dit_cuts(source), workers)
+            for source in self._dit_sources
+        ]
 
     def shard_gemma3(self, workers: int | None = None) -> Path:
-        """Write the text encoder's, its projections' and the connectors' rank files; returns their folder."""
+        """Write the text encoder's, its projections' and the connectors' rank files; returns their
+        folder."""
         return self._shard("gemma3", self.gemma_source, self._gemma3_cuts(), workers)
 
     @property
@@ -141,30 +201,58 @@ class Workspace:
     def _dit_cuts(self, source: Source) -> list[Cut]:
         cuts = cuts_of(source, self.tp, {})
         bucket = Size().bucket(Size().stages("distilled")[0], ())
-        program = dit_program(self.transformer, bucket, self.tp, TorchDistComm(self.tp), self.dtype, 1)
+        program = dit_program(
+            self.transformer, bucket, self.tp, TorchDistComm(self.tp), self.dtype, 1
+        )
         check_filled(cuts, program.weights(), host_weights(self.transformer))
         return cuts
 
     def _gemma3_cuts(self) -> list[Cut]:
         self.gemma.check_tensor_parallel(self.tp)
         layout = Layout(lambda weight: layers_first(weight, self.gemma.hidden_size), split=1)
-        cuts = cuts_of(self.gemma_source, self.tp, {f"{m}_aggregate_embed.weight": layout for m in ("video", "audio")})
+        cuts = cuts_of(
+            self.gemma_source,
+            self.tp,
+            {f"{m}_aggregate_embed.weight": layout for m in ("video", "audio")},
+        )
         comm, wanted = TorchDistComm(self.tp), {}
         for program in (
-            gemma3_program(self.gemma, self.transformer, self.profile.text_buckets[0], self.tp, comm, self.dtype, False),
+            gemma3_program(
+                self.gemma,
+                self.transformer,
+                self.profile.text_buckets[0],
+                self.tp,
+                comm,
+                self.dtype,
+                False,
+            ),
             connector_program(self.transformer, self.tp, comm, self.dtype, self.profile.attention),
         ):
             wanted |= program.weights()
-        sizes = {"video": self.transformer.video_connector, "audio": self.transformer.audio_connector}
-        host = {f"{name}_connector.learnable_registers": (REGISTERS, size.inner) for name, size in sizes.items()}
-        check_filled(cuts, wanted, {"embed_tokens.weight": (self.gemma.vocab_size, self.gemma.hidden_size), **host})
+        sizes = {
+            "video": self.transformer.video_connector,
+            "audio": self.transformer.audio_connector,
+        }
+        host = {
+            f"{name}_connector.learnable_registers": (REGISTERS, size.inner)
+            for name, size in sizes.items()
+        }
+        check_filled(
+            cuts,
+            wanted,
+            {"embed_tokens.weight": (self.gemma.vocab_size, self.gemma.hidden_size), **host},
+        )
         return cuts
 
     # verifying
 
     def verify_dit(self) -> list[Path]:
-        """Compare the DiT's finished rank files with their manifests and bit for bit with the checkpoint."""
-        found = [self.dit_weights(), *([self.dit_weights(refining=True)] if self.distilled_loras else [])]
+        """Compare the DiT's finished rank files with their manifests and bit for bit with the
+        checkpoint."""
+        found = [
+            self.dit_weights(),
+            *([self.dit_weights(refining=True)] if self.distilled_loras else []),
+        ]
         for path, source in zip(found, self._dit_sources, strict=True):
             self._verify(path, source, self._dit_cuts(source))
         return found
@@ -179,38 +267,57 @@ class Workspace:
 
     def compile_dit(self, buckets: list[Bucket]) -> list[Path]:
         """Trace the DiT step for each bucket that is not there yet; returns the folders."""
-        paths = [self._compile(self._dit_identity(bucket), lambda b=bucket: self._dit_program(b)) for bucket in buckets]
+        paths = [
+            self._compile(self._dit_identity(bucket), lambda b=bucket: self._dit_program(b))
+            for bucket in buckets
+        ]
         return self._precompiled(paths)
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
         check_text_fits(self.profile, self.tp, self.dtype_name, self.gemma, self.transformer)
-        comm, states = chosen.comm(self.profile, self.tp), self.profile.return_hidden_states
+        comm, states = registry.comm(self.profile, self.tp), self.profile.return_hidden_states
 
         def encoder(tokens: int) -> Program:
-            return gemma3_program(self.gemma, self.transformer, tokens, self.tp, comm, self.dtype, states)
+            return gemma3_program(
+                self.gemma, self.transformer, tokens, self.tp, comm, self.dtype, states
+            )
 
-        paths = [self._compile(self._gemma3_identity(n), lambda n=n: encoder(n)) for n in self.profile.text_buckets]
+        paths = [
+            self._compile(self._gemma3_identity(n), lambda n=n: encoder(n))
+            for n in self.profile.text_buckets
+        ]
         how = self.tp, comm, self.dtype, self.profile.attention
-        paths.append(self._compile(self._connectors_identity(), lambda: connector_program(self.transformer, *how)))
+        paths.append(
+            self._compile(
+                self._connectors_identity(), lambda: connector_program(self.transformer, *how)
+            )
+        )
         return self._precompiled(paths)
 
     def _dit_program(self, bucket: Bucket) -> Program:
-        comm = chosen.comm(self.profile, self.tp)
+        comm = registry.comm(self.profile, self.tp)
         return dit_program(
-            self.transformer, bucket, self.tp, comm, self.dtype, self.blocks_per_graph, self.profile.attention
+            self.transformer,
+            bucket,
+            self.tp,
+            comm,
+            self.dtype,
+            self.blocks_per_graph,
+            self.profile.attention,
         )
 
     def _compile(self, identity: dict, make) -> Path:
         path = artifacts.folder(self.artifacts, identity)
         if not (path / artifacts.MANIFEST).is_file():
             require_runtime(self.profile, self.tp)
-            chosen.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
+            registry.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
         return path
 
     def check_memory(self, size: Size, recipe: str, text: bool) -> None:
-        """Raise UserError where a generation does not fit the profile's memory. `text`: its prompt is encoded on the ranks."""
+        """Raise UserError where a generation does not fit the profile's memory. `text`: its prompt
+        is encoded on the ranks."""
         gemma = self.gemma if text else None
         check_fits(self.checkpoint, self.profile, size, self.tp, self.dtype_name, gemma, recipe)
 
@@ -220,7 +327,7 @@ class Workspace:
         return self.artifacts / "compiled"
 
     def _precompiled(self, paths: list[Path]) -> list[Path]:
-        chosen.precompile(paths, self.profile, self.tp, self.compiler_cache)
+        registry.precompile(paths, self.profile, self.tp, self.compiler_cache)
         return paths
 
     # finding
@@ -237,24 +344,34 @@ class Workspace:
 
     def gemma3_weights(self) -> Path:
         command = self._command("shards/shard_gemma3_weights.py", gemma=True)
-        return artifacts.find(self.artifacts, self._weights_identity("gemma3", self.gemma_source), command)
+        return artifacts.find(
+            self.artifacts, self._weights_identity("gemma3", self.gemma_source), command
+        )
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
-        from ltx_neuron.text import program_name
+        from ltx_neuron.text.inputs import program_name
 
         self.gemma.check_tensor_parallel(self.tp)
         identities = {program_name(n): self._gemma3_identity(n) for n in buckets}
         identities["connectors"] = self._connectors_identity()
         command = self._command("compile/compile_gemma3.py", gemma=True)
-        return {name: Manifest(artifacts.find(self.artifacts, i, command)) for name, i in identities.items()}
+        return {
+            name: Manifest(artifacts.find(self.artifacts, i, command))
+            for name, i in identities.items()
+        }
 
-    def dit_program_for(self, size: Size, stage: Stage, images: tuple, recipe: str) -> tuple[Bucket, Manifest]:
-        """The compiled step for a stage: the graph with the fewest distinct timesteps that are enough."""
+    def dit_program_for(
+        self, size: Size, stage: Stage, images: tuple, recipe: str
+    ) -> tuple[Bucket, Manifest]:
+        """The compiled step for a stage: the graph with the fewest distinct timesteps that are
+        enough."""
         needed = size.bucket(stage, images).timesteps
         for timesteps in range(needed, needed + MAX_TIMESTEPS):
             bucket = size.bucket(stage, images, timesteps)
-            if (artifacts.folder(self.artifacts, self._dit_identity(bucket)) / artifacts.MANIFEST).is_file():
+            if (
+                artifacts.folder(self.artifacts, self._dit_identity(bucket)) / artifacts.MANIFEST
+            ).is_file():
                 break
         else:
             bucket = size.bucket(stage, images)
@@ -267,11 +384,22 @@ class Workspace:
         return bucket, Manifest(artifacts.find(self.artifacts, self._dit_identity(bucket), command))
 
     def _command(self, script: str, *extra, gemma: bool = False) -> str:
-        python = "python" if shutil.which("python") == sys.executable else _from_here(Path(sys.executable))
+        python = (
+            "python"
+            if shutil.which("python") == sys.executable
+            else _from_here(Path(sys.executable))
+        )
         words = [python, _from_here(ROOT / script), "--checkpoint-path", self.checkpoint_path]
         words += ["--gemma-root", self.gemma_root] if gemma else []
         words += extra
-        words += ["--tp-degree", self.tp, "--dtype", self.dtype_name, "--artifacts-dir", self.artifacts]
+        words += [
+            "--tp-degree",
+            self.tp,
+            "--dtype",
+            self.dtype_name,
+            "--artifacts-dir",
+            self.artifacts,
+        ]
         words += ["--profile", self.profile.name]
         words += [word for setting in self.profile.settings for word in ("--profile-set", setting)]
         if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.cut:
@@ -282,31 +410,3 @@ class Workspace:
 def _from_here(path: Path) -> Path:
     """A path as it is typed in this folder."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def require(value, flag: str, why: str, example: str):
-    """A flag another flag needs; raises UserError naming both."""
-    if value is None:
-        raise UserError(f"{why} needs {flag}\n{example}")
-    return value
-
-
-def check_whole(path: Path, problems: list[str]) -> None:
-    """Raise UserError with the problems of a folder of weights, if there are any."""
-    if problems:
-        shown = [*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])]
-        raise UserError("\n  ".join([f"{path} is damaged:", *shown])
-                        + f"\nMake it again: rm -r {shlex.quote(str(path))}, then this script without --verify")  # fmt: skip
-
-
-def reshard(folder: Path, artifacts_dir: Path, model: str, tp: int, dtype: str, workers: int | None = None) -> Path:
-    """Make the rank files of another tp or dtype from finished ones, without the checkpoint; returns their folder."""
-    source = RankSource(folder)
-    if source.model.name != model:
-        raise UserError(f"{folder} holds weights of {source.model.name}, wanted {model}: use its own shard script")
-    source.check(tp, DTYPES[dtype])
-    identity = source.identity | {"tp": tp, "dtype": dtype}
-    path = artifacts.folder(artifacts_dir, identity)
-    if not shard(source, path, identity, tp, DTYPES[dtype], cuts_of(source, tp, {}), workers):
-        print(f"already there, nothing to do: {path}")
-    return path

@@ -1,7 +1,9 @@
-"""What users type wrong: every mistake ends in a message that says what to do, exit code 2, and nothing written.
+"""What users type wrong: every mistake ends in a message that says what to do, exit code 2, and
+nothing written.
 
-The scripts run in this process, because a new one spends its two seconds on imports. The mistakes are data: flags that are
-added to those of a run in which all is well, and words that the message must hold.
+The scripts run in this process, because a new one spends its two seconds on imports. The mistakes
+are data: flags that are added to those of a run in which all is well, and words that the message
+must hold.
 """
 
 import json
@@ -23,10 +25,10 @@ from ltx_neuron import artifacts as places
 from ltx_neuron import errors
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
-from ltx_neuron.rankfiles import load
-from ltx_neuron.tensorfile import TensorFile
 from ltx_neuron.tiny.config import merge
 from ltx_neuron.tiny.weights import save
+from ltx_neuron.weights.rankfiles import load
+from ltx_neuron.weights.tensorfile import TensorFile
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD_DIT, SHARD_GEMMA = "shards/shard_backbone_weights.py", "shards/shard_gemma3_weights.py"
@@ -47,17 +49,31 @@ class World(NamedTuple):
 
     def words(self, script: str, flags: str = "") -> list[str]:
         """The flags of a run in which all is well, then `flags`; {names} stand for paths."""
-        common = "--checkpoint-path {ckpt} --artifacts-dir {root}/artifacts --tp-degree 1 --dtype float32"
+        common = (
+            "--checkpoint-path {ckpt} --artifacts-dir {root}/artifacts --tp-degree 1 --dtype"
+            " float32"
+        )
         own = {
             COMPILE_DIT: SIZE,
             SHARD_GEMMA: "--gemma-root {gemma}",
             COMPILE_GEMMA: "--gemma-root {gemma}",
-            GENERATE: "--gemma-root {gemma} --prompt rain --output-path {root}/out/video.mp4 " + SIZE,
+            GENERATE: (
+                "--gemma-root {gemma} --prompt rain --output-path {root}/out/video.mp4 " + SIZE
+            ),
         }
-        paths = {"ckpt": self.assets.checkpoint, "gemma": self.assets.gemma_root, "image": self.assets.image,
-                 "spatial": self.assets.spatial_upsampler, "temporal": self.assets.temporal_upsampler,
-                 "root": self.root, "bad": self.root / "bad", "artifacts": self.root / "artifacts"}  # fmt: skip
-        return [word.format(**paths) for word in shlex.split(f"{common} {own.get(script, '')} {flags}")]
+        paths = {
+            "ckpt": self.assets.checkpoint,
+            "gemma": self.assets.gemma_root,
+            "image": self.assets.image,
+            "spatial": self.assets.spatial_upsampler,
+            "temporal": self.assets.temporal_upsampler,
+            "root": self.root,
+            "bad": self.root / "bad",
+            "artifacts": self.root / "artifacts",
+        }
+        return [
+            word.format(**paths) for word in shlex.split(f"{common} {own.get(script, '')} {flags}")
+        ]
 
     def listing(self) -> list:
         """Every path with its time and size: equal before and after when nothing was written."""
@@ -67,7 +83,10 @@ class World(NamedTuple):
 
 def run(script: str, words: list[str]) -> int:
     """A script in this process; its exit code."""
-    with mock.patch.object(sys, "argv", [script, *words]), mock.patch.object(sys, "path", list(sys.path)):
+    with (
+        mock.patch.object(sys, "argv", [script, *words]),
+        mock.patch.object(sys, "path", list(sys.path)),
+    ):
         main = runpy.run_path(str(ROOT / script))["main"]
         try:
             errors.run(main)
@@ -108,20 +127,32 @@ def _break_files(world: World) -> None:
     (bad / "folder.mp4").mkdir()
     (bad / "folder.json").mkdir()
     (bad / "empty.safetensors").write_bytes(b"")
-    (bad / "text.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (bad / "text.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
     (bad / "text.png").write_text("no image")
     (bad / "a file").write_text("")
     whole = tiny.checkpoint.read_bytes()
     (bad / "truncated.safetensors").write_bytes(whole[:-1000])
-    (bad / "truncated-upsampler.safetensors").write_bytes(tiny.spatial_upsampler.read_bytes()[:-1000])
+    (bad / "truncated-upsampler.safetensors").write_bytes(
+        tiny.spatial_upsampler.read_bytes()[:-1000]
+    )
     data = 8 + int.from_bytes(whole[:8], "little")
-    (bad / "other content.safetensors").write_bytes(whole[:data] + whole[data : data + 4096][::-1] + whole[data + 4096 :])
+    (bad / "other content.safetensors").write_bytes(
+        whole[:data] + whole[data : data + 4096][::-1] + whole[data + 4096 :]
+    )
 
     metadata = TensorFile(tiny.checkpoint, "").metadata
     config = json.loads(metadata["config"])
 
-    def header_only(name: str, config: object, version: str | None = "2.3.0", tensors: dict | None = None) -> None:
-        said = {} if config is None else {"config": config if isinstance(config, str) else json.dumps(config)}
+    def header_only(
+        name: str, config: object, version: str | None = "2.3.0", tensors: dict | None = None
+    ) -> None:
+        said = (
+            {}
+            if config is None
+            else {"config": config if isinstance(config, str) else json.dumps(config)}
+        )
         said |= {"model_version": version} if version else {}
         save(bad / f"{name}.safetensors", tensors or {"vae.tensor": torch.zeros(1)}, said or None)
 
@@ -130,16 +161,30 @@ def _break_files(world: World) -> None:
         del older[key]
     header_only("no-metadata", None, None)
     header_only("2.0", {**config, "transformer": older}, None)
-    header_only("2.5", merge(config, {"transformer": {"use_keyframes_abs_pos_embedding": True}}), "2.5.0")
+    header_only(
+        "2.5", merge(config, {"transformer": {"use_keyframes_abs_pos_embedding": True}}), "2.5.0"
+    )
     header_only("not-json", "{'transformer': {}}")
     header_only("a-list", "[1, 2]")
-    header_only("float8", config, tensors={"model.diffusion_model.x": torch.zeros(2).to(torch.float8_e4m3fn)})
+    header_only(
+        "float8",
+        config,
+        tensors={"model.diffusion_model.x": torch.zeros(2).to(torch.float8_e4m3fn)},
+    )
     header_only("no-vae", config)
-    wrong = {"rope_type": "interleaved", "use_keyframes_abs_pos_embedding": True, "num_layers": "two",
-             "attention_head_dim": 0, "positional_embedding_max_pos": 20, "cross_attention_dim": 48}  # fmt: skip
+    wrong = {
+        "rope_type": "interleaved",
+        "use_keyframes_abs_pos_embedding": True,
+        "num_layers": "two",
+        "attention_head_dim": 0,
+        "positional_embedding_max_pos": 20,
+        "cross_attention_dim": 48,
+    }
     for name, value in wrong.items():
         header_only(name, merge(config, {"transformer": {name: value}}))
-    no_layers = {name: value for name, value in config["transformer"].items() if name != "num_layers"}
+    no_layers = {
+        name: value for name, value in config["transformer"].items() if name != "num_layers"
+    }
     header_only("no-num_layers", {**config, "transformer": no_layers})
     upsampler = json.loads(TensorFile(tiny.spatial_upsampler, "").metadata["config"])
     header_only("empty-upsampler", upsampler, None, {"other": torch.zeros(1)})
@@ -151,7 +196,9 @@ def _break_files(world: World) -> None:
         made = shutil.copytree(tiny.gemma_root, bad / name)
         if without:
             (made / without).unlink()
-        (made / "config.json").exists() and (made / "config.json").write_text(json.dumps(merge(gemma, changes)))
+        (made / "config.json").exists() and (made / "config.json").write_text(
+            json.dumps(merge(gemma, changes))
+        )
         return made
 
     root("no-tokenizer", "tokenizer.json")
@@ -196,7 +243,9 @@ def _damage_artifacts(world: World) -> None:
             content["identity"] |= fields
             rewrite(manifest, json.dumps(content).encode())
             if move:
-                manifest.parent.rename(places.folder(world.root / "bad" / name, content["identity"]))
+                manifest.parent.rename(
+                    places.folder(world.root / "bad" / name, content["identity"])
+                )
 
     of_another("other-code", "graphs", code="0123456789ab")
     of_another("other-torch", "graphs", torch="1.0.0")
@@ -218,12 +267,22 @@ def _damage_artifacts(world: World) -> None:
 
 
 def _other_tensors(content: bytes) -> bytes:
-    """A rank file of the same size in which a tensor has another name, one another shape and one another type."""
+    """A rank file of the same size in which a tensor has another name, one another shape and one
+    another type."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
     names = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    long, flat = (next(n for n, e in names.items() if len(e["shape"]) == d and e["shape"][0] != e["shape"][-1] or d == 1 and
-                       len(e["shape"]) == 1) for d in (2, 1))  # fmt: skip
+    long, flat = (
+        next(
+            n
+            for n, e in names.items()
+            if len(e["shape"]) == d
+            and e["shape"][0] != e["shape"][-1]
+            or d == 1
+            and len(e["shape"]) == 1
+        )
+        for d in (2, 1)
+    )
     header[long]["shape"].reverse()
     header[flat]["dtype"] = "I32"
     renamed = next(name for name in names if name not in (long, flat))
@@ -237,31 +296,130 @@ def case(name: str, flags: str, *words: str, script: str = GENERATE):
 
 
 CHECKPOINTS = [
-    case("missing", "--checkpoint-path {bad}/absent.safetensors", "no such file", CHECKPOINT_DOWNLOAD),
-    case("folder", "--checkpoint-path {bad}/folder", "is a folder", "one .safetensors file", CHECKPOINT_DOWNLOAD),
+    case(
+        "missing", "--checkpoint-path {bad}/absent.safetensors", "no such file", CHECKPOINT_DOWNLOAD
+    ),
+    case(
+        "folder",
+        "--checkpoint-path {bad}/folder",
+        "is a folder",
+        "one .safetensors file",
+        CHECKPOINT_DOWNLOAD,
+    ),
     case("empty", "--checkpoint-path {bad}/empty.safetensors", "empty", CHECKPOINT_DOWNLOAD),
-    case("not safetensors", "--checkpoint-path {bad}/text.safetensors", "not a whole safetensors", CHECKPOINT_DOWNLOAD),
-    case("truncated", "--checkpoint-path {bad}/truncated.safetensors", "truncated", "bytes", CHECKPOINT_DOWNLOAD),
-    case("no metadata", "--checkpoint-path {bad}/no-metadata.safetensors", "no 'config' metadata", CHECKPOINT_DOWNLOAD),
-    case("config is no JSON", "--checkpoint-path {bad}/not-json.safetensors", "not JSON", CHECKPOINT_DOWNLOAD),
-    case("config is a list", "--checkpoint-path {bad}/a-list.safetensors", "no 'transformer' section", CHECKPOINT_DOWNLOAD),
-    case("an upsampler", "--checkpoint-path {spatial}", "no 'transformer' section", CHECKPOINT_DOWNLOAD),
-    case("LTX-2.0", "--checkpoint-path {bad}/2.0.safetensors", "2.0", "runs 2.3", CHECKPOINT_DOWNLOAD),
-    case("LTX-2.5", "--checkpoint-path {bad}/2.5.safetensors", "2.5.0", "runs 2.3", CHECKPOINT_DOWNLOAD),
-    case("RoPE", "--checkpoint-path {bad}/rope_type.safetensors", "rope_type", "'interleaved'", "'split'"),
-    case("keyframes", "--checkpoint-path {bad}/use_keyframes_abs_pos_embedding.safetensors", "use_keyframes_abs_pos_embedding"),
+    case(
+        "not safetensors",
+        "--checkpoint-path {bad}/text.safetensors",
+        "not a whole safetensors",
+        CHECKPOINT_DOWNLOAD,
+    ),
+    case(
+        "truncated",
+        "--checkpoint-path {bad}/truncated.safetensors",
+        "truncated",
+        "bytes",
+        CHECKPOINT_DOWNLOAD,
+    ),
+    case(
+        "no metadata",
+        "--checkpoint-path {bad}/no-metadata.safetensors",
+        "no 'config' metadata",
+        CHECKPOINT_DOWNLOAD,
+    ),
+    case(
+        "config is no JSON",
+        "--checkpoint-path {bad}/not-json.safetensors",
+        "not JSON",
+        CHECKPOINT_DOWNLOAD,
+    ),
+    case(
+        "config is a list",
+        "--checkpoint-path {bad}/a-list.safetensors",
+        "no 'transformer' section",
+        CHECKPOINT_DOWNLOAD,
+    ),
+    case(
+        "an upsampler",
+        "--checkpoint-path {spatial}",
+        "no 'transformer' section",
+        CHECKPOINT_DOWNLOAD,
+    ),
+    case(
+        "LTX-2.0", "--checkpoint-path {bad}/2.0.safetensors", "2.0", "runs 2.3", CHECKPOINT_DOWNLOAD
+    ),
+    case(
+        "LTX-2.5",
+        "--checkpoint-path {bad}/2.5.safetensors",
+        "2.5.0",
+        "runs 2.3",
+        CHECKPOINT_DOWNLOAD,
+    ),
+    case(
+        "RoPE",
+        "--checkpoint-path {bad}/rope_type.safetensors",
+        "rope_type",
+        "'interleaved'",
+        "'split'",
+    ),
+    case(
+        "keyframes",
+        "--checkpoint-path {bad}/use_keyframes_abs_pos_embedding.safetensors",
+        "use_keyframes_abs_pos_embedding",
+    ),
     case("no layers", "--checkpoint-path {bad}/no-num_layers.safetensors", "num_layers is absent"),
-    case("layers in letters", "--checkpoint-path {bad}/num_layers.safetensors", "num_layers is 'two'", "whole number"),
-    case("heads of nothing", "--checkpoint-path {bad}/attention_head_dim.safetensors", "head_dim is 0", "above 0"),
-    case("a number for a list", "--checkpoint-path {bad}/positional_embedding_max_pos.safetensors", "checkpoint config"),
-    case("widths", "--checkpoint-path {bad}/cross_attention_dim.safetensors", "cross_attention_dim is 48", "32"),
-    case("float8", "--checkpoint-path {bad}/float8.safetensors", "F8_E4M3", "BF16", CHECKPOINT_DOWNLOAD, script=SHARD_DIT),
-    case("no transformer weights", "--checkpoint-path {bad}/no-vae.safetensors", "no tensor", CHECKPOINT_DOWNLOAD,
-         script=SHARD_DIT),
-    case("sharder without file", "--checkpoint-path absent.safetensors", "no such file", CHECKPOINT_DOWNLOAD, script=SHARD_DIT),
-    case("compiler without file", "--checkpoint-path absent.safetensors", "no such file", CHECKPOINT_DOWNLOAD,
-         script=COMPILE_DIT),
-]  # fmt: skip
+    case(
+        "layers in letters",
+        "--checkpoint-path {bad}/num_layers.safetensors",
+        "num_layers is 'two'",
+        "whole number",
+    ),
+    case(
+        "heads of nothing",
+        "--checkpoint-path {bad}/attention_head_dim.safetensors",
+        "head_dim is 0",
+        "above 0",
+    ),
+    case(
+        "a number for a list",
+        "--checkpoint-path {bad}/positional_embedding_max_pos.safetensors",
+        "checkpoint config",
+    ),
+    case(
+        "widths",
+        "--checkpoint-path {bad}/cross_attention_dim.safetensors",
+        "cross_attention_dim is 48",
+        "32",
+    ),
+    case(
+        "float8",
+        "--checkpoint-path {bad}/float8.safetensors",
+        "F8_E4M3",
+        "BF16",
+        CHECKPOINT_DOWNLOAD,
+        script=SHARD_DIT,
+    ),
+    case(
+        "no transformer weights",
+        "--checkpoint-path {bad}/no-vae.safetensors",
+        "no tensor",
+        CHECKPOINT_DOWNLOAD,
+        script=SHARD_DIT,
+    ),
+    case(
+        "sharder without file",
+        "--checkpoint-path absent.safetensors",
+        "no such file",
+        CHECKPOINT_DOWNLOAD,
+        script=SHARD_DIT,
+    ),
+    case(
+        "compiler without file",
+        "--checkpoint-path absent.safetensors",
+        "no such file",
+        CHECKPOINT_DOWNLOAD,
+        script=COMPILE_DIT,
+    ),
+]
 GEMMA = [
     case("missing", "--gemma-root {bad}/absent", "absent", "not a folder", GEMMA_DOWNLOAD),
     case("a file", "--gemma-root {ckpt}", "not a folder", GEMMA_DOWNLOAD),
@@ -271,23 +429,75 @@ GEMMA = [
     case("no weights", "--gemma-root {bad}/no-weights", "model*.safetensors", GEMMA_DOWNLOAD),
     case("unfinished download", "--gemma-root {bad}/one-of-five", "1 of 5", GEMMA_DOWNLOAD),
     case("no tokenizer", "--gemma-root {bad}/no-tokenizer", "tokenizer.json", GEMMA_DOWNLOAD),
-    case("broken tokenizer", "--gemma-root {bad}/broken-tokenizer", "tokenizer.json", GEMMA_DOWNLOAD),
+    case(
+        "broken tokenizer", "--gemma-root {bad}/broken-tokenizer", "tokenizer.json", GEMMA_DOWNLOAD
+    ),
     case("another width", "--gemma-root {bad}/wide", "hidden_size 64", "take 32", GEMMA_DOWNLOAD),
-    case("another depth", "--gemma-root {bad}/deep", "num_hidden_layers 6", "take 4 layers", GEMMA_DOWNLOAD),
-    case("another depth, sharded", "--gemma-root {bad}/deep", "num_hidden_layers 6", GEMMA_DOWNLOAD, script=SHARD_GEMMA),
-    case("weights of other sizes", "--gemma-root {bad}/other-heads", "q_proj", "wanted", GEMMA_DOWNLOAD),
-    case("KV heads", "--gemma-root {bad}/odd-heads --tp-degree 2", "num_key_value_heads=3", "one of 1", script=SHARD_GEMMA),
-    case("KV heads, compiled", "--gemma-root {bad}/odd-heads --tp-degree 2", "num_key_value_heads=3", script=COMPILE_GEMMA),
-    case("KV heads, generated", "--gemma-root {bad}/odd-heads --tp-degree 2 --neuron-gemma", "num_key_value_heads=3"),
-    case("sharder", "--gemma-root {bad}/no-weights", "model*.safetensors", GEMMA_DOWNLOAD, script=SHARD_GEMMA),
-    case("compiler", "--gemma-root {bad}/absent", "not a folder", GEMMA_DOWNLOAD, script=COMPILE_GEMMA),
+    case(
+        "another depth",
+        "--gemma-root {bad}/deep",
+        "num_hidden_layers 6",
+        "take 4 layers",
+        GEMMA_DOWNLOAD,
+    ),
+    case(
+        "another depth, sharded",
+        "--gemma-root {bad}/deep",
+        "num_hidden_layers 6",
+        GEMMA_DOWNLOAD,
+        script=SHARD_GEMMA,
+    ),
+    case(
+        "weights of other sizes",
+        "--gemma-root {bad}/other-heads",
+        "q_proj",
+        "wanted",
+        GEMMA_DOWNLOAD,
+    ),
+    case(
+        "KV heads",
+        "--gemma-root {bad}/odd-heads --tp-degree 2",
+        "num_key_value_heads=3",
+        "one of 1",
+        script=SHARD_GEMMA,
+    ),
+    case(
+        "KV heads, compiled",
+        "--gemma-root {bad}/odd-heads --tp-degree 2",
+        "num_key_value_heads=3",
+        script=COMPILE_GEMMA,
+    ),
+    case(
+        "KV heads, generated",
+        "--gemma-root {bad}/odd-heads --tp-degree 2 --neuron-gemma",
+        "num_key_value_heads=3",
+    ),
+    case(
+        "sharder",
+        "--gemma-root {bad}/no-weights",
+        "model*.safetensors",
+        GEMMA_DOWNLOAD,
+        script=SHARD_GEMMA,
+    ),
+    case(
+        "compiler",
+        "--gemma-root {bad}/absent",
+        "not a folder",
+        GEMMA_DOWNLOAD,
+        script=COMPILE_GEMMA,
+    ),
 ]
 FLAGS = [
     case("height", "--height 100", "--height 100", "multiple of 32", "96 or 128"),
     case("width", "--width 31", "--width 31", "multiple of 32", "nearest legal: 32"),
     case("no height", "--height 0", "nearest legal: 32"),
     case("negative width", "--width -64", "nearest legal: 32"),
-    case("two stages", "--two-stage --height 96 --spatial-upsampler-path {spatial}", "multiple of 64", "64 or 128"),
+    case(
+        "two stages",
+        "--two-stage --height 96 --spatial-upsampler-path {spatial}",
+        "multiple of 64",
+        "64 or 128",
+    ),
     case("letters", "--height tall", "--height", "'tall'"),
     case("frames", "--num-frames 24", "8k+1", "17 or 25"),
     case("no frames", "--num-frames 0", "8k+1", "1 or 9"),
@@ -296,7 +506,12 @@ FLAGS = [
     case("nan rate", "--frame-rate nan", "--frame-rate nan"),
     case("inf rate", "--frame-rate inf", "--frame-rate inf"),
     case("denormal rate", "--frame-rate 1e-320", "--frame-rate 24"),
-    case("no time for sound", "--num-frames 1 --frame-rate 60", "1 frames at --frame-rate 60", "raise --num-frames"),
+    case(
+        "no time for sound",
+        "--num-frames 1 --frame-rate 60",
+        "1 frames at --frame-rate 60",
+        "raise --num-frames",
+    ),
     case("prompt", "--prompt ''", "--prompt is empty"),
     case("blank prompt", "--prompt '  '", "--prompt is empty"),
     case("prompt of another encoding", "--prompt 'caf\udce9'", "--prompt is not UTF-8"),
@@ -316,23 +531,52 @@ FLAGS = [
     case("unknown and far", "--qqq", "--qqq", "--help"),
     case("stray word", "rain", "rain", "--help"),
     case("abbreviation", "--prom rain", "--prom", "did you mean --prompt?"),
-    case("abbreviation, sharded", "--checkpoint x", "--checkpoint", "did you mean --checkpoint-path?", script=SHARD_DIT),
+    case(
+        "abbreviation, sharded",
+        "--checkpoint x",
+        "--checkpoint",
+        "did you mean --checkpoint-path?",
+        script=SHARD_DIT,
+    ),
     case("another script's flag", "--height 64", "--height", script=SHARD_DIT),
-    case("steps", "--num-inference-steps 20", "--num-inference-steps 20", "8 steps", "--recipe dev"),
+    case(
+        "steps", "--num-inference-steps 20", "--num-inference-steps 20", "8 steps", "--recipe dev"
+    ),
     case("no steps", "--num-steps 0", "8 steps", "--recipe dev"),
     case("too many steps", "--recipe dev --num-steps 65", "--num-inference-steps 65", "1 to 64"),
-    case("negative prompt", "--negative-prompt blurry", "--negative-prompt", "without guidance", "--recipe dev"),
+    case(
+        "negative prompt",
+        "--negative-prompt blurry",
+        "--negative-prompt",
+        "without guidance",
+        "--recipe dev",
+    ),
     *[
-        case(f"{flag} {value}", f"--{flag} {value}", f"--{flag}", "without guidance", "--recipe dev")
+        case(
+            f"{flag} {value}", f"--{flag} {value}", f"--{flag}", "without guidance", "--recipe dev"
+        )
         for flag, value in [
             (f"{stream}-{name}", value)
             for stream in ("video", "audio")
-            for name, value in (("cfg-guidance-scale", 3), ("stg-guidance-scale", 1), ("stg-blocks", 1), ("stg-blocks", ""),
-                                ("rescale-scale", 0.7), ("skip-step", 1))
-        ] + [("a2v-guidance-scale", 3), ("v2a-guidance-scale", 3)]
+            for name, value in (
+                ("cfg-guidance-scale", 3),
+                ("stg-guidance-scale", 1),
+                ("stg-blocks", 1),
+                ("stg-blocks", ""),
+                ("rescale-scale", 0.7),
+                ("skip-step", 1),
+            )
+        ]
+        + [("a2v-guidance-scale", 3), ("v2a-guidance-scale", 3)]
     ],
-    case("blocks", "--recipe dev --video-stg-blocks 28", "video STG block 28", "blocks 0..1", "--video-stg-blocks"),
-]  # fmt: skip
+    case(
+        "blocks",
+        "--recipe dev --video-stg-blocks 28",
+        "video STG block 28",
+        "blocks 0..1",
+        "--video-stg-blocks",
+    ),
+]
 IMAGES = [
     case("missing", "--image {bad}/absent.png", "absent.png", "no such file", "--image FILE"),
     case("folder", "--image {bad}/folder", "folder", "--image FILE"),
@@ -351,62 +595,269 @@ IMAGES = [
 ]
 UPSAMPLERS = [
     case("none", "--two-stage", "--two-stage", "--spatial-upsampler-path", SPATIAL_DOWNLOAD),
-    case("missing", "--two-stage --spatial-upsampler-path {bad}/absent", "absent", SPATIAL_DOWNLOAD),
+    case(
+        "missing", "--two-stage --spatial-upsampler-path {bad}/absent", "absent", SPATIAL_DOWNLOAD
+    ),
     case("folder", "--two-stage --spatial-upsampler-path {bad}/folder", "folder", SPATIAL_DOWNLOAD),
-    case("temporal", "--two-stage --spatial-upsampler-path {temporal}", "got a temporal one", SPATIAL_DOWNLOAD),
-    case("a checkpoint", "--two-stage --spatial-upsampler-path {ckpt}", "describes none", SPATIAL_DOWNLOAD),
-    case("truncated", "--two-stage --spatial-upsampler-path {bad}/truncated-upsampler.safetensors", SPATIAL_DOWNLOAD),
-    case("no JSON", "--two-stage --spatial-upsampler-path {bad}/not-json-upsampler.safetensors", "JSON", SPATIAL_DOWNLOAD),
-    case("no weights", "--two-stage --spatial-upsampler-path {bad}/empty-upsampler.safetensors",
-         "LatentUpsampler", "none of its", SPATIAL_DOWNLOAD),
-    case("upscale without", "--upscale temporal", "--upscale temporal", "--temporal-upsampler-path", TEMPORAL_DOWNLOAD),
-    case("upscale twice", "--upscale spatial --two-stage --spatial-upsampler-path {spatial}", "--upscale", "--two-stage"),
-    case("no VAE", "--checkpoint-path {bad}/no-vae.safetensors", "VideoDecoder", CHECKPOINT_DOWNLOAD),
-]  # fmt: skip
+    case(
+        "temporal",
+        "--two-stage --spatial-upsampler-path {temporal}",
+        "got a temporal one",
+        SPATIAL_DOWNLOAD,
+    ),
+    case(
+        "a checkpoint",
+        "--two-stage --spatial-upsampler-path {ckpt}",
+        "describes none",
+        SPATIAL_DOWNLOAD,
+    ),
+    case(
+        "truncated",
+        "--two-stage --spatial-upsampler-path {bad}/truncated-upsampler.safetensors",
+        SPATIAL_DOWNLOAD,
+    ),
+    case(
+        "no JSON",
+        "--two-stage --spatial-upsampler-path {bad}/not-json-upsampler.safetensors",
+        "JSON",
+        SPATIAL_DOWNLOAD,
+    ),
+    case(
+        "no weights",
+        "--two-stage --spatial-upsampler-path {bad}/empty-upsampler.safetensors",
+        "LatentUpsampler",
+        "none of its",
+        SPATIAL_DOWNLOAD,
+    ),
+    case(
+        "upscale without",
+        "--upscale temporal",
+        "--upscale temporal",
+        "--temporal-upsampler-path",
+        TEMPORAL_DOWNLOAD,
+    ),
+    case(
+        "upscale twice",
+        "--upscale spatial --two-stage --spatial-upsampler-path {spatial}",
+        "--upscale",
+        "--two-stage",
+    ),
+    case(
+        "no VAE", "--checkpoint-path {bad}/no-vae.safetensors", "VideoDecoder", CHECKPOINT_DOWNLOAD
+    ),
+]
 OUTPUTS = [
-    case("not MP4", "--output-path {root}/out/video.avi", "MP4", "video.avi", "--output-path FILE.mp4"),
+    case(
+        "not MP4",
+        "--output-path {root}/out/video.avi",
+        "MP4",
+        "video.avi",
+        "--output-path FILE.mp4",
+    ),
     case("no suffix", "--output-path {root}/out/video", "MP4", "--output-path FILE.mp4"),
     case("folder", "--output-path {bad}/folder.mp4", "is a folder", "--output-path FILE.mp4"),
-    case("under a file", "--output-path '{bad}/a file/video.mp4'", "not a folder you may write to", "--output-path"),
+    case(
+        "under a file",
+        "--output-path '{bad}/a file/video.mp4'",
+        "not a folder you may write to",
+        "--output-path",
+    ),
     case("long name", f"--output-path {{root}}/{'rain' * 60}.mp4", "this long", "--output-path"),
-    case("JSON is a folder", "--output-path {bad}/folder.mp4 --output-path {bad}/folder.MP4", "folder.json is a folder"),
+    case(
+        "JSON is a folder",
+        "--output-path {bad}/folder.mp4 --output-path {bad}/folder.MP4",
+        "folder.json is a folder",
+    ),
     case("frames into a file", "--save-frames '{bad}/a file'", "not a folder", "--save-frames DIR"),
-    case("tensors into a folder", "--save-tensors {bad}/folder", "is a folder", "--save-tensors FILE"),
-    case("report into a folder", "--perf-dump-path {bad}/folder", "is a folder", "--perf-dump-path FILE"),
-    case("report over the JSON", "--perf-dump-path {root}/out/video.json", "the JSON of --output-path", "--perf-dump-path"),
-    case("tensors over the checkpoint", "--save-tensors {ckpt}", "--checkpoint-path", "--save-tensors", "same file"),
-    case("artifacts in a file, sharded", "--artifacts-dir '{bad}/a file'", "--artifacts-dir DIR", script=SHARD_DIT),
-    case("artifacts in a file, compiled", "--artifacts-dir '{bad}/a file/x'", "--artifacts-dir DIR", script=COMPILE_DIT),
+    case(
+        "tensors into a folder", "--save-tensors {bad}/folder", "is a folder", "--save-tensors FILE"
+    ),
+    case(
+        "report into a folder",
+        "--perf-dump-path {bad}/folder",
+        "is a folder",
+        "--perf-dump-path FILE",
+    ),
+    case(
+        "report over the JSON",
+        "--perf-dump-path {root}/out/video.json",
+        "the JSON of --output-path",
+        "--perf-dump-path",
+    ),
+    case(
+        "tensors over the checkpoint",
+        "--save-tensors {ckpt}",
+        "--checkpoint-path",
+        "--save-tensors",
+        "same file",
+    ),
+    case(
+        "artifacts in a file, sharded",
+        "--artifacts-dir '{bad}/a file'",
+        "--artifacts-dir DIR",
+        script=SHARD_DIT,
+    ),
+    case(
+        "artifacts in a file, compiled",
+        "--artifacts-dir '{bad}/a file/x'",
+        "--artifacts-dir DIR",
+        script=COMPILE_DIT,
+    ),
     case("artifacts in a file", "--artifacts-dir '{bad}/a file'", "no dit graphs", "Make them: "),
 ]
 ARTIFACTS = [
-    case("none", "--artifacts-dir {root}/none", "no dit graphs", "Make them: ", COMPILE_DIT, "--height 64", "--tp-degree 1"),
-    case("no Gemma", "--neuron-gemma", "no gemma3 weights", "Make them: ", SHARD_GEMMA, "--gemma-root"),
-    case("other size", "--height 96", "bucket", "got v8-a9-t1-s8, wanted v12-a9-t1-s8", COMPILE_DIT, "--height 96"),
+    case(
+        "none",
+        "--artifacts-dir {root}/none",
+        "no dit graphs",
+        "Make them: ",
+        COMPILE_DIT,
+        "--height 64",
+        "--tp-degree 1",
+    ),
+    case(
+        "no Gemma",
+        "--neuron-gemma",
+        "no gemma3 weights",
+        "Make them: ",
+        SHARD_GEMMA,
+        "--gemma-root",
+    ),
+    case(
+        "other size",
+        "--height 96",
+        "bucket",
+        "got v8-a9-t1-s8, wanted v12-a9-t1-s8",
+        COMPILE_DIT,
+        "--height 96",
+    ),
     case("other degree", "--tp-degree 2", "tp: got 1, wanted 2", COMPILE_DIT, "--tp-degree 2"),
-    case("other dtype", "--dtype bfloat16", "dtype: got float32, wanted bfloat16", COMPILE_DIT, "--dtype bfloat16"),
-    case("other cut", "--blocks-per-graph 1", "blocks_per_graph: got 0, wanted 1", COMPILE_DIT, "--blocks-per-graph 1"),
-    case("other checkpoint", "--checkpoint-path '{bad}/other content.safetensors'", "source (the checkpoint's content): got",
-         SHARD_DIT, "other content.safetensors'"),
-    case("other code", "--artifacts-dir {bad}/other-code", "code (this toolkit's code): got 0123456789ab", COMPILE_DIT),
-    case("other torch", "--artifacts-dir {bad}/other-torch", "torch (the version of PyTorch): got 1.0.0", COMPILE_DIT),
-    case("other config", "--artifacts-dir {bad}/other-config", "config (the model's sizes): got", COMPILE_DIT),
-    case("edited", "--artifacts-dir {bad}/edited-torch", "torch", "got 1.0.0", "rm -r", COMPILE_DIT),
-    case("other source", "--artifacts-dir {bad}/other-source", "source", "got 0123456789ab", SHARD_DIT),
+    case(
+        "other dtype",
+        "--dtype bfloat16",
+        "dtype: got float32, wanted bfloat16",
+        COMPILE_DIT,
+        "--dtype bfloat16",
+    ),
+    case(
+        "other cut",
+        "--blocks-per-graph 1",
+        "blocks_per_graph: got 0, wanted 1",
+        COMPILE_DIT,
+        "--blocks-per-graph 1",
+    ),
+    case(
+        "other checkpoint",
+        "--checkpoint-path '{bad}/other content.safetensors'",
+        "source (the checkpoint's content): got",
+        SHARD_DIT,
+        "other content.safetensors'",
+    ),
+    case(
+        "other code",
+        "--artifacts-dir {bad}/other-code",
+        "code (this toolkit's code): got 0123456789ab",
+        COMPILE_DIT,
+    ),
+    case(
+        "other torch",
+        "--artifacts-dir {bad}/other-torch",
+        "torch (the version of PyTorch): got 1.0.0",
+        COMPILE_DIT,
+    ),
+    case(
+        "other config",
+        "--artifacts-dir {bad}/other-config",
+        "config (the model's sizes): got",
+        COMPILE_DIT,
+    ),
+    case(
+        "edited", "--artifacts-dir {bad}/edited-torch", "torch", "got 1.0.0", "rm -r", COMPILE_DIT
+    ),
+    case(
+        "other source",
+        "--artifacts-dir {bad}/other-source",
+        "source",
+        "got 0123456789ab",
+        SHARD_DIT,
+    ),
     case("other layout", "--artifacts-dir {bad}/other-layout", "layout: got 0, wanted", SHARD_DIT),
-    case("killed sharder", "--artifacts-dir {bad}/unfinished", "never finished", "Make them again: ", SHARD_DIT),
-    case("killed sharder, verified", "--artifacts-dir {bad}/unfinished --verify", "never finished", script=SHARD_DIT),
-    case("broken manifest", "--artifacts-dir {bad}/broken-manifest", "manifest.json cannot be read", "rm -r", SHARD_DIT),
-    case("missing rank file", "--artifacts-dir {bad}/missing-rank", "rank0.safetensors: missing", "rm -r", SHARD_DIT),
-    case("truncated rank file", "--artifacts-dir {bad}/truncated-rank", "rank0.safetensors:", "bytes, wanted", "rm -r"),
-    case("missing graph", "--artifacts-dir {bad}/missing-graph", "step.pt2: missing", "rm -r", COMPILE_DIT),
-    case("flipped graph", "--artifacts-dir {bad}/flipped-graph", "step.pt2: content differs", "rm -r", COMPILE_DIT),
-    case("verify nothing", "--artifacts-dir {root}/none --verify", "no dit weights", SHARD_DIT, script=SHARD_DIT),
-    case("verify flipped", "--artifacts-dir {bad}/flipped-rank --verify", "rank0.safetensors: content differs from its blake3",
-         "rm -r", script=SHARD_DIT),
-    case("verify truncated", "--artifacts-dir {bad}/truncated-rank --verify", "bytes, wanted", "rm -r", script=SHARD_DIT),
-    case("verify missing", "--artifacts-dir {bad}/missing-rank --verify", "rank0.safetensors: missing", script=SHARD_DIT),
-]  # fmt: skip
+    case(
+        "killed sharder",
+        "--artifacts-dir {bad}/unfinished",
+        "never finished",
+        "Make them again: ",
+        SHARD_DIT,
+    ),
+    case(
+        "killed sharder, verified",
+        "--artifacts-dir {bad}/unfinished --verify",
+        "never finished",
+        script=SHARD_DIT,
+    ),
+    case(
+        "broken manifest",
+        "--artifacts-dir {bad}/broken-manifest",
+        "manifest.json cannot be read",
+        "rm -r",
+        SHARD_DIT,
+    ),
+    case(
+        "missing rank file",
+        "--artifacts-dir {bad}/missing-rank",
+        "rank0.safetensors: missing",
+        "rm -r",
+        SHARD_DIT,
+    ),
+    case(
+        "truncated rank file",
+        "--artifacts-dir {bad}/truncated-rank",
+        "rank0.safetensors:",
+        "bytes, wanted",
+        "rm -r",
+    ),
+    case(
+        "missing graph",
+        "--artifacts-dir {bad}/missing-graph",
+        "step.pt2: missing",
+        "rm -r",
+        COMPILE_DIT,
+    ),
+    case(
+        "flipped graph",
+        "--artifacts-dir {bad}/flipped-graph",
+        "step.pt2: content differs",
+        "rm -r",
+        COMPILE_DIT,
+    ),
+    case(
+        "verify nothing",
+        "--artifacts-dir {root}/none --verify",
+        "no dit weights",
+        SHARD_DIT,
+        script=SHARD_DIT,
+    ),
+    case(
+        "verify flipped",
+        "--artifacts-dir {bad}/flipped-rank --verify",
+        "rank0.safetensors: content differs from its blake3",
+        "rm -r",
+        script=SHARD_DIT,
+    ),
+    case(
+        "verify truncated",
+        "--artifacts-dir {bad}/truncated-rank --verify",
+        "bytes, wanted",
+        "rm -r",
+        script=SHARD_DIT,
+    ),
+    case(
+        "verify missing",
+        "--artifacts-dir {bad}/missing-rank --verify",
+        "rank0.safetensors: missing",
+        script=SHARD_DIT,
+    ),
+]
 WITHOUT_ARTIFACTS = [*CHECKPOINTS, *FLAGS, *IMAGES, *OUTPUTS, *GEMMA, *UPSAMPLERS]
 
 
@@ -466,12 +917,15 @@ def test_artifacts_that_do_not_fit(finished, check, script, flags, words):
     check(script, flags, words)
 
 
-@pytest.mark.parametrize("without, words", [
-    ("--checkpoint-path", ("--checkpoint-path", "required", "--help")),
-    ("--gemma-root", ("--gemma-root", "required", "--help")),
-    ("--prompt", ("--prompt is empty", "type for example")),
-    ("--output-path", ("--output-path", "out.mp4")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "without, words",
+    [
+        ("--checkpoint-path", ("--checkpoint-path", "required", "--help")),
+        ("--gemma-root", ("--gemma-root", "required", "--help")),
+        ("--prompt", ("--prompt is empty", "type for example")),
+        ("--output-path", ("--output-path", "out.mp4")),
+    ],
+)
 def test_a_missing_flag(world, capsys, without, words):
     said = world.words(GENERATE)
     at = said.index(without)
@@ -485,24 +939,36 @@ def test_a_rank_file_of_other_tensors_is_one_error_that_lists_them_all(tmp_path)
     wanted = {"kept": (2, 3), "misshapen": (3, 2), "missing": (5,), "recast": (4,)}
     with pytest.raises(UserError) as error:
         load(tmp_path / "rank0.safetensors", wanted, torch.float32)
-    for line in ("missing: missing", "unexpected: extra", "misshapen: (2, 3) F32, wanted (3, 2) F32",
-                 "recast: (4,) BF16, wanted (4,) F32"):  # fmt: skip
+    for line in (
+        "missing: missing",
+        "unexpected: extra",
+        "misshapen: (2, 3) F32, wanted (3, 2) F32",
+        "recast: (4,) BF16, wanted (4,) F32",
+    ):
         assert line in str(error.value)
     assert "kept" not in str(error.value)
 
 
-@pytest.mark.parametrize("flags, words", [
-    ("--heigth 64", ("did you mean --height?",)),
-    ("--checkpoint-path {bad}/2.5.safetensors", ("2.5.0", CHECKPOINT_DOWNLOAD)),
-    ("--artifacts-dir {bad}/other-tensors --no-prompt-cache",
-     ("rank0.safetensors", "missing: ", "unexpected: x", "I32, wanted", "Delete ")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--heigth 64", ("did you mean --height?",)),
+        ("--checkpoint-path {bad}/2.5.safetensors", ("2.5.0", CHECKPOINT_DOWNLOAD)),
+        (
+            "--artifacts-dir {bad}/other-tensors --no-prompt-cache",
+            ("rank0.safetensors", "missing: ", "unexpected: x", "I32, wanted", "Delete "),
+        ),
+    ],
+)
 def test_a_user_in_a_terminal(finished, flags, words):
     before = finished.listing()
     done = subprocess.run(
         [sys.executable, ROOT / GENERATE, *finished.words(GENERATE, flags)],
-        cwd=finished.root / "out", capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        cwd=finished.root / "out",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     _judge(done.returncode, done.stderr, words)
     assert finished.listing() == before
 

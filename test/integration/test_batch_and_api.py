@@ -1,4 +1,5 @@
-"""Batches and the Python API: models load once, results are those of single runs bit for bit, nothing is lost or left over."""
+"""Batches and the Python API: models load once, results are those of single runs bit for bit,
+nothing is lost or left over."""
 
 import contextlib
 import dataclasses
@@ -18,18 +19,19 @@ import torch
 from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
 from helpers import rel
 
-from ltx_neuron.backends.torchdist import RankError, Ranks
+from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
-from ltx_neuron.beside import checkpoint
-from ltx_neuron.conditioning import ImageCondition
+from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
-from ltx_neuron.finishing import Failure
-from ltx_neuron.guidance import DEFAULTS
+from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.host.media import read_video
 from ltx_neuron.job import Job, Size
-from ltx_neuron.media import read_video
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.resume import SUFFIX, keep
+from ltx_neuron.progress import SUFFIX, keep
+from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.guidance import DEFAULTS
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +49,13 @@ def lines(tiny) -> list[dict]:
         {"prompt": "waves crash on the shore", **SIZE},
         {"prompt": "« hello » says a man", "seed": 4, **SIZE},
         {"prompt": "a golden retriever", "seed": 5, "image": [str(tiny.image), 0, 0.8], **SIZE},
-        {"prompt": "waves crash on the shore", "seed": 6, "num-frames": 9, "height": 64, "width": 64},
+        {
+            "prompt": "waves crash on the shore",
+            "seed": 6,
+            "num-frames": 9,
+            "height": 64,
+            "width": 64,
+        },
         {"prompt": "birds sing", "image": [[str(tiny.image)]], **SIZE},
     ]
 
@@ -62,8 +70,15 @@ def setup(scripts, tiny):
 
 def batch_flags(setup, tiny, folder) -> dict:
     file = folder / "jobs.jsonl"
-    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines(tiny)) + "\n\n")
-    return dict(neuron_gemma=True, prompts_file=file, output_dir=folder / "out", perf_dump_path=folder / "perf.json")
+    file.write_text(
+        "\n".join(json.dumps(line, ensure_ascii=False) for line in lines(tiny)) + "\n\n"
+    )
+    return dict(
+        neuron_gemma=True,
+        prompts_file=file,
+        output_dir=folder / "out",
+        perf_dump_path=folder / "perf.json",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +96,21 @@ def videos(folder) -> dict[str, bytes]:
 def opened(setup, tiny, **more) -> LTXPipeline:
     """The API on the batch's artifacts."""
     pipe = LTXPipeline.from_pretrained(
-        checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, artifacts_dir=setup.artifacts, profile="cpu",
-        tp_degree=TP, dtype="float32", **more,
-    )  # fmt: skip
+        checkpoint_path=tiny.checkpoint,
+        gemma_root=tiny.gemma_root,
+        artifacts_dir=setup.artifacts,
+        profile="cpu",
+        tp_degree=TP,
+        dtype="float32",
+        **more,
+    )
     pipe.engine.progress = False
     return pipe
 
 
 def children() -> set[int]:
-    """Processes that this one started, but for the two that multiprocessing keeps: they hold no model and no device.
+    """Processes that this one started, but for the two that multiprocessing keeps: they hold no
+    model and no device.
 
     Ranks may be forked from one of them, and then look like it, one generation down.
     """
@@ -114,13 +135,17 @@ def api(setup, tiny):
     assert children() <= before
 
 
-# --- batches -------------------------------------------------------------------------------------------------------
+# --- batches -------------------------------------------------------------------------------------
 def test_a_batch_writes_every_video_in_order_and_says_so(batch, tiny):
     entries = json.loads((batch / "out" / RESULTS).read_text())["lines"]
     assert [entry["line"] for entry in entries] == [1, 2, 3, 4, 5]
     assert [entry["prompt"] for entry in entries] == [line["prompt"] for line in lines(tiny)]
     assert {entry["status"] for entry in entries} == {"done"}
-    assert [entry["output"] for entry in entries] == list(videos(batch)) == [f"{n:04d}.mp4" for n in range(1, 6)]
+    assert (
+        [entry["output"] for entry in entries]
+        == list(videos(batch))
+        == [f"{n:04d}.mp4" for n in range(1, 6)]
+    )
     for name in videos(batch):
         assert (batch / "out" / name).with_suffix(".json").is_file()
         found = read_video(batch / "out" / name)
@@ -131,7 +156,13 @@ def test_a_batch_writes_every_video_in_order_and_says_so(batch, tiny):
 def test_a_batch_loads_each_model_once(batch):
     perf = json.loads((batch / "perf.json").read_text())
     names = [phase["name"] for phase in perf["phases"]]
-    loads = ("load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "unload_transformer")
+    loads = (
+        "load_gemma3",
+        "encode_text",
+        "unload_gemma3",
+        "load_transformer",
+        "unload_transformer",
+    )
     assert {name: names.count(name) for name in loads} == dict.fromkeys(loads, 1)
     assert names.count("denoise_stage_1") >= 5 and names.count("encode_mp4") == 5
     assert len(perf["denoise_steps_ms"]["stage_1"]) == 5 * 8
@@ -140,29 +171,50 @@ def test_a_batch_loads_each_model_once(batch):
 def test_a_batch_makes_the_bits_of_single_runs(batch, api, setup, tiny, tmp_path):
     for number, line in enumerate(lines(tiny), 1):
         if number == 2:
-            alone = setup.generate(**SIZE, prompt=line["prompt"], seed=4, neuron_gemma=True)  # in its own process
+            alone = setup.generate(
+                **SIZE, prompt=line["prompt"], seed=4, neuron_gemma=True
+            )  # in its own process
             assert alone.video.read_bytes() == videos(batch)["0002.mp4"]
             continue
-        image = {"image": [ImageCondition(*line["image"])]} if number == 3 else {"image": tiny.image} if number == 5 else {}
+        image = (
+            {"image": [ImageCondition(*line["image"])]}
+            if number == 3
+            else {"image": tiny.image}
+            if number == 5
+            else {}
+        )
         path = tmp_path / f"{number:04d}.mp4"
-        made = api(line["prompt"], **SIZE, **image, seed=line.get("seed", 10), output_type="mp4", output_path=path)
+        made = api(
+            line["prompt"],
+            **SIZE,
+            **image,
+            seed=line.get("seed", 10),
+            output_type="mp4",
+            output_path=path,
+        )
         assert made.path == path and made.frames is None
         assert path.read_bytes() == videos(batch)[path.name], number
 
 
-# --- a clip is decoded while the next one is denoised ---------------------------------------------------------------
+# --- a clip is decoded while the next one is denoised --------------------------------------------
 OVERLAP = "overlap_decode=true"  # where ranks have a device of their own, it is so by itself
 
 
 def test_clips_are_the_same_bits_when_decoding_overlaps_denoising(batch, setup, tiny, tmp_path):
-    succeeded(setup.run("src/generate_ltx23.py", profile_set=OVERLAP, **batch_flags(setup, tiny, tmp_path)))
+    succeeded(
+        setup.run(
+            "src/generate_ltx23.py", profile_set=OVERLAP, **batch_flags(setup, tiny, tmp_path)
+        )
+    )
     assert videos(tmp_path) == videos(batch)
     assert json.loads((tmp_path / "out" / RESULTS).read_text())["lines"][4]["status"] == "done"
     perf, plain = (json.loads((folder / "perf.json").read_text()) for folder in (tmp_path, batch))
     assert all("overlapped_seconds" not in phase for phase in plain["phases"])
     names = ("decode_video", "decode_audio", "encode_mp4")
     beside = [phase["name"] for phase in perf["phases"] if "overlapped_seconds" in phase]
-    assert set(beside) == {*names} and beside.count("decode_video") >= 4  # all but the last, after which nothing is left
+    assert (
+        set(beside) == {*names} and beside.count("decode_video") >= 4
+    )  # all but the last, after which nothing is left
     assert sum(phase["seconds"] for phase in perf["phases"]) <= perf["end_to_end_seconds"]
     assert perf["residual_seconds"] >= 0
     loads = ("load_gemma3", "load_transformer", "unload_transformer")
@@ -176,7 +228,8 @@ def threads() -> set[threading.Thread]:
 
 @pytest.fixture
 def overlapping(setup, tiny):
-    """The API with decoding beside denoising; no thread and no process is left of it, whatever happened."""
+    """The API with decoding beside denoising; no thread and no process is left of it, whatever
+    happened."""
     before, count = (threads(), children()), torch.get_num_threads()
     with opened(setup, tiny, profile_set=(OVERLAP,), neuron_gemma=False) as pipe:
         yield pipe
@@ -189,7 +242,8 @@ def jobs(count: int) -> list[Job]:
 
 
 def broken_decoder(engine, monkeypatch, at: int, error: Exception) -> list[str]:
-    """Have the engine's video decoder fail at one of its calls; returns the names of the threads it ran in."""
+    """Have the engine's video decoder fail at one of its calls; returns the names of the threads it
+    ran in."""
     ran, decode = [], engine.host.decode_video
 
     def decode_video(latent):
@@ -202,18 +256,28 @@ def broken_decoder(engine, monkeypatch, at: int, error: Exception) -> list[str]:
     return ran
 
 
-def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(overlapping, monkeypatch):
+def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(
+    overlapping, monkeypatch
+):
     engine = overlapping.engine
     wanted = [result.frames for result in engine.run(jobs(3), keep=True)]
     ran = broken_decoder(engine, monkeypatch, 2, ZeroDivisionError("no"))
     first, second, third = engine.run(jobs(3), keep=True, isolate=True)
     assert torch.equal(first.frames, wanted[0]) and torch.equal(third.frames, wanted[2])
-    assert isinstance(second, Failure) and isinstance(second.error, ZeroDivisionError) and second.job.seed == 1
+    assert (
+        isinstance(second, Failure)
+        and isinstance(second.error, ZeroDivisionError)
+        and second.job.seed == 1
+    )
     assert ran == ["beside"] * 3  # while this thread looks after the ranks
 
 
-@pytest.mark.parametrize("error, isolate", [(UserError("no file"), True), (ZeroDivisionError("no"), False)])
-def test_an_error_while_decoding_that_ends_the_run_does_so(overlapping, monkeypatch, error, isolate):
+@pytest.mark.parametrize(
+    "error, isolate", [(UserError("no file"), True), (ZeroDivisionError("no"), False)]
+)
+def test_an_error_while_decoding_that_ends_the_run_does_so(
+    overlapping, monkeypatch, error, isolate
+):
     broken_decoder(overlapping.engine, monkeypatch, 1, error)
     with pytest.raises(type(error), match=str(error)):
         list(overlapping.engine.run(jobs(3), isolate=isolate))
@@ -222,7 +286,8 @@ def test_an_error_while_decoding_that_ends_the_run_does_so(overlapping, monkeypa
 
 @pytest.fixture
 def decoding_long(overlapping, monkeypatch):
-    """The engine, and its video decoder decodes a clip again and again: at a large size a released one takes as long."""
+    """The engine, and its video decoder decodes a clip again and again: at a large size a released
+    one takes as long."""
     engine = overlapping.engine
     decode = engine.host.decode_video
 
@@ -241,7 +306,8 @@ def decodes_beside() -> bool:
 
 
 def breaking(engine, number: int) -> list[float]:
-    """Have rank 1 get a signal while a clip is decoded beside the next one's steps; returns when that was."""
+    """Have rank 1 get a signal while a clip is decoded beside the next one's steps; returns when
+    that was."""
     sent = []
 
     def send(stage, step):
@@ -253,8 +319,12 @@ def breaking(engine, number: int) -> list[float]:
     return sent
 
 
-@pytest.mark.parametrize("number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life|it hangs")])
-def test_a_broken_rank_ends_the_run_soon_though_the_clip_before_is_still_being_decoded(decoding_long, number, said):
+@pytest.mark.parametrize(
+    "number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life|it hangs")]
+)
+def test_a_broken_rank_ends_the_run_soon_though_the_clip_before_is_still_being_decoded(
+    decoding_long, number, said
+):
     sent, made = breaking(decoding_long, number), []
     with pytest.raises(RankError, match=f"rank 1 of 2 failed: .*({said})"):
         for result in decoding_long.run(jobs(3), hand_over=made.append):
@@ -262,9 +332,14 @@ def test_a_broken_rank_ends_the_run_soon_though_the_clip_before_is_still_being_d
     assert time.monotonic() - sent[0] < SOON and made == []
 
 
-@pytest.mark.parametrize("number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life")])
-def test_a_rank_that_fails_while_it_waits_for_the_host_ends_the_run_soon(decoding_long, monkeypatch, number, said):
-    """No command is under way that could tell: the clip before is decoded, and the next one begins after it."""
+@pytest.mark.parametrize(
+    "number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life")]
+)
+def test_a_rank_that_fails_while_it_waits_for_the_host_ends_the_run_soon(
+    decoding_long, monkeypatch, number, said
+):
+    """No command is under way that could tell: the clip before is decoded, and the next one begins
+    after it."""
     engine, sent = decoding_long, []
     decode = engine.host.decode_video
 
@@ -274,7 +349,11 @@ def test_a_rank_that_fails_while_it_waits_for_the_host_ends_the_run_soon(decodin
         return decode(latent)
 
     monkeypatch.setattr(engine.host, "decode_video", breaking)
-    monkeypatch.setattr(engine.workspace, "profile", dataclasses.replace(engine.workspace.profile, overlap_decode=False))
+    monkeypatch.setattr(
+        engine.workspace,
+        "profile",
+        dataclasses.replace(engine.workspace.profile, overlap_decode=False),
+    )
     with pytest.raises(RankError, match=f"rank 1 of 2 failed: .*({said})"):
         for _ in engine.run(jobs(2)):
             pass
@@ -297,10 +376,17 @@ def test_a_clip_that_is_complete_when_a_rank_fails_is_handed_over(overlapping):
     with pytest.raises(RankError, match="rank 1 of 2 failed"):
         for result in engine.run(jobs(3)):
             results.append(result)
-    assert [result.job.seed for result in results] == [0] and results[0].frames.shape == (9, 64, 64, 3)
+    assert [result.job.seed for result in results] == [0] and results[0].frames.shape == (
+        9,
+        64,
+        64,
+        3,
+    )
 
 
-def test_a_batch_with_a_broken_rank_is_resumed_without_denoising_a_clip_again(decoding_long, monkeypatch, tmp_path, capsys):
+def test_a_batch_with_a_broken_rank_is_resumed_without_denoising_a_clip_again(
+    decoding_long, monkeypatch, tmp_path, capsys
+):
     engine, lines = decoding_long, [Line(number, job, "") for number, job in enumerate(jobs(2), 1)]
 
     def write(result, path):
@@ -315,7 +401,10 @@ def test_a_batch_with_a_broken_rank_is_resumed_without_denoising_a_clip_again(de
     steps = []
     engine.on_step_end = lambda stage, step: steps.append(step)
     run_batch(lines, engine, tmp_path, write, Job.describe)
-    assert steps == list(range(8)) and "resumed: line 1; the decoding is left" in capsys.readouterr().out
+    assert (
+        steps == list(range(8))
+        and "resumed: line 1; the decoding is left" in capsys.readouterr().out
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0001.mp4", "0002.mp4", RESULTS]
     engine.on_stage_end = None
     wanted = [result.frames.numpy().tobytes() for result in engine.run(jobs(2))]
@@ -331,7 +420,13 @@ def test_a_state_that_is_not_the_lines_own_is_not_taken_up(overlapping, tmp_path
         list(engine.run([other], keep=True, decode=False))
     else:
         state.write_bytes(content)
-    run_batch([Line(1, job, "")], engine, tmp_path, lambda result, path: made.append(result.frames), Job.describe)
+    run_batch(
+        [Line(1, job, "")],
+        engine,
+        tmp_path,
+        lambda result, path: made.append(result.frames),
+        Job.describe,
+    )
     assert "line 1 begins anew" in capsys.readouterr().out and not state.exists()
     engine.on_stage_end = None
     (wanted,) = engine.run([job])
@@ -344,7 +439,7 @@ def test_ctrl_c_ends_what_is_decoded_beside_at_once(overlapping, monkeypatch):
     def decode_for_ever(latent):
         while True:
             decoding.set()
-            checkpoint()
+            check_cancelled()
             time.sleep(0.001)
 
     def interrupt(stage, step):
@@ -361,7 +456,9 @@ def test_ctrl_c_ends_what_is_decoded_beside_at_once(overlapping, monkeypatch):
 
 def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tmp_path):
     flags = batch_flags(setup, tiny, tmp_path)
-    common = dict(checkpoint_path=tiny.checkpoint, artifacts_dir=setup.artifacts, gemma_root=tiny.gemma_root)
+    common = dict(
+        checkpoint_path=tiny.checkpoint, artifacts_dir=setup.artifacts, gemma_root=tiny.gemma_root
+    )
     said = words(**flags, **common, tp_degree=TP, dtype="float32")
     results, log = tmp_path / "out" / RESULTS, tmp_path / "log.txt"
     with open(log, "wb") as out:
@@ -382,14 +479,20 @@ def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tm
         orphan.kill()
     assert [orphan.name() for orphan in alive] == []
 
-    denoised = [path for path in (tmp_path / "out").glob("*" + SUFFIX) if int(path.name[:4]) not in done]
+    denoised = [
+        path for path in (tmp_path / "out").glob("*" + SUFFIX) if int(path.name[:4]) not in done
+    ]
     stamps = {line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done}
     resumed = succeeded(setup.run("src/generate_ltx23.py", **flags))
     assert f"resumed: {len(done)} of 5 lines were done before" in resumed.stdout
-    assert {line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done} == stamps
+    assert {
+        line: (tmp_path / "out" / f"{line:04d}.mp4").stat().st_mtime_ns for line in done
+    } == stamps
     assert videos(tmp_path) == videos(batch)
     entries = json.loads(results.read_text())["lines"]
-    assert [(entry["line"], entry["status"]) for entry in entries] == [(n, "done") for n in range(1, 6)]
+    assert [(entry["line"], entry["status"]) for entry in entries] == [
+        (n, "done") for n in range(1, 6)
+    ]
     perf = json.loads((tmp_path / "perf.json").read_text())
     assert len(perf["denoise_steps_ms"]["stage_1"]) == (5 - len(done) - len(denoised)) * 8
     assert list((tmp_path / "out").glob("*partial*")) == []
@@ -397,19 +500,30 @@ def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tm
 
 def test_a_bad_line_stops_a_batch_before_anything_runs(setup, tiny, tmp_path):
     flags = batch_flags(setup, tiny, tmp_path)
-    flags["prompts_file"].write_text('{"prompt": "a"}\n{"prompt": "b", "sead": 3}\n{"prompt": "c", "num_frames": 10}\n')
+    flags["prompts_file"].write_text(
+        '{"prompt": "a"}\n{"prompt": "b", "sead": 3}\n{"prompt": "c", "num_frames": 10}\n'
+    )
     process = setup.run("src/generate_ltx23.py", **flags)
     assert process.returncode != 0
     said = process.stdout + process.stderr
-    assert "nothing was run" in said and "line 2: unknown key 'sead'" in said and "line 3: --num-frames 10" in said
+    assert (
+        "nothing was run" in said
+        and "line 2: unknown key 'sead'" in said
+        and "line 3: --num-frames 10" in said
+    )
     assert "Traceback" not in said and not (tmp_path / "out" / RESULTS).exists()
 
 
-# --- Python API ----------------------------------------------------------------------------------------------------
+# --- Python API ----------------------------------------------------------------------------------
 def test_latents_follow_from_the_seed_or_the_generator(api):
     call = dict(prompt="birds sing", **SIZE, output_type="latent")
     first, again = api(**call, seed=5), api(**call, seed=5)
-    assert first.video_latent.shape == (1, 128, 2, 2, 2) and first.audio_latent.shape == (1, 8, 9, 16)
+    assert first.video_latent.shape == (1, 128, 2, 2, 2) and first.audio_latent.shape == (
+        1,
+        8,
+        9,
+        16,
+    )
     assert first.frames is first.audio is first.path is None
     drawn = api(**call, generator=torch.Generator().manual_seed(5), seed=99)
     for other in (again, drawn):
@@ -417,21 +531,31 @@ def test_latents_follow_from_the_seed_or_the_generator(api):
         assert torch.equal(first.audio_latent, other.audio_latent)
     assert rel(api(**call, seed=6).video_latent, first.video_latent) > OTHER
     generator = torch.Generator().manual_seed(5)
-    kept = [api(**call, generator=generator).video_latent for _ in range(2)]  # drawn on from, not started anew
+    kept = [
+        api(**call, generator=generator).video_latent for _ in range(2)
+    ]  # drawn on from, not started anew
     assert torch.equal(kept[0], first.video_latent) and not torch.equal(kept[1], first.video_latent)
 
 
 def test_frames_and_waveform_come_as_arrays(api):
     made = api("birds sing", **SIZE)
     assert made.frames.dtype == np.uint8 and made.frames.shape == (9, 64, 64, 3)
-    assert made.audio.dtype == np.float32 and made.audio.shape == (2, 33 * 480)  # 4 * 9 - 3 mel frames
+    assert made.audio.dtype == np.float32 and made.audio.shape == (
+        2,
+        33 * 480,
+    )  # 4 * 9 - 3 mel frames
     assert (made.frame_rate, made.sample_rate) == (24.0, 48000)
     assert np.isfinite(made.audio).all() and made.frames.std() > 0
 
 
 def test_the_callback_hears_of_every_step(api):
     heard = []
-    api("birds sing", **SIZE, output_type="latent", callback_on_step_end=lambda *said: heard.append(said))
+    api(
+        "birds sing",
+        **SIZE,
+        output_type="latent",
+        callback_on_step_end=lambda *said: heard.append(said),
+    )
     sigmas = [1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875]
     assert [(pipe is api, step, sigma, info) for pipe, step, sigma, info in heard] == [
         (True, step, sigma, {"stage": "stage_1"}) for step, sigma in enumerate(sigmas)
@@ -444,16 +568,25 @@ def test_the_callback_hears_of_every_step(api):
 def test_models_stay_loaded_between_calls_and_the_prompt_encoded(api, monkeypatch):
     api("birds sing", **SIZE, output_type="latent")
     loaded, load = [], Ranks.load
-    monkeypatch.setattr(Ranks, "load", lambda ranks, weights, *how: loaded.append(weights) or load(ranks, weights, *how))
+    monkeypatch.setattr(
+        Ranks,
+        "load",
+        lambda ranks, weights, *how: loaded.append(weights) or load(ranks, weights, *how),
+    )
     before = children()
     api("birds sing", **SIZE, output_type="latent", seed=8)
     assert (loaded, children()) == ([], before)
-    api("another prompt", **SIZE, output_type="latent")  # the spy would have seen: this one has to be encoded
+    api(
+        "another prompt", **SIZE, output_type="latent"
+    )  # the spy would have seen: this one has to be encoded
     assert len(loaded) == 2 and children() == before
 
 
 MISTAKES = {
-    "output_type": (dict(output_type="gif"), "output_type 'gif' is not known; known: np, latent, mp4"),
+    "output_type": (
+        dict(output_type="gif"),
+        "output_type 'gif' is not known; known: np, latent, mp4",
+    ),
     "no path": (dict(output_type="mp4"), "output_path"),
     "size": (dict(height=65), "--height 65 is not a multiple of 32"),
     "guidance": (dict(guidance=DEFAULTS["2.3"]), "--recipe dev"),
@@ -491,12 +624,24 @@ def test_the_readmes_example_runs(scripts, tiny, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     setup = scripts(tiny, 4, "bfloat16")
     setup.prepare(**SIZE)
-    for name, target in (("gemma", tiny.gemma_root), ("artifacts", setup.artifacts), (tiny.checkpoint.name, tiny.checkpoint)):
+    for name, target in (
+        ("gemma", tiny.gemma_root),
+        ("artifacts", setup.artifacts),
+        (tiny.checkpoint.name, tiny.checkpoint),
+    ):
         (tmp_path / name).symlink_to(target)
     body = "".join(f"    {line}\n" if line else "\n" for line in code.splitlines())
-    (tmp_path / "example.py").write_text(f'if __name__ == "__main__":\n{body}')  # as the README says of scripts
+    (tmp_path / "example.py").write_text(
+        f'if __name__ == "__main__":\n{body}'
+    )  # as the README says of scripts
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, env=env, capture_output=True, text=True,
-                             timeout=SCRIPT_SECONDS)  # fmt: skip
+    process = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_SECONDS,
+    )
     assert process.returncode == 0, process.stderr[-3000:]
     assert process.stdout.strip().splitlines()[-1] == "(9, 64, 64, 3) (2, 15840) 48000"

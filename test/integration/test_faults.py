@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, words
 
-from ltx_neuron.resume import SUFFIX
+from ltx_neuron.progress import SUFFIX
 
 pytestmark = pytest.mark.slow
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
@@ -22,19 +22,40 @@ SOON = 10  # seconds until a run with a broken rank has ended
 
 @pytest.fixture(scope="module")
 def made(tiny, scripts):
-    """The scripts on the tiny assets, a command that makes a video, and what an undisturbed run of it makes."""
+    """The scripts on the tiny assets, a command that makes a video, and what an undisturbed run of
+    it makes."""
     setup = scripts(tiny)
     setup.prepare(**SIZE)
 
     def command(folder: Path, *more, **flags) -> list[str]:
-        given = {"checkpoint_path": tiny.checkpoint, "gemma_root": tiny.gemma_root, "artifacts_dir": setup.artifacts,
-                 "tp_degree": 4, "dtype": "float32", "spatial_upsampler_path": tiny.spatial_upsampler, "neuron_gemma": True,
-                 "prompt": "a red fox", "output_path": folder / "fox.mp4"}  # fmt: skip
-        return [str(word) for word in (sys.executable, ROOT / "src/generate_ltx23.py", *words(**SIZE | given | flags), *more)]
+        given = {
+            "checkpoint_path": tiny.checkpoint,
+            "gemma_root": tiny.gemma_root,
+            "artifacts_dir": setup.artifacts,
+            "tp_degree": 4,
+            "dtype": "float32",
+            "spatial_upsampler_path": tiny.spatial_upsampler,
+            "neuron_gemma": True,
+            "prompt": "a red fox",
+            "output_path": folder / "fox.mp4",
+        }
+        return [
+            str(word)
+            for word in (
+                sys.executable,
+                ROOT / "src/generate_ltx23.py",
+                *words(**SIZE | given | flags),
+                *more,
+            )
+        ]
 
     folder = setup.folder / "undisturbed"
     run(command(folder, save_tensors=folder / "fox.safetensors"))
-    return SimpleNamespace(command=command, wanted=(folder / "fox.mp4").read_bytes(), tensors=folder / "fox.safetensors")
+    return SimpleNamespace(
+        command=command,
+        wanted=(folder / "fox.mp4").read_bytes(),
+        tensors=folder / "fox.safetensors",
+    )
 
 
 def run(command: list[str], code: int = 0) -> subprocess.CompletedProcess:
@@ -58,7 +79,9 @@ def ranks_of(pid: int) -> list[int]:
 
 def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]]:
     """A run that has come to where its terminal shows `until`, and the processes of its ranks."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     said = ""
     while not re.search(until, said):
         said += (read := process.stderr.read(1))
@@ -83,7 +106,9 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
     os.kill(ranks[2], signal.SIGKILL)
     said = process.communicate(timeout=SOON)[1]
     assert time.monotonic() - began < SOON
-    assert process.returncode == 1 and "rank 2 of 4 failed: the process was killed (SIGKILL)" in said
+    assert (
+        process.returncode == 1 and "rank 2 of 4 failed: the process was killed (SIGKILL)" in said
+    )
     assert "Traceback" not in said and "the same command with --resume" in said
     assert ended(ranks)
     assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
@@ -93,7 +118,10 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
     assert not (tmp_path / ("fox" + SUFFIX)).exists()
 
 
-@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
 def test_ctrl_c_and_sigterm_end_cleanly(made, tmp_path, number, code, word):
     before = set(os.listdir("/dev/shm"))
     process, ranks = started(made.command(tmp_path), STAGE_2)
@@ -112,8 +140,13 @@ def test_the_decoding_alone_runs_again_from_saved_tensors(made, tmp_path):
 
 
 def test_another_runs_latents_are_refused_by_the_flags_that_differ(made, tmp_path):
-    said = run(made.command(tmp_path, "--resume", str(made.tensors), seed=11, prompt="a blue fox"), code=2).stderr
-    assert "is of another run: prompt: got a red fox, wanted a blue fox; seed: got 10, wanted 11" in said
+    said = run(
+        made.command(tmp_path, "--resume", str(made.tensors), seed=11, prompt="a blue fox"), code=2
+    ).stderr
+    assert (
+        "is of another run: prompt: got a red fox, wanted a blue fox; seed: got 10, wanted 11"
+        in said
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -129,11 +162,19 @@ def test_a_disk_that_is_full_when_the_mp4_is_written_keeps_the_latents(made, tmp
     disk = tmp_path / "disk"
     disk.mkdir()
     # Room for the state (0.5 MB, most of it contexts), not for the frames beside it.
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("a small file system could not be mounted (needs root): a full disk was NOT tested")
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip(
+            "a small file system could not be mounted (needs root): a full disk was NOT tested"
+        )
     try:
         said = run(made.command(disk, save_tensors=disk / "fox.safetensors"), code=2).stderr
-        assert "the disk is full" in said and "the same command with --resume" in said and "Traceback" not in said
+        assert (
+            "the disk is full" in said
+            and "the same command with --resume" in said
+            and "Traceback" not in said
+        )
         assert [path.name for path in disk.iterdir()] == ["fox" + SUFFIX]
         shutil.copy(disk / ("fox" + SUFFIX), tmp_path)
     finally:
@@ -142,7 +183,9 @@ def test_a_disk_that_is_full_when_the_mp4_is_written_keeps_the_latents(made, tmp
     assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
 
 
-def test_a_prompt_that_an_earlier_run_encoded_is_not_encoded_again_and_gives_the_same_bytes(made, tmp_path):
+def test_a_prompt_that_an_earlier_run_encoded_is_not_encoded_again_and_gives_the_same_bytes(
+    made, tmp_path
+):
     done = run(made.command(tmp_path))
     if "load_gemma3" in done.stdout:  # this test alone: no test before it left the contexts
         done = run(made.command(tmp_path))

@@ -1,4 +1,5 @@
-"""The five scripts, run as a user runs them, against ltx-core itself (test/oracle.py) on tiny checkpoints."""
+"""The five scripts, run as a user runs them, against ltx-core itself (test/oracle.py) on tiny
+checkpoints."""
 
 import functools
 import os
@@ -12,29 +13,33 @@ import torch
 from helpers import rel
 
 from ltx_neuron.backends.torchdist import Ranks
-from ltx_neuron.compat import COMPAT
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.engine import Engine
+from ltx_neuron.host.media import read_video
 from ltx_neuron.job import Job, Size
-from ltx_neuron.media import read_video
 from ltx_neuron.profiles import resolve
-from ltx_neuron.recorder import PHASES, Recorder
+from ltx_neuron.report.recorder import PHASES, Recorder
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
-# Sums in another order: ranks, exported graphs and fused reductions leave about 1e-6. A wrong constant leaves 1e-3 or more.
+# Sums in another order: ranks, exported graphs and fused reductions leave about 1e-6. A wrong
+# constant leaves 1e-3 or more.
 FP32 = 1e-5
 # Frames are cut to whole numbers, so one of 1e-6 below a number and one above it are a count apart.
 FRAME_COUNTS = 1
-# From equal latents, that is from ours, the same modules on one machine give the same bits (3e-6 with another thread count).
+# From equal latents, that is from ours, the same modules on one machine give the same bits (3e-6
+# with another thread count).
 DECODED = 1e-4
-# Not so from the oracle's latents. The random vocoder's output is loud enough to be clipped almost everywhere, so signs flip:
-# it answers any change of the latents with 1.5e-4, and one of 1e-6 or more with about 200 times as much (measured).
+# Not so from the oracle's latents. The random vocoder's output is loud enough to be clipped almost
+# everywhere, so signs flip: it answers any change of the latents with 1.5e-4, and one of 1e-6 or
+# more with about 200 times as much (measured).
 WAVEFORM = 250 * FP32
-# bf16 keeps 8 bits: as far from the truth as ltx-core's own bf16 run, twice that where rounding falls out differently in
-# every rank, and a floor of one rounding (2**-8 = 0.004) for tensors that only one operation separates from exact ones.
+# bf16 keeps 8 bits: as far from the truth as ltx-core's own bf16 run, twice that where rounding
+# falls out differently in every rank, and a floor of one rounding (2**-8 = 0.004) for tensors that
+# only one operation separates from exact ones.
 BF16_FACTOR, BF16_FLOOR = 2, 0.005
 # A step's command: its number and names, no tensors.
 BYTES_PER_STEP = 1024
@@ -44,11 +49,24 @@ WAVES = "waves crash on the shore ; Möwen singen – « hello » says a man"
 LATENTS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")
 CONTEXTS = ("hidden_states", "video_context", "audio_context")
 
-# Nothing here is a power of two or of the release: 3 blocks of 8 heads, 10 and 6 channels each; 5 layers of Gemma3.
+# Nothing here is a power of two or of the release: 3 blocks of 8 heads, 10 and 6 channels each; 5
+# layers of Gemma3.
 ODD = TinySizes(
-    layers=3, heads=8, head_dim=10, audio_head_dim=6, connector_layers=1, gemma_layers=5, gemma_heads=12, gemma_kv_heads=4,
-    gemma_head_dim=6, gemma_hidden=36, gemma_intermediate=52, gemma_vocab=403, gemma_sliding_window_pattern=3, seed=77,
-)  # fmt: skip
+    layers=3,
+    heads=8,
+    head_dim=10,
+    audio_head_dim=6,
+    connector_layers=1,
+    gemma_layers=5,
+    gemma_heads=12,
+    gemma_kv_heads=4,
+    gemma_head_dim=6,
+    gemma_hidden=36,
+    gemma_intermediate=52,
+    gemma_vocab=403,
+    gemma_sliding_window_pattern=3,
+    seed=77,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,8 @@ class Case:
     tp: int
     dtype: str = "float32"
     neuron_gemma: bool = True
-    compiled_for: tuple = ()  # the images that the graphs are made for; none: what the script makes when not told
+    # the images that the graphs are made for; none: what the script makes when not told
+    compiled_for: tuple = ()
     blocks_per_graph: int | None = None
     compat: str | None = None
     profile_set: tuple[str, ...] = ()
@@ -67,10 +86,15 @@ class Case:
     def generate(self, scripts, assets, repeat: int = 0):
         """Shard, compile and generate, as far as no earlier test did."""
         job, setup = self.job, scripts(assets, self.tp, self.dtype)
-        size = {name: getattr(job, name) for name in ("height", "width", "num_frames", "frame_rate", "two_stage")}
+        size = {
+            name: getattr(job, name)
+            for name in ("height", "width", "num_frames", "frame_rate", "two_stage")
+        }
         size["blocks_per_graph"] = self.blocks_per_graph
         setup.prepare(**size, image=self.compiled_for, profile_set=self.profile_set)
-        flags = dict(prompt=job.prompt, seed=job.seed, image=job.images, neuron_gemma=self.neuron_gemma)
+        flags = dict(
+            prompt=job.prompt, seed=job.seed, image=job.images, neuron_gemma=self.neuron_gemma
+        )
         flags |= {"compat": self.compat, "profile_set": self.profile_set}
         return setup.generate(repeat, **size, **flags)
 
@@ -83,7 +107,8 @@ def with_images(assets, *images) -> oracle.Job:
 
 
 def text_to_video(assets, tp: int, **more) -> Case:
-    """At TP 4 from a graph for text alone, elsewhere from one that has a timestep for an image as well: both must do."""
+    """At TP 4 from a graph for text alone, elsewhere from one that has a timestep for an image as
+    well: both must do."""
     compiled_for = () if tp == 4 else ((assets.image, 0),)
     return Case(PUPPY_JOB, tp, compiled_for=compiled_for, **more)
 
@@ -94,7 +119,12 @@ def partly_held_image(assets, **more) -> Case:
 
 
 def odd_sizes() -> Case:
-    return Case(oracle.Job(WAVES, height=96, width=160, num_frames=25, frame_rate=25, seed=4242, two_stage=False), tp=4)
+    return Case(
+        oracle.Job(
+            WAVES, height=96, width=160, num_frames=25, frame_rate=25, seed=4242, two_stage=False
+        ),
+        tp=4,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +154,9 @@ def assert_equals_the_oracle(assets, got: dict, want: dict) -> None:
     found["decoded"] = rel(got["waveform"], decoded_by_the_oracle(assets, got))
     found["waveform"] = rel(got["waveform"], want["waveform"])
     print({name: f"{distance:.1e}" for name, distance in found.items()})
-    assert {name: distance for name, distance in found.items() if not distance <= bounds.get(name, FP32)} == {}
+    assert {
+        name: distance for name, distance in found.items() if not distance <= bounds.get(name, FP32)
+    } == {}
     assert got["frames"].shape == want["frames"].shape
     assert (got["frames"].int() - want["frames"].int()).abs().max() <= FRAME_COUNTS
 
@@ -139,7 +171,10 @@ def test_text_to_video_equals_ltx_core_at_every_degree(scripts, tiny, wanted, tp
     assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, case.job))
 
 
-@pytest.mark.skipif("LTX_NEURON_INDUCTOR" not in os.environ, reason="compiles C++ for minutes: set LTX_NEURON_INDUCTOR=1")
+@pytest.mark.skipif(
+    "LTX_NEURON_INDUCTOR" not in os.environ,
+    reason="compiles C++ for minutes: set LTX_NEURON_INDUCTOR=1",
+)
 @pytest.mark.timeout(1800)
 def test_ranks_that_compile_with_inductor_equal_ltx_core(scripts, tiny, wanted, monkeypatch):
     """The four ranks through torch.compile; the prompt's encoder is compiled when it is loaded."""
@@ -173,7 +208,9 @@ def test_a_keyframe_beside_a_first_frame_equals_ltx_core(scripts, tiny, wanted):
 
 def test_sizes_nobody_tuned_to_equal_ltx_core(scripts, odd_assets, wanted):
     case = odd_sizes()
-    assert_equals_the_oracle(odd_assets, case.generate(scripts, odd_assets).tensors, wanted(odd_assets, case.job))
+    assert_equals_the_oracle(
+        odd_assets, case.generate(scripts, odd_assets).tensors, wanted(odd_assets, case.job)
+    )
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_ltx_cores_own(scripts, tiny, wanted):
@@ -182,7 +219,11 @@ def test_bfloat16_is_as_near_to_the_truth_as_ltx_cores_own(scripts, tiny, wanted
     ours = case.generate(scripts, tiny).tensors
     ours_off, theirs_off = distances(ours, truth), distances(theirs, truth)
     print({name: f"{ours_off[name]:.4f} {theirs_off[name]:.4f}" for name in ours_off})
-    assert {name for name in ours_off if not ours_off[name] <= BF16_FACTOR * theirs_off[name] + BF16_FLOOR} == set()
+    assert {
+        name
+        for name in ours_off
+        if not ours_off[name] <= BF16_FACTOR * theirs_off[name] + BF16_FLOOR
+    } == set()
     assert ours["s2_video"].dtype == torch.bfloat16
     assert rel(ours["waveform"], decoded_by_the_oracle(tiny, ours)) <= DECODED
 
@@ -197,11 +238,15 @@ def test_the_same_command_makes_the_same_bits(scripts, tiny):
 
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_how_the_step_is_cut_into_graphs_does_not_matter(scripts, tiny, blocks):
-    default, cut = (partly_held_image(tiny, blocks_per_graph=n).generate(scripts, tiny) for n in (None, blocks))
+    default, cut = (
+        partly_held_image(tiny, blocks_per_graph=n).generate(scripts, tiny) for n in (None, blocks)
+    )
     assert differing(default.tensors, cut.tensors) == set()
 
 
-def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts, tiny, monkeypatch):
+def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(
+    scripts, tiny, monkeypatch
+):
     alone = text_to_video(tiny, 4).generate(scripts, tiny)
     compared, hashes = [], Ranks.hashes
 
@@ -211,7 +256,11 @@ def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts
 
     monkeypatch.setattr(Ranks, "hashes", spy)
     jobs = [
-        Job(prompt, Size(height=128, width=192, num_frames=17, frame_rate=24.0, two_stage=True), seed)
+        Job(
+            prompt,
+            Size(height=128, width=192, num_frames=17, frame_rate=24.0, two_stage=True),
+            seed,
+        )
         for prompt, seed in ((WAVES, 11), (PUPPY, 10))
     ]
     threads = torch.get_num_threads()
@@ -222,23 +271,35 @@ def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(scripts
         torch.set_num_threads(threads)
     assert differing(second.tensors, alone.tensors) == set()
     assert rel(first.tensors["s2_video"], second.tensors["s2_video"]) > 0.1
-    assert [names for names, _ in compared] == [("video_latent", "audio_latent")] * 4  # two jobs of two stages
+    assert [names for names, _ in compared] == [
+        ("video_latent", "audio_latent")
+    ] * 4  # two jobs of two stages
     assert all(len(found) == 4 and len(set(found)) == 1 for _, found in compared)
 
 
 def engine(setup, assets) -> Engine:
     """What generate_ltx23.py makes of --neuron-gemma."""
-    workspace = Workspace(assets.checkpoint, resolve("cpu"), setup.artifacts, setup.tp, setup.dtype, assets.gemma_root)
-    return Engine(workspace, Recorder(), neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
+    workspace = Workspace(
+        assets.checkpoint, resolve("cpu"), setup.artifacts, setup.tp, setup.dtype, assets.gemma_root
+    )
+    return Engine(
+        workspace, Recorder(), neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler
+    )
 
 
 def differing(a: dict, b: dict) -> set[str]:
     """Names of the tensors that are not equal bit for bit."""
-    return {name for name in {*a, *b} if name not in a or name not in b or not torch.equal(a[name], b[name])}
+    return {
+        name
+        for name in {*a, *b}
+        if name not in a or name not in b or not torch.equal(a[name], b[name])
+    }
 
 
 def test_ranks_that_end_with_different_latents_are_an_error():
-    ranks = SimpleNamespace(hashes=lambda *names: ["a", "a", "b", "a"], get=lambda *_: torch.zeros(1, 1, 128))
+    ranks = SimpleNamespace(
+        hashes=lambda *names: ["a", "a", "b", "a"], get=lambda *_: torch.zeros(1, 1, 128)
+    )
     workspace = SimpleNamespace(transformer=None, dtype=torch.float32)
     run = StageRun(ranks, SimpleNamespace(name="v1"), workspace, {}, COMPAT[None])
     with pytest.raises(RuntimeError, match="different latents"):
@@ -256,15 +317,26 @@ def test_the_report_names_every_phase_with_its_memory(scripts, tiny):
     perf = text_to_video(tiny, 4).generate(scripts, tiny).perf
     assert {phase["name"] for phase in perf["phases"]} == {*PHASES} - {"warmup"}
     assert all(phase["peak_rss_bytes"] > 0 for phase in perf["phases"])
-    assert {stage: len(steps) for stage, steps in perf["denoise_steps_ms"].items()} == {"stage_1": 8, "stage_2": 3}
+    assert {stage: len(steps) for stage, steps in perf["denoise_steps_ms"].items()} == {
+        "stage_1": 8,
+        "stage_2": 3,
+    }
 
 
 def test_the_video_has_the_size_rate_and_length_that_were_asked_for(scripts, tiny, odd_assets):
     for assets, case in ((tiny, text_to_video(tiny, 4)), (odd_assets, odd_sizes())):
         job, found = case.job, read_video(case.generate(scripts, assets).video)
         assert (found["video_codec"], found["audio_codec"]) == ("h264", "aac")
-        assert (found["width"], found["height"], found["frame_count"]) == (job.width, job.height, job.num_frames)
-        assert (found["frame_rate"], found["channels"], found["sample_rate"]) == (job.frame_rate, 2, 48000)
+        assert (found["width"], found["height"], found["frame_count"]) == (
+            job.width,
+            job.height,
+            job.num_frames,
+        )
+        assert (found["frame_rate"], found["channels"], found["sample_rate"]) == (
+            job.frame_rate,
+            2,
+            48000,
+        )
         seconds = job.num_frames / job.frame_rate
         assert found["video_seconds"] == pytest.approx(seconds, abs=1e-3)
         assert found["audio_seconds"] == pytest.approx(seconds, abs=1 / job.frame_rate)

@@ -1,4 +1,5 @@
-"""A batch of prompts, and both stages of each, load every model once; between the stages there is the upsampler alone."""
+"""A batch of prompts, and both stages of each, load every model once; between the stages there is
+the upsampler alone."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -10,21 +11,26 @@ import torch
 
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.engine import Engine
-from ltx_neuron.guidance import Guidance, StreamGuidance
 from ltx_neuron.job import Job, Size
-from ltx_neuron.lora import Lora
 from ltx_neuron.profiles import resolve
-from ltx_neuron.recorder import Recorder
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
 TP, SIZE = 2, Size(64, 64, 9, two_stage=True)
 PROMPTS = ("birds sing", "waves crash on the shore", "a golden retriever")
-GUIDED = {"recipe": "dev", "num_inference_steps": 2, "guidance": Guidance(StreamGuidance(cfg_scale=2.0), StreamGuidance())}
+GUIDED = {
+    "recipe": "dev",
+    "num_inference_steps": 2,
+    "guidance": Guidance(StreamGuidance(cfg_scale=2.0), StreamGuidance()),
+}
 RECIPES = {"distilled": {}, "dev": GUIDED}
-# The encoder's, the decoder's and the upsampler's own; tables of 128 rows, which are laid behind each prompt.
+# The encoder's, the decoder's and the upsampler's own; tables of 128 rows, which are laid behind
+# each prompt.
 OF_SEVERAL = ("per_channel_statistics.", "learnable_registers")
 
 
@@ -62,7 +68,9 @@ def events(recipe, tiny, tmp_path_factory) -> list[Event]:
     jobs = [Job(prompt, SIZE, seed, **RECIPES[recipe]) for seed, prompt in enumerate(PROMPTS)]
     refining = (Lora(tiny.lora, 0.8),) if recipe == "dev" else ()
     folder, threads = tmp_path_factory.mktemp("artifacts"), torch.get_num_threads()
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, TP, "float32", tiny.gemma_root, None, (), refining)
+    workspace = Workspace(
+        tiny.checkpoint, resolve("cpu"), folder, TP, "float32", tiny.gemma_root, None, (), refining
+    )
     workspace.shard_gemma3(), workspace.shard_dit(), workspace.compile_text()
     workspace.compile_dit([SIZE.bucket(stage, ()) for stage in jobs[0].stages])
 
@@ -75,16 +83,22 @@ def events(recipe, tiny, tmp_path_factory) -> list[Event]:
         return call(ranks, **message)
 
     def seen_read(file, name, start=0, stop=None):
-        if stop is None and not any(part in name for part in OF_SEVERAL):  # rows are those of a prompt's tokens
+        if stop is None and not any(
+            part in name for part in OF_SEVERAL
+        ):  # rows are those of a prompt's tokens
             found.append(Event(recorder.now, f"{file.path}: {name}"))
         return read(file, name, start, stop)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "_call", seen_call)
         patch.setattr(TensorFile, "read", seen_read)
-        with Engine(workspace, recorder, neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler) as engine:
+        with Engine(
+            workspace, recorder, neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler
+        ) as engine:
             engine.progress = False
-            assert [len(result.frames) for result in engine.run(jobs)] == [SIZE.num_frames] * len(PROMPTS)
+            assert [len(result.frames) for result in engine.run(jobs)] == [SIZE.num_frames] * len(
+                PROMPTS
+            )
     torch.set_num_threads(threads)
     return found
 
@@ -92,24 +106,42 @@ def events(recipe, tiny, tmp_path_factory) -> list[Event]:
 def test_every_weight_is_loaded_once(events, recipe, tiny):
     counts = Counter(event.what for event in events if event.what)
     assert {what: count for what, count in counts.items() if count != 1} == {}
-    read = {what.split(": ")[1].split(".")[0] for what in counts if what.startswith(str(tiny.checkpoint))}
+    read = {
+        what.split(": ")[1].split(".")[0]
+        for what in counts
+        if what.startswith(str(tiny.checkpoint))
+    }
     assert read == {"vae", "audio_vae", "vocoder"}
     assert any(what.startswith(str(tiny.spatial_upsampler)) for what in counts)
     on_ranks = [what for what in counts if ": " not in what]
-    assert len(on_ranks) == {"distilled": 2, "dev": 3}[recipe]  # Gemma3, the DiT, the DiT with the distilled LoRA
+    assert (
+        len(on_ranks) == {"distilled": 2, "dev": 3}[recipe]
+    )  # Gemma3, the DiT, the DiT with the distilled LoRA
 
 
 def test_between_the_stages_nothing_happens_but_upsampling(events, recipe):
     before = ["load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "read by the host"]
     decode, stages = ["decode_video", "decode_audio"], ["upsample", "denoise_stage_2"]
     wanted = {
-        "distilled": [*before, *2 * ["denoise_stage_1", *stages, *decode], "denoise_stage_1", *stages],
+        "distilled": [
+            *before,
+            *2 * ["denoise_stage_1", *stages, *decode],
+            "denoise_stage_1",
+            *stages,
+        ],
         # Stage 1 of all, then the weights with the LoRA take the others' place.
-        "dev": [*before, "denoise_stage_1", "load_transformer", "read by the host", *2 * [*stages, *decode], *stages],
+        "dev": [
+            *before,
+            "denoise_stage_1",
+            "load_transformer",
+            "read by the host",
+            *2 * [*stages, *decode],
+            *stages,
+        ],
     }[recipe]
-    assert [phase for phase, _ in groupby(event.phase or "read by the host" for event in events)] == [
-        *wanted, "unload_transformer", *decode,
-    ]  # fmt: skip
+    assert [
+        phase for phase, _ in groupby(event.phase or "read by the host" for event in events)
+    ] == [*wanted, "unload_transformer", *decode]
 
 
 def test_models_of_the_host_are_loaded_in_the_phases_that_use_them(events, tiny):

@@ -1,6 +1,8 @@
-"""NxD's real source drives backends/nxd.py on a CPU: traced for four ranks by one process, run on four XLA:CPU devices.
+"""NxD's real source drives backends/nxd.py on a CPU: traced for four ranks by one process, run on
+four XLA:CPU devices.
 
-The closed packages are stood in for (test/nxd_stubs.py); compiler, runtime and hardware are not exercised. Run it with
+The closed packages are stood in for (test/nxd_stubs.py); compiler, runtime and hardware are not
+exercised. Run it with
 
     test/make_xla_venv.sh DIR
     LTX_NEURON_NXD_SOURCE=<checkout of aws-neuron/neuronx-distributed> DIR/bin/python -m pytest test/integration/test_nxd.py
@@ -30,17 +32,18 @@ from ltx_neuron.backends import nxd, nxd_compile
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
-from ltx_neuron.backends.torchdist import NotFiniteError
+from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.guidance import Guidance, StreamGuidance
 from ltx_neuron.job import Job, Size
+from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import resolve
-from ltx_neuron.programs import dit_program
-from ltx_neuron.rankfiles import rank_file
-from ltx_neuron.recorder import Recorder
-from ltx_neuron.text import RankTextEncoder, bucket_for, tokenize, tokenizer
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.text.encoders import RankTextEncoder
+from ltx_neuron.text.inputs import bucket_for, tokenize, tokenizer
 from ltx_neuron.tiny import TinySizes, make_tiny
+from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
 
 if lacking := nxd_stubs.missing():
@@ -49,7 +52,8 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[2]
 TP = 4
-# fp32 on other kernels and in another order of sums: about 1e-6 is seen. A rank's part in a wrong place leaves 1e-1.
+# fp32 on other kernels and in another order of sums: about 1e-6 is seen. A rank's part in a wrong
+# place leaves 1e-1.
 FP32 = 1e-4
 SHOWS = 1e-3  # what a mistake on one rank must leave at least
 PROMPT = "waves crash on the shore"
@@ -62,10 +66,14 @@ CONTEXTS = ("video_context", "audio_context")
 @pytest.fixture(scope="module", autouse=True)
 def source(tmp_path_factory):
     """NxD in this process, and cores that are this host's memory."""
-    library = nxd_stubs.install(Path(os.environ[nxd_stubs.SOURCE]), tmp_path_factory.mktemp("packages"))
+    library = nxd_stubs.install(
+        Path(os.environ[nxd_stubs.SOURCE]), tmp_path_factory.mktemp("packages")
+    )
     logging.getLogger("Neuron").setLevel(logging.ERROR)
     patch = pytest.MonkeyPatch()
-    patch.setattr(nxd, "to_core", lambda tensor, rank: tensor.clone())  # the one place that names a device
+    patch.setattr(
+        nxd, "to_core", lambda tensor, rank: tensor.clone()
+    )  # the one place that names a device
     yield
     patch.undo()
     library._destroy()
@@ -83,7 +91,8 @@ def open_workspace(assets, folder: Path, *settings: str) -> Workspace:
 
 @pytest.fixture(scope="module")
 def workspace(assets, tmp_path_factory):
-    """Sharded, and compiled for a two-stage job: two buckets of the DiT, two of Gemma3, the connectors."""
+    """Sharded, and compiled for a two-stage job: two buckets of the DiT, two of Gemma3, the
+    connectors."""
     made = open_workspace(assets, tmp_path_factory.mktemp("artifacts"))
     made.shard_dit()
     made.shard_gemma3()
@@ -94,22 +103,32 @@ def workspace(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generated(workspace, assets):
-    """A two-stage job through the engine: its result, the steps' uploads, and what the cores held afterwards."""
-    with Engine(workspace, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler) as engine:
+    """A two-stage job through the engine: its result, the steps' uploads, and what the cores held
+    afterwards."""
+    with Engine(
+        workspace, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler
+    ) as engine:
         (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         yield SimpleNamespace(
-            tensors=result.tensors, ranks=engine._ranks, counters=engine.recorder.counters, engine=engine
+            tensors=result.tensors,
+            ranks=engine._ranks,
+            counters=engine.recorder.counters,
+            engine=engine,
         )
 
 
 def test_every_context_and_latent_of_a_two_stage_job_is_the_reference_s_in_fp32(generated, assets):
-    wanted = oracle.generate(assets, oracle.Job(PROMPT, height=64, width=64, num_frames=9, frame_rate=24, seed=10))
+    wanted = oracle.generate(
+        assets, oracle.Job(PROMPT, height=64, width=64, num_frames=9, frame_rate=24, seed=10)
+    )
     distances = {name: rel(generated.tensors[name], wanted[name]) for name in (*CONTEXTS, *LATENTS)}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
 
 
-def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weights(workspace, assets):
+def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weights(
+    workspace, assets
+):
     prompts = [PROMPT, ", ".join(["a long walk on a pebble beach, in the rain"] * 12)]
     ids = [tokenize(tokenizer(assets.gemma_root), prompt) for prompt in prompts]
     assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
@@ -117,10 +136,23 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
     with nxd.Ranks(workspace.profile, TP) as ranks:
         ranks.load(weights, workspace.text_programs((128, 1024)), torch.float32)
         (held,) = ranks._sets
-        assert len({held.models[f"gemma3-{n}", "gemma3"].weights[3]["module.norm.weight"].data_ptr() for n in (128, 1024)}) == 1
-        encoder = RankTextEncoder(ranks, weights, workspace.gemma, workspace.transformer, (128, 1024), torch.float32)
+        assert (
+            len(
+                {
+                    held.models[f"gemma3-{n}", "gemma3"].weights[3]["module.norm.weight"].data_ptr()
+                    for n in (128, 1024)
+                }
+            )
+            == 1
+        )
+        encoder = RankTextEncoder(
+            ranks, weights, workspace.gemma, workspace.transformer, (128, 1024), torch.float32
+        )
         for prompt, each in zip(prompts, ids, strict=True):
-            (contexts,), wanted = encoder.encode([each]), oracle.encode(assets, prompt, torch.float32)
+            (contexts,), wanted = (
+                encoder.encode([each]),
+                oracle.encode(assets, prompt, torch.float32),
+            )
             assert rel(contexts.video, wanted["video_context"]) < FP32
             assert rel(contexts.audio, wanted["audio_context"]) < FP32
 
@@ -137,7 +169,9 @@ def test_both_buckets_are_bound_to_one_copy_of_the_weights(generated, workspace)
     (held,) = generated.ranks._sets
     assert held.folder == workspace.dit_weights() and len(held.models) == 2
     for rank in range(TP):
-        pointers = [{t.data_ptr() for t in model.weights[rank].values()} for model in held.models.values()]
+        pointers = [
+            {t.data_ptr() for t in model.weights[rank].values()} for model in held.models.values()
+        ]
         assert pointers[0] == pointers[1] == {t.data_ptr() for t in held.tensors[rank].values()}
 
 
@@ -146,7 +180,8 @@ def test_a_step_uploads_its_number_and_nothing_else(generated):
 
 
 def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path):
-    """Six attentions in a block go through NKI, on both cores of a logical one; `matmul` has none of them."""
+    """Six attentions in a block go through NKI, on both cores of a logical one; `matmul` has none
+    of them."""
     bucket, launched = SIZE.bucket(SIZE.stages("distilled")[0], ()), {}
     for kernel in ("nki", "matmul"):
         before = nxd_stubs.NkiKernel.launched
@@ -156,13 +191,20 @@ def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path)
 
 
 def test_a_block_has_seven_all_reduces_and_the_manifest_counts_them(generated, workspace):
-    assert generated.counters.collectives_per_step["count"] == PER_BLOCK * workspace.transformer.num_layers
+    assert (
+        generated.counters.collectives_per_step["count"]
+        == PER_BLOCK * workspace.transformer.num_layers
+    )
 
 
-def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_fewer_collectives(generated, workspace):
+def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_fewer_collectives(
+    generated, workspace
+):
     bucket, manifest = workspace.dit_program_for(SIZE, SIZE.stages("distilled")[1], (), "distilled")
     with fake_process_group(TP):
-        program = dit_program(workspace.transformer, bucket, TP, TorchDistComm(TP), torch.float32, 0, "nki")
+        program = dit_program(
+            workspace.transformer, bucket, TP, TorchDistComm(TP), torch.float32, 0, "nki"
+        )
         other = cost(export_trace(program, "step", torch.float32))
     ours = manifest.cost()
     assert ours["collectives"] == 7 and other["collectives"] == 11
@@ -170,7 +212,8 @@ def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_few
 
 
 def test_what_differs_between_ranks_is_an_input(generated):
-    """With rank 0's part of a rotary table on every rank, the step gives something else: no rank's part is in the graph."""
+    """With rank 0's part of a rotary table on every rank, the step gives something else: no rank's
+    part is in the graph."""
     ranks, program = generated.ranks, program_of(generated)
     tables = ranks._tensors["video_cos"]
     assert len({bytes(table.numpy().tobytes()) for table in tables}) == TP
@@ -213,7 +256,11 @@ def test_a_whole_tensor_of_another_shape_is_refused(generated):
 def test_a_step_that_leaves_nan_is_an_error(generated):
     ranks = generated.ranks
     with pytest.raises(NotFiniteError, match="NaN or Inf in video_latent, audio_latent"):
-        one_step(ranks, program_of(generated), video_latent=[t * float("nan") for t in ranks._tensors["video_latent"]])
+        one_step(
+            ranks,
+            program_of(generated),
+            video_latent=[t * float("nan") for t in ranks._tensors["video_latent"]],
+        )
 
 
 def test_compiling_again_traces_and_compiles_nothing(workspace, monkeypatch):
@@ -229,22 +276,31 @@ def graphs_of(workspace) -> dict[Path, float]:
     return {path: path.stat().st_mtime for path in (workspace.artifacts / "graphs").glob("*/*.pt")}
 
 
-def test_the_identity_of_a_graph_names_versions_flags_and_sizes_and_no_working_file_stays(workspace):
+def test_the_identity_of_a_graph_names_versions_flags_and_sizes_and_no_working_file_stays(
+    workspace,
+):
     folders = sorted((workspace.artifacts / "graphs").iterdir())
     for folder in folders:
         identity = json.loads((folder / "manifest.json").read_text())["identity"]
         assert identity["backend"] == "nxd" and "--lnc=2" in identity["compiler_flags"]
-        assert identity["neuron"]["neuronx-distributed"] and identity["torch"] == torch.__version__ and identity["config"]
+        assert (
+            identity["neuron"]["neuronx-distributed"]
+            and identity["torch"] == torch.__version__
+            and identity["config"]
+        )
         assert [path.name for path in folder.iterdir() if path.suffix not in (".pt", ".json")] == []
     assert len(folders) == 5
 
 
 def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_path, monkeypatch):
-    """A priority model would be compiled with --enable-internal-neff-wrapper, and its weights' layout with --lnc=1."""
+    """A priority model would be compiled with --enable-internal-neff-wrapper, and its weights'
+    layout with --lnc=1."""
     import neuronx_distributed.trace.functions as functions
 
     said = []
-    monkeypatch.setattr(functions, "neuron_xla_compile", lambda module_bytes, **k: said.append(k) or module_bytes)
+    monkeypatch.setattr(
+        functions, "neuron_xla_compile", lambda module_bytes, **k: said.append(k) or module_bytes
+    )
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
     workspace.compile_dit([SIZE.bucket(SIZE.stages("distilled")[0], ())])
     (options,) = said
@@ -256,14 +312,25 @@ def test_an_object_given_for_two_inputs_would_be_one_input_and_ours_are_all_diff
     (program,) = (workspace._dit_program(SIZE.bucket(SIZE.stages("distilled")[0], ())),)
     graph = program.graphs["step"]
     examples = nxd_compile.example_inputs(graph, program.fields)
-    assert len({id(t) for t in examples.values()}) == len({t.data_ptr() for t in examples.values()}) == len(examples)
+    assert (
+        len({id(t) for t in examples.values()})
+        == len({t.data_ptr() for t in examples.values()})
+        == len(examples)
+    )
     assert all(t.unique().numel() > 1 for name, t in examples.items() if t.numel() > 4)
     assert all(t.any() for t in examples.values())
     with inside_nxd():
-        same = nxd_stubs.generate_hlo(nxd_compile.traceable(graph).to_empty(device="cpu"), examples | {
-            "video_sin": examples["video_cos"]}, inline_weights_to_neff=False, cpu_backend=True, preserve_parameters=True,
-            treat_inputs_as_kwargs=True)  # fmt: skip
-    assert len({t.parameter for t in same.metaneff.input_tensors}) < len(same.metaneff.input_tensors)
+        same = nxd_stubs.generate_hlo(
+            nxd_compile.traceable(graph).to_empty(device="cpu"),
+            examples | {"video_sin": examples["video_cos"]},
+            inline_weights_to_neff=False,
+            cpu_backend=True,
+            preserve_parameters=True,
+            treat_inputs_as_kwargs=True,
+        )
+    assert len({t.parameter for t in same.metaneff.input_tensors}) < len(
+        same.metaneff.input_tensors
+    )
 
 
 def inside_nxd():
@@ -275,7 +342,10 @@ def inside_nxd():
 def test_a_weight_that_became_a_constant_is_refused(workspace):
     program = workspace._dit_program(SIZE.bucket(SIZE.stages("distilled")[0], ()))
     program.graphs["step"].module.head.unused = torch.nn.Parameter(torch.empty(3, device="meta"))
-    with inside_nxd(), pytest.raises(RuntimeError, match="constants or are not used: module.head.unused"):
+    with (
+        inside_nxd(),
+        pytest.raises(RuntimeError, match="constants or are not used: module.head.unused"),
+    ):
         nxd_compile.trace(program, "step", "tag")
 
 
@@ -285,32 +355,51 @@ def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, works
     sent = {}
     for dtype in (torch.float32, torch.bfloat16):
         with inside_nxd():
-            program = dit_program(workspace.transformer, bucket, TP, nxd_compile.XlaComm(TP), dtype, 0)
+            program = dit_program(
+                workspace.transformer, bucket, TP, nxd_compile.XlaComm(TP), dtype, 0
+            )
             program.graphs["step"].module.to(dtype)
             hlo = nxd_compile.trace(program, "step", "tag").trace_artifacts_collection["tag"].hlo
         sent[dtype] = nxd_compile.collectives(hlo)
     video, audio = workspace.transformer.video, workspace.transformer.audio
     tokens = (bucket.video_tokens, bucket.audio_tokens)
-    activations = 4 * (tokens[0] * video.inner + tokens[1] * audio.inner) * workspace.transformer.num_layers
+    activations = (
+        4 * (tokens[0] * video.inner + tokens[1] * audio.inner) * workspace.transformer.num_layers
+    )
     difference = sent[torch.float32]["collective_bytes"] - sent[torch.bfloat16]["collective_bytes"]
     assert difference == 2 * activations
     assert sent[torch.float32]["collectives"] == sent[torch.bfloat16]["collectives"]
 
 
-@pytest.mark.parametrize(("spoil", "said"), [
-    (lambda tensors: tensors.pop("patchify_proj.bias"), "missing: patchify_proj.bias"),
-    (lambda tensors: tensors.update(extra=torch.zeros(1)), "unexpected: extra"),
-    (lambda tensors: tensors.update({"patchify_proj.bias": tensors["patchify_proj.bias"].half()}), "F16, wanted"),
-])  # fmt: skip
-def test_a_rank_file_that_is_not_the_model_s_is_refused_though_nxd_would_take_it(workspace, tmp_path, spoil, said):
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda tensors: tensors.pop("patchify_proj.bias"), "missing: patchify_proj.bias"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "unexpected: extra"),
+        (
+            lambda tensors: tensors.update(
+                {"patchify_proj.bias": tensors["patchify_proj.bias"].half()}
+            ),
+            "F16, wanted",
+        ),
+    ],
+)
+def test_a_rank_file_that_is_not_the_model_s_is_refused_though_nxd_would_take_it(
+    workspace, tmp_path, spoil, said
+):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
     spoil(parts[2])
     with nxd.Ranks(workspace.profile, TP) as ranks, pytest.raises(UserError, match=said):
-        ranks.load(save_weights(tmp_path / "weights", *parts), dit_manifests(workspace), torch.float32)
+        ranks.load(
+            save_weights(tmp_path / "weights", *parts), dit_manifests(workspace), torch.float32
+        )
 
 
 def dit_manifests(workspace) -> dict:
-    stages = [workspace.dit_program_for(SIZE, stage, (), "distilled") for stage in SIZE.stages("distilled")]
+    stages = [
+        workspace.dit_program_for(SIZE, stage, (), "distilled")
+        for stage in SIZE.stages("distilled")
+    ]
     return {bucket.name: manifest for bucket, manifest in stages}
 
 
@@ -323,18 +412,27 @@ def test_unloading_frees_weights_graphs_and_tensors(workspace):
         del held
         ranks.unload()
         assert [ref() for ref in watched if ref() is not None] == []
-        ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)  # and comes back
+        ranks.load(
+            workspace.dit_weights(), dit_manifests(workspace), torch.float32
+        )  # and comes back
 
 
 def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(workspace, tmp_path):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
-    other, (first, second) = save_weights(tmp_path / "weights", *parts), dit_manifests(workspace).items()
+    other, (first, second) = (
+        save_weights(tmp_path / "weights", *parts),
+        dit_manifests(workspace).items(),
+    )
     with nxd.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dict([first, second]), torch.float32)
         leaving = weakref.ref(ranks._sets[0].models[first[0], "step"])
         kept = ranks._sets[0].models[second[0], "step"]
         ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
-        assert leaving() is None and {*ranks.fields} == {second[0]} and [*ranks._sets[0].models.values()] == [kept]
+        assert (
+            leaving() is None
+            and {*ranks.fields} == {second[0]}
+            and [*ranks._sets[0].models.values()] == [kept]
+        )
         watched = [weakref.ref(t) for t in ranks._sets[0].tensors[0].values()]
         del kept
         ranks.load(other, dict([first]), torch.float32)
@@ -344,15 +442,22 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
 
 def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspace, tmp_path):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
-    doubled = save_weights(tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts))
+    doubled = save_weights(
+        tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts)
+    )
     with nxd.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
         addresses = [t.data_ptr() for t in held.tensors[1].values()]
         ranks.replace_weights(doubled)
-        assert held.folder == doubled and addresses == [t.data_ptr() for t in held.tensors[1].values()]
+        assert held.folder == doubled and addresses == [
+            t.data_ptr() for t in held.tensors[1].values()
+        ]
         for model in held.models.values():
-            assert torch.equal(model.weights[1]["module.head.patchify_proj.bias"], parts[1]["patchify_proj.bias"] * 2)
+            assert torch.equal(
+                model.weights[1]["module.head.patchify_proj.bias"],
+                parts[1]["patchify_proj.bias"] * 2,
+            )
 
 
 def test_this_process_cannot_drive_another_number_of_ranks(workspace, generated):
@@ -364,8 +469,15 @@ def test_a_graph_for_another_number_of_ranks_is_refused(workspace, monkeypatch):
     from neuronx_distributed import NxDModel
 
     load = NxDModel.load.__func__
-    monkeypatch.setattr(NxDModel, "load", classmethod(lambda cls, path: setattr(m := load(cls, path), "world_size", 2) or m))
-    with nxd.Ranks(workspace.profile, TP) as ranks, pytest.raises(UserError, match="compiled for 2 ranks, wanted 4"):
+    monkeypatch.setattr(
+        NxDModel,
+        "load",
+        classmethod(lambda cls, path: setattr(m := load(cls, path), "world_size", 2) or m),
+    )
+    with (
+        nxd.Ranks(workspace.profile, TP) as ranks,
+        pytest.raises(UserError, match="compiled for 2 ranks, wanted 4"),
+    ):
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
 
 
@@ -379,8 +491,14 @@ def test_groups_of_blocks_are_refused_with_the_flag_to_type(assets, workspace, t
 
 # What the runtime and the compiler say, where NxD calls them, and what a user reads.
 FAILURES = {
-    "_parallel_load": ('nrt_tensor_allocate status=4 message="Allocation Failure"', "memory is full"),
-    "initialize": ("NeuronCore(s) not available - Requested:4 Available:0", "another process holds the cores"),
+    "_parallel_load": (
+        'nrt_tensor_allocate status=4 message="Allocation Failure"',
+        "memory is full",
+    ),
+    "initialize": (
+        "NeuronCore(s) not available - Requested:4 Available:0",
+        "another process holds the cores",
+    ),
     "forward_ranked": ('nrt_execute status=5 message="Timeout"', "NEURON_RT_EXEC_TIMEOUT"),
 }
 
@@ -399,20 +517,32 @@ def test_a_failure_of_the_runtime_says_what_to_do(workspace, monkeypatch, call):
 
         inner = {"initialize": "to_neuron", "forward_ranked": "forward"}[call]
         monkeypatch.setattr(NxDModel, inner, fail)
-    with nxd.Ranks(workspace.profile, TP) as ranks, pytest.raises(DeviceFailure, match=re.escape(said)) as failed:
+    with (
+        nxd.Ranks(workspace.profile, TP) as ranks,
+        pytest.raises(DeviceFailure, match=re.escape(said)) as failed,
+    ):
         ranks.load(workspace.dit_weights(), manifests := dit_manifests(workspace), torch.float32)
         name, manifest = next(iter(manifests.items()))
         inputs = manifest.graphs["step"]["inputs"]
-        ranks.put(name, **{n: random_value(field, TP, 1) for n, field in manifest.fields.items() if n in inputs})
+        ranks.put(
+            name,
+            **{
+                n: random_value(field, TP, 1) for n, field in manifest.fields.items() if n in inputs
+            },
+        )
         ranks.run(name, step=0)
     assert advice in str(failed.value)
 
 
-def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(workspace, tmp_path, monkeypatch):
+def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(
+    workspace, tmp_path, monkeypatch
+):
     import neuronx_distributed.trace.functions as functions
 
     def fail(**_):
-        raise RuntimeError("neuronx-cc: [NCC_EBVF030] Instructions generated by compiler exceed the typical limit")
+        raise RuntimeError(
+            "neuronx-cc: [NCC_EBVF030] Instructions generated by compiler exceed the typical limit"
+        )
 
     monkeypatch.setattr(functions, "neuron_xla_compile", fail)
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
@@ -425,14 +555,42 @@ def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(workspace,
 
 @pytest.mark.timeout(900)
 def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tmp_path):
-    """Sharded, compiled and generated as a user types it, but for the closed packages; the latents are the pipeline's."""
-    size = ["--height", "64", "--width", "64", "--num-frames", "9", "--frame-rate", "24", "--two-stage"]
+    """Sharded, compiled and generated as a user types it, but for the closed packages; the latents
+    are the pipeline's."""
+    size = [
+        "--height",
+        "64",
+        "--width",
+        "64",
+        "--num-frames",
+        "9",
+        "--frame-rate",
+        "24",
+        "--two-stage",
+    ]
     gemma = ["--gemma-root", str(assets.gemma_root)]
 
     def script(path: str, *more: str) -> str:
-        common = ["--checkpoint-path", str(assets.checkpoint), "--artifacts-dir", str(tmp_path), "--dtype", "float32"]
-        command = [sys.executable, ROOT / "test/nxd_stubs.py", ROOT / path, *common, "--profile", "trn2.3xlarge", *more]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=250, cwd=ROOT)
+        common = [
+            "--checkpoint-path",
+            str(assets.checkpoint),
+            "--artifacts-dir",
+            str(tmp_path),
+            "--dtype",
+            "float32",
+        ]
+        command = [
+            sys.executable,
+            ROOT / "test/nxd_stubs.py",
+            ROOT / path,
+            *common,
+            "--profile",
+            "trn2.3xlarge",
+            *more,
+        ]
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=250, cwd=ROOT
+        )
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         return done.stdout
 
@@ -441,26 +599,53 @@ def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tm
     script("compile/compile_transformer.py", *size)
     script("compile/compile_gemma3.py", *gemma)
     video, saved = tmp_path / "v.mp4", tmp_path / "t.safetensors"
-    files = ["--output-path", video, "--save-tensors", saved, "--spatial-upsampler-path", assets.spatial_upsampler]
+    files = [
+        "--output-path",
+        video,
+        "--save-tensors",
+        saved,
+        "--spatial-upsampler-path",
+        assets.spatial_upsampler,
+    ]
     script("src/generate_ltx23.py", *gemma, *size, *files, "--neuron-gemma", "--prompt", PROMPT)
     tensors = load_file(saved)
     assert max(rel(tensors[name], generated.tensors[name]) for name in (*CONTEXTS, *LATENTS)) < FP32
     assert video.stat().st_size > 0
 
 
-GUIDANCE = dict(cfg_scale=2.5, stg_scale=0.8, stg_blocks=(0,), modality_scale=2.2, rescale_scale=0.6)
+GUIDANCE = dict(
+    cfg_scale=2.5, stg_scale=0.8, stg_blocks=(0,), modality_scale=2.2, rescale_scale=0.6
+)
 
 
 def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
-    """Four passes over one graph with other inputs under its names, and one graph that combines them."""
+    """Four passes over one graph with other inputs under its names, and one graph that combines
+    them."""
     parameters = tuple(GUIDANCE.items())
-    wanted = recipes_oracle.generate(assets, recipes_oracle.Job(
-        PROMPT, height=64, width=32, num_frames=9, frame_rate=24, seed=5, steps=2, video=parameters, audio=parameters,
-        negative_prompt="grey"))  # fmt: skip
+    wanted = recipes_oracle.generate(
+        assets,
+        recipes_oracle.Job(
+            PROMPT,
+            height=64,
+            width=32,
+            num_frames=9,
+            frame_rate=24,
+            seed=5,
+            steps=2,
+            video=parameters,
+            audio=parameters,
+            negative_prompt="grey",
+        ),
+    )
     job = Job(
-        prompt=PROMPT, size=Size(64, 32, 9, 24), seed=5, recipe="dev", num_inference_steps=2, negative_prompt="grey",
+        prompt=PROMPT,
+        size=Size(64, 32, 9, 24),
+        seed=5,
+        recipe="dev",
+        num_inference_steps=2,
+        negative_prompt="grey",
         guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE)),
-    )  # fmt: skip
+    )
     workspace.compile_dit([job.size.bucket(stage, ()) for stage in job.stages])
     with Engine(workspace, Recorder(), False) as engine:
         (result,) = engine.run([job], decode=False)
@@ -469,12 +654,17 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
     assert max(distances.values()) < FP32
 
 
-def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(assets, workspace, generated, monkeypatch):
+def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
+    assets, workspace, generated, monkeypatch
+):
     both = open_workspace(assets, workspace.artifacts, "resident=true")
     jobs = [Job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
     with Engine(both, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler) as engine:
         (first,) = engine.run(jobs[:1], keep=True, decode=False)
-        assert {held.folder for held in engine._ranks._sets} == {both.dit_weights(), both.gemma3_weights()}
+        assert {held.folder for held in engine._ranks._sets} == {
+            both.dit_weights(),
+            both.gemma3_weights(),
+        }
         monkeypatch.setattr(nxd, "_open", lambda *_: pytest.fail("loaded again"))
         (second,) = engine.run(jobs[1:], keep=True, decode=False)
     assert all(torch.equal(first.tensors[name], generated.tensors[name]) for name in LATENTS)

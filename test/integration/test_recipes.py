@@ -1,7 +1,8 @@
-"""The dev recipe, LoRAs, images, upscaling and --compat against ltx-core (test/recipes_oracle.py), latent for latent.
+"""The dev recipe, LoRAs, images, upscaling and --compat against ltx-core (test/recipes_oracle.py),
+latent for latent.
 
-One recipe runs through the five scripts, flags and all; the others through the engine that the scripts call, in this
-process, so that the ranks are started once for many jobs.
+One recipe runs through the five scripts, flags and all; the others through the engine that the
+scripts call, in this process, so that the ranks are started once for many jobs.
 """
 
 from dataclasses import replace
@@ -14,35 +15,58 @@ import torch
 from helpers import rel
 from recipes_oracle import OFF, STREAMS
 
-from ltx_neuron.compat import COMPAT
-from ltx_neuron.conditioning import ImageCondition
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.guidance import Guidance, StreamGuidance
 from ltx_neuron.job import Job, Size
-from ltx_neuron.lora import Lora
 from ltx_neuron.profiles import resolve
-from ltx_neuron.recorder import Recorder
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tiny import TinySizes, make_tiny
+from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
 FP32 = 1e-5  # sums in another order, over ranks and over many steps; measured 3e-6
-SHOWS = 1e-3  # what every other job, release or weight set changes at least; the least is a hundred times FP32
+# what every other job, release or weight set changes at least; the least is a hundred times FP32
+SHOWS = 1e-3
 
 SEA = "fifty grey waves, and thunder !"
 NIGHT = "pale, night"
-VIDEO = (("cfg_scale", 2.5), ("stg_scale", 0.8), ("stg_blocks", (1, 3)), ("modality_scale", 2.2), ("rescale_scale", 0.6))
-AUDIO = (("cfg_scale", 5.0), ("stg_scale", 1.3), ("stg_blocks", (0,)), ("modality_scale", 1.7), ("rescale_scale", 0.35))
+VIDEO = (
+    ("cfg_scale", 2.5),
+    ("stg_scale", 0.8),
+    ("stg_blocks", (1, 3)),
+    ("modality_scale", 2.2),
+    ("rescale_scale", 0.6),
+)
+AUDIO = (
+    ("cfg_scale", 5.0),
+    ("stg_scale", 1.3),
+    ("stg_blocks", (0,)),
+    ("modality_scale", 1.7),
+    ("rescale_scale", 0.35),
+)
 GUIDED = recipes_oracle.Job(
-    SEA, height=96, width=64, num_frames=9, frame_rate=30.0, seed=77, negative_prompt=NIGHT, steps=3, video=VIDEO, audio=AUDIO
-)  # fmt: skip
+    SEA,
+    height=96,
+    width=64,
+    num_frames=9,
+    frame_rate=30.0,
+    seed=77,
+    negative_prompt=NIGHT,
+    steps=3,
+    video=VIDEO,
+    audio=AUDIO,
+)
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    """Four blocks: graphs of one and of two have several groups, and STG blocks are some of many."""
+    """Four blocks: graphs of one and of two have several groups, and STG blocks are some of
+    many."""
     return make_tiny(tmp_path_factory.mktemp("four"), TinySizes(layers=4, seed=31))
 
 
@@ -51,16 +75,37 @@ def opened(assets, tmp_path_factory):
     """opened(tp, ...): a engine with its weights sharded, the same one for the same arguments."""
     artifacts, made, threads = tmp_path_factory.mktemp("artifacts"), {}, torch.get_num_threads()
 
-    def engine(tp: int, blocks: int | None = None, loras: tuple = (), refining: tuple = (), compat: str | None = None):
+    def engine(
+        tp: int,
+        blocks: int | None = None,
+        loras: tuple = (),
+        refining: tuple = (),
+        compat: str | None = None,
+    ):
         key = (tp, blocks, loras, refining, compat)
         if key not in made:
-            merged = [tuple(Lora(path, strength) for path, strength in given) for given in (loras, refining)]
+            merged = [
+                tuple(Lora(path, strength) for path, strength in given)
+                for given in (loras, refining)
+            ]
             workspace = Workspace(
-                assets.checkpoint, resolve("cpu"), artifacts, tp, "float32", assets.gemma_root, blocks, *merged
+                assets.checkpoint,
+                resolve("cpu"),
+                artifacts,
+                tp,
+                "float32",
+                assets.gemma_root,
+                blocks,
+                *merged,
             )
             workspace.shard_dit()
             made[key] = Engine(
-                workspace, Recorder(), False, COMPAT[compat], assets.spatial_upsampler, assets.temporal_upsampler
+                workspace,
+                Recorder(),
+                False,
+                COMPAT[compat],
+                assets.spatial_upsampler,
+                assets.temporal_upsampler,
             )
             made[key].progress = False
         return made[key]
@@ -89,7 +134,8 @@ def told(job: recipes_oracle.Job, **more) -> Job:
 
 
 def generate(engine: Engine, job: Job, decode: bool = False) -> dict[str, torch.Tensor]:
-    """Latents and the predictions of a guided first step, read from the ranks. Compiles what is not there yet."""
+    """Latents and the predictions of a guided first step, read from the ranks. Compiles what is not
+    there yet."""
     workspace, first = engine.workspace, {}
     for stage in job.stages:
         workspace.compile_dit([job.size.bucket(stage, job.images)])
@@ -99,7 +145,9 @@ def generate(engine: Engine, job: Job, decode: bool = False) -> dict[str, torch.
             return
         name = workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
         for kind in (*job.resolved_guidance.passes(), "guided"):
-            first.update({f"step0.{kind}.{s}": engine._ranks.get(name, f"{kind}_{s}") for s in STREAMS})
+            first.update(
+                {f"step0.{kind}.{s}": engine._ranks.get(name, f"{kind}_{s}") for s in STREAMS}
+            )
 
     engine.on_step_end = read
     (result,) = engine.run([job], keep=True, decode=decode)
@@ -122,12 +170,18 @@ def assert_differs(got: dict, other: dict, *names: str) -> None:
     assert {name: distance for name, distance in found.items() if not distance > SHOWS} == {}
 
 
-# --- guidance ------------------------------------------------------------------------------------------------------
+# --- guidance ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("tp", "blocks"), [(1, 1), (4, 2)])
 def test_a_guided_stage_equals_ltx_core_pass_by_pass(opened, wanted, tp, blocks):
     engine = opened(tp, blocks)
     got, want = generate(engine, told(GUIDED)), wanted(GUIDED)
-    assert {name.split(".")[1] for name in want if "step0" in name} == {"cond", "uncond", "perturbed", "isolated", "guided"}
+    assert {name.split(".")[1] for name in want if "step0" in name} == {
+        "cond",
+        "uncond",
+        "perturbed",
+        "isolated",
+        "guided",
+    }
     assert_equals_the_oracle(got, want)
     if tp == 4:
         engine.close()
@@ -150,7 +204,9 @@ def test_one_term_in_one_stream_equals_ltx_core(opened, wanted, term):
         assert_differs(got, wanted(replace(job, video=())), "s1_video")
 
 
-SKIPPING = replace(GUIDED, steps=5, video=(*VIDEO, ("skip_step", 1)), audio=(*AUDIO, ("skip_step", 2)))
+SKIPPING = replace(
+    GUIDED, steps=5, video=(*VIDEO, ("skip_step", 1)), audio=(*AUDIO, ("skip_step", 2))
+)
 
 
 @pytest.mark.parametrize("release", ["later", "1.0.0"])
@@ -158,7 +214,9 @@ def test_skipped_steps_equal_ltx_core_of_each_release(opened, wanted, release):
     job = replace(SKIPPING, release=release)
     got = generate(opened(1, 1, compat=None if release == "later" else "ltx-core-1.0.0"), told(job))
     assert_equals_the_oracle(got, wanted(job))
-    assert_differs(got, wanted(replace(job, release={"later": "1.0.0", "1.0.0": "later"}[release])), "s1_video")
+    assert_differs(
+        got, wanted(replace(job, release={"later": "1.0.0", "1.0.0": "later"}[release])), "s1_video"
+    )
 
 
 def test_a_guided_stage_with_keyframes_equals_ltx_core(opened, wanted, assets):
@@ -176,8 +234,19 @@ def test_ten_runs_of_other_guidance_blocks_and_seeds_compile_nothing(opened):
 
     before, results = files(), []
     for n in range(10):
-        video = dict(cfg_scale=1.0 + n % 3, stg_scale=n % 2 * 0.7, stg_blocks=(n % 4, 3 - n % 2), modality_scale=1 + n / 4)
-        audio = dict(cfg_scale=1.0 + n, stg_blocks=(n % 3,), stg_scale=0.3 * n, rescale_scale=n / 10, skip_step=n // 8)
+        video = dict(
+            cfg_scale=1.0 + n % 3,
+            stg_scale=n % 2 * 0.7,
+            stg_blocks=(n % 4, 3 - n % 2),
+            modality_scale=1 + n / 4,
+        )
+        audio = dict(
+            cfg_scale=1.0 + n,
+            stg_blocks=(n % 3,),
+            stg_scale=0.3 * n,
+            rescale_scale=n / 10,
+            skip_step=n // 8,
+        )
         guidance = Guidance(StreamGuidance(**video), StreamGuidance(**audio))
         job = replace(told(replace(GUIDED, steps=2 + n % 2)), guidance=guidance, seed=1000 + n)
         (result,) = engine.run([job], keep=True, decode=False)
@@ -192,7 +261,7 @@ def test_the_model_versions_guidance_is_used_where_none_is_said(opened):
         generate(opened(1, 1), job)
 
 
-# --- upscaling -----------------------------------------------------------------------------------------------------
+# --- upscaling -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("upscale", ["temporal", "both"])
 def test_upscaled_latents_equal_ltx_cores(opened, wanted, assets, upscale):
     from ltx_core.model.upsampler import upsample_video
@@ -217,7 +286,7 @@ def test_twice_the_frames_are_shown_twice_as_fast(opened):
     assert (len(result.frames), result.frame_rate) == (17, 60.0)
 
 
-# --- LoRAs, images, releases: two stages of the distilled recipe ------------------------------------------------------
+# --- LoRAs, images, releases: two stages of the distilled recipe ---------------------------------
 def image_job(assets, *images, **more) -> recipes_oracle.Job:
     held = tuple((assets.image, *image) for image in images)
     size = dict(height=64, width=128, num_frames=17, frame_rate=12.5, seed=3)
@@ -235,7 +304,9 @@ KEYFRAMES = (0, 1.0), (16, 0.6)
 HELD_IN_PART = (0, 0.7), (16, 0.6)
 
 
-@pytest.mark.parametrize("images", [KEYFRAMES, HELD_IN_PART], ids=["first frame held whole", "both in part"])
+@pytest.mark.parametrize(
+    "images", [KEYFRAMES, HELD_IN_PART], ids=["first frame held whole", "both in part"]
+)
 def test_a_first_frame_and_a_later_one_equal_ltx_core(opened, wanted, assets, images):
     job = image_job(assets, *images)
     got = generate(opened(2), told(job))
@@ -257,29 +328,58 @@ def test_images_of_other_crf_equal_ltx_core(opened, wanted, assets):
     assert_differs(got, wanted(default), "s2_video")
 
 
-# --- the dev recipe in two stages, by the scripts ----------------------------------------------------------------------
+# --- the dev recipe in two stages, by the scripts ------------------------------------------------
 def test_the_dev_recipe_in_two_stages_equals_ltx_core_through_the_scripts(scripts, tiny):
     video = dict(VIDEO) | {"stg_blocks": (1,)}
     refining = ((tiny.lora, 0.8),)
-    job = replace(GUIDED, width=128, height=64, two_stage=True, video=tuple(video.items()), refining_loras=refining)
-    setup, size = scripts(tiny, 4), dict(height=64, width=128, num_frames=9, frame_rate=30.0, two_stage=True, recipe="dev")
+    job = replace(
+        GUIDED,
+        width=128,
+        height=64,
+        two_stage=True,
+        video=tuple(video.items()),
+        refining_loras=refining,
+    )
+    setup, size = (
+        scripts(tiny, 4),
+        dict(height=64, width=128, num_frames=9, frame_rate=30.0, two_stage=True, recipe="dev"),
+    )
     setup.prepare(**size)
     loras = dict(distilled_lora=((tiny.lora, 0.8),))
     setup.run("shards/shard_backbone_weights.py", gemma=False, **loras)
-    flags = dict(prompt=SEA, negative_prompt=NIGHT, seed=77, num_inference_steps=3, neuron_gemma=True)
-    for (stream, other), parameters in zip((("video", "a2v"), ("audio", "v2a")), job.guidance, strict=True):
+    flags = dict(
+        prompt=SEA, negative_prompt=NIGHT, seed=77, num_inference_steps=3, neuron_gemma=True
+    )
+    for (stream, other), parameters in zip(
+        (("video", "a2v"), ("audio", "v2a")), job.guidance, strict=True
+    ):
         flags |= {
-            f"{stream}_cfg_guidance_scale": parameters["cfg_scale"], f"{stream}_stg_guidance_scale": parameters["stg_scale"],
-            f"{stream}_stg_blocks": (parameters["stg_blocks"],), f"{stream}_rescale_scale": parameters["rescale_scale"],
+            f"{stream}_cfg_guidance_scale": parameters["cfg_scale"],
+            f"{stream}_stg_guidance_scale": parameters["stg_scale"],
+            f"{stream}_stg_blocks": (parameters["stg_blocks"],),
+            f"{stream}_rescale_scale": parameters["rescale_scale"],
             f"{other}_guidance_scale": parameters["modality_scale"],
-        }  # fmt: skip
+        }
     got = setup.generate(**size, **flags, **loras).tensors
-    want = {name: tensor for name, tensor in recipes_oracle.generate(tiny, job).items() if "step0" not in name}
+    want = {
+        name: tensor
+        for name, tensor in recipes_oracle.generate(tiny, job).items()
+        if "step0" not in name
+    }
     assert_equals_the_oracle(got, want)
-    for name, other in (("without", dict(refining_loras=())), ("in both stages", dict(loras=refining, refining_loras=()))):
+    for name, other in (
+        ("without", dict(refining_loras=())),
+        ("in both stages", dict(loras=refining, refining_loras=())),
+    ):
         stepped_in = recipes_oracle.generate(tiny, replace(job, **other))
         print(name)
-        assert_differs(got, stepped_in, "s2_video", "s2_audio", *(("s1_video",) if name == "in both stages" else ()))
+        assert_differs(
+            got,
+            stepped_in,
+            "s2_video",
+            "s2_audio",
+            *(("s1_video",) if name == "in both stages" else ()),
+        )
 
 
 def test_the_oracle_without_guidance_is_that_of_the_distilled_recipe(assets):

@@ -1,7 +1,8 @@
-"""The XLA lowering check: every planted fault is found in the HLO that torch_xla makes, and the real graphs have none.
+"""The XLA lowering check: every planted fault is found in the HLO that torch_xla makes, and the
+real graphs have none.
 
-Needs torch_xla, so a venv of its own: test/make_xla_venv.sh makes it, and PYTHONPATH=src VENV/bin/python -m pytest runs this
-file there.
+Needs torch_xla, so a venv of its own: test/make_xla_venv.sh makes it, and PYTHONPATH=src
+VENV/bin/python -m pytest runs this file there.
 """
 
 import re
@@ -17,7 +18,10 @@ from ltx_neuron.profiles import PROFILES
 
 pytest.importorskip(
     "torch_xla",
-    reason="XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/make_xla_venv.sh makes a venv that has it",
+    reason=(
+        "XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/make_xla_venv.sh makes a"
+        " venv that has it"
+    ),
 )
 TP, DTYPE = 4, torch.bfloat16
 
@@ -32,7 +36,9 @@ def findings_of(function):
     for rank in (0, TP - 1):
         with fake_process_group(TP, rank):
             readings[rank] = lower.read(program(function), "planted", TP, DTYPE, "graph")
-    return readings[0].check()[1] + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
+    return readings[0].check()[1] + compare_ranks(
+        "graph", {rank: reading.text for rank, reading in readings.items()}
+    )
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -56,8 +62,14 @@ def gathered(x):
 
 
 COLLECTIVES = {
-    "a sum over half of the ranks": (lambda x, index: reduced(x, ((0, 1), (2, 3))), "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}"),
-    "a sum over ranks that do not exist": (lambda x, index: reduced(x, (tuple(range(8)),)), "wanted {{0,1,2,3}}"),
+    "a sum over half of the ranks": (
+        lambda x, index: reduced(x, ((0, 1), (2, 3))),
+        "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
+    ),
+    "a sum over ranks that do not exist": (
+        lambda x, index: reduced(x, (tuple(range(8)),)),
+        "wanted {{0,1,2,3}}",
+    ),
     "a maximum over the ranks": (lambda x, index: reduced(x, how="max"), "reduces by maximum"),
     "an all-gather": (lambda x, index: gathered(x), "given all-reduce alone"),
     "a sum of integers": (lambda x, index: reduced(index), "NCC_EVRF061"),
@@ -71,8 +83,11 @@ def test_a_planted_collective_is_found_in_the_hlo(name):
 
 
 def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
-    """torch_xla makes a parameter of a tensor that the function makes of Python numbers: the tracing rank's, for all."""
-    findings = findings_of(lambda x, index: x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device))
+    """torch_xla makes a parameter of a tensor that the function makes of Python numbers: the
+    tracing rank's, for all."""
+    findings = findings_of(
+        lambda x, index: x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device)
+    )
     assert "made while tracing: tensor (8,)" in said(findings)
     assert "rank 0 has" in said(findings)
 
@@ -86,12 +101,15 @@ def test_collectives_of_one_graph_do_not_come_into_the_next():
     findings_of(lambda x, index: reduced(x))
     with fake_process_group(TP):
         reading = lower.read(program(lambda x, index: reduced(x)), "planted", TP, DTYPE, "graph")
-    assert len([operation for operation in hlo.operations(reading.text) if operation.collective]) == 1
+    assert (
+        len([operation for operation in hlo.operations(reading.text) if operation.collective]) == 1
+    )
 
 
 @pytest.fixture(scope="module")
 def graphs():
-    """Every graph of the toolkit, tiny and at full width, with one block and with two: its operations and findings by name."""
+    """Every graph of the toolkit, tiny and at full width, with one block and with two: its
+    operations and findings by name."""
     found = {}
     for case, make in programs(PROFILES["trn2.3xlarge"], TP, DTYPE):
         readings = {}
@@ -99,10 +117,14 @@ def graphs():
             with fake_process_group(TP, rank):
                 made = make(comm=lower.comm(TP))
                 for name in made.graphs:
-                    readings.setdefault(f"{case}: {name}", {})[rank] = lower.read(made, name, TP, DTYPE, name)
+                    readings.setdefault(f"{case}: {name}", {})[rank] = lower.read(
+                        made, name, TP, DTYPE, name
+                    )
         for name, of_rank in readings.items():
             operations, findings = of_rank[0].check()
-            findings += compare_ranks(name, {rank: reading.text for rank, reading in of_rank.items()})
+            findings += compare_ranks(
+                name, {rank: reading.text for rank, reading in of_rank.items()}
+            )
             found[name] = operations, findings
     return found
 
@@ -113,8 +135,12 @@ def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
 
 
 def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):
-    """Three stages of attention, each with one group of statistics and one of outputs, and the feed-forward."""
-    counts = {name: sum(o.collective is not None for o in operations) for name, (operations, _) in graphs.items()}
+    """Three stages of attention, each with one group of statistics and one of outputs, and the
+    feed-forward."""
+    counts = {
+        name: sum(o.collective is not None for o in operations)
+        for name, (operations, _) in graphs.items()
+    }
     assert counts["tiny, 1 block: DiT, text to video, cut: blocks"] == 7
     assert counts["tiny, 1 block: DiT, image to video, guided, whole: step"] == 7
     assert counts["tiny, 1 block: Gemma3, 1024 tokens: gemma3"] == 2

@@ -1,4 +1,5 @@
-"""The attention kernels are one function: PyTorch's, two products and a softmax, and the NKI kernel's reference."""
+"""The attention kernels are one function: PyTorch's, two products and a softmax, and the NKI
+kernel's reference."""
 
 import dataclasses
 from functools import cache
@@ -19,29 +20,32 @@ from helpers import (  # noqa: F401
 )
 from test_graphs import operations
 
-from ltx_neuron.attention import KERNELS, attention_cte, matmul, sdpa
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.config import GEMMA_3_12B, Bucket
-from ltx_neuron.latents import video_positions
-from ltx_neuron.parallel import SingleRank
-from ltx_neuron.programs import dit_program, gemma3_program
+from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, sdpa
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program, gemma3_program
+from ltx_neuron.sampling.latents import video_positions
 
 FP32, BF16 = 1e-6, 4e-3  # bf16: eight bits of the result, and as many of the weights
-# Heads and head sizes of one rank of the release at TP=4, and of tiny models; queries and keys of other lengths, also such
-# that are multiples of nothing.
+# Heads and head sizes of one rank of the release at TP=4, and of tiny models; queries and keys of
+# other lengths, also such that are multiples of nothing.
 SHAPES = {
     "video": (8, 6, 6, 128),
     "audio": (8, 126, 126, 64),
     "audio to video": (2, 40, 7, 64),
     "tiny": (1, 5, 3, 10),
 }
-# What PyTorch's flash kernels never hold and the others do: the scores of one head of 6144 tokens are 151 MB in fp32.
+# What PyTorch's flash kernels never hold and the others do: the scores of one head of 6144 tokens
+# are 151 MB in fp32.
 TOKENS, SCORES = 6144, 4 * 6144**2
 
 
 def three(heads, queries, keys, size, dtype=torch.float32):
     """A query, key and value of which every softmax has a few large weights."""
-    query, key, value = (randn(1, heads, n, size, seed=i) for i, n in enumerate((queries, keys, keys)))
+    query, key, value = (
+        randn(1, heads, n, size, seed=i) for i, n in enumerate((queries, keys, keys))
+    )
     return (2 * query).to(dtype), (2 * key).to(dtype), value.to(dtype)
 
 
@@ -52,7 +56,9 @@ def exact(query, key, value, scale):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, FP32), (torch.bfloat16, BF16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, FP32), (torch.bfloat16, BF16)], ids=["fp32", "bf16"]
+)
 def test_every_kernel_is_attention(name, shape, dtype, bound):
     query, key, value = three(*shape, dtype)
     scale = shape[-1] ** -0.5
@@ -79,7 +85,8 @@ def test_matmul_takes_a_mask_and_leaves_masked_keys_out(dtype):
 
 
 def test_scores_are_summed_in_fp32():
-    """In bf16 a score of 40 is right to 0.1, and its weight to a tenth: the reason for the fp32 products."""
+    """In bf16 a score of 40 is right to 0.1, and its weight to a tenth: the reason for the fp32
+    products."""
     query, key, value = three(2, 16, 16, 64, torch.bfloat16)
     query, key = 2 + query / 4, 2 + key / 4
     wanted = exact(query, key, value, 0.125)
@@ -91,7 +98,9 @@ def test_scores_are_summed_in_fp32():
 
 def peak(call) -> int:
     """Bytes of the largest allocation while a call runs."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         call()
     return max(event.cpu_memory_usage for event in profile.events())
 
@@ -100,7 +109,9 @@ def test_pytorchs_kernel_does_not_hold_the_scores_of_a_long_sequence():
     query = key = value = randn(1, 1, TOKENS, 16)
     assert peak(lambda: sdpa(query, key, value, 0.25)) < SCORES / 10
     short = query[:, :, :1024]
-    assert peak(lambda: matmul(short, short, short, 0.25)) >= 4 * 1024**2  # what the measure sees where they are held
+    assert (
+        peak(lambda: matmul(short, short, short, 0.25)) >= 4 * 1024**2
+    )  # what the measure sees where they are held
 
 
 def kernels_of(graph) -> set[str]:
@@ -113,26 +124,49 @@ def block_graph(kernel):
     """A transformer block of one of two ranks."""
     _, config = made_config(SIZES["4 heads of 8"])
     with fake_process_group(2):
-        program = dit_program(config, Bucket(6, 4, 1, 2), 2, TorchDistComm(2), torch.bfloat16, 1, kernel)
+        program = dit_program(
+            config, Bucket(6, 4, 1, 2), 2, TorchDistComm(2), torch.bfloat16, 1, kernel
+        )
         return trace(program, "blocks", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("sdpa", {"scaled_dot_product_attention"}), ("matmul", {"bmm", "softmax.int"}), ("nki", {"attention_cte"})],
+    [
+        ("sdpa", {"scaled_dot_product_attention"}),
+        ("matmul", {"bmm", "softmax.int"}),
+        ("nki", {"attention_cte"}),
+    ],
 )
 def test_a_program_holds_the_kernel_it_was_built_with_and_no_other(name, wanted):
     assert kernels_of(block_graph(name)) == wanted
     if name == "nki":
-        assert sum(node.target is torch.ops.ltx_neuron.attention_cte.default for node in operations(block_graph(name))) == 6
+        assert (
+            sum(
+                node.target is torch.ops.ltx_neuron.attention_cte.default
+                for node in operations(block_graph(name))
+            )
+            == 6
+        )
 
 
 def test_gemma3s_attention_is_products_and_a_softmax():
     """Its heads of 256 are larger than a kernel takes, so no profile chooses one."""
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8, "full_attention_layers": (0,)}
-    gemma, (_, config) = dataclasses.replace(GEMMA_3_12B, **small), made_config(SIZES["4 heads of 8"])
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+        "full_attention_layers": (0,),
+    }
+    gemma, (_, config) = (
+        dataclasses.replace(GEMMA_3_12B, **small),
+        made_config(SIZES["4 heads of 8"]),
+    )
     with fake_process_group(2):
-        program = gemma3_program(gemma, config, 8, 2, TorchDistComm(2), torch.bfloat16, states=False)
+        program = gemma3_program(
+            gemma, config, 8, 2, TorchDistComm(2), torch.bfloat16, states=False
+        )
         assert kernels_of(trace(program, "gemma3", torch.bfloat16)) == {"bmm", "softmax.int"}
 
 
@@ -156,6 +190,8 @@ def test_all_kernels_count_the_same_flops():
 
 def test_the_kernels_operation_is_one_that_a_compiled_graph_keeps():
     rows = [x.flatten(0, 1) for x in three(4, 6, 5, 8)]
-    torch.library.opcheck(torch.ops.ltx_neuron.attention_cte.default, tuple(rows), test_utils="test_faketensor")
+    torch.library.opcheck(
+        torch.ops.ltx_neuron.attention_cte.default, tuple(rows), test_utils="test_faketensor"
+    )
     whole = torch.compile(attention_cte, backend="aot_eager", fullgraph=True, dynamic=False)
     assert torch.equal(whole(*rows), attention_cte(*rows))

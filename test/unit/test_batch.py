@@ -1,4 +1,5 @@
-"""Prompts files: every line is checked before anything runs; what is done stays done, what failed or changed runs again."""
+"""Prompts files: every line is checked before anything runs; what is done stays done, what failed
+or changed runs again."""
 
 import argparse
 import json
@@ -6,19 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from ltx_neuron import batch, cli
+from ltx_neuron import batch, flags
 from ltx_neuron.batch import RESULTS, LineParser, read_lines
-from ltx_neuron.conditioning import ImageCondition
+from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
-from ltx_neuron.finishing import Failure
 from ltx_neuron.generate import job_of
 from ltx_neuron.job import Job
+from ltx_neuron.sampling.conditioning import ImageCondition
 
 
 def command(*flags) -> argparse.Namespace:
     """The flags of the command that has the prompts file."""
     parser = LineParser(add_help=False)
-    cli.add_job(parser)
+    flags.add_job(parser)
     args = parser.parse_args(flags)
     args.recipe = args.recipe or "distilled"
     return args
@@ -27,9 +28,11 @@ def command(*flags) -> argparse.Namespace:
 def read(folder, *lines, flags=(), identity=None):
     """The lines of a file; a line that is not text is written as JSON."""
     parser = LineParser(add_help=False, allow_abbrev=False)
-    cli.add_job(parser)
+    flags.add_job(parser)
     path = folder / "jobs.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
     return read_lines(path, parser, command(*flags), job_of, identity or {"checkpoint": "a"})
 
 
@@ -39,26 +42,47 @@ def refused(folder, *lines, **how) -> str:
     return str(error.value)
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------
 def test_a_line_says_what_differs_from_the_commands_own_flags(tmp_path):
     flags = ("--height", "64", "--width", "96", "--num-frames", "9", "--seed", "3")
-    first, second = read(tmp_path, {"prompt": "a"}, {"prompt": "b", "width": 128, "seed": 4, "frame_rate": 12.5}, flags=flags)
-    assert (first.job.prompt, first.job.seed, first.job.size.width, first.job.size.frame_rate) == ("a", 3, 96, 24.0)
+    first, second = read(
+        tmp_path,
+        {"prompt": "a"},
+        {"prompt": "b", "width": 128, "seed": 4, "frame_rate": 12.5},
+        flags=flags,
+    )
+    assert (first.job.prompt, first.job.seed, first.job.size.width, first.job.size.frame_rate) == (
+        "a",
+        3,
+        96,
+        24.0,
+    )
     assert (second.job.seed, second.job.size.height, second.job.size.width) == (4, 64, 128)
     assert second.job.size.frame_rate == 12.5
     assert (first.file, second.file) == ("0001.mp4", "0002.mp4")
 
 
 def test_keys_are_flags_with_dashes_or_underscores_and_aliases(tmp_path):
-    keys = ({"num-frames": 17}, {"num_frames": 17}, {"num_frames": "17"}, {"fps": 30}, {"frame-rate": 30})
+    keys = (
+        {"num-frames": 17},
+        {"num_frames": 17},
+        {"num_frames": "17"},
+        {"fps": 30},
+        {"frame-rate": 30},
+    )
     found = read(tmp_path, *({"prompt": "a", **key} for key in keys))
     assert [line.job.size.num_frames for line in found] == [17, 17, 17, 121, 121]
     assert [line.job.size.frame_rate for line in found][3:] == [30.0, 30.0]
-    assert found[0].digest == found[1].digest == found[2].digest != found[3].digest == found[4].digest
+    assert (
+        found[0].digest == found[1].digest == found[2].digest != found[3].digest == found[4].digest
+    )
 
 
 def test_true_is_the_flag_alone_and_false_and_null_are_none(tmp_path):
-    found = read(tmp_path, *({"prompt": "a", "two_stage": value, "upscale": None} for value in (True, False, None)))
+    found = read(
+        tmp_path,
+        *({"prompt": "a", "two_stage": value, "upscale": None} for value in (True, False, None)),
+    )
     assert [line.job.size.two_stage for line in found] == [True, False, False]
 
 
@@ -86,21 +110,36 @@ def test_an_image_is_a_path_a_list_or_a_list_of_lists(tmp_path):
     images = a, [a, 0, 0.5], [[a], [b, 8, 0.25, 10]], []
     found = read(tmp_path, *({"prompt": "a", "image": image} for image in images[:3]))
     assert [line.job.images for line in found] == [
-        (ImageCondition(a),), (ImageCondition(a, 0, 0.5),), (ImageCondition(a), ImageCondition(b, 8, 0.25, 10)),
-    ]  # fmt: skip
+        (ImageCondition(a),),
+        (ImageCondition(a, 0, 0.5),),
+        (ImageCondition(a), ImageCondition(b, 8, 0.25, 10)),
+    ]
 
 
 def test_a_lines_images_do_not_reach_the_next_line_or_the_command(tmp_path):
     a = tmp_path / "a.png"
     a.write_bytes(b"")
-    found = read(tmp_path, {"prompt": "a", "image": [str(a), 8]}, {"prompt": "b"}, {"prompt": "c", "image": str(a)})
+    found = read(
+        tmp_path,
+        {"prompt": "a", "image": [str(a), 8]},
+        {"prompt": "b"},
+        {"prompt": "c", "image": str(a)},
+    )
     assert [len(line.job.images) for line in found] == [1, 0, 1]
 
 
 def test_guidance_of_a_line_is_the_dev_recipes(tmp_path):
-    line = {"prompt": "a", "video_cfg_guidance_scale": 2.0, "audio-stg-blocks": [1, 2], "negative_prompt": "b"}
+    line = {
+        "prompt": "a",
+        "video_cfg_guidance_scale": 2.0,
+        "audio-stg-blocks": [1, 2],
+        "negative_prompt": "b",
+    }
     (found,) = read(tmp_path, line, flags=("--recipe", "dev"))
-    assert (found.job.guidance.video.cfg_scale, found.job.guidance.audio.stg_blocks) == (2.0, (1, 2))
+    assert (found.job.guidance.video.cfg_scale, found.job.guidance.audio.stg_blocks) == (
+        2.0,
+        (1, 2),
+    )
     assert found.job.prompts == ("a", "b")
 
 
@@ -111,14 +150,23 @@ BAD = {
     "a list": ("[1]", "got list, wanted a JSON object"),
     "a string": ('"prompt"', "got str, wanted a JSON object"),
     "unknown key": ({"prompt": "a", "sead": 1}, "unknown key 'sead'; known:"),
-    "a key of the command": ({"prompt": "a", "checkpoint_path": "x"}, "unknown key 'checkpoint_path'"),
+    "a key of the command": (
+        {"prompt": "a", "checkpoint_path": "x"},
+        "unknown key 'checkpoint_path'",
+    ),
     "abbreviated key": ({"prompt": "a", "heigh": 64}, "unknown key 'heigh'"),
     "no number": ({"prompt": "a", "seed": "many"}, "--seed: invalid int value: 'many'"),
     "no prompt": ({"seed": 1}, "--prompt is empty"),
     "illegal size": ({"prompt": "a", "height": 65}, "--height 65 is not a multiple of 32"),
     "illegal length": ({"prompt": "a", "num_frames": 10}, "nearest legal: 9 or 17"),
-    "guidance": ({"prompt": "a", "video_cfg_guidance_scale": 2}, "the distilled recipe takes no --video-cfg-guidance-scale"),
-    "negative prompt": ({"prompt": "a", "negative_prompt": "b"}, "the distilled recipe takes no --negative-prompt"),
+    "guidance": (
+        {"prompt": "a", "video_cfg_guidance_scale": 2},
+        "the distilled recipe takes no --video-cfg-guidance-scale",
+    ),
+    "negative prompt": (
+        {"prompt": "a", "negative_prompt": "b"},
+        "the distilled recipe takes no --negative-prompt",
+    ),
     "steps": ({"prompt": "a", "num_inference_steps": 30}, "other counts need --recipe dev"),
     "absent image": ({"prompt": "a", "image": "absent.png"}, "absent.png: no such file"),
     "an object as value": ({"prompt": "a", "seed": {"b": 1}}, "--seed: invalid int value"),
@@ -147,13 +195,13 @@ def test_a_file_that_is_absent_or_empty_is_refused(tmp_path):
 
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):
     path, parser = tmp_path / "jobs.jsonl", LineParser(add_help=False)
-    cli.add_job(parser)
+    flags.add_job(parser)
     path.write_bytes(b'{"prompt": "\xff\xfe\x80"}\n{"prompt": "a"}\n')
     with pytest.raises(UserError, match="line 1: not JSON"):
         read_lines(path, parser, command(), job_of, {})
 
 
-# --- running -------------------------------------------------------------------------------------------------------
+# --- running -------------------------------------------------------------------------------------
 class FakePipeline:
     """Runs jobs without models: notes them, fails at some, and is killed before others."""
 
@@ -162,11 +210,17 @@ class FakePipeline:
 
     def run(self, jobs, isolate, hand_over):
         assert isolate
-        for job in sorted(jobs, key=lambda job: job.prompt in self.last):  # some jobs finish after later ones
+        for job in sorted(
+            jobs, key=lambda job: job.prompt in self.last
+        ):  # some jobs finish after later ones
             if job.prompt == self.killed_before:
                 raise KeyboardInterrupt
             self.ran.append(job.prompt)
-            outcome = Failure(job, ValueError("it broke")) if job.prompt in self.fails else SimpleNamespace(job=job)
+            outcome = (
+                Failure(job, ValueError("it broke"))
+                if job.prompt in self.fails
+                else SimpleNamespace(job=job)
+            )
             if job.prompt not in self.fails:
                 hand_over(outcome)
             yield outcome
@@ -186,19 +240,26 @@ def prompts(folder, *names, **how):
 
 
 def recorded(folder) -> list[tuple]:
-    return [(entry["line"], entry["status"]) for entry in json.loads((folder / RESULTS).read_text())["lines"]]
+    return [
+        (entry["line"], entry["status"])
+        for entry in json.loads((folder / RESULTS).read_text())["lines"]
+    ]
 
 
 def test_every_line_is_run_and_recorded(tmp_path):
     entries, jobs = ran(prompts(tmp_path, "a", "b", "c"), tmp_path / "out")
     assert jobs == ["a", "b", "c"]
     assert [(e["line"], e["prompt"], e["status"], e["output"]) for e in entries] == [
-        (1, "a", "done", "0001.mp4"), (2, "b", "done", "0002.mp4"), (3, "c", "done", "0003.mp4"),
-    ]  # fmt: skip
+        (1, "a", "done", "0001.mp4"),
+        (2, "b", "done", "0002.mp4"),
+        (3, "c", "done", "0003.mp4"),
+    ]
     assert json.loads((tmp_path / "out" / RESULTS).read_text()) == {"lines": entries}
 
 
-def test_a_line_that_fails_is_recorded_and_the_others_go_on_and_it_alone_runs_again(tmp_path, capsys):
+def test_a_line_that_fails_is_recorded_and_the_others_go_on_and_it_alone_runs_again(
+    tmp_path, capsys
+):
     lines = prompts(tmp_path, "a", "b", "c")
     entries, jobs = ran(lines, tmp_path / "out", fails=("b",))
     assert jobs == ["a", "b", "c"] and [e["status"] for e in entries] == ["done", "failed", "done"]
@@ -214,14 +275,22 @@ def test_a_video_that_cannot_be_written_fails_its_line_only(tmp_path):
             raise OSError("disk full")
         write(result, path)
 
-    entries = batch.run(prompts(tmp_path, "a", "b"), FakePipeline(), tmp_path / "out", refuse, Job.describe)
-    assert [e["status"] for e in entries] == ["failed", "done"] and entries[0]["error"] == "OSError: disk full"
+    entries = batch.run(
+        prompts(tmp_path, "a", "b"), FakePipeline(), tmp_path / "out", refuse, Job.describe
+    )
+    assert [e["status"] for e in entries] == ["failed", "done"] and entries[0][
+        "error"
+    ] == "OSError: disk full"
 
 
 def test_results_are_in_the_files_order_whatever_order_jobs_finish_in(tmp_path):
     entries, jobs = ran(prompts(tmp_path, "a", "b", "c"), tmp_path / "out", last=("a",))
     assert jobs == ["b", "c", "a"]
-    assert [e["line"] for e in entries] == [1, 2, 3] == [line for line, _ in recorded(tmp_path / "out")]
+    assert (
+        [e["line"] for e in entries]
+        == [1, 2, 3]
+        == [line for line, _ in recorded(tmp_path / "out")]
+    )
     assert [(tmp_path / "out" / e["output"]).read_text() for e in entries] == ["a", "b", "c"]
 
 
@@ -246,12 +315,18 @@ def test_a_changed_line_runs_again_alone(tmp_path):
 
 def test_flags_of_the_command_count_as_the_lines_own(tmp_path):
     ran(prompts(tmp_path, "a", "b"), tmp_path / "out")
-    assert ran(prompts(tmp_path, "a", "b", flags=("--seed", "77")), tmp_path / "out")[1] == ["a", "b"]
+    assert ran(prompts(tmp_path, "a", "b", flags=("--seed", "77")), tmp_path / "out")[1] == [
+        "a",
+        "b",
+    ]
 
 
 def test_another_checkpoint_runs_every_line_again(tmp_path):
     ran(prompts(tmp_path, "a", "b"), tmp_path / "out")
-    assert ran(prompts(tmp_path, "a", "b", identity={"checkpoint": "b"}), tmp_path / "out")[1] == ["a", "b"]
+    assert ran(prompts(tmp_path, "a", "b", identity={"checkpoint": "b"}), tmp_path / "out")[1] == [
+        "a",
+        "b",
+    ]
 
 
 def test_a_video_that_is_gone_is_made_again(tmp_path):

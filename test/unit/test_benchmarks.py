@@ -16,7 +16,9 @@ def printed(script: str, *flags: str) -> str:
 
 def test_host_step_times_both_kinds_of_video_and_sends_a_step_number_only():
     said = printed("host_step.py", "--repeats", "1")
-    found = re.findall(r"64x64x9 (text|image) to video +ours +[\d.]+ ms a step .* ([\d,]+) bytes", said)
+    found = re.findall(
+        r"64x64x9 (text|image) to video +ours +[\d.]+ ms a step .* ([\d,]+) bytes", said
+    )
     assert [kind for kind, _ in found] == ["text", "image"], said
     assert all(0 < int(sent.replace(",", "")) <= HOST_BYTES for _, sent in found)
     assert said.splitlines()[-1] == "no --peer: ours alone, no ratio"

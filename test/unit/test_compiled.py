@@ -1,4 +1,5 @@
-"""Rank processes that compile their graphs: the same results, three graphs for the DiT, and no second compile, ever."""
+"""Rank processes that compile their graphs: the same results, three graphs for the DiT, and no
+second compile, ever."""
 
 import copy
 import multiprocessing
@@ -13,18 +14,24 @@ from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from test_attention import block_graph
 from test_torchdist import EQUAL, SOON, TP, make_toy, wanted
 
-from ltx_neuron.attention import sdpa
 from ltx_neuron.backends import compiled, environment, torchdist
-from ltx_neuron.backends.export import Manifest, fake_process_group
-from ltx_neuron.backends.torchdist import RankError, Ranks, compile_only
+from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.backends.torchdist import Ranks, compile_only
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.models.attention import sdpa
 from ltx_neuron.profiles import PROFILES, resolve
 from ltx_neuron.workspace import Workspace
 
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
-# aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional collectives.
-TRACED, INDUCTOR = (resolve("cpu", (f"compile_backend={name}", "drain_every=2")) for name in ("aot_eager", "inductor"))
+# aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional
+# collectives.
+TRACED, INDUCTOR = (
+    resolve("cpu", (f"compile_backend={name}", "drain_every=2"))
+    for name in ("aot_eager", "inductor")
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -56,7 +63,8 @@ def test_a_compiled_graph_runs_on_new_inputs_steps_and_weights_without_another_c
 
 
 class Slow:
-    """A pipe through which commands come late, as to a rank that compiles longer than the others."""
+    """A pipe through which commands come late, as to a rank that compiles longer than the
+    others."""
 
     def __init__(self, pipe, seconds: float):
         self._pipe, self._seconds = pipe, seconds
@@ -107,18 +115,28 @@ def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_
 @pytest.fixture(scope="module")
 def dit(tiny, tmp_path_factory):
     """Rank files and graphs of the tiny DiT, a block per graph; and random inputs."""
-    workspace = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path_factory.mktemp("dit"), TP, "float32", blocks_per_graph=1)
+    workspace = Workspace(
+        tiny.checkpoint,
+        PROFILES["cpu"],
+        tmp_path_factory.mktemp("dit"),
+        TP,
+        "float32",
+        blocks_per_graph=1,
+    )
     (weights,), (graphs,) = workspace.shard_dit(), workspace.compile_dit([BUCKET])
     return weights, {BUCKET.name: Manifest(graphs)}
 
 
 def a_step(ranks, dit, seed: int) -> dict:
     """The latents after a step from random latents, on random contexts, tables and schedule."""
-    (name, manifest), = dit[1].items()  # fmt: skip
+    ((name, manifest),) = dit[1].items()
     made = {output for graph in manifest.graphs.values() for output in graph["outputs"]}
     taken = {field for graph in manifest.graphs.values() for field in graph["inputs"]} - {"step"}
     inputs = {field for field in taken if field not in made or field.endswith("_latent")}
-    values = {field: random_value(manifest.fields[field], TP, seed + i) for i, field in enumerate(sorted(inputs))}
+    values = {
+        field: random_value(manifest.fields[field], TP, seed + i)
+        for i, field in enumerate(sorted(inputs))
+    }
     values["sigmas"] = torch.tensor([[1.0, 0.7], [0.7, 0.1 * seed]])
     values["step_numbers"] = torch.arange(BUCKET.max_steps, dtype=torch.int32)
     ranks.put(name, **values)
@@ -126,7 +144,9 @@ def a_step(ranks, dit, seed: int) -> dict:
     return {stream: ranks.get(name, stream) for stream in ("video_latent", "audio_latent")}
 
 
-def test_the_dit_is_three_graphs_for_every_prompt_seed_and_schedule_with_the_interpreters_results(dit):
+def test_the_dit_is_three_graphs_for_every_prompt_seed_and_schedule_with_the_interpreters_results(
+    dit,
+):
     found = {}
     for profile in (PROFILES["cpu"], TRACED):
         with Ranks(profile, TP) as ranks:
@@ -194,7 +214,10 @@ def test_a_rank_without_its_device_says_so():
         pass
 
 
-TRN2, LARGE = resolve("trn2.3xlarge", ("backend=torchdist",)), resolve("trn2.48xlarge", ("backend=torchdist",))
+TRN2, LARGE = (
+    resolve("trn2.3xlarge", ("backend=torchdist",)),
+    resolve("trn2.48xlarge", ("backend=torchdist",)),
+)
 
 # NEURON_RT_VISIBLE_CORES, profile, ranks -> the core of each rank, or what the refusal says
 CORES = [
@@ -211,7 +234,9 @@ CORES = [
 
 
 @pytest.mark.parametrize(("said", "profile", "tp", "cores"), CORES)
-def test_each_rank_of_a_neuron_launch_sees_one_core_of_its_own(monkeypatch, said, profile, tp, cores):
+def test_each_rank_of_a_neuron_launch_sees_one_core_of_its_own(
+    monkeypatch, said, profile, tp, cores
+):
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
     if said is not None:
         monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", said)
@@ -221,10 +246,14 @@ def test_each_rank_of_a_neuron_launch_sees_one_core_of_its_own(monkeypatch, said
         assert cores in str(error.value)
         return
     found = [environment.of_rank(profile, tp, rank, None) for rank in range(tp)]
-    assert [variables["NEURON_RT_VISIBLE_CORES"] for variables in found] == [str(core) for core in cores]
+    assert [variables["NEURON_RT_VISIBLE_CORES"] for variables in found] == [
+        str(core) for core in cores
+    ]
     assert [variables["RANK"] for variables in found] == [str(rank) for rank in range(tp)]
     own = ("NEURON_RT_VISIBLE_CORES", "RANK", "LOCAL_RANK")
-    shared = [{name: value for name, value in variables.items() if name not in own} for variables in found]
+    shared = [
+        {name: value for name, value in variables.items() if name not in own} for variables in found
+    ]
     assert all(variables == shared[0] for variables in shared)
     assert found[0]["NEURON_RT_ROOT_COMM_ID"] == f"127.0.0.1:{61234 + cores[0]}"
 
@@ -232,7 +261,9 @@ def test_each_rank_of_a_neuron_launch_sees_one_core_of_its_own(monkeypatch, said
 def test_a_neuron_rank_is_told_its_core_size_its_flags_and_where_to_keep_what_it_compiles(tmp_path):
     variables = environment.of_rank(TRN2, 4, 1, tmp_path)
     assert variables.items() >= dict(TRN2.environment).items()
-    assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "--lnc=2" in variables["NEURON_CC_FLAGS"]
+    assert (
+        variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "--lnc=2" in variables["NEURON_CC_FLAGS"]
+    )
     kept = {name: value for name, value in variables.items() if name.endswith("_DIR")}
     assert len(kept) == 4 and all(value.startswith(str(tmp_path)) for value in kept.values())
     on_cpu = environment.of_rank(PROFILES["cpu"], 4, 1, tmp_path)
@@ -252,6 +283,11 @@ def test_a_port_that_another_run_holds_is_refused_before_any_rank_starts(monkeyp
     environment.check_ports(LARGE, 4)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 61234 + 40))
-        with pytest.raises(UserError, match=r"(?s)port 61274 is taken: another run holds core 40.*NEURON_RT_VISIBLE_CORES=4-7"):
+        with pytest.raises(
+            UserError,
+            match=(
+                r"(?s)port 61274 is taken: another run holds core 40.*NEURON_RT_VISIBLE_CORES=4-7"
+            ),
+        ):
             environment.check_ports(LARGE, 4)
         environment.check_ports(PROFILES["cpu"], 4)  # needs none

@@ -1,10 +1,11 @@
-"""The state a stage starts from: noise drawn as ltx-core draws it, and images held as it holds them."""
+"""The state a stage starts from: noise drawn as ltx-core draws it, and images held as it holds
+them."""
 
 import pytest
 import torch
 from helpers import STREAMS, furthest, generator, randn
 
-from ltx_neuron.conditioning import (
+from ltx_neuron.sampling.conditioning import (
     ImageCondition,
     distinct_masks,
     mask_value,
@@ -13,12 +14,13 @@ from ltx_neuron.conditioning import (
     token_count,
     video_state,
 )
-from ltx_neuron.latents import patchify_audio, patchify_video
-from ltx_neuron.sampling import STAGE_2_SIGMAS
+from ltx_neuron.sampling.latents import patchify_audio, patchify_video
+from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 
 SHAPE, FPS, AUDIO_FRAMES = (3, 2, 4), 24.0, 18
 PER_FRAME = SHAPE[1] * SHAPE[2]
-BLEND = 1e-6  # later releases interpolate where 1.0.0 sums two products: the last bit of fp32 may differ
+# later releases interpolate where 1.0.0 sums two products: the last bit of fp32 may differ
+BLEND = 1e-6
 SHOWS = 0.1  # noise and latents have unit size: another blend is this far off somewhere
 
 
@@ -82,15 +84,20 @@ def test_two_stages_draw_video_then_audio_from_one_generator_as_ltx_core_does(dt
             tokens = {"video": patchify_video, "audio": patchify_audio}[stream](latent)
             got = noised(tokens, ours, scale, compat_1_0_0=compat)
             assert got.dtype == theirs.dtype == dtype
-            # bf16: where fp32 sums lie at the edge of two bf16 values the two blends may round apart, by one ulp of 2..4
-            assert furthest(got, theirs) <= (0 if compat or scale == 1 else BLEND if dtype == torch.float32 else 2**-6)
+            # bf16: where fp32 sums lie at the edge of two bf16 values the two blends may round
+            # apart, by one ulp of 2..4
+            assert furthest(got, theirs) <= (
+                0 if compat or scale == 1 else BLEND if dtype == torch.float32 else 2**-6
+            )
             seen.append(got)
     assert furthest(seen[0], seen[2]) > SHOWS  # each draw is another
 
 
 def test_the_first_stage_starts_from_noise_alone():
     video = patchify_video(latents()["video"])
-    assert torch.equal(noised(video, generator(10), 1.0), torch.randn(video.shape, generator=generator(10)))
+    assert torch.equal(
+        noised(video, generator(10), 1.0), torch.randn(video.shape, generator=generator(10))
+    )
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -150,10 +157,17 @@ def test_an_image_of_strength_0_changes_nothing_but_its_clean_latent():
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
 def test_with_compat_keyframes_are_appended_exactly_as_1_0_0_does(strength):
-    video, images = latents()["video"], [image(), image(8, strength, seed=6), image(16, strength, seed=7)]
+    video, images = (
+        latents()["video"],
+        [image(), image(8, strength, seed=6), image(16, strength, seed=7)],
+    )
     theirs = ltx_noised(ltx_state(video, images), 10)
     state = video_state(video, FPS, images, compat_1_0_0=True)
-    assert state.latent.shape[1] == token_count(SHAPE, tuple(i for i, _ in images)) == (SHAPE[0] + 2) * PER_FRAME
+    assert (
+        state.latent.shape[1]
+        == token_count(SHAPE, tuple(i for i, _ in images))
+        == (SHAPE[0] + 2) * PER_FRAME
+    )
     assert torch.equal(state.clean, theirs.clean_latent)
     assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
     assert torch.equal(state.positions, middles(theirs.positions))
@@ -173,7 +187,10 @@ def test_later_keyframes_last_one_frame_and_start_from_their_clean_latent():
 
 def test_a_later_keyframe_below_full_strength_is_blended_with_noise_alone():
     condition, encoded = image(8, 0.6)
-    state, held = video_state(latents()["video"], FPS, [(condition, encoded)]), patchify_video(encoded)
+    state, held = (
+        video_state(latents()["video"], FPS, [(condition, encoded)]),
+        patchify_video(encoded),
+    )
     scale = STAGE_2_SIGMAS[0]
     noise = torch.randn(state.latent.shape, generator=generator(10))[:, -PER_FRAME:]
     got = our_noised(state, scale=scale)[:, -PER_FRAME:]
@@ -188,7 +205,10 @@ def test_conditioning_leaves_the_given_latent_alone():
 
 
 def test_distinct_masks_start_with_1_and_hold_each_strength_once():
-    images = tuple(ImageCondition("", index, strength) for index, strength in ((0, 1.0), (8, 0.7), (16, 0.7), (24, 0.0)))
+    images = tuple(
+        ImageCondition("", index, strength)
+        for index, strength in ((0, 1.0), (8, 0.7), (16, 0.7), (24, 0.0))
+    )
     assert distinct_masks(()) == (1.0,)
     assert distinct_masks(images) == (1.0, 0.0, mask_value(images[1]))
     assert mask_value(images[1]) == torch.tensor(0.3).item()

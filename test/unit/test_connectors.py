@@ -1,4 +1,5 @@
-"""Connectors turns features into ltx-core's contexts, with the registers where ltx-core puts them."""
+"""Connectors turns features into ltx-core's contexts, with the registers where ltx-core puts
+them."""
 
 from functools import cache
 
@@ -7,16 +8,19 @@ import torch
 from helpers import STREAMS, made_config, one_thread, randn, randomised, rel  # noqa: F401
 from torch.func import functional_call
 
-from ltx_neuron.attention import sdpa
 from ltx_neuron.config import REGISTERS, TEXT_TOKENS
-from ltx_neuron.connectors import Connectors
-from ltx_neuron.parallel import SingleRank
-from ltx_neuron.text import connector_inputs
+from ltx_neuron.models.attention import sdpa
+from ltx_neuron.models.connectors import Connectors
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.text.inputs import connector_inputs
 from ltx_neuron.tiny import TinySizes
 
 EQUAL = 1e-5  # fp32 over two blocks and 1024 positions in another order of sums; measured 3e-7
 SHOWS = 1e-2
-SIZES = {"4 heads of 8": TinySizes(), "8 heads of 10": TinySizes(heads=8, head_dim=10, audio_head_dim=6, connector_layers=3)}
+SIZES = {
+    "4 heads of 8": TinySizes(),
+    "8 heads of 10": TinySizes(heads=8, head_dim=10, audio_head_dim=6, connector_layers=3),
+}
 COUNTS = [1, 12, 128, 700, 1024]  # tokens of a prompt: one, few, as many as registers, more, all
 
 
@@ -30,14 +34,20 @@ def models(name="4 heads of 8", **overrides):
 
     content, config = made_config(SIZES[name], **overrides)
     configurators = Embeddings1DConnectorConfigurator, AudioEmbeddings1DConnectorConfigurator
-    made = (randomised(configurator.from_config(content), seed) for seed, configurator in enumerate(configurators))
+    made = (
+        randomised(configurator.from_config(content), seed)
+        for seed, configurator in enumerate(configurators)
+    )
     return dict(zip(STREAMS, made, strict=True)), config
 
 
 def features(config, count):
     """Features of a prompt padded on its left, whose padding no one may read."""
     sizes = {"video": config.video_connector, "audio": config.audio_connector}
-    found = {stream: randn(1, TEXT_TOKENS, size.inner, seed=seed) for seed, (stream, size) in enumerate(sizes.items())}
+    found = {
+        stream: randn(1, TEXT_TOKENS, size.inner, seed=seed)
+        for seed, (stream, size) in enumerate(sizes.items())
+    }
     for tensor in found.values():
         tensor[:, : TEXT_TOKENS - count] = torch.nan
     return found
@@ -48,11 +58,16 @@ def ltx_contexts(connectors, found, count):
 
     mask = torch.cat([torch.zeros(1, TEXT_TOKENS - count), torch.ones(1, count)], dim=1)
     additive = convert_to_additive_mask(mask, torch.float32)
-    return {stream: connectors[stream](tensor.nan_to_num(), additive)[0] for stream, tensor in found.items()}
+    return {
+        stream: connectors[stream](tensor.nan_to_num(), additive)[0]
+        for stream, tensor in found.items()
+    }
 
 
 def our_inputs(connectors, config, found, count):
-    own = {f"{stream}_features": tensor[:, TEXT_TOKENS - count :] for stream, tensor in found.items()}
+    own = {
+        f"{stream}_features": tensor[:, TEXT_TOKENS - count :] for stream, tensor in found.items()
+    }
     registers = {stream: connector.learnable_registers for stream, connector in connectors.items()}
     return connector_inputs(own, registers, config)
 
@@ -104,9 +119,13 @@ def test_tokens_come_first_and_registers_stand_where_ltx_core_puts_them(count):
     connectors, config = models()
     found = features(config, count)
     inputs = our_inputs(connectors, config, found, count)
-    mask = torch.cat([torch.full((1, 1, 1, TEXT_TOKENS - count), -1e9), torch.zeros(1, 1, 1, count)], dim=-1)
+    mask = torch.cat(
+        [torch.full((1, 1, 1, TEXT_TOKENS - count), -1e9), torch.zeros(1, 1, 1, count)], dim=-1
+    )
     for stream in STREAMS:
-        theirs, _ = connectors[stream]._replace_padded_with_learnable_registers(found[stream].nan_to_num(), mask)
+        theirs, _ = connectors[stream]._replace_padded_with_learnable_registers(
+            found[stream].nan_to_num(), mask
+        )
         ours = getattr(inputs, f"{stream}_tokens")
         assert torch.equal(ours, theirs)
         registers = connectors[stream].learnable_registers
@@ -116,17 +135,22 @@ def test_tokens_come_first_and_registers_stand_where_ltx_core_puts_them(count):
 
 
 def test_every_register_position_reaches_the_first_token():
-    """All attend to all: there is no mask that would make a prompt's context depend on its own tokens alone."""
+    """All attend to all: there is no mask that would make a prompt's context depend on its own
+    tokens alone."""
     connectors, config = models()
     inputs = our_inputs(connectors, config, features(config, 12), 12)
     other = inputs.video_tokens.clone()
     other[:, -1] += 10
-    before, after = (our_contexts(connectors, config, i) for i in (inputs, inputs._replace(video_tokens=other)))
+    before, after = (
+        our_contexts(connectors, config, i) for i in (inputs, inputs._replace(video_tokens=other))
+    )
     assert rel(after["video"][:, :1], before["video"][:, :1]) > EQUAL
     assert torch.equal(after["audio"], before["audio"])
 
 
 def test_contexts_differ_by_position_of_the_same_register():
     connectors, config = models()
-    ours = our_contexts(connectors, config, our_inputs(connectors, config, features(config, 12), 12))
+    ours = our_contexts(
+        connectors, config, our_inputs(connectors, config, features(config, 12), 12)
+    )
     assert rel(ours["video"][:, 200], ours["video"][:, 200 + REGISTERS]) > SHOWS

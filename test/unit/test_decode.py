@@ -9,10 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron.decode import HostModels, import_ltx_core
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.models import HostModels, import_ltx_core
 
-# Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two overlapping pieces.
+# Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two
+# overlapping pieces.
 VIDEO_SHAPE = (1, 128, 10, 2, 3)
 AUDIO_SHAPE = (1, 8, 5, 16)
 # Sums in another order move a value by about 1e-6, and frames are cut to whole numbers.
@@ -25,7 +26,10 @@ def metadata_config(path):
 
 
 def host_models(tiny, dtype=torch.float32, **paths):
-    upsamplers = dict(spatial_upsampler_path=tiny.spatial_upsampler, temporal_upsampler_path=tiny.temporal_upsampler)
+    upsamplers = dict(
+        spatial_upsampler_path=tiny.spatial_upsampler,
+        temporal_upsampler_path=tiny.temporal_upsampler,
+    )
     checkpoint = paths.pop("checkpoint", tiny.checkpoint)
     return HostModels(checkpoint, metadata_config(tiny.checkpoint), dtype, **(upsamplers | paths))
 
@@ -38,11 +42,16 @@ def reference(configurator, path, key_filter=None, dtype=torch.float32):
     """ltx-core's module, by ltx-core's loader."""
     from ltx_core.loader.single_gpu_model_builder import SingleGPUModelBuilder
 
-    return SingleGPUModelBuilder(configurator, str(path), key_filter).build(torch.device("cpu"), dtype).eval()
+    return (
+        SingleGPUModelBuilder(configurator, str(path), key_filter)
+        .build(torch.device("cpu"), dtype)
+        .eval()
+    )
 
 
 def rewrite(source, destination, change, metadata_change=None):
-    """A copy of a safetensors file with `change` applied to its tensors and `metadata_change` to its config."""
+    """A copy of a safetensors file with `change` applied to its tensors and `metadata_change` to
+    its config."""
     with safe_open(source, "pt") as file:
         metadata = dict(file.metadata())
     config = json.loads(metadata["config"]) | (metadata_change or {})
@@ -53,26 +62,41 @@ def rewrite(source, destination, change, metadata_change=None):
 
 
 def test_importing_the_module_does_not_import_ltx_core():
-    code = "import sys, ltx_neuron.decode; sys.exit(any(name.startswith('ltx_core') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    code = (
+        "import sys, ltx_neuron.decode; sys.exit(any(name.startswith('ltx_core') for name in"
+        " sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}
+        ).returncode
+        == 0
+    )
 
 
 def test_ltx_core_imports_where_torchaudio_cannot_be_imported():
     code = (
         "import sys, importlib.util; sys.modules['torchaudio'] = None\n"
-        "from ltx_neuron.decode import import_ltx_core\n"
+        "from ltx_neuron.host.models import import_ltx_core\n"
         "import_ltx_core(); stub = sys.modules['torchaudio']; import_ltx_core()\n"
         "import ltx_core.model.audio_vae\n"
         "assert sys.modules['torchaudio'] is stub and importlib.util.find_spec('torchaudio')\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_image_is_encoded_as_ltx_core_does(tiny, dtype):
     from ltx_core.model.video_vae import VAE_ENCODER_COMFY_KEYS_FILTER, VideoEncoderConfigurator
 
-    encoder = reference(VideoEncoderConfigurator, tiny.checkpoint, VAE_ENCODER_COMFY_KEYS_FILTER, dtype)
+    encoder = reference(
+        VideoEncoderConfigurator, tiny.checkpoint, VAE_ENCODER_COMFY_KEYS_FILTER, dtype
+    )
     pixels = latent((1, 3, 1, 64, 96)).clip(-1, 1)
     with torch.no_grad():
         wanted = encoder(pixels.to(dtype))
@@ -82,7 +106,9 @@ def test_an_image_is_encoded_as_ltx_core_does(tiny, dtype):
     assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("kind, shape", [("spatial", (1, 128, 3, 4, 6)), ("temporal", (1, 128, 5, 2, 3))])
+@pytest.mark.parametrize(
+    "kind, shape", [("spatial", (1, 128, 3, 4, 6)), ("temporal", (1, 128, 5, 2, 3))]
+)
 def test_a_latent_is_upsampled_as_ltx_core_does(tiny, kind, shape):
     from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video
     from ltx_core.model.video_vae import VAE_ENCODER_COMFY_KEYS_FILTER, VideoEncoderConfigurator
@@ -127,9 +153,15 @@ def decoded_by_ltx_core(path, video, dtype):
         decode_video,
     )
 
-    decoder, video = reference(VideoDecoderConfigurator, path, VAE_DECODER_COMFY_KEYS_FILTER, dtype), video.to(dtype)
+    decoder, video = (
+        reference(VideoDecoderConfigurator, path, VAE_DECODER_COMFY_KEYS_FILTER, dtype),
+        video.to(dtype),
+    )
     with torch.no_grad():
-        return [torch.cat(list(decode_video(video, decoder, tiles))) for tiles in (TilingConfig.default(), None)]
+        return [
+            torch.cat(list(decode_video(video, decoder, tiles)))
+            for tiles in (TilingConfig.default(), None)
+        ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,8 +169,14 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     import_ltx_core()
     from ltx_core.model import audio_vae
 
-    decoder = reference(audio_vae.AudioDecoderConfigurator, tiny.checkpoint, audio_vae.AUDIO_VAE_DECODER_COMFY_KEYS_FILTER)
-    vocoder = reference(audio_vae.VocoderConfigurator, tiny.checkpoint, audio_vae.VOCODER_COMFY_KEYS_FILTER)
+    decoder = reference(
+        audio_vae.AudioDecoderConfigurator,
+        tiny.checkpoint,
+        audio_vae.AUDIO_VAE_DECODER_COMFY_KEYS_FILTER,
+    )
+    vocoder = reference(
+        audio_vae.VocoderConfigurator, tiny.checkpoint, audio_vae.VOCODER_COMFY_KEYS_FILTER
+    )
     sound = latent(AUDIO_SHAPE).to(dtype)
     with torch.no_grad():
         wanted = audio_vae.decode_audio(sound.float(), decoder, vocoder)
@@ -165,12 +203,16 @@ def test_every_wrong_tensor_is_listed_in_one_error(tiny, tmp_path):
         tensors["vae.decoder.surplus"] = torch.zeros(1)
         tensors["vae.per_channel_statistics.std-of-means"] = torch.zeros(3)
 
-    models = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "damaged.safetensors", damage))
+    models = host_models(
+        tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "damaged.safetensors", damage)
+    )
     with pytest.raises(UserError) as error:
         models.decode_video(latent((1, 128, 1, 2, 2)))
     assert "missing vae.decoder.conv_in.conv.bias" in str(error.value)
     assert "unexpected vae.decoder.surplus" in str(error.value)
-    assert "wrong shape vae.per_channel_statistics.std-of-means: got (3,), wanted (128,)" in str(error.value)
+    assert "wrong shape vae.per_channel_statistics.std-of-means: got (3,), wanted (128,)" in str(
+        error.value
+    )
     assert "--checkpoint-path" in str(error.value)
 
 
@@ -178,36 +220,52 @@ def test_statistics_that_nobody_reads_are_left_alone(tiny, tmp_path):
     def add(tensors):
         tensors["vae.per_channel_statistics.mean-of-stds"] = torch.zeros(128)
 
-    models = host_models(tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "older.safetensors", add))
+    models = host_models(
+        tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "older.safetensors", add)
+    )
     assert models.decode_video(latent((1, 128, 1, 2, 2))).shape == (1, 64, 64, 3)
 
 
 @pytest.mark.parametrize("kind, other", [("spatial", "temporal"), ("temporal", "spatial")])
 def test_an_upsampler_of_the_other_kind_is_refused(tiny, kind, other):
     models = host_models(tiny, **{f"{kind}_upsampler_path": getattr(tiny, f"{other}_upsampler")})
-    with pytest.raises(UserError, match=f"--{kind}-upsampler-path wants a {kind} .* got a {other} one"):
+    with pytest.raises(
+        UserError, match=f"--{kind}-upsampler-path wants a {kind} .* got a {other} one"
+    ):
         models.upsample(latent((1, 128, 3, 2, 3)), kind)
 
 
 def test_a_spatial_upsampler_of_another_factor_is_refused(tiny, tmp_path):
-    path = rewrite(tiny.spatial_upsampler, tmp_path / "x1.5.safetensors", lambda _: None, {"spatial_scale": 1.5})
+    path = rewrite(
+        tiny.spatial_upsampler,
+        tmp_path / "x1.5.safetensors",
+        lambda _: None,
+        {"spatial_scale": 1.5},
+    )
     with pytest.raises(UserError, match="factor 2.*spatial scale 1.5"):
         host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))
 
 
 def test_a_file_that_describes_no_upsampler_is_refused(tiny):
     with pytest.raises(UserError, match="got a file that describes none"):
-        host_models(tiny, spatial_upsampler_path=tiny.checkpoint).upsample(latent((1, 128, 3, 2, 3)))
+        host_models(tiny, spatial_upsampler_path=tiny.checkpoint).upsample(
+            latent((1, 128, 3, 2, 3))
+        )
 
 
 def test_upsampling_without_a_file_names_the_flag_to_type(tiny):
     with pytest.raises(UserError, match="--temporal-upsampler-path FILE"):
-        host_models(tiny, temporal_upsampler_path=None).upsample(latent((1, 128, 3, 2, 3)), "temporal")
+        host_models(tiny, temporal_upsampler_path=None).upsample(
+            latent((1, 128, 3, 2, 3)), "temporal"
+        )
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "no such file"), (b"version https://git-lfs.github.com/spec/v1", "is not a whole safetensors file")],
+    [
+        (None, "no such file"),
+        (b"version https://git-lfs.github.com/spec/v1", "is not a whole safetensors file"),
+    ],
 )
 def test_an_unreadable_file_names_the_flag_to_type(tiny, tmp_path, content, said):
     path = tmp_path / "upsampler.safetensors"

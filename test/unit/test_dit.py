@@ -1,4 +1,5 @@
-"""Our DiT step, run on one rank, is ltx-core's LTXModel, X0Model and Euler loop on the same random fp32 weights."""
+"""Our DiT step, run on one rank, is ltx-core's LTXModel, X0Model and Euler loop on the same random
+fp32 weights."""
 
 from functools import cache
 from typing import NamedTuple
@@ -21,12 +22,17 @@ from helpers import (  # noqa: F401
 )
 from oracle import later_semantics
 
-from ltx_neuron.conditioning import ImageCondition, distinct_masks, timestep_choice, video_state
 from ltx_neuron.config import Bucket
-from ltx_neuron.latents import audio_positions
-from ltx_neuron.parallel import SingleRank
-from ltx_neuron.programs import dit_program
-from ltx_neuron.sampling import DISTILLED_SIGMAS, STAGE_2_SIGMAS
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.sampling.conditioning import (
+    ImageCondition,
+    distinct_masks,
+    timestep_choice,
+    video_state,
+)
+from ltx_neuron.sampling.latents import audio_positions
+from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, STAGE_2_SIGMAS
 
 SHAPE, FPS, AUDIO_TOKENS = (3, 2, 3), 24.0, 18
 EQUAL = 1e-5  # fp32 sums in another order; measured 4e-7 after any block or schedule
@@ -59,11 +65,15 @@ def model_of(name):
 
 def setting(name="4 heads of 8", job="text to video") -> Setting:
     model, config, weights = model_of(name)
-    images = [(image, randn(1, 128, 1, *SHAPE[1:], seed=20 + i)) for i, image in enumerate(JOBS[job])]
+    images = [
+        (image, randn(1, 128, 1, *SHAPE[1:], seed=20 + i)) for i, image in enumerate(JOBS[job])
+    ]
     state = video_state(torch.zeros(1, 128, *SHAPE), FPS, images)
     masks = distinct_masks(JOBS[job])
     rows, choice = timestep_choice(state.denoise_mask, masks, len(masks), torch.float32)
-    return Setting(model, config, weights, state.positions, Held(state.denoise_mask, state.clean, rows, choice))
+    return Setting(
+        model, config, weights, state.positions, Held(state.denoise_mask, state.clean, rows, choice)
+    )
 
 
 def step_values(s: Setting, sigmas, **how):
@@ -94,8 +104,12 @@ def ltx_states(s: Setting, values):
     audio = values["audio_latent"]
     ones = torch.ones(1, AUDIO_TOKENS, 1)
     return {
-        "video_state": LatentState(values["video_latent"], s.held.denoise_mask[None], bounds(s.positions), s.held.clean),
-        "audio_state": LatentState(audio, ones, bounds(audio_positions(AUDIO_TOKENS)), torch.zeros_like(audio)),
+        "video_state": LatentState(
+            values["video_latent"], s.held.denoise_mask[None], bounds(s.positions), s.held.clean
+        ),
+        "audio_state": LatentState(
+            audio, ones, bounds(audio_positions(AUDIO_TOKENS)), torch.zeros_like(audio)
+        ),
     }
 
 
@@ -107,10 +121,14 @@ def ltx_latents(s: Setting, sigmas):
     from ltx_pipelines.utils.samplers import euler_denoising_loop
 
     values = step_values(s, sigmas)
-    denoise = simple_denoising_func(values["video_context"], values["audio_context"], X0Model(s.model))
+    denoise = simple_denoising_func(
+        values["video_context"], values["audio_context"], X0Model(s.model)
+    )
     states = ltx_states(s, values)
     sigmas = torch.tensor(sigmas)
-    video, audio = euler_denoising_loop(sigmas, **states, stepper=EulerDiffusionStep(), denoise_fn=denoise)
+    video, audio = euler_denoising_loop(
+        sigmas, **states, stepper=EulerDiffusionStep(), denoise_fn=denoise
+    )
     return {"video": video.latent, "audio": audio.latent}
 
 
@@ -133,12 +151,17 @@ def test_the_streams_are_ltx_cores_after_the_head_and_after_every_block(name, jo
 
     theirs = []
     hooks = [
-        block.register_forward_hook(lambda _, __, out: theirs.append({"video": out[0].x, "audio": out[1].x}))
+        block.register_forward_hook(
+            lambda _, __, out: theirs.append({"video": out[0].x, "audio": out[1].x})
+        )
         for block in s.model.transformer_blocks
     ]
     hooks.append(
         s.model.transformer_blocks[0].register_forward_pre_hook(
-            lambda _, __, taken: theirs.append({"video": taken["video"].x, "audio": taken["audio"].x}), with_kwargs=True
+            lambda _, __, taken: theirs.append(
+                {"video": taken["video"].x, "audio": taken["audio"].x}
+            ),
+            with_kwargs=True,
         )
     )
     states, sigma = ltx_states(s, values), torch.tensor(STAGE_2_SIGMAS[1])
@@ -203,13 +226,20 @@ def padded(values, name, dim):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_rows_that_no_step_and_no_token_chooses_change_no_bit(job):
-    """A graph compiled for more timesteps and steps than a job has serves it as well as one of its own."""
+    """A graph compiled for more timesteps and steps than a job has serves it as well as one of its
+    own."""
     s = setting(job=job)
     values = step_values(s, STAGE_2_SIGMAS) | step_number(1)
     exact = run_program(program_of(s, 3), s.weights, values)
     values |= padded(values, "video_modulation", 1)
-    values |= {"timestep_mask": torch.cat([s.held.choice, torch.zeros(len(s.held.choice), 1)], dim=1)}
-    values |= padded(values, "sigmas", 0) | padded(values, "video_modulation", 0) | padded(values, "audio_modulation", 0)
+    values |= {
+        "timestep_mask": torch.cat([s.held.choice, torch.zeros(len(s.held.choice), 1)], dim=1)
+    }
+    values |= (
+        padded(values, "sigmas", 0)
+        | padded(values, "video_modulation", 0)
+        | padded(values, "audio_modulation", 0)
+    )
     values |= {"step_numbers": torch.arange(4, dtype=torch.int32)}
     one_more = s._replace(held=s.held._replace(masks=torch.ones(len(s.held.masks) + 1)))
     wider = run_program(program_of(one_more, 4), s.weights, values)
@@ -218,7 +248,12 @@ def test_rows_that_no_step_and_no_token_chooses_change_no_bit(job):
 
 
 @pytest.mark.parametrize(
-    "taken", [f"{m}_{kind}" for m in STREAMS for kind in ("context", "cos", "sin", "cross_cos", "cross_sin")]
+    "taken",
+    [
+        f"{m}_{kind}"
+        for m in STREAMS
+        for kind in ("context", "cos", "sin", "cross_cos", "cross_sin")
+    ],
 )
 def test_every_input_of_the_blocks_reaches_the_latents(taken):
     s = setting()
@@ -244,12 +279,17 @@ PROMPT = {"use_prompt_adaln_single": False}
 )
 def test_a_config_without_a_part_builds_without_its_parameters(flags, absent, count):
     def parameters(**flags):
-        program = dit_program(made_config(**flags)[1], Bucket(6, 4, 1, 3), 1, SingleRank(), torch.float32, 1)
+        program = dit_program(
+            made_config(**flags)[1], Bucket(6, 4, 1, 3), 1, SingleRank(), torch.float32, 1
+        )
         return {name for name, _ in program.graphs["blocks"].module.named_parameters()}
 
     missing = parameters() - parameters(**flags)
     assert len(missing) == count
-    assert all(name.startswith(absent) and name.endswith(("bias", "prompt_scale_shift_table")) for name in missing)
+    assert all(
+        name.startswith(absent) and name.endswith(("bias", "prompt_scale_shift_table"))
+        for name in missing
+    )
     assert parameters(**flags) < parameters()
 
 

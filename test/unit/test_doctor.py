@@ -1,4 +1,5 @@
-"""The doctor, driven by trees of files, tables of packages and what neuron-ls prints: what it finds and what to type."""
+"""The doctor, driven by trees of files, tables of packages and what neuron-ls prints: what it finds
+and what to type."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,12 +13,18 @@ from ltx_neuron import plan
 from ltx_neuron.doctor.__main__ import main
 from ltx_neuron.doctor.sdk import SDKS, nxd_on, release_of
 from ltx_neuron.doctor.system import System, import_error, output_of
-from ltx_neuron.machine import Machine, look
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.machine import Machine, probe
+from ltx_neuron.weights.tensorfile import TensorFile
 
 GIB = 2**30
-NXD_29 = {"torch": "2.9.0", "torch-neuronx": "2.9.0.2.15.32035", "torch-xla": "2.9.0", "neuronx-cc": "2.26.6360.0+a1",
-          "neuronx-distributed": "0.19.28492", "libneuronxla": "3.0.3854.0"}  # fmt: skip
+NXD_29 = {
+    "torch": "2.9.0",
+    "torch-neuronx": "2.9.0.2.15.32035",
+    "torch-xla": "2.9.0",
+    "neuronx-cc": "2.26.6360.0+a1",
+    "neuronx-distributed": "0.19.28492",
+    "libneuronxla": "3.0.3854.0",
+}
 TORCH_NEURON = {"torch": "2.13.0", "torch-neuronx": "2.13.3.0", "neuronx-cc": "2.28.1.0"}
 NEURON = {*NXD_29, *TORCH_NEURON}
 
@@ -25,9 +32,20 @@ NEURON = {*NXD_29, *TORCH_NEURON}
 def chip(index: int = 0, holders: tuple = (), lnc: int = 2, cores: int = 4) -> dict:
     """A chip as the documentation of `neuron-ls -j` shows it."""
     numbers = list(range(cores * index, cores * (index + 1)))
-    processes = [{"pid": pid, "command": command, "neuron_runtime_version": "2.0.0"} for pid, command in holders]
-    return {"neuron_device": index, "bdf": "cc:00.0", "connected_to": None, "nc_count": cores, "logical_neuroncore_config": lnc,
-            "memory_size": 96 * GIB, "neuroncore_ids": numbers, "neuron_processes": processes}  # fmt: skip
+    processes = [
+        {"pid": pid, "command": command, "neuron_runtime_version": "2.0.0"}
+        for pid, command in holders
+    ]
+    return {
+        "neuron_device": index,
+        "bdf": "cc:00.0",
+        "connected_to": None,
+        "nc_count": cores,
+        "logical_neuroncore_config": lnc,
+        "memory_size": 96 * GIB,
+        "neuroncore_ids": numbers,
+        "neuron_processes": processes,
+    }
 
 
 @dataclass(frozen=True)
@@ -36,7 +54,9 @@ class Trn2:
 
     driver: str | None = "2.29.0.0"
     chips: int = 1
-    listed: object = field(default_factory=lambda: [chip()])  # what neuron-ls prints; None: it is not installed
+    listed: object = field(
+        default_factory=lambda: [chip()]
+    )  # what neuron-ls prints; None: it is not installed
     packages: dict = field(default_factory=lambda: NXD_29)
     environment: dict = field(default_factory=dict)
     lnc_file: str | None = None
@@ -49,10 +69,12 @@ class Trn2:
 
     def made(self, root: Path, monkeypatch) -> tuple[System, Machine]:
         files = {
-            "sys/devices/virtual/dmi/id/product_name": self.instance, "sys/module/neuron/version": self.driver,
-            "opt/aws/neuron/logical_nc_config": self.lnc_file, "proc/meminfo": self.meminfo,
+            "sys/devices/virtual/dmi/id/product_name": self.instance,
+            "sys/module/neuron/version": self.driver,
+            "opt/aws/neuron/logical_nc_config": self.lnc_file,
+            "proc/meminfo": self.meminfo,
             **{f"dev/neuron{index}": "" for index in range(self.chips)},
-        }  # fmt: skip
+        }
         for name, text in files.items():
             if text is not None:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -72,13 +94,20 @@ class Trn2:
             return real(package)
 
         monkeypatch.setattr(metadata, "version", version)
-        printed = self.listed if self.listed is None or isinstance(self.listed, str) else json.dumps(self.listed)
+        printed = (
+            self.listed
+            if self.listed is None or isinstance(self.listed, str)
+            else json.dumps(self.listed)
+        )
         system = System(
-            root, lambda *command: printed if command[0] == "neuron-ls" else None,
-            environment=self.environment, python=self.python,
-            free_bytes=lambda path: self.disk, import_error=lambda name: "OSError: no symbol" if name in self.broken else None,
-        )  # fmt: skip
-        return system, look(root)
+            root,
+            lambda *command: printed if command[0] == "neuron-ls" else None,
+            environment=self.environment,
+            python=self.python,
+            free_bytes=lambda path: self.disk,
+            import_error=lambda name: "OSError: no symbol" if name in self.broken else None,
+        )
+        return system, probe(root)
 
 
 @pytest.fixture
@@ -116,94 +145,312 @@ def test_on_a_sound_trn2_nothing_blocks_and_the_end_of_nxd_is_told(doctor):
 BUSY = [chip(holders=((113985, "python src/generate_ltx23.py"),))]
 OLD = {**NXD_29, "neuronx-cc": "2.21.18209.0"}
 ENDED = {**NXD_29, "neuronx-cc": "2.29.1.0"}
-# what is wrong -> the machine, flags, the check that finds it and its state, words of the text, words of the fix
+# what is wrong -> the machine, flags, the check that finds it and its state, words of the text,
+# words of the fix
 WRONG = {
-    "no driver, no device files": (Trn2(driver=None, chips=0), (), "driver", "blocks", "no Neuron device", "sudo modprobe"),
-    "no driver": (Trn2(driver=None), (), "driver", "blocks", "no driver is loaded", "apt-get install aws-neuronx-dkms"),
+    "no driver, no device files": (
+        Trn2(driver=None, chips=0),
+        (),
+        "driver",
+        "blocks",
+        "no Neuron device",
+        "sudo modprobe",
+    ),
+    "no driver": (
+        Trn2(driver=None),
+        (),
+        "driver",
+        "blocks",
+        "no driver is loaded",
+        "apt-get install aws-neuronx-dkms",
+    ),
     "a driver older than the compiler": (
-        Trn2(driver="2.26.10.0"), (), "sdk", "note", "the driver is of SDK 2.28, the compiler of 2.31", "--only-upgrade"),
+        Trn2(driver="2.26.10.0"),
+        (),
+        "sdk",
+        "note",
+        "the driver is of SDK 2.28, the compiler of 2.31",
+        "--only-upgrade",
+    ),
     "no SDK in this environment": (
-        Trn2(packages={"torch": "2.9.0"}), (), "runtime", "blocks", "neuronx-distributed, which is not installed",
-        "pip install -r requirements-neuron.txt"),
+        Trn2(packages={"torch": "2.9.0"}),
+        (),
+        "runtime",
+        "blocks",
+        "neuronx-distributed, which is not installed",
+        "pip install -r requirements-neuron.txt",
+    ),
     "an SDK of before ModelBuilder V2": (
-        Trn2(packages=OLD), (), "nxd", "blocks", "this one is older", "SDK 2.27 to 2.33 with torch 2.9"),
+        Trn2(packages=OLD),
+        (),
+        "nxd",
+        "blocks",
+        "this one is older",
+        "SDK 2.27 to 2.33 with torch 2.9",
+    ),
     "an SDK after NxD": (
-        Trn2(packages=ENDED), (), "nxd", "blocks", "no longer supported on Trainium2", "--profile-set backend=torchdist"),
+        Trn2(packages=ENDED),
+        (),
+        "nxd",
+        "blocks",
+        "no longer supported on Trainium2",
+        "--profile-set backend=torchdist",
+    ),
     "NxD with another torch": (
-        Trn2(packages={**NXD_29, "torch": "2.13.0"}), (), "torch", "blocks", "NxD needs 2.9", "requirements-neuron.txt"),
+        Trn2(packages={**NXD_29, "torch": "2.13.0"}),
+        (),
+        "torch",
+        "blocks",
+        "NxD needs 2.9",
+        "requirements-neuron.txt",
+    ),
     "a torch that nothing here takes": (
-        Trn2(packages={**NXD_29, "torch": "2.8.0"}), (), "torch", "blocks", "wanted torch>=2.9,<2.14", "pip install"),
+        Trn2(packages={**NXD_29, "torch": "2.8.0"}),
+        (),
+        "torch",
+        "blocks",
+        "wanted torch>=2.9,<2.14",
+        "pip install",
+    ),
     "TorchNeuron without its release": (
-        Trn2(packages=NXD_29), ("--profile-set", "backend=torchdist"), "runtime", "blocks", "is for torch-xla",
-        "pip install -r requirements-torchneuron.txt"),
-    "no kernels": (Trn2(broken=("nkilib",)), (), "nki", "blocks", "kernels of nkilib", "attention=matmul"),
+        Trn2(packages=NXD_29),
+        ("--profile-set", "backend=torchdist"),
+        "runtime",
+        "blocks",
+        "is for torch-xla",
+        "pip install -r requirements-torchneuron.txt",
+    ),
+    "no kernels": (
+        Trn2(broken=("nkilib",)),
+        (),
+        "nki",
+        "blocks",
+        "kernels of nkilib",
+        "attention=matmul",
+    ),
     "a Python that TorchNeuron has no wheels for": (
-        Trn2(packages=TORCH_NEURON, python="3.11.9"), ("--profile-set", "backend=torchdist"), "python", "blocks",
-        "from 3.12 on", "python3.12 -m venv"),
+        Trn2(packages=TORCH_NEURON, python="3.11.9"),
+        ("--profile-set", "backend=torchdist"),
+        "python",
+        "blocks",
+        "from 3.12 on",
+        "python3.12 -m venv",
+    ),
     "a busy chip": (
-        Trn2(listed=BUSY), (), "cores", "blocks", "0 of 4 logical cores are on chips that nobody uses, 4 wanted; in use by "
-        "113985 (python src/generate_ltx23.py)", "kill 113985"),
+        Trn2(listed=BUSY),
+        (),
+        "cores",
+        "blocks",
+        (
+            "0 of 4 logical cores are on chips that nobody uses, 4 wanted; in use by "
+            "113985 (python src/generate_ltx23.py)"
+        ),
+        "kill 113985",
+    ),
     "no neuron-ls, and a process on the chip": (
-        Trn2(listed=None, processes={71: ("python train.py", ("/dev/null", "/dev/neuron0")), 72: ("bash", ("/dev/null",))}), (),
-        "cores", "note", "chips in use: neuron0: 71 (python train.py)", "aws-neuronx-tools"),
+        Trn2(
+            listed=None,
+            processes={
+                71: ("python train.py", ("/dev/null", "/dev/neuron0")),
+                72: ("bash", ("/dev/null",)),
+            },
+        ),
+        (),
+        "cores",
+        "note",
+        "chips in use: neuron0: 71 (python train.py)",
+        "aws-neuronx-tools",
+    ),
     "a neuron-ls that prints no JSON": (
-        Trn2(listed="failed to open device"), (), "cores", "note", "no process has a chip open", "aws-neuronx-tools"),
-    "a neuron-ls of another form": (Trn2(listed=[{"device": 0}]), (), "cores", "note", "does not answer", "aws-neuronx-tools"),
+        Trn2(listed="failed to open device"),
+        (),
+        "cores",
+        "note",
+        "no process has a chip open",
+        "aws-neuronx-tools",
+    ),
+    "a neuron-ls of another form": (
+        Trn2(listed=[{"device": 0}]),
+        (),
+        "cores",
+        "note",
+        "does not answer",
+        "aws-neuronx-tools",
+    ),
     "too few visible cores": (
-        Trn2(environment={"NEURON_RT_VISIBLE_CORES": "0,2-3"}), (), "cores", "blocks", "shows 3 cores, 4 wanted", "unset"),
+        Trn2(environment={"NEURON_RT_VISIBLE_CORES": "0,2-3"}),
+        (),
+        "cores",
+        "blocks",
+        "shows 3 cores, 4 wanted",
+        "unset",
+    ),
     "visible cores that are no list": (
-        Trn2(environment={"NEURON_RT_VISIBLE_CORES": "all"}), (), "cores", "blocks", "shows 0 cores", "unset"),
+        Trn2(environment={"NEURON_RT_VISIBLE_CORES": "all"}),
+        (),
+        "cores",
+        "blocks",
+        "shows 0 cores",
+        "unset",
+    ),
     "LNC of the shell": (
-        Trn2(environment={"NEURON_LOGICAL_NC_CONFIG": "1"}), (), "lnc", "blocks", "NEURON_LOGICAL_NC_CONFIG says 1; profile "
-        "trn2.3xlarge is compiled for 2", "unset NEURON_LOGICAL_NC_CONFIG"),
+        Trn2(environment={"NEURON_LOGICAL_NC_CONFIG": "1"}),
+        (),
+        "lnc",
+        "blocks",
+        "NEURON_LOGICAL_NC_CONFIG says 1; profile trn2.3xlarge is compiled for 2",
+        "unset NEURON_LOGICAL_NC_CONFIG",
+    ),
     "LNC of the machine": (
-        Trn2(lnc_file="NEURON_LOGICAL_NC_CONFIG=1"), (), "lnc", "blocks", "logical_nc_config says 1", "sudo tee"),
-    "LNC of the driver": (Trn2(listed=[chip(lnc=1, cores=8)]), (), "lnc", "blocks", "neuron-ls says 1", "CONFIG=2"),
+        Trn2(lnc_file="NEURON_LOGICAL_NC_CONFIG=1"),
+        (),
+        "lnc",
+        "blocks",
+        "logical_nc_config says 1",
+        "sudo tee",
+    ),
+    "LNC of the driver": (
+        Trn2(listed=[chip(lnc=1, cores=8)]),
+        (),
+        "lnc",
+        "blocks",
+        "neuron-ls says 1",
+        "CONFIG=2",
+    ),
     "an unknown instance": (
-        Trn2(instance="trn1.2xlarge"), (), "profile", "blocks", "has 1 Neuron devices and no profile", "--profile"),
-    "an unknown profile": (Trn2(), ("--profile", "trn9"), "profile", "blocks", "unknown profile 'trn9'", ""),
-    "more ranks than cores": (Trn2(), ("--tp-degree", "16"), "runtime", "blocks", "16 ranks need 16 logical", "at most 4"),
-    "no memory facts": (Trn2(meminfo=None), (), "host memory", "note", "/proc/meminfo cannot be read", ""),
+        Trn2(instance="trn1.2xlarge"),
+        (),
+        "profile",
+        "blocks",
+        "has 1 Neuron devices and no profile",
+        "--profile",
+    ),
+    "an unknown profile": (
+        Trn2(),
+        ("--profile", "trn9"),
+        "profile",
+        "blocks",
+        "unknown profile 'trn9'",
+        "",
+    ),
+    "more ranks than cores": (
+        Trn2(),
+        ("--tp-degree", "16"),
+        "runtime",
+        "blocks",
+        "16 ranks need 16 logical",
+        "at most 4",
+    ),
+    "no memory facts": (
+        Trn2(meminfo=None),
+        (),
+        "host memory",
+        "note",
+        "/proc/meminfo cannot be read",
+        "",
+    ),
     "a torchaudio for another torch": (
-        Trn2(packages={**NXD_29, "torchaudio": "2.9.0+cu128"}, broken=("torchaudio",)), (), "torchaudio", "note",
-        "does not load beside this torch (OSError: no symbol)", "pip uninstall torchaudio"),
-    "a PyAV that does not load": (Trn2(broken=("av",)), (), "ffmpeg", "blocks", "does not load", "--force-reinstall"),
-    "no torch": (Trn2(broken=("torch",)), (), "torch", "blocks", "cannot be imported: OSError", "make venv"),
+        Trn2(packages={**NXD_29, "torchaudio": "2.9.0+cu128"}, broken=("torchaudio",)),
+        (),
+        "torchaudio",
+        "note",
+        "does not load beside this torch (OSError: no symbol)",
+        "pip uninstall torchaudio",
+    ),
+    "a PyAV that does not load": (
+        Trn2(broken=("av",)),
+        (),
+        "ffmpeg",
+        "blocks",
+        "does not load",
+        "--force-reinstall",
+    ),
+    "no torch": (
+        Trn2(broken=("torch",)),
+        (),
+        "torch",
+        "blocks",
+        "cannot be imported: OSError",
+        "make venv",
+    ),
     "a checkpoint that is not there": (
-        Trn2(), ("--checkpoint-path", "nowhere"), "checkpoint", "blocks", "no such file: nowhere", "hf download Lightricks"),
+        Trn2(),
+        ("--checkpoint-path", "nowhere"),
+        "checkpoint",
+        "blocks",
+        "no such file: nowhere",
+        "hf download Lightricks",
+    ),
     "a Gemma folder that is none": (
-        Trn2(), ("--gemma-root", "nowhere"), "gemma", "blocks", "nowhere is not a folder", "hf download google"),
+        Trn2(),
+        ("--gemma-root", "nowhere"),
+        "gemma",
+        "blocks",
+        "nowhere is not a folder",
+        "hf download google",
+    ),
     "an upsampler that is not there": (
-        Trn2(), ("--temporal-upsampler-path", "nowhere"), "temporal upsampler", "blocks", "no such file: nowhere", "hf "),
-}  # fmt: skip
+        Trn2(),
+        ("--temporal-upsampler-path", "nowhere"),
+        "temporal upsampler",
+        "blocks",
+        "no such file: nowhere",
+        "hf ",
+    ),
+}
 
 
-@pytest.mark.parametrize(("machine", "flags", "check", "state", "text", "fix"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_found_and_comes_with_what_to_type(doctor, machine, flags, check, state, text, fix):
+@pytest.mark.parametrize(
+    ("machine", "flags", "check", "state", "text", "fix"), WRONG.values(), ids=WRONG
+)
+def test_what_is_wrong_is_found_and_comes_with_what_to_type(
+    doctor, machine, flags, check, state, text, fix
+):
     code, others, _ = doctor(machine, *flags)
     (found,) = [f for f in others if f["check"] == check and text in f["text"]]
     assert found["state"] == state and fix in found["fix"]
-    assert code == (1 if any(f["state"] == "blocks" for f in others) else 0) and (state != "blocks" or code == 1)
+    assert code == (1 if any(f["state"] == "blocks" for f in others) else 0) and (
+        state != "blocks" or code == 1
+    )
 
 
 def test_torch_neuron_takes_the_new_torch_and_needs_no_nxd(doctor):
-    code, others, found = doctor(Trn2(packages=TORCH_NEURON, driver="2.31.0.0"), "--profile-set", "backend=torchdist")
+    code, others, found = doctor(
+        Trn2(packages=TORCH_NEURON, driver="2.31.0.0"), "--profile-set", "backend=torchdist"
+    )
     assert code == 0 and {f["check"] for f in others} == {"checkpoint", "gemma"}
-    assert "(SDK 2.33, counted on from the releases known)" in next(f["text"] for f in found if f["check"] == "sdk")
+    assert "(SDK 2.33, counted on from the releases known)" in next(
+        f["text"] for f in found if f["check"] == "sdk"
+    )
 
 
 def test_a_machine_without_neuron_says_what_it_can_run(doctor):
-    code, others, found = doctor(Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"}))
+    code, others, found = doctor(
+        Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
+    )
     said = {f["check"]: f["text"] for f in found}
-    assert code == 0 and {f["check"] for f in others} == {"checkpoint", "gemma"} and "driver" not in said
-    assert said["can run here"].startswith("cpu; not cuda") and "trn2.3xlarge (1 Neuron chips wanted" in said["can run here"]
+    assert (
+        code == 0
+        and {f["check"] for f in others} == {"checkpoint", "gemma"}
+        and "driver" not in said
+    )
+    assert (
+        said["can run here"].startswith("cpu; not cuda")
+        and "trn2.3xlarge (1 Neuron chips wanted" in said["can run here"]
+    )
     assert "trn2.48xlarge: python -m ltx_neuron.plan" in said["can plan here"]
     assert doctor(Trn2(driver=None, chips=0, instance=""), "--profile", "trn2.48xlarge")[0] == 1
 
 
 # SDK release -> what NxD is on it, and whether it may be used
-RELEASES = {(2, 27): ("supported", True), (2, 29): ("supported", True), (2, 31): ("maintenance", True),
-            (2, 33): ("out of the machine images", True), (2, 34): ("no longer", False), None: ("older", False)}  # fmt: skip
+RELEASES = {
+    (2, 27): ("supported", True),
+    (2, 29): ("supported", True),
+    (2, 31): ("maintenance", True),
+    (2, 33): ("out of the machine images", True),
+    (2, 34): ("no longer", False),
+    None: ("older", False),
+}
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -216,7 +463,9 @@ def test_nxd_lives_from_2_27_to_2_33(release):
 def test_releases_are_told_by_their_packages_and_newer_ones_are_counted_on():
     for sdk in SDKS:
         for part in ("compiler", "driver"):
-            assert release_of(part, ".".join(map(str, (*getattr(sdk, part), 123, 0)))) == sdk.release
+            assert (
+                release_of(part, ".".join(map(str, (*getattr(sdk, part), 123, 0)))) == sdk.release
+            )
     assert release_of("compiler", "2.29.7") == (2, 34) and release_of("driver", "2.31.0") == (2, 33)
     for nothing in ("2.21.1", "0", "", None, "unknown"):
         assert release_of("compiler", nothing) is None
@@ -230,16 +479,38 @@ def damaged(tiny, tmp_path_factory):
     return path
 
 
-def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(doctor, tiny, damaged, tmp_path):
-    flags = ("--gemma-root", tiny.gemma_root, "--spatial-upsampler-path", tiny.spatial_upsampler, "--profile", "cpu",
-             "--artifacts-dir", tmp_path, "--two-stage", "--height", 64, "--width", 64, "--num-frames", 9)  # fmt: skip
+def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
+    doctor, tiny, damaged, tmp_path
+):
+    flags = (
+        "--gemma-root",
+        tiny.gemma_root,
+        "--spatial-upsampler-path",
+        tiny.spatial_upsampler,
+        "--profile",
+        "cpu",
+        "--artifacts-dir",
+        tmp_path,
+        "--two-stage",
+        "--height",
+        64,
+        "--width",
+        64,
+        "--num-frames",
+        9,
+    )
     here = Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
     code, others, found = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags)
     assert code == 0 and {f["state"] for f in others} == {"todo"}
     commands = {f["check"]: f["fix"] for f in others}
-    assert "shards/shard_backbone_weights.py" in commands["DiT weights"] and "compile_gemma3.py" in commands["Gemma3 graphs"]
+    assert (
+        "shards/shard_backbone_weights.py" in commands["DiT weights"]
+        and "compile_gemma3.py" in commands["Gemma3 graphs"]
+    )
     assert "--height 64 --width 64 --num-frames 9" in commands["DiT graphs, stage_2"]
-    assert {"checkpoint", "gemma", "spatial upsampler"} <= {f["check"] for f in found if f["text"].find("is whole") > 0}
+    assert {"checkpoint", "gemma", "spatial upsampler"} <= {
+        f["check"] for f in found if f["text"].find("is whole") > 0
+    }
     code, others, _ = doctor(here, "--checkpoint-path", damaged, *flags)
     (broken,) = [f for f in others if f["check"] == "checkpoint"]
     assert code == 1 and "truncated?" in broken["text"] and "Download it again" in broken["fix"]
@@ -250,8 +521,14 @@ def test_a_model_larger_than_the_machine_or_its_disk_blocks(doctor, tiny, monkey
     flags = ("--checkpoint-path", tiny.checkpoint, "--profile", "cpu")
     _, others, _ = doctor(Trn2(meminfo="MemAvailable: 100 kB\n", disk=1000), *flags)
     found = {f["check"]: f for f in others if f["state"] == "blocks"}
-    assert "of one model's weights are held at once" in found["host memory"]["text"] and "memory" in found["host memory"]["fix"]
-    assert "wanted for rank files" in found["disk"]["text"] and "--artifacts-dir" in found["disk"]["fix"]
+    assert (
+        "of one model's weights are held at once" in found["host memory"]["text"]
+        and "memory" in found["host memory"]["fix"]
+    )
+    assert (
+        "wanted for rank files" in found["disk"]["text"]
+        and "--artifacts-dir" in found["disk"]["fix"]
+    )
 
 
 def test_what_does_not_fit_the_chip_blocks_with_what_does(doctor, tiny, monkeypatch):
@@ -261,13 +538,19 @@ def test_what_does_not_fit_the_chip_blocks_with_what_does(doctor, tiny, monkeypa
     monkeypatch.setitem(plan.ASSUMED, "runtime_bytes_per_core", 30 * GIB)
     code, others, _ = doctor(Trn2(), *flags)
     (found,) = [f for f in others if f["check"] == "device memory"]
-    assert code == 1 and "GB a core, trn2.3xlarge has 25.8 GB" in found["text"] and "--tp-degree" in found["fix"]
+    assert (
+        code == 1
+        and "GB a core, trn2.3xlarge has 25.8 GB" in found["text"]
+        and "--tp-degree" in found["fix"]
+    )
 
 
 def test_a_check_that_falls_over_is_a_finding(doctor, monkeypatch):
     monkeypatch.setattr(System, "memory", lambda self: 1 / 0)
     code, others, _ = doctor(Trn2())
-    assert code == 0 and any("could not be looked at to the end: ZeroDivisionError" in f["text"] for f in others)
+    assert code == 0 and any(
+        "could not be looked at to the end: ZeroDivisionError" in f["text"] for f in others
+    )
 
 
 def test_the_table_ends_with_a_verdict(tmp_path, monkeypatch, capsys):
@@ -282,7 +565,11 @@ def test_the_table_ends_with_a_verdict(tmp_path, monkeypatch, capsys):
 def test_a_command_that_is_absent_fails_or_hangs_says_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr("ltx_neuron.doctor.system.COMMAND_SECONDS", 0.2)
     assert output_of("no-such-command-at-all") is None
-    assert output_of("false") is None and output_of("sleep", "5") is None and output_of("echo", "yes") == "yes\n"
+    assert (
+        output_of("false") is None
+        and output_of("sleep", "5") is None
+        and output_of("echo", "yes") == "yes\n"
+    )
 
 
 def test_a_module_that_cannot_be_imported_has_a_reason():
@@ -291,8 +578,14 @@ def test_a_module_that_cannot_be_imported_has_a_reason():
 
 def test_memory_in_use_is_read_core_by_core(tmp_path):
     for core, used in ((0, 5), (1, 7)):
-        folder = tmp_path / f"sys/devices/virtual/neuron_device/neuron0/neuron_core{core}/stats/memory_usage/device_mem"
+        folder = (
+            tmp_path
+            / f"sys/devices/virtual/neuron_device/neuron0/neuron_core{core}/stats/memory_usage/device_mem"
+        )
         folder.mkdir(parents=True)
         (folder / "total").write_text(f"{used * GIB}\n")
-    assert System(tmp_path).core_memory() == {"neuron0/neuron_core0": 5 * GIB, "neuron0/neuron_core1": 7 * GIB}
+    assert System(tmp_path).core_memory() == {
+        "neuron0/neuron_core0": 5 * GIB,
+        "neuron0/neuron_core1": 7 * GIB,
+    }
     assert System(tmp_path / "elsewhere").core_memory() == {}

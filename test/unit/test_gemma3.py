@@ -1,4 +1,5 @@
-"""Gemma3Encoder has transformers' hidden states and ltx-core's features, whatever the padding it is given."""
+"""Gemma3Encoder has transformers' hidden states and ltx-core's features, whatever the padding it is
+given."""
 
 import json
 from typing import NamedTuple
@@ -10,28 +11,36 @@ from torch import nn
 from torch.func import functional_call
 
 from ltx_neuron.config import TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_config
-from ltx_neuron.gemma3 import Gemma3Encoder, layers_first
-from ltx_neuron.parallel import SingleRank
-from ltx_neuron.rope import half_rope
-from ltx_neuron.text import embed, encoder_inputs, prompt_slices
+from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.rope import half_rope
+from ltx_neuron.text.inputs import embed, encoder_inputs, prompt_slices
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
-# Every second layer attends to all with the global RoPE; every third, in a model of other widths throughout.
+# Every second layer attends to all with the global RoPE; every third, in a model of other widths
+# throughout.
 PATTERNS = {
     "every 2nd of 4": TinySizes(),
     "every 3rd of 6": TinySizes(
-        gemma_layers=6, gemma_heads=4, gemma_kv_heads=2, gemma_head_dim=16, gemma_hidden=48, gemma_sliding_window_pattern=3
+        gemma_layers=6,
+        gemma_heads=4,
+        gemma_kv_heads=2,
+        gemma_head_dim=16,
+        gemma_hidden=48,
+        gemma_sliding_window_pattern=3,
     ),
 }
 COUNT, BUCKET = 12, 128  # tokens of the prompt, and positions of the smallest compiled graph
-# RoPE turns by positions up to 1023: fp32 keeps the angle between two tokens to 6e-5, whatever the padding in between.
+# RoPE turns by positions up to 1023: fp32 keeps the angle between two tokens to 6e-5, whatever the
+# padding in between.
 EQUAL = 2e-5
 SHOWS = 1e-2  # a wrong base, layer kind or mask
 
 
 class Setting(NamedTuple):
-    """A random model in both forms, and what transformers makes of one prompt padded on its left to 1024."""
+    """A random model in both forms, and what transformers makes of one prompt padded on its left to
+    1024."""
 
     gemma: GemmaConfig
     config: TransformerConfig
@@ -49,7 +58,10 @@ def hidden_states(reference, ids):
     padding = TEXT_TOKENS - len(ids)
     mask = torch.tensor([[0] * padding + [1] * len(ids)])
     padded = torch.tensor([[0] * padding + list(ids)])
-    return reference(input_ids=padded, attention_mask=mask, output_hidden_states=True).hidden_states, mask
+    return (
+        reference(input_ids=padded, attention_mask=mask, output_hidden_states=True).hidden_states,
+        mask,
+    )
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
@@ -64,22 +76,32 @@ def setting(request, tmp_path_factory):
     width = gemma.hidden_size * (gemma.num_hidden_layers + 1)
     projections = {
         stream: randomised(nn.Linear(width, size.inner), seed)
-        for seed, (stream, size) in enumerate({"video": config.video, "audio": config.audio}.items())
+        for seed, (stream, size) in enumerate(
+            {"video": config.video, "audio": config.audio}.items()
+        )
     }
     weights = dict(reference.state_dict())
     table = weights.pop("embed_tokens.weight")
     for stream, projection in projections.items():
-        weights[f"{stream}_aggregate_embed.weight"] = layers_first(projection.weight, gemma.hidden_size)
+        weights[f"{stream}_aggregate_embed.weight"] = layers_first(
+            projection.weight, gemma.hidden_size
+        )
         weights[f"{stream}_aggregate_embed.bias"] = projection.bias
-    ids = torch.randint(5, gemma.vocab_size, (COUNT,), generator=torch.Generator().manual_seed(3)).tolist()
-    return Setting(gemma, config, weights, table, projections, ids, *hidden_states(reference, ids), reference)
+    ids = torch.randint(
+        5, gemma.vocab_size, (COUNT,), generator=torch.Generator().manual_seed(3)
+    ).tolist()
+    return Setting(
+        gemma, config, weights, table, projections, ids, *hidden_states(reference, ids), reference
+    )
 
 
 def inputs_of(setting, prompts, tokens):
     """Our inputs for prompts at the end of `tokens` positions."""
     rows = embed(setting.table[[i for ids in prompts for i in ids]], torch.float32)
     padding = torch.zeros(tokens - len(rows), setting.gemma.hidden_size)
-    return encoder_inputs(torch.cat([padding, rows])[None], [len(ids) for ids in prompts], setting.gemma)
+    return encoder_inputs(
+        torch.cat([padding, rows])[None], [len(ids) for ids in prompts], setting.gemma
+    )
 
 
 def encode(setting, inputs):
@@ -106,7 +128,9 @@ def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_10
 def test_the_last_state_is_the_only_normed_one(setting):
     states = encode(setting, inputs_of(setting, [setting.ids], COUNT)).hidden_states
     weight = 1 + setting.weights["norm.weight"]
-    sizes = (states / weight[:, None]).square().mean(2)  # (1, count, layers + 1): 1 where a state was normed last
+    sizes = (
+        (states / weight[:, None]).square().mean(2)
+    )  # (1, count, layers + 1): 1 where a state was normed last
     assert (sizes[..., -1] - 1).abs().max() < SHOWS
     assert (sizes[..., :-1] - 1).abs().min() > SHOWS
 
@@ -125,20 +149,28 @@ def test_features_are_ltx_cores_of_the_same_states(setting):
 
 @pytest.mark.parametrize("kind", ["local", "global"])
 def test_a_uniform_rope_base_would_show(setting, kind):
-    """The layers' two bases are what the comparison above sees: either one in all layers gives other states."""
+    """The layers' two bases are what the comparison above sees: either one in all layers gives
+    other states."""
     inputs = inputs_of(setting, [setting.ids], COUNT)
     base = {"cos": getattr(inputs, f"{kind}_cos"), "sin": getattr(inputs, f"{kind}_sin")}
-    uniform = inputs._replace(**{f"{k}_{part}": table for k in ("local", "global") for part, table in base.items()})
+    uniform = inputs._replace(
+        **{f"{k}_{part}": table for k in ("local", "global") for part, table in base.items()}
+    )
     states = encode(setting, uniform).hidden_states
     assert rel(states[..., -1], last_states(setting.states, COUNT)[..., -1]) > SHOWS
 
 
 def test_tokens_keep_the_positions_that_padding_to_1024_gives_them(setting):
-    """A prompt's tokens have the positions that the reference's padding to 1024 gives them, in any bucket."""
+    """A prompt's tokens have the positions that the reference's padding to 1024 gives them, in any
+    bucket."""
     inputs = inputs_of(setting, [setting.ids], COUNT)
-    wanted = half_rope(torch.arange(TEXT_TOKENS - COUNT, TEXT_TOKENS), setting.gemma.head_dim, 1e6, 8.0)
+    wanted = half_rope(
+        torch.arange(TEXT_TOKENS - COUNT, TEXT_TOKENS), setting.gemma.head_dim, 1e6, 8.0
+    )
     assert torch.equal(inputs.global_cos, wanted.cos)
-    assert torch.equal(inputs_of(setting, [setting.ids], BUCKET).global_cos[:, :, -COUNT:], wanted.cos)
+    assert torch.equal(
+        inputs_of(setting, [setting.ids], BUCKET).global_cos[:, :, -COUNT:], wanted.cos
+    )
 
 
 def test_what_stands_in_the_padding_changes_no_token(setting):
@@ -152,7 +184,10 @@ def test_what_stands_in_the_padding_changes_no_token(setting):
 
 def test_a_token_sees_no_later_one(setting):
     changed = [*setting.ids[:-1], setting.ids[-1] + 1 if setting.ids[-1] < 500 else 5]
-    one, two = (encode(setting, inputs_of(setting, [ids], COUNT)).hidden_states for ids in (setting.ids, changed))
+    one, two = (
+        encode(setting, inputs_of(setting, [ids], COUNT)).hidden_states
+        for ids in (setting.ids, changed)
+    )
     assert torch.equal(one[:, :-1], two[:, :-1])
     assert rel(one[:, -1:], two[:, -1:]) > SHOWS
 

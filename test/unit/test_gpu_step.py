@@ -1,4 +1,5 @@
-"""benchmarks/gpu_step.py: all of it runs on a CPU at tiny width, and says what it wants where there is no GPU."""
+"""benchmarks/gpu_step.py: all of it runs on a CPU at tiny width, and says what it wants where there
+is no GPU."""
 
 import dataclasses
 import sys
@@ -23,15 +24,24 @@ PROFILE, CPU, SIZE = dataclasses.replace(resolve("cpu"), tp=1), torch.device("cp
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_measured_and_it_is_said_what_to_type():
-    with pytest.raises(UserError, match="(?s)not measured: .*needs 1 GPUs.*found 0.*gpu_step.py --profile cpu --tiny"):
+    with pytest.raises(
+        UserError,
+        match="(?s)not measured: .*needs 1 GPUs.*found 0.*gpu_step.py --profile cpu --tiny",
+    ):
         gpu_step.main([])
 
 
 def test_every_form_runs_at_tiny_width_on_a_cpu(capsys):
-    gpu_step.main(["--profile", "cpu", "--tiny", "--blocks", "3", "--sizes", "64x64x9", "--steps", "2"])
+    gpu_step.main(
+        ["--profile", "cpu", "--tiny", "--blocks", "3", "--sizes", "64x64x9", "--steps", "2"]
+    )
     lines = capsys.readouterr().out.strip().splitlines()
     assert "3 blocks (tiny)" in lines[0] and "float32: ours is" in lines[1]
-    rows = {cells[2].strip(): cells for line in lines if (cells := line.split("|"))[1:2] == [" 64x64x9 "]}
+    rows = {
+        cells[2].strip(): cells
+        for line in lines
+        if (cells := line.split("|"))[1:2] == [" 64x64x9 "]
+    }
     assert tuple(rows) == gpu_step.FORMS
     assert all(float(cells[3].replace(",", "")) > 0 for cells in rows.values())
     assert lines[-1].endswith("(no GPU: not measured)")

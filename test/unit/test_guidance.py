@@ -1,4 +1,5 @@
-"""Guidance is ltx-core's: predictions of the passes, what is made of them, the schedule; each trap beside the right formula."""
+"""Guidance is ltx-core's: predictions of the passes, what is made of them, the schedule; each trap
+beside the right formula."""
 
 import argparse
 import dataclasses
@@ -7,38 +8,77 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import STREAMS, Held, call, ltx_model, made_config, one_thread, randn, rel, step_inputs, step_number  # noqa: F401
+from helpers import (
+    STREAMS,
+    Held,
+    call,
+    ltx_model,
+    made_config,
+    randn,
+    rel,
+    step_inputs,
+    step_number,
+)  # noqa: F401
 from oracle import later_semantics
 from recipes_oracle import OFF
 
-from ltx_neuron import cli
-from ltx_neuron.conditioning import ImageCondition, distinct_masks, timestep_choice, video_state
+from ltx_neuron import flags
 from ltx_neuron.config import Bucket
 from ltx_neuron.denoise import StageRun
-from ltx_neuron.dit import Guide
 from ltx_neuron.errors import UserError
-from ltx_neuron.graphs import PASSES, GuideInputs
-from ltx_neuron.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance, StreamGuidance
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.latents import audio_positions
-from ltx_neuron.parallel import SingleRank
-from ltx_neuron.programs import dit_program
-from ltx_neuron.sampling import GUIDED_MAX_STEPS, ltx2_schedule, sigma_pairs
+from ltx_neuron.models.dit import Guide
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.models.signatures import PASSES, GuideInputs
+from ltx_neuron.sampling.conditioning import (
+    ImageCondition,
+    distinct_masks,
+    timestep_choice,
+    video_state,
+)
+from ltx_neuron.sampling.guidance import (
+    DEFAULT_STEPS,
+    DEFAULTS,
+    NEGATIVE_PROMPT,
+    Guidance,
+    StreamGuidance,
+)
+from ltx_neuron.sampling.latents import audio_positions
+from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS, ltx2_schedule, sigma_pairs
 from ltx_neuron.tiny import TinySizes
 
 EQUAL = 1e-5  # fp32 sums in another order; measured 2e-7
 EXACT = 1e-6  # elementwise arithmetic alone; measured 0
-SHOWS = 5e-3  # each trap is further off than this: by 0.07 and more; the passes differ from each other by 0.01 and more
+# each trap is further off than this: by 0.07 and more; the passes differ from each other by 0.01
+# and more
+SHOWS = 5e-3
 SCHEDULE = 1e-6  # of sigmas from 0 to 1: fp32's last bit
-TOKEN_COUNT_SHOWS = 0.02  # what the token count of these videos changes in some sigma; measured 0.03 to 0.4
+# what the token count of these videos changes in some sigma; measured 0.03 to 0.4
+TOKEN_COUNT_SHOWS = 0.02
 
 SHAPE, FPS, AUDIO_TOKENS, LAYERS, STEPS, STEP = (2, 2, 3), 24.0, 9, 3, 5, 2
-IMAGES = (ImageCondition("", 0, 0.7), ImageCondition("", 8, 0.4))  # held in part; the second appends keyframe tokens
-FULL = OFF | {"cfg_scale": 3.0, "stg_scale": 1.0, "stg_blocks": (1,), "modality_scale": 3.0, "rescale_scale": 0.7}
+IMAGES = (
+    ImageCondition("", 0, 0.7),
+    ImageCondition("", 8, 0.4),
+)  # held in part; the second appends keyframe tokens
+FULL = OFF | {
+    "cfg_scale": 3.0,
+    "stg_scale": 1.0,
+    "stg_blocks": (1,),
+    "modality_scale": 3.0,
+    "rescale_scale": 0.7,
+}
 VIDEO_AND_AUDIO = {
     "the defaults": (FULL, FULL | {"cfg_scale": 7.0}),
-    "no rescale": (FULL | {"rescale_scale": 0.0}, FULL | {"rescale_scale": 0.0, "modality_scale": 1.5}),
-    "full rescale, unlike scales": (FULL | {"rescale_scale": 1.0}, FULL | {"stg_scale": -0.5, "rescale_scale": 0.25}),
+    "no rescale": (
+        FULL | {"rescale_scale": 0.0},
+        FULL | {"rescale_scale": 0.0, "modality_scale": 1.5},
+    ),
+    "full rescale, unlike scales": (
+        FULL | {"rescale_scale": 1.0},
+        FULL | {"stg_scale": -0.5, "rescale_scale": 0.25},
+    ),
     "cfg of audio alone": (OFF, OFF | {"cfg_scale": 4.0}),
     "stg of video alone": (OFF | {"stg_scale": 2.0, "stg_blocks": (0,)}, OFF),
     "nothing": (OFF, OFF),
@@ -49,14 +89,19 @@ def guidance_of(video, audio) -> Guidance:
     return Guidance(StreamGuidance(**video), StreamGuidance(**audio))
 
 
-# --- what is made of the predictions -------------------------------------------------------------------------------
+# --- what is made of the predictions -------------------------------------------------------------
 @cache
 def state():
-    """A stage's state with a first frame and a keyframe, both held in part, and its distinct timesteps."""
+    """A stage's state with a first frame and a keyframe, both held in part, and its distinct
+    timesteps."""
     images = [(image, randn(1, 128, 1, *SHAPE[1:], seed=20 + i)) for i, image in enumerate(IMAGES)]
     found = video_state(torch.zeros(1, 128, *SHAPE), FPS, images)
     masks = distinct_masks(IMAGES)
-    return found, Held(found.denoise_mask, found.clean, *timestep_choice(found.denoise_mask, masks, len(masks), torch.float32))
+    return found, Held(
+        found.denoise_mask,
+        found.clean,
+        *timestep_choice(found.denoise_mask, masks, len(masks), torch.float32),
+    )
 
 
 @cache
@@ -67,7 +112,9 @@ def predictions() -> dict[str, torch.Tensor]:
         size = torch.linspace(0.3, 2.0, tokens[stream])[None, :, None]
         cond = (randn(1, tokens[stream], 128, seed=s) + 0.8) * size
         for i, name in enumerate(PASSES):
-            found[f"{name}_{stream}"] = cond + (0.4 * i) * randn(1, tokens[stream], 128, seed=10 * i + s)
+            found[f"{name}_{stream}"] = cond + (0.4 * i) * randn(
+                1, tokens[stream], 128, seed=10 * i + s
+            )
         found[f"{stream}_latent"] = randn(1, tokens[stream], 128, seed=50 + s)
         found[f"guided_{stream}"] = randn(1, tokens[stream], 128, seed=60 + s)
     return found
@@ -78,11 +125,18 @@ def guide(video, audio, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
     pairs = sigma_pairs(ltx2_schedule(STEPS), GUIDED_MAX_STEPS)
     computed = torch.ones(GUIDED_MAX_STEPS, 2)
     computed[STEP] = torch.tensor(enabled)
-    values = predictions() | step_number(STEP) | {
-        "step_numbers": torch.arange(GUIDED_MAX_STEPS, dtype=torch.int32), "sigmas": pairs, "enabled_steps": computed,
-        "guidance": guidance_of(video, audio).weights(), "denoise_mask": state()[0].denoise_mask,
-        "clean_latent": state()[0].clean,
-    }  # fmt: skip
+    values = (
+        predictions()
+        | step_number(STEP)
+        | {
+            "step_numbers": torch.arange(GUIDED_MAX_STEPS, dtype=torch.int32),
+            "sigmas": pairs,
+            "enabled_steps": computed,
+            "guidance": guidance_of(video, audio).weights(),
+            "denoise_mask": state()[0].denoise_mask,
+            "clean_latent": state()[0].clean,
+        }
+    )
     return Guide()(GuideInputs(*(values[field] for field in GuideInputs._fields)))._asdict()
 
 
@@ -100,7 +154,9 @@ def ltx_next(stream: str, guided: torch.Tensor) -> torch.Tensor:
 
     if stream == "video":
         guided = post_process_latent(guided, state()[0].denoise_mask, state()[0].clean)
-    return EulerDiffusionStep().step(predictions()[f"{stream}_latent"], guided, torch.tensor(ltx2_schedule(STEPS)), STEP)
+    return EulerDiffusionStep().step(
+        predictions()[f"{stream}_latent"], guided, torch.tensor(ltx2_schedule(STEPS)), STEP
+    )
 
 
 @pytest.mark.parametrize("name", VIDEO_AND_AUDIO)
@@ -132,7 +188,9 @@ def rescaled(stream, parameters, x0, std, share=None):
 
 
 def rescale_per_token(stream, parameters):
-    return rescaled(stream, parameters, combined(stream, parameters), lambda x: x.std(dim=-1, keepdim=True))
+    return rescaled(
+        stream, parameters, combined(stream, parameters), lambda x: x.std(dim=-1, keepdim=True)
+    )
 
 
 def rescale_fully(stream, parameters):
@@ -140,7 +198,9 @@ def rescale_fully(stream, parameters):
 
 
 def rescale_around_zero(stream, parameters):
-    return rescaled(stream, parameters, combined(stream, parameters), lambda x: x.square().mean().sqrt())
+    return rescaled(
+        stream, parameters, combined(stream, parameters), lambda x: x.square().mean().sqrt()
+    )
 
 
 def rescale_left_out(stream, parameters):
@@ -152,7 +212,14 @@ def scales_not_less_one(stream, parameters):
     return ltx_guided(stream, parameters | more)
 
 
-TRAPS = (terms_chained, rescale_per_token, rescale_fully, rescale_around_zero, rescale_left_out, scales_not_less_one)
+TRAPS = (
+    terms_chained,
+    rescale_per_token,
+    rescale_fully,
+    rescale_around_zero,
+    rescale_left_out,
+    scales_not_less_one,
+)
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
@@ -173,7 +240,7 @@ def test_keyframe_tokens_count_in_the_standard_deviation_of_the_rescale():
 
 
 def test_the_standard_deviation_is_the_unbiased_one_over_the_whole_tensor():
-    from ltx_neuron.dit import _std
+    from ltx_neuron.models.dit import _std
 
     few = randn(1, 2, 3) + 5  # biased it would be a tenth less
     assert _std(few).item() == pytest.approx(few.std().item(), rel=EXACT)
@@ -197,7 +264,7 @@ def test_a_stream_that_skips_a_step_takes_it_with_its_last_prediction(skipped):
     assert torch.equal(ours[f"{other}_latent"], always[f"{other}_latent"])
 
 
-# --- the passes ----------------------------------------------------------------------------------------------------
+# --- the passes ----------------------------------------------------------------------------------
 @cache
 def model():
     content, config = made_config(TinySizes(layers=LAYERS))
@@ -208,14 +275,18 @@ def model():
 @cache
 def values() -> dict[str, torch.Tensor]:
     found, held = state()
-    inputs = step_inputs(model()[1], model()[2], ltx2_schedule(STEPS), found.positions, AUDIO_TOKENS, held)
+    inputs = step_inputs(
+        model()[1], model()[2], ltx2_schedule(STEPS), found.positions, AUDIO_TOKENS, held
+    )
     return inputs | step_number(STEP)
 
 
 def our_pass(keep: torch.Tensor, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
     """The x0 predictions of one pass at STEP, by our whole-pass graph."""
     _, config, weights = model()
-    bucket = Bucket(state()[0].positions.shape[2], AUDIO_TOKENS, len(state()[1].masks), STEPS, guided=True)
+    bucket = Bucket(
+        state()[0].positions.shape[2], AUDIO_TOKENS, len(state()[1].masks), STEPS, guided=True
+    )
     program = dit_program(config, bucket, 1, SingleRank(), torch.float32, 0)
     steps = torch.ones(STEPS, 2)
     steps[STEP] = torch.tensor(enabled)
@@ -245,16 +316,24 @@ def ltx_pass(perturbed=(), enabled=(True, True)) -> dict[str, torch.Tensor]:
 
     given, (found, _) = values(), state()
     states = (
-        LatentState(given["video_latent"], found.denoise_mask[None], bounds(found.positions), found.clean),
-        LatentState(given["audio_latent"], torch.ones(1, AUDIO_TOKENS, 1), bounds(audio_positions(AUDIO_TOKENS)),
-                    torch.zeros_like(given["audio_latent"])),
-    )  # fmt: skip
+        LatentState(
+            given["video_latent"], found.denoise_mask[None], bounds(found.positions), found.clean
+        ),
+        LatentState(
+            given["audio_latent"],
+            torch.ones(1, AUDIO_TOKENS, 1),
+            bounds(audio_positions(AUDIO_TOKENS)),
+            torch.zeros_like(given["audio_latent"]),
+        ),
+    )
     sigma = given["sigmas"][STEP, 0]
     modalities = [
         modality_from_latent_state(one, given[f"{stream}_context"], sigma, on)
         for one, stream, on in zip(states, STREAMS, enabled, strict=True)
     ]
-    config = PerturbationConfig([Perturbation(PerturbationType[kind], blocks) for kind, blocks in perturbed])
+    config = PerturbationConfig(
+        [Perturbation(PerturbationType[kind], blocks) for kind, blocks in perturbed]
+    )
     with later_semantics(), torch.no_grad():
         outputs = X0Model(model()[0])(*modalities, BatchedPerturbationConfig([config]))
     return dict(zip(STREAMS, outputs, strict=True))
@@ -272,10 +351,25 @@ VIDEO_SELF, AUDIO_SELF = "SKIP_VIDEO_SELF_ATTN", "SKIP_AUDIO_SELF_ATTN"
 A2V, V2A = "SKIP_A2V_CROSS_ATTN", "SKIP_V2A_CROSS_ATTN"
 PASS_CASES = {
     "conditional": (OFF, OFF, "cond", ()),
-    "one block, both streams": (stg((1,)), stg((1,)), "perturbed", ((VIDEO_SELF, [1]), (AUDIO_SELF, [1]))),
-    "other blocks in each stream": (stg((0, 2)), stg((1,)), "perturbed", ((VIDEO_SELF, [0, 2]), (AUDIO_SELF, [1]))),
+    "one block, both streams": (
+        stg((1,)),
+        stg((1,)),
+        "perturbed",
+        ((VIDEO_SELF, [1]), (AUDIO_SELF, [1])),
+    ),
+    "other blocks in each stream": (
+        stg((0, 2)),
+        stg((1,)),
+        "perturbed",
+        ((VIDEO_SELF, [0, 2]), (AUDIO_SELF, [1])),
+    ),
     "all blocks, video alone": (stg((0, 1, 2)), OFF, "perturbed", ((VIDEO_SELF, None),)),
-    "audio alone, video's blocks unused": (stg((0,), 0.0), stg((2,)), "perturbed", ((AUDIO_SELF, [2]),)),
+    "audio alone, video's blocks unused": (
+        stg((0,), 0.0),
+        stg((2,)),
+        "perturbed",
+        ((AUDIO_SELF, [2]),),
+    ),
     "isolated": (OFF, OFF, "isolated", ((A2V, None), (V2A, None))),
 }
 
@@ -293,7 +387,8 @@ BOTH_IN_BLOCK_1 = ((VIDEO_SELF, [1]), (AUDIO_SELF, [1]))
 
 
 def replaced(outputs: str, value) -> dict[str, torch.Tensor]:
-    """ltx-core's perturbed pass of block 1 with a layer of its two self-attentions returning something else."""
+    """ltx-core's perturbed pass of block 1 with a layer of its two self-attentions returning
+    something else."""
     hooks = []
     for attention in ("attn1", "audio_attn1"):
         layer = getattr(getattr(model()[0].transformer_blocks[1], attention), outputs)
@@ -307,10 +402,14 @@ def replaced(outputs: str, value) -> dict[str, torch.Tensor]:
 
 STG_TRAPS = {
     "zeros instead of V": lambda: replaced("to_v", torch.zeros_like),
-    "V without the head gate": lambda: replaced("to_gate_logits", torch.zeros_like),  # the gate of zero is 1
+    "V without the head gate": lambda: replaced(
+        "to_gate_logits", torch.zeros_like
+    ),  # the gate of zero is 1
     "another block": lambda: ltx_pass(((VIDEO_SELF, [0]), (AUDIO_SELF, [0]))),
     "every block": lambda: ltx_pass(((VIDEO_SELF, None), (AUDIO_SELF, None))),
-    "the streams' attentions to each other as well": lambda: ltx_pass((*BOTH_IN_BLOCK_1, (A2V, [1]), (V2A, [1]))),
+    "the streams' attentions to each other as well": lambda: ltx_pass(
+        (*BOTH_IN_BLOCK_1, (A2V, [1]), (V2A, [1]))
+    ),
 }
 
 
@@ -331,13 +430,19 @@ ISOLATION_TRAPS = {
 
 @pytest.mark.parametrize("name", ISOLATION_TRAPS)
 def test_a_wrong_isolated_pass_is_not_ours(name):
-    assert max(distances(of(OFF, OFF, "isolated"), ltx_pass(ISOLATION_TRAPS[name])).values()) > SHOWS
+    assert (
+        max(distances(of(OFF, OFF, "isolated"), ltx_pass(ISOLATION_TRAPS[name])).values()) > SHOWS
+    )
 
 
-@pytest.mark.parametrize("enabled", [(True, False), (False, True)], ids=["audio disabled", "video disabled"])
+@pytest.mark.parametrize(
+    "enabled", [(True, False), (False, True)], ids=["audio disabled", "video disabled"]
+)
 @pytest.mark.parametrize("perturbed", [(), BOTH_IN_BLOCK_1], ids=["conditional", "perturbed"])
 def test_a_stream_that_skips_a_step_is_seen_by_the_other_as_ltx_core_has_it(enabled, perturbed):
-    keep = guidance_of(stg((1,)), stg((1,))).keep("perturbed" if perturbed else "cond", LAYERS, torch.float32)
+    keep = guidance_of(stg((1,)), stg((1,))).keep(
+        "perturbed" if perturbed else "cond", LAYERS, torch.float32
+    )
     ours, theirs = our_pass(keep, tuple(map(float, enabled))), ltx_pass(perturbed, enabled)
     assert max(distances(ours, theirs).values()) < EQUAL
     other = STREAMS[enabled.index(True)]
@@ -345,19 +450,33 @@ def test_a_stream_that_skips_a_step_is_seen_by_the_other_as_ltx_core_has_it(enab
 
 
 def test_what_is_kept_in_each_block_is_ltx_cores_mask():
-    from ltx_core.guidance.perturbations import BatchedPerturbationConfig, Perturbation, PerturbationConfig, PerturbationType
+    from ltx_core.guidance.perturbations import (
+        BatchedPerturbationConfig,
+        Perturbation,
+        PerturbationConfig,
+        PerturbationType,
+    )
 
-    config = PerturbationConfig([Perturbation(PerturbationType[VIDEO_SELF], [0, 3]),
-                                 Perturbation(PerturbationType[AUDIO_SELF], [2])])  # fmt: skip
+    config = PerturbationConfig(
+        [
+            Perturbation(PerturbationType[VIDEO_SELF], [0, 3]),
+            Perturbation(PerturbationType[AUDIO_SELF], [2]),
+        ]
+    )
     batched = BatchedPerturbationConfig([config])
     columns = [PerturbationType[kind] for kind in (VIDEO_SELF, AUDIO_SELF, A2V, V2A)]
     wanted = torch.stack(
-        [torch.cat([batched.mask(kind, block, "cpu", torch.float32) for kind in columns]) for block in range(4)]
+        [
+            torch.cat([batched.mask(kind, block, "cpu", torch.float32) for kind in columns])
+            for block in range(4)
+        ]
     )
-    assert torch.equal(guidance_of(stg((0, 3)), stg((2,))).keep("perturbed", 4, torch.float32), wanted)
+    assert torch.equal(
+        guidance_of(stg((0, 3)), stg((2,))).keep("perturbed", 4, torch.float32), wanted
+    )
 
 
-# --- which passes a step runs --------------------------------------------------------------------------------------
+# --- which passes a step runs --------------------------------------------------------------------
 class RecordingRanks:
     """Stands for the ranks: keeps what would be uploaded and defined."""
 
@@ -376,10 +495,18 @@ def defined(guidance: Guidance, steps=6, compat_1_0_0=False):
     ranks = RecordingRanks()
     compat = SimpleNamespace(conditioning=compat_1_0_0)
     workspace = SimpleNamespace(transformer=SimpleNamespace(num_layers=LAYERS), dtype=torch.float32)
-    run = StageRun(ranks, SimpleNamespace(name="b", guided=True, max_steps=8), workspace, {}, compat)
+    run = StageRun(
+        ranks, SimpleNamespace(name="b", guided=True, max_steps=8), workspace, {}, compat
+    )
     run.video, run.audio = torch.zeros(1, 2, 128), torch.zeros(1, 3, 128)
-    contexts = [SimpleNamespace(video=torch.full((1,), i), audio=torch.full((1,), -i)) for i in (1, 2)]
-    run._guide(Job("a", recipe="dev", guidance=guidance), Stage("stage_1", 64, 64, ltx2_schedule(steps), True), contexts)
+    contexts = [
+        SimpleNamespace(video=torch.full((1,), i), audio=torch.full((1,), -i)) for i in (1, 2)
+    ]
+    run._guide(
+        Job("a", recipe="dev", guidance=guidance),
+        Stage("stage_1", 64, 64, ltx2_schedule(steps), True),
+        contexts,
+    )
     return ranks, run.sequence
 
 
@@ -401,7 +528,10 @@ def test_a_step_runs_the_passes_that_a_stream_needs_and_no_other(name):
     ranks, sequence = defined(guidance)
     *passes, (last, unread, _) = ranks.sequences["guided"]
     assert [writes["video_x0"] for _, _, writes in passes] == [f"{kind}_video" for kind in needed]
-    assert (last, unread) == ("guide", {f"{k}_{s}": f"cond_{s}" for k in PASSES if k not in needed for s in STREAMS})
+    assert (last, unread) == (
+        "guide",
+        {f"{k}_{s}": f"cond_{s}" for k in PASSES if k not in needed for s in STREAMS},
+    )
     assert sequence == ["guided"] * 6
     job = Job("a", recipe="dev", guidance=guidance)
     assert len(job.prompts) == (2 if "uncond" in needed else 1)
@@ -412,7 +542,14 @@ def test_a_step_that_both_streams_skip_runs_no_pass():
     ranks, sequence = defined(guidance)
     assert sequence == ["guided", "repeat", "guided", "guided", "guided", "repeat"]
     assert [run for run, _, _ in ranks.sequences["repeat"]] == ["guide"]
-    assert ranks.tensors["enabled_steps"][:6].tolist() == [[1, 1], [0, 0], [1, 0], [0, 1], [1, 0], [0, 0]]
+    assert ranks.tensors["enabled_steps"][:6].tolist() == [
+        [1, 1],
+        [0, 0],
+        [1, 0],
+        [0, 1],
+        [1, 0],
+        [0, 0],
+    ]
 
 
 def test_the_negative_pass_reads_both_negative_contexts():
@@ -426,7 +563,9 @@ def test_the_negative_pass_reads_both_negative_contexts():
 def test_only_the_first_release_computes_a_skipped_stream_in_the_negative_pass(compat):
     ranks, _ = defined(guidance_of(FULL | {"skip_step": 1}, FULL), compat_1_0_0=compat)
     reads = {writes["video_x0"]: reads for _, reads, writes in ranks.sequences["guided"][:-1]}
-    assert [name for name, read in reads.items() if "enabled_steps" in read] == (["uncond_video"] if compat else [])
+    assert [name for name, read in reads.items() if "enabled_steps" in read] == (
+        ["uncond_video"] if compat else []
+    )
     if compat:
         assert ranks.tensors["enabled_always"].all()
 
@@ -435,11 +574,16 @@ def test_only_the_first_release_computes_a_skipped_stream_in_the_negative_pass(c
 def test_skipped_steps_are_those_of_ltx_core(skip):
     from ltx_core.components.guiders import MultiModalGuider, MultiModalGuiderParams
 
-    guider, ours = MultiModalGuider(MultiModalGuiderParams(skip_step=skip)), StreamGuidance(skip_step=skip)
-    assert [ours.computes(step) for step in range(12)] == [not guider.should_skip_step(step) for step in range(12)]
+    guider, ours = (
+        MultiModalGuider(MultiModalGuiderParams(skip_step=skip)),
+        StreamGuidance(skip_step=skip),
+    )
+    assert [ours.computes(step) for step in range(12)] == [
+        not guider.should_skip_step(step) for step in range(12)
+    ]
 
 
-# --- schedule, defaults, flags -------------------------------------------------------------------------------------
+# --- schedule, defaults, flags -------------------------------------------------------------------
 def test_the_schedule_is_ltx_cores_for_every_number_of_steps():
     from ltx_core.components.schedulers import LTX2Scheduler
 
@@ -470,10 +614,10 @@ def test_defaults_are_those_of_ltx_pipelines():
         assert ours | {"stg_blocks": list(ours["stg_blocks"])} == theirs
 
 
-def flags(*words) -> Guidance | None:
+def guidance_by_flags(*words) -> Guidance | None:
     parser = argparse.ArgumentParser()
-    cli.add_guidance(parser)
-    return cli.guidance(parser.parse_args(words), "2.3", "dev")
+    flags.add_guidance(parser)
+    return flags.guidance(parser.parse_args(words), "2.3", "dev")
 
 
 def test_flags_have_the_names_and_meanings_of_ltx_pipelines():
@@ -481,13 +625,26 @@ def test_flags_have_the_names_and_meanings_of_ltx_pipelines():
     from ltx_pipelines.utils.constants import LTX_2_3_PARAMS
 
     ours = argparse.ArgumentParser()
-    cli.add_guidance(ours)
+    flags.add_guidance(ours)
     theirs = default_1_stage_arg_parser(params=LTX_2_3_PARAMS)._option_string_actions
-    assert {name for name in ours._option_string_actions if name not in ("-h", "--help")} <= theirs.keys()
-    found = flags("--a2v-guidance-scale", "2", "--audio-stg-blocks", "1", "2", "--video-stg-blocks", "--video-skip-step", "1")
-    wanted = dataclasses.replace(DEFAULTS["2.3"].video, modality_scale=2.0, stg_blocks=(), skip_step=1)  # a2v is video's
+    assert {
+        name for name in ours._option_string_actions if name not in ("-h", "--help")
+    } <= theirs.keys()
+    found = guidance_by_flags(
+        "--a2v-guidance-scale",
+        "2",
+        "--audio-stg-blocks",
+        "1",
+        "2",
+        "--video-stg-blocks",
+        "--video-skip-step",
+        "1",
+    )
+    wanted = dataclasses.replace(
+        DEFAULTS["2.3"].video, modality_scale=2.0, stg_blocks=(), skip_step=1
+    )  # a2v is video's
     assert found == Guidance(wanted, dataclasses.replace(DEFAULTS["2.3"].audio, stg_blocks=(1, 2)))
-    assert flags() is None
+    assert guidance_by_flags() is None
 
 
 def test_blocks_that_the_model_lacks_are_named_unless_nothing_reads_them():

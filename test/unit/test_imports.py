@@ -1,4 +1,5 @@
-"""What is imported where: nothing by importing the package, and what only a Neuron machine has only where it is used."""
+"""What is imported where: nothing by importing the package, and what only a Neuron machine has only
+where it is used."""
 
 import ast
 import subprocess
@@ -9,12 +10,21 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 MODULES = sorted(SRC.rglob("*.py"))
-NEURON = {"torch_neuronx", "neuronx_distributed", "libneuronxla", "neuronxcc", "torch_xla", "nki", "nkilib"}
+NEURON = {
+    "torch_neuronx",
+    "neuronx_distributed",
+    "libneuronxla",
+    "neuronxcc",
+    "torch_xla",
+    "nki",
+    "nkilib",
+}
 LINT = "ltx_neuron/lint"  # its own tool: it lowers graphs with torch_xla, on no Neuron machine
 
 
 def imports(tree: ast.AST, at_import: bool) -> set[str]:
-    """Top-level packages a module imports: anywhere, or only those that importing the module imports."""
+    """Top-level packages a module imports: anywhere, or only those that importing the module
+    imports."""
     found, nodes = set(), [tree]
     while nodes:
         node = nodes.pop()
@@ -25,8 +35,12 @@ def imports(tree: ast.AST, at_import: bool) -> set[str]:
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add(node.module.partition(".")[0])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            found |= {arg.value.partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
+            found |= {
+                arg.value.partition(".")[0] for arg in node.args if isinstance(arg, ast.Constant)
+            }
     return found
 
 
@@ -51,9 +65,16 @@ def test_the_walk_sees_every_form_of_an_import():
 
 
 def loaded_by(code: str, *names: str) -> set[str]:
-    """Which of these modules a fresh interpreter without site-packages' start-up has after running the code."""
+    """Which of these modules a fresh interpreter without site-packages' start-up has after running
+    the code."""
     code += f"\nimport sys; print(*(name for name in {names!r} if name in sys.modules))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(SRC)})
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(SRC)},
+    )
     return set(ran.stdout.split())
 
 
@@ -62,4 +83,6 @@ def test_importing_the_package_imports_nothing_else():
 
 
 def test_scripts_understand_their_flags_without_ltx_core_and_without_neuron():
-    assert loaded_by("import ltx_neuron.cli, ltx_neuron.plan", "torch", "ltx_core", *NEURON) == {"torch"}
+    assert loaded_by("import ltx_neuron.flags, ltx_neuron.plan", "torch", "ltx_core", *NEURON) == {
+        "torch"
+    }

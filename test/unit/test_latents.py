@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import furthest, randn
 
-from ltx_neuron.latents import (
+from ltx_neuron.sampling.latents import (
     audio_latent_frames,
     audio_positions,
     keyframe_positions,
@@ -18,7 +18,8 @@ from ltx_neuron.latents import (
 
 SIZES = [(1, 1, 1), (3, 2, 5), (4, 6, 4), (16, 3, 2)]  # latent frames, rows, columns
 RATES = [24.0, 25.0, 30.0, 23.976]
-# (frames, frame rate) and the audio latents that last as long; the last three are rounded: up, half to even, half to even
+# (frames, frame rate) and the audio latents that last as long; the last three are rounded: up, half
+# to even, half to even
 AUDIO_FRAMES = {(25, 24): 26, (97, 24): 101, (121, 24): 126, (121, 25): 121, (241, 24): 251}
 AUDIO_FRAMES |= {(17, 24): 18, (33, 30): 28, (9, 50): 4}
 SECONDS = 1e-6  # one fp32 rounding of a time below 20 s; a frame too early or late is 4e-2
@@ -48,7 +49,9 @@ def pixel_bounds(shape, causal_fix=True):
 
     patchifier, latent_shape = ltx_video(shape)
     scales = SpatioTemporalScaleFactors.default()
-    return get_pixel_coords(patchifier.get_patch_grid_bounds(latent_shape), scales, causal_fix).float()
+    return get_pixel_coords(
+        patchifier.get_patch_grid_bounds(latent_shape), scales, causal_fix
+    ).float()
 
 
 @pytest.mark.parametrize("shape", SIZES)
@@ -74,7 +77,11 @@ def test_in_bf16_positions_are_those_of_ltx_core_1_0_0(fps):
     from ltx_core.tools import VideoLatentTools
 
     shape = (16, 3, 2)
-    theirs = middles(VideoLatentTools(*ltx_video(shape), fps).create_initial_state("cpu", torch.bfloat16).positions)
+    theirs = middles(
+        VideoLatentTools(*ltx_video(shape), fps)
+        .create_initial_state("cpu", torch.bfloat16)
+        .positions
+    )
     ours = video_positions(shape, fps, torch.bfloat16)
     assert ours.dtype == theirs.dtype == torch.bfloat16
     assert torch.equal(ours, theirs)
@@ -116,7 +123,9 @@ def test_a_keyframe_of_eight_frames_stands_where_ltx_core_1_0_0_puts_it(frame, f
     tools = VideoLatentTools(*ltx_video((5, 2, 3)), fps)
     condition = VideoConditionByKeyframeIndex(torch.zeros(1, 128, 1, 2, 3), frame, 1.0)
     state = condition.apply_to(tools.create_initial_state("cpu", torch.float32), tools)
-    assert torch.equal(keyframe_positions(2, 3, frame, fps, extent=8), middles(state.positions[:, :, -6:]))
+    assert torch.equal(
+        keyframe_positions(2, 3, frame, fps, extent=8), middles(state.positions[:, :, -6:])
+    )
 
 
 @pytest.mark.parametrize(("video", "latents"), AUDIO_FRAMES.items())
@@ -124,10 +133,17 @@ def test_audio_lasts_as_long_as_the_video(video, latents):
     from ltx_core.types import AudioLatentShape, VideoPixelShape
 
     assert audio_latent_frames(*video) == latents
-    assert AudioLatentShape.from_video_pixel_shape(VideoPixelShape(1, video[0], 64, 64, video[1])).frames == latents
+    assert (
+        AudioLatentShape.from_video_pixel_shape(
+            VideoPixelShape(1, video[0], 64, 64, video[1])
+        ).frames
+        == latents
+    )
 
 
-@pytest.mark.parametrize("pixels", [(512, 768, 121), (64, 128, 1), (1024, 1536, 25), (512, 512, 28), (64, 64, 32)])
+@pytest.mark.parametrize(
+    "pixels", [(512, 768, 121), (64, 128, 1), (1024, 1536, 25), (512, 512, 28), (64, 64, 32)]
+)
 def test_video_latents_have_the_shape_that_ltx_core_gives_a_video(pixels):
     from ltx_core.types import VideoLatentShape, VideoPixelShape
 

@@ -1,6 +1,8 @@
-"""Lint finds what neuronx-cc would refuse: in exported and AOT graphs, and in HLO text captured from torch_xla.
+"""Lint finds what neuronx-cc would refuse: in exported and AOT graphs, and in HLO text captured
+from torch_xla.
 
-The files in hlo/ are torch_xla 2.9's own text of small functions; test/integration/test_xla_lint.py traces the real graphs.
+The files in hlo/ are torch_xla 2.9's own text of small functions; test/integration/test_xla_lint.py
+traces the real graphs.
 """
 
 import dataclasses
@@ -24,17 +26,24 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.lint import Recorder, cases, check_fx, check_hlo, compare_ranks, fx, hlo
 from ltx_neuron.lint.__main__ import main, table
 from ltx_neuron.lint.rules import Finding, Kind
-from ltx_neuron.programs import dit_program, gemma3_program
+from ltx_neuron.models.programs import dit_program, gemma3_program
 from ltx_neuron.tiny import TinySizes
 
 TP = 4
 TEXTS = {path.stem: path.read_text() for path in Path(__file__).with_name("hlo").glob("*.txt")}
 CAPTURED = {
-    "float64": "f64 arises", "int64": "arithmetic on int64", "complex": "c64 arises", "sort": "no sort",
-    "triangular_solve": "NCC_EVRF001", "nonzero": "known only at run time", "table": "holds a tensor of its own",
-    "groups": "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}", "maximum": "reduces by maximum", "layer_norm": "computed in bf16",
+    "float64": "f64 arises",
+    "int64": "arithmetic on int64",
+    "complex": "c64 arises",
+    "sort": "no sort",
+    "triangular_solve": "NCC_EVRF001",
+    "nonzero": "known only at run time",
+    "table": "holds a tensor of its own",
+    "groups": "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
+    "maximum": "reduces by maximum",
+    "layer_norm": "computed in bf16",
     "random": "random numbers",
-}  # fmt: skip
+}
 
 
 def said(findings):
@@ -46,8 +55,12 @@ def test_a_planted_fault_is_found_in_the_exported_graph(name):
     readings = {}
     for rank in (0, TP - 1):
         with fake_process_group(TP, rank):
-            readings[rank] = fx.read(program(FAULTS[name].function), "planted", TP, torch.bfloat16, "graph")
-    findings = readings[0].check()[1] + compare_ranks("graph", {rank: reading.text for rank, reading in readings.items()})
+            readings[rank] = fx.read(
+                program(FAULTS[name].function), "planted", TP, torch.bfloat16, "graph"
+            )
+    findings = readings[0].check()[1] + compare_ranks(
+        "graph", {rank: reading.text for rank, reading in readings.items()}
+    )
     assert re.search(FAULTS[name].exported, said(findings)), said(findings)
     assert all(finding.graph.startswith("graph") and finding.do for finding in findings)
 
@@ -55,10 +68,14 @@ def test_a_planted_fault_is_found_in_the_exported_graph(name):
 def test_an_exported_graph_without_a_fault_has_no_finding():
     comm = TorchDistComm(TP)
     with fake_process_group(TP):
-        reading = fx.read(program(lambda x, index: comm.sum(x * 2)[0]), "planted", TP, torch.bfloat16, "graph")
+        reading = fx.read(
+            program(lambda x, index: comm.sum(x * 2)[0]), "planted", TP, torch.bfloat16, "graph"
+        )
         operations, findings = reading.check()
     assert findings == []
-    assert [operation.collective.group for operation in operations if operation.collective] == [GROUP]
+    assert [operation.collective.group for operation in operations if operation.collective] == [
+        GROUP
+    ]
 
 
 def in_place(x):
@@ -67,14 +84,29 @@ def in_place(x):
 
 
 COMPILED = {
-    "a value fetched by .item()": (lambda x: x * x.float().sum().item(), "f64 arises|only at run time"),
+    "a value fetched by .item()": (
+        lambda x: x * x.float().sum().item(),
+        "f64 arises|only at run time",
+    ),
     "several tensors in one collective": (
-        lambda x: [functional.wait_tensor(t) for t in functional.all_reduce_coalesced([x, x * 2], "sum", GROUP)],
+        lambda x: [
+            functional.wait_tensor(t)
+            for t in functional.all_reduce_coalesced([x, x * 2], "sum", GROUP)
+        ],
         "all_reduce_coalesced.*alone",
     ),
-    "a broadcast": (lambda x: functional.wait_tensor(functional.broadcast(x, 0, GROUP)), "broadcast.*alone"),
-    "a maximum over the ranks": (lambda x: functional.wait_tensor(functional.all_reduce(x, "max", GROUP)), "reduces by max"),
-    "a sum of integers": (lambda x: functional.wait_tensor(functional.all_reduce(x.int(), "sum", GROUP)), "NCC_EVRF061"),
+    "a broadcast": (
+        lambda x: functional.wait_tensor(functional.broadcast(x, 0, GROUP)),
+        "broadcast.*alone",
+    ),
+    "a maximum over the ranks": (
+        lambda x: functional.wait_tensor(functional.all_reduce(x, "max", GROUP)),
+        "reduces by max",
+    ),
+    "a sum of integers": (
+        lambda x: functional.wait_tensor(functional.all_reduce(x.int(), "sum", GROUP)),
+        "NCC_EVRF061",
+    ),
     "a collective that writes into its input": (in_place, "writes into one of its inputs"),
     "an int64 range": (lambda x: x * torch.arange(8), "s64 arises"),
 }
@@ -84,7 +116,10 @@ def compiled(function, *values):
     """The AOT graphs that torch.compile makes of a function, kept by a Recorder."""
     torch._dynamo.reset()
     recorder = Recorder()
-    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):  # the default since torch 2.13
+    with (
+        torch.no_grad(),
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+    ):  # the default since torch 2.13
         torch.compile(function, backend=recorder, fullgraph=True, dynamic=False)(*values)
     return recorder
 
@@ -101,7 +136,9 @@ def test_a_planted_fault_is_found_in_the_graph_that_torch_compile_makes(name):
 def test_a_sum_over_some_ranks_is_found_in_the_graph_that_torch_compile_makes():
     with fake_process_group(TP):
         some = dist.new_group([0, 1]).group_name
-        recorder = compiled(lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", some)), torch.ones(4))
+        recorder = compiled(
+            lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", some)), torch.ones(4)
+        )
     assert f"ranks {some}, wanted {GROUP}" in said(check_fx(recorder.graphs[0]))
 
 
@@ -116,11 +153,15 @@ def test_the_rank_is_found_in_the_graphs_that_torch_compile_makes():
 
 @pytest.fixture(scope="module")
 def recorded():
-    """What torchdist's compiled graphs are on two ranks, by model and rank: {"dit": {0: Recorder, 3: Recorder}, ...}.
+    """What torchdist's compiled graphs are on two ranks, by model and rank: {"dit": {0: Recorder,
+    3: Recorder}, ...}.
 
     The DiT runs three blocks in three calls, and on rank 0 a second time with another seed.
     """
-    bucket, config = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3), made_config(TinySizes(layers=3))[1]
+    bucket, config = (
+        Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3),
+        made_config(TinySizes(layers=3))[1],
+    )
     gemma = dataclasses.replace(cases.widths(TP)["tiny"].gemma, num_hidden_layers=1)
     how = dict(tp=TP, comm=TorchDistComm(TP), dtype=torch.bfloat16)
     made = {
@@ -131,26 +172,36 @@ def recorded():
 
 
 def record(make, seeds, rank):
-    """The graphs of a program that is run once for each seed: other weights, prompts, latents, sigmas, step numbers."""
+    """The graphs of a program that is run once for each seed: other weights, prompts, latents,
+    sigmas, step numbers."""
     torch._dynamo.reset()
     recorder = Recorder()
     with fake_process_group(TP, rank), torch.no_grad(), mock.patch.dict(OPTIONS, {recorder: {}}):
         made = make()
-        graphs = {name: Compiled(trace(made, name, torch.bfloat16).graph_module, recorder) for name in made.graphs}
+        graphs = {
+            name: Compiled(trace(made, name, torch.bfloat16).graph_module, recorder)
+            for name in made.graphs
+        }
         for seed in seeds if rank == 0 else seeds[:1]:
             run_compiled(made, graphs, seed)
     return recorder
 
 
 def test_the_dit_is_three_graphs_at_any_depth_for_any_prompt_seed_and_schedule(recorded):
-    """Head, block and tail, though the blocks were called three times and then three times more with other values."""
+    """Head, block and tail, though the blocks were called three times and then three times more
+    with other values."""
     assert [len(recorder.graphs) for recorder in recorded["dit"].values()] == [3, 3]
 
 
 def test_compiled_graphs_have_no_finding_and_are_the_same_on_every_rank(recorded):
     for name, of_rank in recorded.items():
         assert [finding for graph in of_rank[0].graphs for finding in check_fx(graph, name)] == []
-        assert compare_ranks(name, {rank: "".join(recorder.texts) for rank, recorder in of_rank.items()}) == []
+        assert (
+            compare_ranks(
+                name, {rank: "".join(recorder.texts) for rank, recorder in of_rank.items()}
+            )
+            == []
+        )
 
 
 def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded):
@@ -164,7 +215,10 @@ def run_compiled(made, graphs, seed):
     values = {name: filled(field.shape, field.dtype, seed) for name, field in made.fields.items()}
     for number, (name, _) in enumerate(made.runs["main"]):
         module, inputs, outputs = made.graphs[name]
-        weights = [filled(parameter.shape, torch.bfloat16, seed + number) for parameter in module.parameters()]
+        weights = [
+            filled(parameter.shape, torch.bfloat16, seed + number)
+            for parameter in module.parameters()
+        ]
         results = graphs[name](*weights, *(values[field] for field in inputs._fields))
         values |= dict(zip(outputs._fields, results, strict=True))
 
@@ -182,7 +236,9 @@ def test_a_fault_is_found_in_captured_hlo(name):
 def test_captured_hlo_of_attention_and_grouped_sums_has_no_finding():
     assert check_hlo(TEXTS["clean"], TP) == []
     names = {operation.name for operation in hlo.operations(TEXTS["clean"])}
-    assert {"all-reduce", "dot", "exponential", "reduce"} <= names <= hlo.OPERATIONS | {"all-reduce"}
+    assert (
+        {"all-reduce", "dot", "exponential", "reduce"} <= names <= hlo.OPERATIONS | {"all-reduce"}
+    )
 
 
 def test_the_same_hlo_is_wrong_for_another_number_of_ranks():
@@ -190,12 +246,19 @@ def test_the_same_hlo_is_wrong_for_another_number_of_ranks():
 
 
 def test_hlo_reads_as_operations_with_dtypes_shapes_and_groups():
-    (reduced, _) = [o for o in hlo.operations(TEXTS["clean"]) if o.collective]
-    assert (reduced.label, reduced.collective.reduction, reduced.collective.group) == ("all-reduce.44", "add", "{{0,1,2,3}}")
+    reduced, _ = [o for o in hlo.operations(TEXTS["clean"]) if o.collective]
+    assert (reduced.label, reduced.collective.reduction, reduced.collective.group) == (
+        "all-reduce.44",
+        "add",
+        "{{0,1,2,3}}",
+    )
     assert reduced.results == reduced.operands == (Kind("f32", (4, 1)), Kind("f32", ()))
 
 
-HLO = "ENTRY %main (a: f32[2]) -> f32[2] {{\n  %a.1 = f32[2]{{0}} parameter(0)\n  ROOT %b.2 = {line}\n}}"
+HLO = (
+    "ENTRY %main (a: f32[2]) -> f32[2] {{\n  %a.1 = f32[2]{{0}} parameter(0)\n  ROOT %b.2 ="
+    " {line}\n}}"
+)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +269,14 @@ HLO = "ENTRY %main (a: f32[2]) -> f32[2] {{\n  %a.1 = f32[2]{{0}} parameter(0)\n
         ("f16[2]{0} convert(%a.1)", "f16 arises"),
         ("f8e4m3fn[2]{0} convert(%a.1)", "NCC_EVRF051"),
         ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
-        ("f32[8]{0} all-gather(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}", "given all-reduce alone"),
-        ("f32[2]{0} all-reduce(%a.1), replica_groups=[2,2]<=[4], to_apply=%sum", "ranks {{0,1},{2,3}}"),
+        (
+            "f32[8]{0} all-gather(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}",
+            "given all-reduce alone",
+        ),
+        (
+            "f32[2]{0} all-reduce(%a.1), replica_groups=[2,2]<=[4], to_apply=%sum",
+            "ranks {{0,1},{2,3}}",
+        ),
         ("f32[2]{0} all-reduce(%a.1), replica_groups={}, to_apply=%sum", "ranks {}"),
         ("f32[2]{0} constant({1, 2})", "a tensor of its own"),
     ],
@@ -229,13 +298,23 @@ def test_text_that_is_no_hlo_is_an_error():
 
 
 def test_the_same_fault_of_many_graphs_is_told_once_with_every_graph():
-    faults = [Finding(graph, f"sort.{i} (sort)", "no sort", "sort on the host") for i, graph in enumerate(("head", "tail"))]
+    faults = [
+        Finding(graph, f"sort.{i} (sort)", "no sort", "sort on the host")
+        for i, graph in enumerate(("head", "tail"))
+    ]
     told = table([*faults, Finding("tail", "add.3 (add)", "f64 arises", "make it fp32")])
     assert told.count("no sort") == 1 and told.count("f64 arises") == 1
-    assert told.index("head") < told.index("tail") < told.index("no sort") < told.index("sort on the host")
+    assert (
+        told.index("head")
+        < told.index("tail")
+        < told.index("no sort")
+        < told.index("sort on the host")
+    )
 
 
-def test_without_torch_xla_the_exported_graphs_are_checked_and_the_rest_says_what_to_install(monkeypatch, capsys):
+def test_without_torch_xla_the_exported_graphs_are_checked_and_the_rest_says_what_to_install(
+    monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     with pytest.raises(UserError, match="was NOT checked") as refusal:
         main(["--only", "tiny, 1 block: connectors"])
@@ -246,7 +325,9 @@ def test_without_torch_xla_the_exported_graphs_are_checked_and_the_rest_says_wha
 
 def test_a_finding_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
-    monkeypatch.setattr(fx, "TARGET", fx.TARGET._replace(operations=fx.TARGET.operations - {"aten.linear.default"}))
+    monkeypatch.setattr(
+        fx, "TARGET", fx.TARGET._replace(operations=fx.TARGET.operations - {"aten.linear.default"})
+    )
     with pytest.raises(SystemExit) as exit_code:
         main(["--only", "tiny, 1 block: connectors"])
     assert exit_code.value.code == 1

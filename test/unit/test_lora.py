@@ -1,4 +1,5 @@
-"""A LoRA merged while the weights are cut gives the very bits of ltx-core's loader; what fits no weight is refused."""
+"""A LoRA merged while the weights are cut gives the very bits of ltx-core's loader; what fits no
+weight is refused."""
 
 from pathlib import Path
 
@@ -9,17 +10,18 @@ from recipes_oracle import fused_state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron.checkpoint import Checkpoint, Source
 from ltx_neuron.errors import UserError
-from ltx_neuron.lora import Lora, MergedSource
 from ltx_neuron.profiles import resolve
-from ltx_neuron.rankfiles import HOST_FILE, rank_file
-from ltx_neuron.sharder import cuts_of, shard
-from ltx_neuron.sharding import COL, HOST, MODELS, ROW, rule
+from ltx_neuron.weights.checkpoint import Checkpoint, Source
+from ltx_neuron.weights.lora import Lora, MergedSource
+from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
+from ltx_neuron.weights.sharder import cuts_of, shard
+from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW, rule
 from ltx_neuron.workspace import Workspace
 
 STRENGTH = 0.7  # no power of two, so that it matters when it is applied
-# Shares of the elements of all merged weights that a wrong order of rounding changes; measured 0.24 and 0.17.
+# Shares of the elements of all merged weights that a wrong order of rounding changes; measured 0.24
+# and 0.17.
 FUSED_IN_FP32, STRENGTH_AFTERWARDS = 0.1, 0.05
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -32,14 +34,21 @@ def other_lora(tiny, tmp_path_factory):
     made = {}
     for seed, name in enumerate(some):
         (_, columns), (rows, _) = tensors[name + DOWN].shape, tensors[name + UP].shape
-        made[name + DOWN], made[name + UP] = randn(2, columns, seed=seed).bfloat16(), randn(rows, 2, seed=-seed).bfloat16()
+        made[name + DOWN], made[name + UP] = (
+            randn(2, columns, seed=seed).bfloat16(),
+            randn(rows, 2, seed=-seed).bfloat16(),
+        )
     path = tmp_path_factory.mktemp("lora") / "other.safetensors"
     save_file(made, path)
     return path
 
 
 def merged(tiny, *loras) -> MergedSource:
-    return MergedSource(MODELS["dit"], [Checkpoint(tiny.checkpoint)], tuple(Lora(Path(path), s) for path, s in loras))
+    return MergedSource(
+        MODELS["dit"],
+        [Checkpoint(tiny.checkpoint)],
+        tuple(Lora(Path(path), s) for path, s in loras),
+    )
 
 
 def plain(tiny) -> Source:
@@ -47,22 +56,32 @@ def plain(tiny) -> Source:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
 
 
 def assert_same_bits(source: Source, wanted: dict) -> None:
     assert wanted.keys() == source.where.keys()
-    assert [name for name in wanted if not same_bits(source.tensor(name), wanted[name].contiguous())] == []
+    assert [
+        name for name in wanted if not same_bits(source.tensor(name), wanted[name].contiguous())
+    ] == []
 
 
 def changed(tiny, source: Source) -> set[str]:
     before = plain(tiny)
-    return {name for name in source.where if not torch.equal(source.tensor(name), before.tensor(name))}
+    return {
+        name for name in source.where if not torch.equal(source.tensor(name), before.tensor(name))
+    }
 
 
 @pytest.mark.parametrize("strength", [STRENGTH, -1.3])
 def test_every_merged_weight_is_ltx_cores_bit_for_bit(tiny, strength):
-    assert_same_bits(merged(tiny, (tiny.lora, strength)), fused_state(tiny, ((tiny.lora, strength),)))
+    assert_same_bits(
+        merged(tiny, (tiny.lora, strength)), fused_state(tiny, ((tiny.lora, strength),))
+    )
 
 
 def test_several_loras_are_merged_as_1_0_0_rounds_them(tiny, other_lora):
@@ -92,7 +111,10 @@ def test_strength_0_changes_no_weight(tiny, other_lora, loras):
 def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, tmp_path):
     source = merged(tiny, (tiny.lora, STRENGTH))
     shard(source, tmp_path, {"tp": tp}, tp, torch.bfloat16, cuts_of(source, tp, {}))
-    wanted = {name: weight.bfloat16() for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()}
+    wanted = {
+        name: weight.bfloat16()
+        for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()
+    }
     host = load_file(tmp_path / HOST_FILE)
     checked = set(host)
     assert [name for name, weight in host.items() if not same_bits(weight, wanted[name])] == []
@@ -117,10 +139,21 @@ def test_in_fp32_the_rank_files_hold_the_weights_that_were_merged_in_bf16(tiny, 
 def test_every_tensor_of_the_lora_is_used_gates_adaln_and_projections_too(tiny):
     source = merged(tiny, (tiny.lora, STRENGTH))
     with safe_open(tiny.lora, "pt") as file:
-        wanted = {key.removeprefix("diffusion_model.").removesuffix(DOWN) + ".weight" for key in file.keys() if DOWN in key}
+        wanted = {
+            key.removeprefix("diffusion_model.").removesuffix(DOWN) + ".weight"
+            for key in file.keys()
+            if DOWN in key
+        }
         assert len(file.keys()) == 2 * len(wanted) == 2 * len(source.carriers)
     assert changed(tiny, source) == wanted == source.carriers.keys()
-    for part in ("to_gate_logits", "adaln_single", "patchify_proj", "proj_out", "audio_ff.net", "av_ca_a2v_gate"):
+    for part in (
+        "to_gate_logits",
+        "adaln_single",
+        "patchify_proj",
+        "proj_out",
+        "audio_ff.net",
+        "av_ca_a2v_gate",
+    ):
         assert any(part in name for name in wanted), part
     assert {rule(MODELS["dit"], name) for name in wanted} == {COL, ROW, None, HOST}
 
@@ -151,11 +184,14 @@ def share_of_others(source: Source, other: dict) -> float:
     return differing / sum(other[name].numel() for name in names)
 
 
-@pytest.mark.parametrize(("wrong", "share"), [(in_fp32, FUSED_IN_FP32), (strength_afterwards, STRENGTH_AFTERWARDS)])
+@pytest.mark.parametrize(
+    ("wrong", "share"), [(in_fp32, FUSED_IN_FP32), (strength_afterwards, STRENGTH_AFTERWARDS)]
+)
 def test_another_order_of_rounding_is_not_ours(tiny, wrong, share):
     source = merged(tiny, (tiny.lora, STRENGTH))
     other = {
-        name: wrong(plain(tiny).tensor(name), *tensors_of(carriers[0][0], name)) for name, carriers in source.carriers.items()
+        name: wrong(plain(tiny).tensor(name), *tensors_of(carriers[0][0], name))
+        for name, carriers in source.carriers.items()
     }
     assert share_of_others(source, other) > share
 
@@ -168,13 +204,21 @@ def test_products_are_taken_in_the_loras_dtype(tiny, tmp_path):
 
 
 def test_names_without_the_prefix_mean_the_same(tiny, tmp_path):
-    bare = {name.removeprefix("diffusion_model."): tensor for name, tensor in load_file(tiny.lora).items()}
+    bare = {
+        name.removeprefix("diffusion_model."): tensor
+        for name, tensor in load_file(tiny.lora).items()
+    }
     save_file(bare, tmp_path / "bare.safetensors")
-    wanted, got = merged(tiny, (tiny.lora, STRENGTH)), merged(tiny, (tmp_path / "bare.safetensors", STRENGTH))
-    assert [name for name in wanted.where if not same_bits(wanted.tensor(name), got.tensor(name))] == []
+    wanted, got = (
+        merged(tiny, (tiny.lora, STRENGTH)),
+        merged(tiny, (tmp_path / "bare.safetensors", STRENGTH)),
+    )
+    assert [
+        name for name in wanted.where if not same_bits(wanted.tensor(name), got.tensor(name))
+    ] == []
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------
+# --- what is refused -----------------------------------------------------------------------------
 BLOCK = "diffusion_model.transformer_blocks.0."
 
 
@@ -195,14 +239,19 @@ def test_everything_that_does_not_fit_is_listed_in_one_error(tiny, tmp_path):
         del tensors[f"{BLOCK}attn1.to_q{UP}"]
         tensors[f"{BLOCK}attn2.to_q{DOWN}"] = tensors[f"{BLOCK}attn2.to_q{DOWN}"][:, :-1]
         tensors[f"{BLOCK}attn2.to_k{DOWN}"] = tensors[f"{BLOCK}attn2.to_k{DOWN}"][:-1]
-        tensors["diffusion_model.transformer_blocks.99.attn1.to_q" + DOWN] = torch.zeros(4, 32, dtype=torch.bfloat16)
+        tensors["diffusion_model.transformer_blocks.99.attn1.to_q" + DOWN] = torch.zeros(
+            4, 32, dtype=torch.bfloat16
+        )
         tensors["text_encoder.layers.0.q_proj" + DOWN] = torch.zeros(4, 32, dtype=torch.bfloat16)
         tensors[f"{BLOCK}attn1.to_q.alpha"] = torch.ones(1)
 
     said = refused(tiny, tmp_path, change)
     wanted = (
         f"{BLOCK}attn1.to_q{DOWN}: {BLOCK}attn1.to_q{UP} is missing",
-        f"{BLOCK}attn2.to_q{DOWN}: shape [4, 31] does not fit transformer_blocks.0.attn2.to_q.weight of shape [32, 32]",
+        (
+            f"{BLOCK}attn2.to_q{DOWN}: shape [4, 31] does not fit"
+            " transformer_blocks.0.attn2.to_q.weight of shape [32, 32]"
+        ),
         f"{BLOCK}attn2.to_k{DOWN}: rank 3, but {BLOCK}attn2.to_k{UP} has 4",
         f"diffusion_model.transformer_blocks.99.attn1.to_q{DOWN}: matches no weight of the model",
         f"text_encoder.layers.0.q_proj{DOWN}: matches no weight of the model",
@@ -243,22 +292,42 @@ def test_a_strength_that_is_no_number_is_refused():
 
 
 def test_a_lora_that_is_not_there_is_refused_with_a_download(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"no such file: .*absent\.safetensors\nDownload it: hf download"):
+    with pytest.raises(
+        UserError, match=r"no such file: .*absent\.safetensors\nDownload it: hf download"
+    ):
         merged(tiny, (tmp_path / "absent.safetensors", 1.0))
 
 
-# --- identities ----------------------------------------------------------------------------------------------------
+# --- identities ----------------------------------------------------------------------------------
 def test_weight_sets_are_told_apart_by_file_strength_and_order(tiny, other_lora):
-    chosen = ((), ((tiny.lora, 0.7),), ((tiny.lora, 0.8),), ((other_lora, 0.7),),
-              ((tiny.lora, 0.7), (other_lora, 0.7)), ((other_lora, 0.7), (tiny.lora, 0.7)))  # fmt: skip
+    chosen = (
+        (),
+        ((tiny.lora, 0.7),),
+        ((tiny.lora, 0.8),),
+        ((other_lora, 0.7),),
+        ((tiny.lora, 0.7), (other_lora, 0.7)),
+        ((other_lora, 0.7), (tiny.lora, 0.7)),
+    )
     identities = [str(merged(tiny, *loras).lora_identity) for loras in chosen]
     assert len(set(identities)) == len(chosen)
 
 
 def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(tiny, tmp_path):
     def workspace(*loras, refining=()):
-        given = (tuple(Lora(Path(path), strength) for path, strength in each) for each in (loras, refining))
-        return Workspace(tiny.checkpoint, resolve("cpu"), tmp_path / "artifacts", 2, "bfloat16", None, None, *given)
+        given = (
+            tuple(Lora(Path(path), strength) for path, strength in each)
+            for each in (loras, refining)
+        )
+        return Workspace(
+            tiny.checkpoint,
+            resolve("cpu"),
+            tmp_path / "artifacts",
+            2,
+            "bfloat16",
+            None,
+            None,
+            *given,
+        )
 
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(tiny.lora.read_bytes())
@@ -266,5 +335,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
     assert len(set(made)) == 2
     found = workspace((copy, 0.5), refining=((copy, 0.25),))
     assert [found.dit_weights(), found.dit_weights(refining=True)] == made
-    with pytest.raises(UserError, match=r"shard_backbone_weights\.py .*--lora .* 0\.75 .*--tp-degree 2"):
+    with pytest.raises(
+        UserError, match=r"shard_backbone_weights\.py .*--lora .* 0\.75 .*--tp-degree 2"
+    ):
         workspace((tiny.lora, 0.75)).dit_weights()

@@ -1,4 +1,5 @@
-"""Images in, videos, frames and sound out; the conditioning image against ltx-pipelines' own function."""
+"""Images in, videos, frames and sound out; the conditioning image against ltx-pipelines' own
+function."""
 
 import os
 import wave
@@ -9,14 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from ltx_neuron import media
-from ltx_neuron.decode import import_ltx_core
 from ltx_neuron.errors import UserError
+from ltx_neuron.host import media
+from ltx_neuron.host.models import import_ltx_core
 
-# An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own: 2 ms covers both.
+# An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own: 2
+# ms covers both.
 DURATION_TOLERANCE = 2e-3
-# H.264 at the default quality moves these pictures by 1.6 counts of 255 on average (measured); colours converted with
-# another matrix (BT.601) than the declared one move them by 5.9.
+# H.264 at the default quality moves these pictures by 1.6 counts of 255 on average (measured);
+# colours converted with another matrix (BT.601) than the declared one move them by 5.9.
 PICTURE_TOLERANCE = 3.0
 # The sine survives AAC at 0.9999 (measured); one AAC frame of delay (1024 samples) makes it 0.59.
 SOUND_CORRELATION = 0.99
@@ -25,7 +27,9 @@ SOUND_CORRELATION = 0.99
 def picture(height, width, shift=0.0):
     """A smooth, colourful picture, uint8 (height, width, 3)."""
     y, x = np.arange(height)[:, None, None], np.arange(width)[None, :, None]
-    return (127 + 100 * np.sin((x / 40 + y / 55 + shift) * np.array([0.5, 1.0, 1.5]))).astype(np.uint8)
+    return (127 + 100 * np.sin((x / 40 + y / 55 + shift) * np.array([0.5, 1.0, 1.5]))).astype(
+        np.uint8
+    )
 
 
 def clip(count, height=64, width=96):
@@ -55,7 +59,9 @@ def test_an_image_becomes_the_same_pixels_as_in_ltx_pipelines(tmp_path, size, cr
     assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("mode, suffix", [("RGBA", "png"), ("LA", "png"), ("L", "png"), ("P", "png"), ("CMYK", "tiff")])
+@pytest.mark.parametrize(
+    "mode, suffix", [("RGBA", "png"), ("LA", "png"), ("L", "png"), ("P", "png"), ("CMYK", "tiff")]
+)
 def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path, mode, suffix):
     image = Image.fromarray(picture(64, 96)).convert(mode)
     path = saved(image, tmp_path / f"image.{suffix}")
@@ -66,7 +72,9 @@ def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path, mode, suffix):
 def test_a_sixteen_bit_grey_image_keeps_its_shades(tmp_path):
     shades = np.array(Image.fromarray(picture(64, 96)).convert("L"))
     path = saved(Image.fromarray(shades.astype(np.uint16) * 257), tmp_path / "image.png")
-    assert torch.equal(media.load_image(path, 64, 96, crf=0)[0, 0, 0], torch.from_numpy(shades) / 127.5 - 1)
+    assert torch.equal(
+        media.load_image(path, 64, 96, crf=0)[0, 0, 0], torch.from_numpy(shades) / 127.5 - 1
+    )
 
 
 def test_what_is_no_image_is_a_users_error(tmp_path):
@@ -80,13 +88,16 @@ def test_what_is_no_image_is_a_users_error(tmp_path):
         media.load_image(tmp_path / "absent.png", 64, 96)
 
 
-@pytest.mark.parametrize("width, height, message", [
-    (20000, 20000, "too large"),
-    (10000, 10000, "too large"),
-    (17000, 4, "2 to 16384"),
-    (1, 50, "2 to 16384"),
-    (2, 16000, "too narrow"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "width, height, message",
+    [
+        (20000, 20000, "too large"),
+        (10000, 10000, "too large"),
+        (17000, 4, "2 to 16384"),
+        (1, 50, "2 to 16384"),
+        (2, 16000, "too narrow"),
+    ],
+)
 def test_an_image_of_an_unusable_size_is_a_users_error(tmp_path, width, height, message):
     path = saved(Image.new("1", (width, height)), tmp_path / "image.png")
     # A small target: should the bounds ever be lost, the last image then needs 1.6 GB, not 25.
@@ -94,12 +105,15 @@ def test_an_image_of_an_unusable_size_is_a_users_error(tmp_path, width, height, 
         media.load_image(path, 96, 128)
 
 
-@pytest.mark.parametrize("frames, frame_rate, samples", [
-    (17, 24.0, 33120),     # sound a little shorter than the video
-    (25, 29.97, 60000),    # much longer
-    (9, 12.5, 480),        # almost none
-    (1, 24.0, 480),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "frames, frame_rate, samples",
+    [
+        (17, 24.0, 33120),  # sound a little shorter than the video
+        (25, 29.97, 60000),  # much longer
+        (9, 12.5, 480),  # almost none
+        (1, 24.0, 480),
+    ],
+)
 def test_a_video_and_its_sound_last_equally_long(tmp_path, frames, frame_rate, samples):
     path = tmp_path / "new folder" / "out.mp4"
     media.write_video(path, clip(frames), frame_rate, sine(samples), 48000)
@@ -122,7 +136,9 @@ def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):
     with av.open(str(tmp_path / "out.mp4")) as container:
         shown = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
         container.seek(0)
-        heard = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)[:, :34000]
+        heard = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)[
+            :, :34000
+        ]
         assert container.streams.video[0].codec_context.colorspace == media.BT709
     assert np.abs(shown.astype(int) - frames.numpy().astype(int)).mean() < PICTURE_TOLERANCE
     assert np.corrcoef(heard[0], waveform[0])[0, 1] > SOUND_CORRELATION
@@ -146,18 +162,21 @@ def test_a_failed_video_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("written, exact", [
-    (24, Fraction(24)),
-    (24.0, Fraction(24)),
-    (5.0, Fraction(5)),
-    (29.97, Fraction(30000, 1001)),
-    (23.976, Fraction(24000, 1001)),
-    (23.98, Fraction(24000, 1001)),
-    (59.94, Fraction(60000, 1001)),
-    (30000 / 1001, Fraction(30000, 1001)),
-    (12.5, Fraction(25, 2)),
-    (23.9, Fraction(239, 10)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "written, exact",
+    [
+        (24, Fraction(24)),
+        (24.0, Fraction(24)),
+        (5.0, Fraction(5)),
+        (29.97, Fraction(30000, 1001)),
+        (23.976, Fraction(24000, 1001)),
+        (23.98, Fraction(24000, 1001)),
+        (59.94, Fraction(60000, 1001)),
+        (30000 / 1001, Fraction(30000, 1001)),
+        (12.5, Fraction(25, 2)),
+        (23.9, Fraction(239, 10)),
+    ],
+)
 def test_a_broadcast_frame_rate_is_recognised(written, exact):
     assert media.exact_frame_rate(written) == exact
 
@@ -167,7 +186,12 @@ def test_frames_are_written_as_lossless_pictures_without_those_of_a_longer_run(t
     media.write_frames(folder, clip(5))
     (folder / "notes.txt").write_text("kept")
     media.write_frames(folder, clip(3))
-    assert sorted(os.listdir(folder)) == ["frame_00000.png", "frame_00001.png", "frame_00002.png", "notes.txt"]
+    assert sorted(os.listdir(folder)) == [
+        "frame_00000.png",
+        "frame_00001.png",
+        "frame_00002.png",
+        "notes.txt",
+    ]
     assert np.array_equal(np.array(Image.open(folder / "frame_00002.png")), clip(3)[2].numpy())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import SIZES, STREAMS, ltx_model, made_config, one_thread, rel  # noqa: F401
 
-from ltx_neuron.modulation import (
+from ltx_neuron.models.modulation import (
     A2V,
     AV_GATE,
     EMBEDDED_TIMESTEP,
@@ -19,7 +19,7 @@ from ltx_neuron.modulation import (
     modulation_table,
     sinusoid,
 )
-from ltx_neuron.sampling import DISTILLED_SIGMAS, STAGE_2_SIGMAS
+from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, STAGE_2_SIGMAS
 
 SIGMAS = torch.tensor(DISTILLED_SIGMAS[:-1])
 MASKS = torch.tensor([1.0, 0.0, 0.3])
@@ -36,7 +36,8 @@ def model_of(name="4 heads of 8", **overrides):
 
 
 def adaln(module, timestep):
-    """Rows (n, D) and the embedded timestep (D,) of an ltx-core AdaLayerNormSingle at one timestep."""
+    """Rows (n, D) and the embedded timestep (D,) of an ltx-core AdaLayerNormSingle at one
+    timestep."""
     rows, embedded = module(timestep.reshape(1), hidden_dtype=torch.float32)
     return rows[0].unflatten(0, (-1, embedded.shape[-1])), embedded[0]
 
@@ -46,10 +47,18 @@ def ltx_rows(model, stream, sigma, mask, gate_factor=1.0, cross_sigma=False):
     prefix, gate = {"video": ("", "a2v"), "audio": ("audio_", "v2a")}[stream]
     own, full = mask * sigma * 1000, sigma * 1000
     rows, embedded = adaln(getattr(model, f"{prefix}adaln_single"), own)
-    cross, _ = adaln(getattr(model, f"av_ca_{stream}_scale_shift_adaln_single"), full if cross_sigma else own)
+    cross, _ = adaln(
+        getattr(model, f"av_ca_{stream}_scale_shift_adaln_single"), full if cross_sigma else own
+    )
     gates, _ = adaln(getattr(model, f"av_ca_{gate}_gate_adaln_single"), full * gate_factor)
     prompt, _ = adaln(getattr(model, f"{prefix}prompt_adaln_single"), full)
-    return {SELF_ATTENTION: rows, A2V: cross, AV_GATE: gates, PROMPT: prompt, EMBEDDED_TIMESTEP: embedded[None]}
+    return {
+        SELF_ATTENTION: rows,
+        A2V: cross,
+        AV_GATE: gates,
+        PROMPT: prompt,
+        EMBEDDED_TIMESTEP: embedded[None],
+    }
 
 
 def check(table, model, stream, **how):
@@ -57,7 +66,11 @@ def check(table, model, stream, **how):
         for u, mask in enumerate(MASKS):
             for first, rows in ltx_rows(model, stream, sigma, mask, **how).items():
                 for offset, row in enumerate(rows):
-                    assert rel(table[step, u, first + offset], row) < SAME, (step, u, first + offset)
+                    assert rel(table[step, u, first + offset], row) < SAME, (
+                        step,
+                        u,
+                        first + offset,
+                    )
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -71,12 +84,24 @@ def test_every_row_is_that_of_ltx_cores_modules(name, stream):
 
 
 def test_the_rows_of_the_five_modules_fill_the_table_without_a_gap():
-    counts = {SELF_ATTENTION: 3, FEED_FORWARD: 3, TEXT_ATTENTION: 3, A2V: 2, V2A: 2, AV_GATE: 1, PROMPT: 2}
+    counts = {
+        SELF_ATTENTION: 3,
+        FEED_FORWARD: 3,
+        TEXT_ATTENTION: 3,
+        A2V: 2,
+        V2A: 2,
+        AV_GATE: 1,
+        PROMPT: 2,
+    }
     counts[EMBEDDED_TIMESTEP] = 1
-    assert [row for first, count in counts.items() for row in range(first, first + count)] == list(range(MODULATION_ROWS))
+    assert [row for first, count in counts.items() for row in range(first, first + count)] == list(
+        range(MODULATION_ROWS)
+    )
     model, _, _ = model_of()
     rows = ltx_rows(model, "video", SIGMAS[0], MASKS[0])
-    assert [row for first, found in rows.items() for row in range(first, first + len(found))] == list(range(MODULATION_ROWS))
+    assert [
+        row for first, found in rows.items() for row in range(first, first + len(found))
+    ] == list(range(MODULATION_ROWS))
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -88,7 +113,9 @@ def test_cross_sigma_takes_the_steps_sigma_for_audio_video_scale_and_shift_alone
     rows = list(range(A2V, AV_GATE))
     others = [row for row in range(MODULATION_ROWS) if row not in rows]
     assert torch.equal(own[:, :, others], cross[:, :, others])
-    assert torch.equal(own[:, 0], cross[:, 0])  # a token that nothing holds has the step's own sigma
+    assert torch.equal(
+        own[:, 0], cross[:, 0]
+    )  # a token that nothing holds has the step's own sigma
     assert rel(own[:, 1, rows], cross[:, 1, rows]) > SHOWS
 
 
@@ -97,7 +124,9 @@ def test_the_gates_timestep_has_a_scale_of_its_own(stream):
     model, config, weights = model_of(av_ca_timestep_scale_multiplier=GATE_MULTIPLIER)
     table = modulation_table(weights, config, stream, SIGMAS, MASKS)
     check(table, model, stream, gate_factor=GATE_MULTIPLIER / 1000)
-    assert rel(table[0, 0, AV_GATE], ltx_rows(model, stream, SIGMAS[0], MASKS[0])[AV_GATE][0]) > SHOWS
+    assert (
+        rel(table[0, 0, AV_GATE], ltx_rows(model, stream, SIGMAS[0], MASKS[0])[AV_GATE][0]) > SHOWS
+    )
 
 
 def test_a_held_tokens_rows_follow_its_own_timestep():
@@ -111,8 +140,12 @@ def test_a_held_tokens_rows_follow_its_own_timestep():
 
 def test_rows_do_not_depend_on_what_else_is_in_the_table():
     _, config, weights = model_of()
-    table = modulation_table(weights, config, "audio", torch.tensor(STAGE_2_SIGMAS[:-1]), torch.ones(1))
-    alone = modulation_table(weights, config, "audio", torch.tensor(STAGE_2_SIGMAS[1:2]), torch.ones(1))
+    table = modulation_table(
+        weights, config, "audio", torch.tensor(STAGE_2_SIGMAS[:-1]), torch.ones(1)
+    )
+    alone = modulation_table(
+        weights, config, "audio", torch.tensor(STAGE_2_SIGMAS[1:2]), torch.ones(1)
+    )
     assert rel(alone[0], table[1]) < SAME
 
 
@@ -121,7 +154,8 @@ def test_weights_in_bf16_are_widened_not_the_timestep_narrowed():
     narrow = {name: weight.bfloat16() for name, weight in weights.items()}
     wide = {name: weight.float() for name, weight in narrow.items()}
     assert torch.equal(
-        modulation_table(narrow, config, "video", SIGMAS, MASKS), modulation_table(wide, config, "video", SIGMAS, MASKS)
+        modulation_table(narrow, config, "video", SIGMAS, MASKS),
+        modulation_table(wide, config, "video", SIGMAS, MASKS),
     )
 
 

@@ -1,6 +1,8 @@
-"""What the Neuron runtime and compiler say when they fail reaches the user as what to do: the scripts, on a stand-in for NxD.
+"""What the Neuron runtime and compiler say when they fail reaches the user as what to do: the
+scripts, on a stand-in for NxD.
 
-The stand-in loads anything and fails where it is told to, with texts as the runtime and the compiler are documented to say.
+The stand-in loads anything and fails where it is told to, with texts as the runtime and the
+compiler are documented to say.
 """
 
 import re
@@ -20,7 +22,7 @@ from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
 
 SIZE, SETTINGS = Size(height=64, width=64, num_frames=9), ("text_buckets=1024", "attention=matmul")
-STAND_IN = '''
+STAND_IN = """
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +71,7 @@ class NxDModel:
     def __call__(self, **inputs):
         _may_fail("run")
         raise AssertionError("this stand-in computes nothing")
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +81,20 @@ def library(tmp_path_factory):
     (folder / "neuronx_distributed").mkdir()
     (folder / "neuronx_distributed/__init__.py").write_text(STAND_IN)
     (folder / "neuronx_distributed-0.19.dist-info").mkdir()
-    (folder / "neuronx_distributed-0.19.dist-info/METADATA").write_text("Name: neuronx-distributed\nVersion: 0.19.28492\n")
+    (folder / "neuronx_distributed-0.19.dist-info/METADATA").write_text(
+        "Name: neuronx-distributed\nVersion: 0.19.28492\n"
+    )
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(str(folder))
     patch.setattr(nxd, "to_core", lambda tensor, rank: tensor.clone())
-    for name, _ in (*resolve("trn2.3xlarge").environment, ("NEURON_LOGICAL_NC_CONFIG", ""), ("NEURON_RT_NUM_CORES", "")):
-        patch.setenv(name, "2" if name == "NEURON_LOGICAL_NC_CONFIG" else "4")  # put back afterwards
+    for name, _ in (
+        *resolve("trn2.3xlarge").environment,
+        ("NEURON_LOGICAL_NC_CONFIG", ""),
+        ("NEURON_RT_NUM_CORES", ""),
+    ):
+        patch.setenv(
+            name, "2" if name == "NEURON_LOGICAL_NC_CONFIG" else "4"
+        )  # put back afterwards
     invalidate_caches()
     sys.modules.pop("neuronx_distributed", None)
     import neuronx_distributed
@@ -101,7 +111,9 @@ def workspace(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trn2")
     assets = make_tiny(folder / "assets", TinySizes(layers=1, connector_layers=1, gemma_layers=2))
     profile = resolve("trn2.3xlarge", SETTINGS)
-    made = Workspace(assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root)
+    made = Workspace(
+        assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root
+    )
     made.shard_dit(), made.shard_gemma3(), made.compile_text()
     made.compile_dit([SIZE.bucket(SIZE.stages()[0], ())])
     return made
@@ -109,14 +121,29 @@ def workspace(library, tmp_path_factory):
 
 @pytest.fixture
 def script(workspace, monkeypatch, capsys):
-    """script(path, *flags) -> (exit code, what it said on stderr), run in this process as `python path` runs it."""
+    """script(path, *flags) -> (exit code, what it said on stderr), run in this process as `python
+    path` runs it."""
 
     def run(path: str, *flags: object) -> tuple[int, str]:
-        flags += ("--checkpoint-path", workspace.checkpoint_path, "--artifacts-dir", workspace.artifacts, "--profile",
-                  "trn2.3xlarge", *(word for setting in SETTINGS for word in ("--profile-set", setting)),
-                  "--height", 64, "--width", 64, "--num-frames", 9)  # fmt: skip
+        flags += (
+            "--checkpoint-path",
+            workspace.checkpoint_path,
+            "--artifacts-dir",
+            workspace.artifacts,
+            "--profile",
+            "trn2.3xlarge",
+            *(word for setting in SETTINGS for word in ("--profile-set", setting)),
+            "--height",
+            64,
+            "--width",
+            64,
+            "--num-frames",
+            9,
+        )
         monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
-        monkeypatch.setattr(Workspace, "check_memory", lambda *_, **__: None)  # plans with real graphs: 2 s
+        monkeypatch.setattr(
+            Workspace, "check_memory", lambda *_, **__: None
+        )  # plans with real graphs: 2 s
         before, code = signal.getsignal(signal.SIGTERM), 0
         try:
             runpy.run_path(str(ROOT / path), run_name="__main__")
@@ -132,16 +159,30 @@ def script(workspace, monkeypatch, capsys):
 # where it fails, what the runtime says -> what the user is told happened, and to do
 FAILURES = {
     "load error": (
-        "load", "Could not load the model status=2 message=Invalid", "the runtime refused the graph", "delete the graph"),
+        "load",
+        "Could not load the model status=2 message=Invalid",
+        "the runtime refused the graph",
+        "delete the graph",
+    ),
     "core busy": (
-        "to_neuron", "Logical Neuron Core(s) not available - Requested:4 Available:0 status=1",
-        "another process holds the cores", "see which: neuron-ls"),
+        "to_neuron",
+        "Logical Neuron Core(s) not available - Requested:4 Available:0 status=1",
+        "another process holds the cores",
+        "see which: neuron-ls",
+    ),
     "out of device memory": (
-        "to_neuron", "Failed to allocate 134217728 bytes (usage: tensors) status=4 Allocation Failure",
-        "device's memory is full", "python -m ltx_neuron.plan"),
+        "to_neuron",
+        "Failed to allocate 134217728 bytes (usage: tensors) status=4 Allocation Failure",
+        "device's memory is full",
+        "python -m ltx_neuron.plan",
+    ),
     "timeout": (
-        "run", "nrt_execute status=5 message=Timeout", "a run did not end in time", "NEURON_RT_EXEC_TIMEOUT"),
-}  # fmt: skip
+        "run",
+        "nrt_execute status=5 message=Timeout",
+        "a run did not end in time",
+        "NEURON_RT_EXEC_TIMEOUT",
+    ),
+}
 
 
 @pytest.mark.parametrize(("where", "text", "meaning", "advice"), FAILURES.values(), ids=FAILURES)
@@ -149,23 +190,51 @@ def test_generate_says_what_failed_and_what_to_do(
     script, workspace, library, monkeypatch, tmp_path, where, text, meaning, advice
 ):
     monkeypatch.setitem(library.fails, where, text)
-    code, said = script("src/generate_ltx23.py", "--neuron-gemma", "--gemma-root", workspace.gemma_root, "--prompt", "a fox",
-                        "--output-path", tmp_path / "fox.mp4")  # fmt: skip
+    code, said = script(
+        "src/generate_ltx23.py",
+        "--neuron-gemma",
+        "--gemma-root",
+        workspace.gemma_root,
+        "--prompt",
+        "a fox",
+        "--output-path",
+        tmp_path / "fox.mp4",
+    )
     assert code == 1 and "Traceback" not in said
-    assert re.search(rf"error: .*{re.escape(meaning)}", said) and re.search(rf"What to do: .*{re.escape(advice)}", said), said
+    assert re.search(rf"error: .*{re.escape(meaning)}", said) and re.search(
+        rf"What to do: .*{re.escape(advice)}", said
+    ), said
     assert text.split(" status")[0] in said and list(tmp_path.iterdir()) == []
 
 
-def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(script, library, monkeypatch, tmp_path):
-    monkeypatch.setitem(library.fails, "compile", "neuronx-cc failed: [NCC_EVRF007] Instruction count exceeds the limit")
-    code, said = script("compile/compile_transformer.py", "--artifacts-dir", tmp_path, "--frame-rate", 25)
+def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(
+    script, library, monkeypatch, tmp_path
+):
+    monkeypatch.setitem(
+        library.fails,
+        "compile",
+        "neuronx-cc failed: [NCC_EVRF007] Instruction count exceeds the limit",
+    )
+    code, said = script(
+        "compile/compile_transformer.py", "--artifacts-dir", tmp_path, "--frame-rate", 25
+    )
     assert code == 1 and "Traceback" not in said
     assert "more instructions than the compiler allows" in said and "What to do: cut it" in said
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_an_error_that_nobody_knows_keeps_its_traceback(script, workspace, library, monkeypatch, tmp_path):
+def test_an_error_that_nobody_knows_keeps_its_traceback(
+    script, workspace, library, monkeypatch, tmp_path
+):
     monkeypatch.setitem(library.fails, "load", "something of its own")
     with pytest.raises(RuntimeError, match="something of its own"):
-        script("src/generate_ltx23.py", "--neuron-gemma", "--gemma-root", workspace.gemma_root, "--prompt", "a fox",
-               "--output-path", tmp_path / "fox.mp4")  # fmt: skip
+        script(
+            "src/generate_ltx23.py",
+            "--neuron-gemma",
+            "--gemma-root",
+            workspace.gemma_root,
+            "--prompt",
+            "a fox",
+            "--output-path",
+            tmp_path / "fox.mp4",
+        )

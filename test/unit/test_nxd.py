@@ -1,4 +1,5 @@
-"""The parts of the NxD backend that need neither NxD nor PyTorch/XLA; the rest is in integration/test_nxd.py."""
+"""The parts of the NxD backend that need neither NxD nor PyTorch/XLA; the rest is in
+integration/test_nxd.py."""
 
 import inspect
 from copy import deepcopy
@@ -10,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.backends import chosen, nki, nxd_compile
+from ltx_neuron.backends import nki, nxd_compile, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.errors import UserError
-from ltx_neuron.graphs import Field
-from ltx_neuron.parallel import RowLinear
+from ltx_neuron.models.parallel import RowLinear
+from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import resolve
-from ltx_neuron.programs import Graph, Program
 
 TRN2 = "trn2.3xlarge"
 SHAPE = SimpleNamespace  # of an HLO's instruction
@@ -49,7 +50,9 @@ def test_what_nxd_traces_has_a_keyword_for_each_input_and_no_default():
     module = nxd_compile.traceable(toy())
     parameters = inspect.signature(module.forward).parameters
     assert [*parameters] == ["step", "x"]
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters.values())
+    assert all(
+        p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters.values()
+    )
     assert [name for name, _ in module.named_parameters()] == ["module.down.weight"]
 
 
@@ -89,10 +92,16 @@ def test_all_reduces_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
 
     token = shape()
     together = shape(parts=[shape(2, 3), shape(5, dtype=16), token])
-    operations = [SHAPE(opcode="all-reduce", shape=together), SHAPE(opcode="add", shape=shape(9)),
-                  SHAPE(opcode="all-reduce", shape=shape(4))]  # fmt: skip
+    operations = [
+        SHAPE(opcode="all-reduce", shape=together),
+        SHAPE(opcode="add", shape=shape(9)),
+        SHAPE(opcode="all-reduce", shape=shape(4)),
+    ]
     hlo = SHAPE(computations=[SHAPE(instructions=operations)])
-    assert nxd_compile.collectives(hlo) == {"collectives": 2, "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4}
+    assert nxd_compile.collectives(hlo) == {
+        "collectives": 2,
+        "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4,
+    }
 
 
 def test_flags_always_say_the_profile_s_cores_per_logical_core():
@@ -103,16 +112,23 @@ def test_flags_always_say_the_profile_s_cores_per_logical_core():
         nxd_compile.compiler_flags(contradicting, "dit")
 
 
-def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_other_values_stay(monkeypatch):
+def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_other_values_stay(
+    monkeypatch,
+):
     profile = replace(resolve(TRN2), environment=(("LTX_TEST_A", "ours"), ("LTX_TEST_B", "ours")))
     for name in ("LTX_TEST_A", "LTX_TEST_B", "NEURON_LOGICAL_NC_CONFIG"):
         monkeypatch.setenv(name, "theirs")
     monkeypatch.delenv("LTX_TEST_B")
-    with pytest.raises(UserError, match="NEURON_LOGICAL_NC_CONFIG is theirs.*compiled for 2.*unset"):
+    with pytest.raises(
+        UserError, match="NEURON_LOGICAL_NC_CONFIG is theirs.*compiled for 2.*unset"
+    ):
         nxd_compile.set_environment(profile)
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     nxd_compile.set_environment(profile)
-    assert (nxd_compile.os.environ["LTX_TEST_A"], nxd_compile.os.environ["LTX_TEST_B"]) == ("theirs", "ours")
+    assert (nxd_compile.os.environ["LTX_TEST_A"], nxd_compile.os.environ["LTX_TEST_B"]) == (
+        "theirs",
+        "ours",
+    )
 
 
 def test_a_program_cut_into_groups_of_blocks_is_refused():
@@ -128,9 +144,13 @@ def test_without_nkilib_its_kernel_is_refused_with_what_to_type():
 
 def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compiled_it():
     ours, other = resolve(TRN2), resolve("cpu")
-    assert isinstance(chosen.comm(ours, 4), nxd_compile.XlaComm) and isinstance(chosen.comm(other, 4), TorchDistComm)
-    identity = chosen.identity(ours, "dit")
-    assert identity["compiler_flags"] == ours.flags("dit") and {*identity["neuron"]} == {*nxd_compile.PACKAGES}
-    assert chosen.identity(other, "dit") == {}
+    assert isinstance(registry.comm(ours, 4), nxd_compile.XlaComm) and isinstance(
+        registry.comm(other, 4), TorchDistComm
+    )
+    identity = registry.identity(ours, "dit")
+    assert identity["compiler_flags"] == ours.flags("dit") and {*identity["neuron"]} == {
+        *nxd_compile.PACKAGES
+    }
+    assert registry.identity(other, "dit") == {}
     assert (ours.cut, other.cut) == (0, other.blocks_per_graph)
     assert resolve(TRN2, ("backend=torchdist",)).cut == ours.blocks_per_graph

@@ -1,4 +1,5 @@
-"""benchmarks/on_device.py: sections that survive failures and restarts, the three-way rule, and the report."""
+"""benchmarks/on_device.py: sections that survive failures and restarts, the three-way rule, and the
+report."""
 
 import sys
 
@@ -18,7 +19,9 @@ from sections import Failed, NotRun, Section, markdown, restored, run_all, three
 FACTS = {"profile": "cpu"}
 
 
-def section(name: str, *needs: str, raises: Exception | None = None, ran: list | None = None) -> Section:
+def section(
+    name: str, *needs: str, raises: Exception | None = None, ran: list | None = None
+) -> Section:
     """A section that notes that it ran, and finds its own name or fails."""
 
     def run(bench) -> list[str]:
@@ -32,22 +35,45 @@ def section(name: str, *needs: str, raises: Exception | None = None, ran: list |
 
 def test_a_failed_section_is_recorded_and_what_does_not_need_it_goes_on():
     broken = Failed("it broke", ["a row"])
-    sections = (section("a", raises=broken), section("b", "a"), section("c"), section("d", "b"), section("e", "c"))
+    sections = (
+        section("a", raises=broken),
+        section("b", "a"),
+        section("c"),
+        section("d", "b"),
+        section("e", "c"),
+    )
     kept = []
     done = run_all(sections, None, {}, lambda now: kept.append(dict(now)))
     assert {name: said["status"] for name, said in done.items()} == {
-        "a": "failed", "b": "not run", "c": "done", "d": "not run", "e": "done"
-    }  # fmt: skip
-    assert done["a"]["why"] == "it broke" and done["a"]["lines"] == ["a row"] and done["b"]["why"] == "needs a"
+        "a": "failed",
+        "b": "not run",
+        "c": "done",
+        "d": "not run",
+        "e": "done",
+    }
+    assert (
+        done["a"]["why"] == "it broke"
+        and done["a"]["lines"] == ["a row"]
+        and done["b"]["why"] == "needs a"
+    )
     assert [len(now) for now in kept] == [1, 2, 3, 4, 5]
 
 
 def test_any_error_is_a_failed_section_and_no_section_that_cannot_run_is_one():
-    sections = (section("a", raises=ZeroDivisionError("x")), section("b", raises=UserError("typed wrongly")),
-                section("c", raises=NotRun("no Neuron device")))  # fmt: skip
+    sections = (
+        section("a", raises=ZeroDivisionError("x")),
+        section("b", raises=UserError("typed wrongly")),
+        section("c", raises=NotRun("no Neuron device")),
+    )
     done = run_all(sections, None, {}, lambda now: None)
-    assert done["a"]["status"] == done["b"]["status"] == "failed" and done["c"]["status"] == "not run"
-    assert "Traceback" in done["a"]["why"] and done["b"]["why"] == "typed wrongly" and done["c"]["why"] == "no Neuron device"
+    assert (
+        done["a"]["status"] == done["b"]["status"] == "failed" and done["c"]["status"] == "not run"
+    )
+    assert (
+        "Traceback" in done["a"]["why"]
+        and done["b"]["why"] == "typed wrongly"
+        and done["c"]["why"] == "no Neuron device"
+    )
 
 
 def test_typed_again_only_what_is_not_finished_runs(tmp_path):
@@ -57,19 +83,35 @@ def test_typed_again_only_what_is_not_finished_runs(tmp_path):
         return tuple(section(name, ran=ran, raises=raises.get(name)) for name in ("a", "b", "c"))
 
     keep = lambda now: write_json(path, {"identity": {"code": "1"}, "sections": now})  # noqa: E731
-    run_all(sections(b=Failed("broke"), c=NotRun("no file")), None, restored(path, {"code": "1"}, False), keep)
+    run_all(
+        sections(b=Failed("broke"), c=NotRun("no file")),
+        None,
+        restored(path, {"code": "1"}, False),
+        keep,
+    )
     again = run_all(sections(), None, restored(path, {"code": "1"}, False), keep)
-    assert ran == ["a", "b", "c", "b", "c"] and {said["status"] for said in again.values()} == {"done"}
+    assert ran == ["a", "b", "c", "b", "c"] and {said["status"] for said in again.values()} == {
+        "done"
+    }
     assert restored(path, {"code": "1"}, anew=True) == {}
     with pytest.raises(UserError, match="of another run: code differ. Type --anew"):
         restored(path, {"code": "2"}, False)
 
 
 def test_the_report_names_every_section_and_shows_what_each_found():
-    sections = (section("a"), section("b", raises=Failed("it | broke\nhere", ["half of it"])), section("c"), section("d"))
+    sections = (
+        section("a"),
+        section("b", raises=Failed("it | broke\nhere", ["half of it"])),
+        section("c"),
+        section("d"),
+    )
     done = run_all(sections[:3], None, {}, lambda now: None)
     text = markdown(sections, done, FACTS)
-    assert "- profile: cpu" in text and "| a | done |" in text and "| b | failed: it \\| broke |" in text
+    assert (
+        "- profile: cpu" in text
+        and "| a | done |" in text
+        and "| b | failed: it \\| broke |" in text
+    )
     assert "| d | not run: not reached |" in text and "## a\n\na found something" in text
     assert "half of it\n\n```\nit | broke\nhere\n```" in text
 
@@ -85,7 +127,9 @@ def test_the_rule_compares_with_twice_the_cpu_s_own_rounding():
         return found
 
     assert "| video | 2.3" in three_way(off(0.023, 2), off(0.01, 3), exact, ("video", "audio"))[2]
-    with pytest.raises(Failed, match="further from fp32 than the rule allows: video, audio") as failed:
+    with pytest.raises(
+        Failed, match="further from fp32 than the rule allows: video, audio"
+    ) as failed:
         three_way(off(0.027, 2), off(0.01, 3), exact, ("video", "audio"))
     assert len(failed.value.lines) == 4
     nan = {name: value * float("nan") for name, value in exact.items()}
@@ -96,7 +140,9 @@ def test_the_rule_compares_with_twice_the_cpu_s_own_rounding():
 
 
 def test_the_wide_model_has_the_release_s_width_and_two_blocks():
-    wide, released = (transformer_config(config) for config in (tiny_config(on_device.WIDE), released_config()))
+    wide, released = (
+        transformer_config(config) for config in (tiny_config(on_device.WIDE), released_config())
+    )
     assert wide.num_layers == 2 and released.num_layers == 48
     for size in ("video", "audio", "video_connector", "audio_connector"):
         assert getattr(wide, size) == getattr(released, size)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ltx_neuron import pagecache
 from ltx_neuron.errors import UserError
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.weights import pagecache
+from ltx_neuron.weights.tensorfile import TensorFile
 
 ROWS, WIDTH = 600, 1001  # no whole number of pages, and more of them than the least room has
 
@@ -17,7 +17,10 @@ ROWS, WIDTH = 600, 1001  # no whole number of pages, and more of them than the l
 @pytest.fixture
 def file(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    tensors = {"a": torch.randn(3, generator=generator), "b": torch.randn(ROWS, WIDTH, generator=generator)}
+    tensors = {
+        "a": torch.randn(3, generator=generator),
+        "b": torch.randn(ROWS, WIDTH, generator=generator),
+    }
     save_file(tensors, tmp_path / "file.safetensors")
     return TensorFile(tmp_path / "file.safetensors", "make it again")
 
@@ -33,35 +36,45 @@ def drop(path) -> bool:
 
 def cached(path, offset=0, size=None):
     with open(path, "rb") as opened:
-        return pagecache.holds(pagecache.window(opened.fileno(), offset, size or path.stat().st_size))
+        return pagecache.is_cached(
+            pagecache.map_pages(opened.fileno(), offset, size or path.stat().st_size)
+        )
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (0, ROWS), (7, 8), (1, 599), (599, 600)], ids=str)
 def test_rows_that_pass_by_are_those_of_the_file_and_the_cache_has_none_of_them(file, rows):
     wanted = file.read("b", *rows)
     dropped = drop(file.path)
-    room = pagecache.room(wanted.nbytes)
-    assert torch.equal(file.passing("b", *rows, room), wanted)
-    assert (wanted.numpy().tobytes() in room[:]) == dropped  # a file system in memory has all of it in the cache
-    assert cached(file.path, file.size // 2 // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE) != dropped
+    room = pagecache.scratch(wanted.nbytes)
+    assert torch.equal(file.read_uncached("b", *rows, room), wanted)
+    assert (
+        wanted.numpy().tobytes() in room[:]
+    ) == dropped  # a file system in memory has all of it in the cache
+    assert (
+        cached(file.path, file.size // 2 // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE) != dropped
+    )
 
 
 def test_what_the_cache_has_is_not_read_from_the_disk_again(file, monkeypatch):
     file.path.read_bytes()
     assert cached(file.path)
-    monkeypatch.setattr(pagecache, "read_past", lambda *_: pytest.fail("read from the disk"))
-    assert torch.equal(file.passing("b", 0, ROWS, pagecache.room(file.size)), file.read("b"))
+    monkeypatch.setattr(pagecache, "read_direct", lambda *_: pytest.fail("read from the disk"))
+    assert torch.equal(
+        file.read_uncached("b", 0, ROWS, pagecache.scratch(file.size)), file.read("b")
+    )
 
 
 def test_what_is_larger_than_the_room_is_whole_all_the_same(file):
     drop(file.path)
-    assert torch.equal(file.passing("b", 0, ROWS, pagecache.room(0)), file.read("b"))
+    assert torch.equal(file.read_uncached("b", 0, ROWS, pagecache.scratch(0)), file.read("b"))
 
 
 def test_a_file_system_that_cannot_read_past_its_cache_gives_the_same_rows(file, monkeypatch):
     drop(file.path)
-    monkeypatch.setattr(pagecache, "read_past", lambda *_: None)
-    assert torch.equal(file.passing("b", 3, 200, pagecache.room(file.size)), file.read("b", 3, 200))
+    monkeypatch.setattr(pagecache, "read_direct", lambda *_: None)
+    assert torch.equal(
+        file.read_uncached("b", 3, 200, pagecache.scratch(file.size)), file.read("b", 3, 200)
+    )
 
 
 def test_a_kernel_that_cannot_fetch_at_once_gives_the_same_rows(file, monkeypatch):
@@ -75,4 +88,4 @@ def test_a_file_cut_short_meanwhile_is_an_error_that_names_it(file, left):
     drop(file.path)
     os.truncate(file.path, left)
     with pytest.raises(UserError, match="file.safetensors is not a whole safetensors file"):
-        file.passing("b", 0, ROWS, pagecache.room(file.size))
+        file.read_uncached("b", 0, ROWS, pagecache.scratch(file.size))

@@ -1,4 +1,5 @@
-"""The plan against the release's sizes: published shards, and the arithmetic of the chip's documented peaks."""
+"""The plan against the release's sizes: published shards, and the arithmetic of the chip's
+documented peaks."""
 
 import dataclasses
 import json
@@ -7,17 +8,18 @@ import pytest
 import torch
 
 from ltx_neuron import plan
-from ltx_neuron.checkpoint import Checkpoint
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES, Chip, resolve
-from ltx_neuron.recorder import Recorder
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.tiny.config import released_config
+from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.workspace import Workspace
 
-# Published: shards of 9.3 GB a rank at TP=4; at 667 TF/s with 1024 text tokens, steps of 298 and 37.8 ms. Biases, norms and
-# the projections outside of the blocks, which those figures leave out, are below 1 %.
+# Published: shards of 9.3 GB a rank at TP=4; at 667 TF/s with 1024 text tokens, steps of 298 and
+# 37.8 ms. Biases, norms and the projections outside of the blocks, which those figures leave out,
+# are below 1 %.
 BLOCK_BYTES, TOLERANCE = 9.26e9, 0.03
 IDEAL_MS = {(512, 768, 121): 298.0, (384, 512, 25): 37.8}
 TRN2 = PROFILES["trn2.3xlarge"]
@@ -30,12 +32,17 @@ def released(tmp_path_factory):
 
     with torch.device("meta"):
         model = LTXModelConfigurator.from_config(released_config())
-    header, end = {"__metadata__": {"config": json.dumps(released_config()), "model_version": "2.3.0"}}, 0
+    header, end = (
+        {"__metadata__": {"config": json.dumps(released_config()), "model_version": "2.3.0"}},
+        0,
+    )
     for name, tensor in model.state_dict().items():
         begin, end = end, end + tensor.numel() * 2
         header["model.diffusion_model." + name] = {
-            "dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]
-        }  # fmt: skip
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     path = tmp_path_factory.mktemp("released") / "ltx-2.3.safetensors"
     with open(path, "wb") as file:
@@ -65,7 +72,8 @@ def test_a_step_has_at_most_eleven_all_reduces_a_block_and_four_bytes_go_up(rele
 def test_flops_of_four_ranks_are_those_of_one(released):
     one = plan.plan(released, TRN2, Size(384, 512, 25), 1, "bfloat16")
     four = planned(released, 384, 512, 25)
-    # What every rank computes in full, the latent projections and the text modulation, is below 1 %.
+    # What every rank computes in full, the latent projections and the text modulation, is below 1
+    # %.
     assert four.flops_per_step == pytest.approx(one.flops_per_step, rel=0.01)
     assert one.collectives_per_step["count"] == 0
 
@@ -81,18 +89,42 @@ def test_what_does_not_fit_names_a_size_that_does(released):
     small = dataclasses.replace(TRN2, chip=chip)
     made = plan.plan(released, small, Size(1024, 1536, 121), 4, "bfloat16")
     assert made.fits is False
-    height, width, frames = (int(part) for part in made.nearest_that_fits.replace("x", " ").replace(",", "").split()[:3])
+    height, width, frames = (
+        int(part) for part in made.nearest_that_fits.replace("x", " ").replace(",", "").split()[:3]
+    )
     assert plan.plan(released, small, Size(height, width, frames), 4, "bfloat16").fits
     assert frames < 121 and "does not fit; the nearest that does" in plan.table(made)
     none = plan.plan(released, TRN2, SMALL, 1, "bfloat16")
-    assert none.nearest_that_fits is None and "does not fit; no length of that size does" in plan.table(none)
+    assert (
+        none.nearest_that_fits is None
+        and "does not fit; no length of that size does" in plan.table(none)
+    )
 
 
 def test_json_is_one_object_with_the_documented_names(released, capsys):
-    plan.main(["--checkpoint-path", str(released.path), "--profile", "trn2.3xlarge", "--height", "384", "--width", "512",
-               "--num-frames", "25", "--json"])  # fmt: skip
+    plan.main(
+        [
+            "--checkpoint-path",
+            str(released.path),
+            "--profile",
+            "trn2.3xlarge",
+            "--height",
+            "384",
+            "--width",
+            "512",
+            "--num-frames",
+            "25",
+            "--json",
+        ]
+    )
     made = json.loads(capsys.readouterr().out)
-    names = ("block_weight_bytes_per_rank", "flops_per_step", "ideal_step_ms", "collectives_per_step", "hbm_bytes_per_core")
+    names = (
+        "block_weight_bytes_per_rank",
+        "flops_per_step",
+        "ideal_step_ms",
+        "collectives_per_step",
+        "hbm_bytes_per_core",
+    )
     assert made["fits"] is True and all(made[name] for name in names)
 
 
@@ -103,8 +135,15 @@ def test_a_profile_without_documented_limits_gets_no_verdict(released):
 
 def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
     made = planned(released, 384, 512, 25)
-    assert made.host_bytes_to_load == 4 * made.dit_weight_bytes_per_rank < made.host_limit_bytes == TRN2.host_memory_bytes
-    assert 2.0e9 < made.host_bytes_to_decode < 3.0e9  # 2.2 to 2.5 GB were measured on two cores; more take more
+    assert (
+        made.host_bytes_to_load
+        == 4 * made.dit_weight_bytes_per_rank
+        < made.host_limit_bytes
+        == TRN2.host_memory_bytes
+    )
+    assert (
+        2.0e9 < made.host_bytes_to_decode < 3.0e9
+    )  # 2.2 to 2.5 GB were measured on two cores; more take more
 
 
 def test_illegal_sizes_and_degrees_are_refused(released):
@@ -128,26 +167,50 @@ SMALL = Size(256, 256, 9)
 # profile, its settings, tp, dtype -> what the refusal says; None: it fits
 FITS = [
     ("trn2.3xlarge", ("resident=true",), 4, "bfloat16", None),
-    ("trn2.3xlarge", ("resident=true", "lnc=1"), 4, "bfloat16",  # 12 GiB a core
-     "trn2.3xlarge has 12.9 GB (LNC=1).\nType --profile-set resident=false"),
-    ("trn2.3xlarge", (), 1, "bfloat16", "at tp 1 needs 39.3 GB a core, trn2.3xlarge has 25.8 GB (LNC=2).\nNo length of that"),
+    (
+        "trn2.3xlarge",
+        ("resident=true", "lnc=1"),
+        4,
+        "bfloat16",  # 12 GiB a core
+        "trn2.3xlarge has 12.9 GB (LNC=1).\nType --profile-set resident=false",
+    ),
+    (
+        "trn2.3xlarge",
+        (),
+        1,
+        "bfloat16",
+        "at tp 1 needs 39.3 GB a core, trn2.3xlarge has 25.8 GB (LNC=2).\nNo length of that",
+    ),
     ("cpu", (), 1, "float32", None),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings", "tp", "dtype", "said"), FITS)
-def test_models_that_do_not_fit_a_core_are_refused_before_anything_loads(released, name, settings, tp, dtype, said):
+def test_models_that_do_not_fit_a_core_are_refused_before_anything_loads(
+    released, name, settings, tp, dtype, said
+):
     got = refusal(released, resolve(name, settings), SMALL, tp, dtype=dtype)
     assert got == said if said is None else said in got
 
 
 def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
-    """Generating stops at the memory before it misses what was never compiled; compiling stops at it as well."""
-    little = Chip(4, 1e12, 4 * (2**31 + 2**14), 1e12, 1e12, 1e12, "a core has what the runtime takes and 16 KiB")
+    """Generating stops at the memory before it misses what was never compiled; compiling stops at
+    it as well."""
+    little = Chip(
+        4,
+        1e12,
+        4 * (2**31 + 2**14),
+        1e12,
+        1e12,
+        1e12,
+        "a core has what the runtime takes and 16 KiB",
+    )
     profile = dataclasses.replace(PROFILES["cpu"], chip=little)
     workspace = Workspace(tiny.checkpoint, profile, tmp_path, 4, "float32", tiny.gemma_root)
     job = Job("rain", SMALL)
-    with pytest.raises(UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d GB a core, cpu has 2\.1 GB"):
+    with pytest.raises(
+        UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d GB a core, cpu has 2\.1 GB"
+    ):
         Engine(workspace, Recorder(), neuron_gemma=True).check([job])
     with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.1 GB a core"):
         workspace.compile_text()

@@ -1,4 +1,5 @@
-"""The hardware registry: which profile a machine has, what --profile-set may change, and what is refused before a run."""
+"""The hardware registry: which profile a machine has, what --profile-set may change, and what is
+refused before a run."""
 
 import dataclasses
 
@@ -6,7 +7,7 @@ import pytest
 
 from ltx_neuron import profiles
 from ltx_neuron.errors import UserError
-from ltx_neuron.machine import Machine, look
+from ltx_neuron.machine import Machine, probe
 from ltx_neuron.profiles import PROFILES, require_runtime, resolve
 
 GIB = 2**30
@@ -23,8 +24,14 @@ DETECTED = {
 }
 REFUSED = {
     "no driver": (Machine("trn2.3xlarge"), "no /dev/neuron*: the Neuron driver is not loaded"),
-    "another generation": (Machine("trn1.2xlarge", 1), "this machine (trn1.2xlarge) has 1 Neuron devices and no profile"),
-    "a container that hides the instance": (Machine("", 16), "(no known EC2 instance type) has 16 Neuron devices"),
+    "another generation": (
+        Machine("trn1.2xlarge", 1),
+        "this machine (trn1.2xlarge) has 1 Neuron devices and no profile",
+    ),
+    "a container that hides the instance": (
+        Machine("", 16),
+        "(no known EC2 instance type) has 16 Neuron devices",
+    ),
 }
 
 
@@ -37,7 +44,9 @@ def test_a_machine_has_one_profile_by_itself(machine, wanted):
 def test_a_neuron_machine_we_do_not_know_is_never_run_as_another(machine, said):
     with pytest.raises(UserError) as error:
         resolve(machine=machine)
-    assert said in str(error.value) and "--profile with one of cpu, cuda, trn2.3xlarge, trn2.48xlarge" in str(error.value)
+    assert said in str(
+        error.value
+    ) and "--profile with one of cpu, cuda, trn2.3xlarge, trn2.48xlarge" in str(error.value)
     assert resolve("cpu", machine=machine).name == "cpu"  # a name is taken at its word
 
 
@@ -59,7 +68,7 @@ def test_the_machine_is_read_from_its_firmware_and_device_files(tmp_path, produc
     if product is not None:
         (tmp_path / "sys/devices/virtual/dmi/id").mkdir(parents=True)
         (tmp_path / "sys/devices/virtual/dmi/id/product_name").write_text(product)
-    machine = look(tmp_path)
+    machine = probe(tmp_path)
     assert (machine.instance, machine.neuron_devices) == wanted
 
 
@@ -80,7 +89,12 @@ def test_every_entry_says_where_its_values_are_from():
 @pytest.mark.parametrize("name, cores", [("trn2.3xlarge", 4), ("trn2.48xlarge", 64)])
 def test_a_logical_core_of_trn2_has_a_bank_of_memory(name, cores):
     profile = PROFILES[name]
-    assert (profile.cores, profile.memory_bytes_per_core, profile.tp, profile.lnc) == (cores, 24 * GIB, 4, 2)
+    assert (profile.cores, profile.memory_bytes_per_core, profile.tp, profile.lnc) == (
+        cores,
+        24 * GIB,
+        4,
+        2,
+    )
     single = resolve(name, ("lnc=1",))
     assert (single.cores, single.memory_bytes_per_core) == (2 * cores, 12 * GIB)
 
@@ -91,7 +105,12 @@ def test_peaks_are_those_of_the_ranks_that_share_the_model():
     assert large.memory_bytes_per_second(4) == 2.9e12
     assert large.link_bytes_per_second(4) == 3.5e12  # within the chip
     assert large.link_bytes_per_second(16) == 4 * 1.024e12  # over NeuronLink
-    assert PROFILES["cpu"].flops(4) is PROFILES["cpu"].memory_bytes_per_core is PROFILES["cpu"].cores is None
+    assert (
+        PROFILES["cpu"].flops(4)
+        is PROFILES["cpu"].memory_bytes_per_core
+        is PROFILES["cpu"].cores
+        is None
+    )
 
 
 def test_every_model_of_a_neuron_profile_has_flags_that_name_its_lnc():
@@ -99,12 +118,15 @@ def test_every_model_of_a_neuron_profile_has_flags_that_name_its_lnc():
         if profile.device == "neuron":
             for model in ("dit", "gemma3", "connectors"):
                 flags = profile.flags(model).split()
-                assert {"--lnc=2", "--auto-cast=none", "--model-type=transformer", "-O1"} <= set(flags)
+                assert {"--lnc=2", "--auto-cast=none", "--model-type=transformer", "-O1"} <= set(
+                    flags
+                )
     assert "--lnc=1" in resolve("trn2.3xlarge", ("lnc=1",)).flags("dit")
 
 
 def test_no_profile_sets_what_hides_errors_on_the_device():
-    """Variables that were seen in other ports: the first hides mismatched collectives, the second is gone since 2.31."""
+    """Variables that were seen in other ports: the first hides mismatched collectives, the second
+    is gone since 2.31."""
     harmful = {"NEURON_RT_DISABLE_EXECUTION_BARRIER", "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"}
     assert all(harmful.isdisjoint(dict(profile.environment)) for profile in PROFILES.values())
 
@@ -134,20 +156,28 @@ def test_a_setting_changes_one_value_and_is_remembered(setting):
 
 def test_settings_add_up_and_the_last_of_a_key_counts():
     assert (resolve("cpu", ("tp=2", "compile_backend=inductor", "tp=1")).tp) == 1
-    changed = resolve("trn2.3xlarge", ("environment.NEURON_RT_EXEC_TIMEOUT=60", "environment.A=b=c"))
+    changed = resolve(
+        "trn2.3xlarge", ("environment.NEURON_RT_EXEC_TIMEOUT=60", "environment.A=b=c")
+    )
     assert dict(changed.environment) == dict(PROFILES["trn2.3xlarge"].environment) | {
-        "NEURON_RT_EXEC_TIMEOUT": "60", "A": "b=c"
-    }  # fmt: skip
+        "NEURON_RT_EXEC_TIMEOUT": "60",
+        "A": "b=c",
+    }
     assert resolve("trn2.3xlarge", ("compiler_flags.dit=-O2",)).flags("dit") == "-O2 --lnc=2"
 
 
 # key=value -> what the refusal names
 WRONG = {
     "tp": "wanted key=value",
-    "tps=4": "unknown key 'tps'; known: backend, tp, device, process_group, compile_backend, attention, blocks_per_graph",
+    "tps=4": (
+        "unknown key 'tps'; known: backend, tp, device, process_group, compile_backend, attention,"
+        " blocks_per_graph"
+    ),
     "chip=8": "unknown key 'chip'",
     "name=other": "unknown key 'name'",
-    "environment=A": "environment.NAME, compiler_flags.dit, compiler_flags.gemma3, compiler_flags.connectors",
+    "environment=A": (
+        "environment.NAME, compiler_flags.dit, compiler_flags.gemma3, compiler_flags.connectors"
+    ),
     "compiler_flags.vae=-O1": "unknown key 'compiler_flags.vae'",
     "tp=four": "'four' is not a whole number of at least 1",
     "tp=0": "'0' is not a whole number of at least 1",
@@ -161,7 +191,10 @@ WRONG = {
     "text_buckets=128;256": "'128;256' is not whole numbers above 0 with commas between them",
     "text_buckets=128,256": "the last of text_buckets must be 1024, the longest prompt",
     "lnc=4": "lnc is 1 or 2, got 4",
-    "device=cuda": "device, process_group and compile_backend are cuda, gloo, export; known together: cpu, gloo, export; cpu",
+    "device=cuda": (
+        "device, process_group and compile_backend are cuda, gloo, export; known together: cpu,"
+        " gloo, export; cpu"
+    ),
     "backend=nxd": "backend=nxd needs a Neuron profile",
     "attention=nki": "attention=nki needs a Neuron profile",
 }
@@ -175,7 +208,10 @@ def test_a_wrong_setting_is_an_error_that_says_what_is_wanted(setting):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(UserError, match=r"unknown profile 'trn3'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge\. "):
+    with pytest.raises(
+        UserError,
+        match=r"unknown profile 'trn3'; known: cpu, cuda, trn2\.3xlarge, trn2\.48xlarge\. ",
+    ):
         resolve("trn3")
 
 
@@ -194,8 +230,18 @@ def installed(monkeypatch, **packages):
 RUNTIMES = [
     ("trn2.3xlarge", (), {}, "runs on neuronx-distributed, which is not installed"),
     ("trn2.3xlarge", (), {"neuronx_distributed": "0.19"}, None),
-    ("trn2.3xlarge", ("backend=torchdist",), {"neuronx_distributed": "0.19"}, "runs on torch-neuronx, which is not installed"),
-    ("trn2.48xlarge", ("backend=torchdist",), {"torch_neuronx": "2.9.0.2.15"}, "torch-neuronx 2.9.0.2.15 is for torch-xla"),
+    (
+        "trn2.3xlarge",
+        ("backend=torchdist",),
+        {"neuronx_distributed": "0.19"},
+        "runs on torch-neuronx, which is not installed",
+    ),
+    (
+        "trn2.48xlarge",
+        ("backend=torchdist",),
+        {"torch_neuronx": "2.9.0.2.15"},
+        "torch-neuronx 2.9.0.2.15 is for torch-xla",
+    ),
     ("trn2.48xlarge", ("backend=torchdist",), {"torch_neuronx": "2.13.3.0"}, None),
     ("cuda", (), {}, "needs 1 GPUs that PyTorch can use, found 0"),
     ("cpu", (), {}, None),
@@ -203,7 +249,9 @@ RUNTIMES = [
 
 
 @pytest.mark.parametrize("name, settings, packages, said", RUNTIMES)
-def test_what_a_backend_runs_on_is_looked_for_before_anything_loads(monkeypatch, name, settings, packages, said):
+def test_what_a_backend_runs_on_is_looked_for_before_anything_loads(
+    monkeypatch, name, settings, packages, said
+):
     installed(monkeypatch, **packages)
     profile = resolve(name, settings)
     if said is None:
@@ -215,7 +263,9 @@ def test_what_a_backend_runs_on_is_looked_for_before_anything_loads(monkeypatch,
 
 
 def test_more_ranks_than_the_machine_has_are_refused():
-    with pytest.raises(UserError, match=r"16 ranks need 16 logical cores, trn2\.3xlarge has 4 \(LNC=2\)"):
+    with pytest.raises(
+        UserError, match=r"16 ranks need 16 logical cores, trn2\.3xlarge has 4 \(LNC=2\)"
+    ):
         require_runtime(PROFILES["trn2.3xlarge"], 16)
     with pytest.raises(UserError, match="needs 2 GPUs that PyTorch can use, found 1"):
         require_runtime(PROFILES["cuda"], 2, Machine("", 0, 1))

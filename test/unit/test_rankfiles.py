@@ -1,4 +1,5 @@
-"""Weight sets that can be trusted: written in one pass, resumed after any kill, verified, cut anew, and loaded strictly."""
+"""Weight sets that can be trusted: written in one pass, resumed after any kill, verified, cut anew,
+and loaded strictly."""
 
 import errno
 import json
@@ -23,13 +24,14 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from xxhash import xxh3_128
 
-from ltx_neuron import sharder, tensorfile
-from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, MAX_JSON_BYTES, read_json, write_json
 from ltx_neuron.profiles import resolve
-from ltx_neuron.rankfiles import (
+from ltx_neuron.shard import reshard
+from ltx_neuron.weights import sharder, tensorfile
+from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.rankfiles import (
     HOST_FILE,
     RankSource,
     file_names,
@@ -39,10 +41,10 @@ from ltx_neuron.rankfiles import (
     rank_file,
     verify,
 )
-from ltx_neuron.sharder import JOURNAL, PARTIAL, check_filled, compare, cuts_of, shard
-from ltx_neuron.sharding import COL, HOST, MODELS, ROW
-from ltx_neuron.tensorfile import TORCH_DTYPES, TensorFile
-from ltx_neuron.workspace import Workspace, reshard
+from ltx_neuron.weights.sharder import JOURNAL, PARTIAL, check_filled, compare, cuts_of, shard
+from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW
+from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
+from ltx_neuron.workspace import Workspace
 
 TP = 4
 IDENTITY = {"kind": "weights", "model": "dit", "tp": TP, "dtype": "float32"}
@@ -88,15 +90,17 @@ def often(monkeypatch):
 # one pass
 
 
-def test_the_source_is_read_once_in_pieces_of_bounded_size(source, whole, tmp_path, often, monkeypatch):
-    sizes, read = [], TensorFile.passing
+def test_the_source_is_read_once_in_pieces_of_bounded_size(
+    source, whole, tmp_path, often, monkeypatch
+):
+    sizes, read = [], TensorFile.read_uncached
 
     def counted(self, *args):
         tensor = read(self, *args)
         sizes.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(TensorFile, "passing", counted)
+    monkeypatch.setattr(TensorFile, "read_uncached", counted)
     write(source, tmp_path / "weights")
     assert sum(sizes) == sum(source.nbytes(name) for name in source.names)
     row = max(source.nbytes(name) // source.shape(name)[0] for name in source.names)
@@ -109,8 +113,11 @@ def test_the_same_input_gives_the_same_bytes_and_just_these_files(source, whole,
     assert content(tmp_path / "weights") == content(whole)
     assert content(whole).keys() == {MANIFEST, *file_names(TP)}
     written = TensorFile(whole / rank_file(0), "").shapes
-    # An order of their own, not that of a set, which differs from run to run: small ones last, which begin anywhere.
-    assert list(written) == sorted(written, key=lambda name: (math.prod(written[name]) % 64 != 0, name))
+    # An order of their own, not that of a set, which differs from run to run: small ones last,
+    # which begin anywhere.
+    assert list(written) == sorted(
+        written, key=lambda name: (math.prod(written[name]) % 64 != 0, name)
+    )
 
 
 def test_weights_are_cast_to_the_wanted_dtype_and_data_is_aligned(source, tmp_path):
@@ -138,30 +145,50 @@ def test_a_set_with_a_lost_file_is_written_again(source, copy, whole):
 def test_the_manifest_accounts_for_every_tensor_of_the_source(source, whole, tiny):
     described, file = read_json(whole / MANIFEST)["source"], TensorFile(tiny.checkpoint, "")
     assert described["tensors_xxh3_128"].keys() == set(source.names)
-    assert len(described["tensors_xxh3_128"]) + sum(described["elsewhere"].values()) == len(file.shapes)
+    assert len(described["tensors_xxh3_128"]) + sum(described["elsewhere"].values()) == len(
+        file.shapes
+    )
     name = "transformer_blocks.1.ff.net.2.weight"
-    assert described["tensors_xxh3_128"][name] == xxh3_128(source.tensor(name).view(torch.uint8).numpy()).hexdigest()
+    assert (
+        described["tensors_xxh3_128"][name]
+        == xxh3_128(source.tensor(name).view(torch.uint8).numpy()).hexdigest()
+    )
     assert described["files"] == [
-        {"name": tiny.checkpoint.name, "bytes": tiny.checkpoint.stat().st_size, "header_blake3": digest(file.header)}
+        {
+            "name": tiny.checkpoint.name,
+            "bytes": tiny.checkpoint.stat().st_size,
+            "header_blake3": digest(file.header),
+        }
     ]
 
 
 def digest(value) -> str:
-    data = value if isinstance(value, bytes) else value.contiguous().view(torch.uint8).numpy().tobytes()
+    data = (
+        value
+        if isinstance(value, bytes)
+        else value.contiguous().view(torch.uint8).numpy().tobytes()
+    )
     return blake3(data).hexdigest()
 
 
-def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_a_byte_is_written(source):
+def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_a_byte_is_written(
+    source,
+):
     cuts = {cut.name: cut for cut in cuts_of(source, TP, {})}
     wanted = {name: cut.stored for name, cut in cuts.items() if cut.split != HOST}
     host = {name: cut.stored for name, cut in cuts.items() if cut.split == HOST}
     check_filled(list(cuts.values()), wanted, host)
     del wanted["proj_out.weight"]
     with pytest.raises(UserError) as error:
-        check_filled(list(cuts.values()), wanted | {"proj_out.bias": (3,)}, host | {"new.weight": (1,)})
+        check_filled(
+            list(cuts.values()), wanted | {"proj_out.bias": (3,)}, host | {"new.weight": (1,)}
+        )
     lines = str(error.value).splitlines()[1:]
-    assert [line.strip() for line in lines] == ["missing: new.weight", "of no use: proj_out.weight",
-                                                "proj_out.bias: [128] a rank, wanted [3]"]  # fmt: skip
+    assert [line.strip() for line in lines] == [
+        "missing: new.weight",
+        "of no use: proj_out.weight",
+        "proj_out.bias: [128] a rank, wanted [3]",
+    ]
 
 
 def test_a_checkpoint_without_a_tensor_of_its_model_is_refused_by_the_workspace(tiny, tmp_path):
@@ -171,7 +198,9 @@ def test_a_checkpoint_without_a_tensor_of_its_model_is_refused_by_the_workspace(
     lost = "model.diffusion_model.transformer_blocks.1.attn1.to_q.weight"
     del tensors[lost]
     save_file(tensors, tmp_path / "lacking.safetensors", metadata=file.metadata)
-    workspace = Workspace(tmp_path / "lacking.safetensors", resolve("cpu"), tmp_path / "artifacts", TP, "float32")
+    workspace = Workspace(
+        tmp_path / "lacking.safetensors", resolve("cpu"), tmp_path / "artifacts", TP, "float32"
+    )
     with pytest.raises(UserError, match=r"missing: transformer_blocks\.1\.attn1\.to_q\.weight"):
         workspace.shard_dit()
     assert not (tmp_path / "artifacts").exists()
@@ -199,7 +228,9 @@ def stop_at(monkeypatch, name: str) -> None:
 LATE = "transformer_blocks.1.scale_shift_table"
 
 
-def test_a_stopped_run_leaves_nothing_under_a_final_name_and_is_continued(source, whole, tmp_path, often, capsys):
+def test_a_stopped_run_leaves_nothing_under_a_final_name_and_is_continued(
+    source, whole, tmp_path, often, capsys
+):
     folder = tmp_path / "weights"
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, LATE)
@@ -209,7 +240,9 @@ def test_a_stopped_run_leaves_nothing_under_a_final_name_and_is_continued(source
     read = count_reads(source, folder)
     assert "continuing an interrupted run" in capsys.readouterr().out
     assert content(folder) == content(whole)
-    assert read < 0.2 * sum(source.nbytes(name) for name in source.names)  # only what had not been done
+    assert read < 0.2 * sum(
+        source.nbytes(name) for name in source.names
+    )  # only what had not been done
 
 
 def count_reads(source, folder) -> int:
@@ -231,11 +264,20 @@ def test_a_run_stopped_over_a_finished_set_does_not_count_as_finished(source, co
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, LATE)
         with pytest.raises(Stop):
-            shard(source, copy, IDENTITY | {"made": "anew"}, TP, torch.float32, cuts_of(source, TP, {}))
+            shard(
+                source,
+                copy,
+                IDENTITY | {"made": "anew"},
+                TP,
+                torch.float32,
+                cuts_of(source, TP, {}),
+            )
     assert content(copy).keys() == {name + PARTIAL for name in file_names(TP)}
 
 
-@pytest.mark.parametrize("damage", ["another job's journal", "a journal that is none", "a changed byte", "a lost file"])
+@pytest.mark.parametrize(
+    "damage", ["another job's journal", "a journal that is none", "a changed byte", "a lost file"]
+)
 def test_what_cannot_be_continued_is_begun_again(source, whole, tmp_path, often, damage):
     folder = tmp_path / "weights"
     with pytest.MonkeyPatch.context() as patch:
@@ -259,7 +301,8 @@ def test_what_cannot_be_continued_is_begun_again(source, whole, tmp_path, often,
 
 
 def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, tmp_path, often):
-    """kill -9, in a process of its own; moments are spread over the time an undisturbed run takes."""
+    """kill -9, in a process of its own; moments are spread over the time an undisturbed run
+    takes."""
     choose, wanted, unfinished = random.Random(1), content(whole), 0
     began = time.monotonic()
     write(source, tmp_path / "timed")
@@ -269,14 +312,19 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, 
         child = os.fork()
         if child == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress bar
-            tqdm.set_lock(threading.RLock())  # the bars' own is this process's too, and would stay locked by a killed child
+            tqdm.set_lock(
+                threading.RLock()
+            )  # the bars' own is this process's too, and would stay locked by a killed child
             write(source, folder)
             os._exit(0)
         time.sleep(choose.uniform(0, lasts))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         unfinished += not (folder / MANIFEST).is_file()
-        assert all((folder / MANIFEST).is_file() or not name.endswith(".json") or name == JOURNAL for name in names(folder))
+        assert all(
+            (folder / MANIFEST).is_file() or not name.endswith(".json") or name == JOURNAL
+            for name in names(folder)
+        )
         write(source, folder)
         assert content(folder) == wanted, number
         shutil.rmtree(folder)
@@ -304,10 +352,16 @@ def test_two_runs_do_not_write_one_folder_at_once(source, tmp_path, monkeypatch)
 
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(source, tmp_path, monkeypatch):
-    total = sum(line["bytes"] for line in lines_of(tmp_path / "a").values()) if write(source, tmp_path / "a") else 0
+    total = (
+        sum(line["bytes"] for line in lines_of(tmp_path / "a").values())
+        if write(source, tmp_path / "a")
+        else 0
+    )
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=total - 1))
-    with pytest.raises(UserError, match=r"(?s)need 0\.\d* MB more in .* 0\.\d* MB free.*choose another place with"):
+    with pytest.raises(
+        UserError, match=r"(?s)need 0\.\d* MB more in .* 0\.\d* MB free.*choose another place with"
+    ):
         write(source, tmp_path / "b")
     assert not (tmp_path / "b").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=total))
@@ -319,8 +373,13 @@ def small_disk(tmp_path):
     """A file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("a small file system could not be mounted (needs root): sharding onto a full disk was NOT tested")
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
+    ).returncode:
+        pytest.skip(
+            "a small file system could not be mounted (needs root): sharding onto a full disk was"
+            " NOT tested"
+        )
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
@@ -338,22 +397,30 @@ def fill_meanwhile(patch, disk: Path, left: int) -> None:
     patch.setattr(Source, "pieces", filling)
 
 
-def test_the_room_for_rank_files_is_taken_before_the_first_byte(source, whole, small_disk, often, monkeypatch):
+def test_the_room_for_rank_files_is_taken_before_the_first_byte(
+    source, whole, small_disk, often, monkeypatch
+):
     fill_meanwhile(monkeypatch, small_disk, left=128 * 1024)  # as much as journal and manifest take
     write(source, small_disk / "weights")
     assert content(small_disk / "weights") == content(whole)
 
 
-def test_a_disk_that_fills_up_leaves_nothing_under_a_final_name_and_the_run_is_resumed(source, whole, small_disk, often):
+def test_a_disk_that_fills_up_leaves_nothing_under_a_final_name_and_the_run_is_resumed(
+    source, whole, small_disk, often
+):
     folder = small_disk / "weights"
 
     def cannot(*_):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", cannot)  # a file system that cannot keep room for a file
+        patch.setattr(
+            os, "posix_fallocate", cannot
+        )  # a file system that cannot keep room for a file
         fill_meanwhile(patch, small_disk, left=4096)
-        with pytest.raises(OSError, match="No space left"):  # errors.run says so without a traceback: test_bad_input
+        with pytest.raises(
+            OSError, match="No space left"
+        ):  # errors.run says so without a traceback: test_bad_input
             write(source, folder)
     assert all(name.endswith(PARTIAL) or name == JOURNAL for name in names(folder))
     (small_disk / "other").unlink()
@@ -384,13 +451,17 @@ def test_every_single_flipped_bit_is_found(copy):
         header = 8 + int.from_bytes(right[:8], "little")
         for _ in range(20):
             wrong = bytearray(right)
-            wrong[choose.choice([choose.randrange(header), choose.randrange(header, len(right))])] ^= 1 << choose.randrange(8)
+            wrong[
+                choose.choice([choose.randrange(header), choose.randrange(header, len(right))])
+            ] ^= 1 << choose.randrange(8)
             (copy / name).write_bytes(wrong)
             assert verify(copy) == [f"{name}: content differs from its blake3"]
         (copy / name).write_bytes(right)
 
 
-def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_forged(source, copy):
+def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_forged(
+    source, copy
+):
     assert compare(source, copy, TP, torch.float32, cuts_of(source, TP, {})) == []
     name, path = "transformer_blocks.0.attn2.to_out.0.weight", copy / rank_file(3)
     file, wrong = TensorFile(path, ""), bytearray(path.read_bytes())
@@ -400,15 +471,23 @@ def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_
     manifest["files"][path.name]["blake3"] = digest(bytes(wrong))
     write_json(copy / MANIFEST, manifest)
     assert verify(copy) == []
-    assert compare(source, copy, TP, torch.float32, cuts_of(source, TP, {})) == [f"{path.name}: {name} differs from the source"]
+    assert compare(source, copy, TP, torch.float32, cuts_of(source, TP, {})) == [
+        f"{path.name}: {name} differs from the source"
+    ]
 
 
 def test_strict_loading_lists_every_problem_at_once(tmp_path):
     path = tmp_path / "rank0.safetensors"
     kept, recast = torch.ones(2, 3), torch.ones(4, dtype=torch.bfloat16)
-    save_file({"kept": kept, "recast": recast, "reshaped": torch.ones(2), "extra": torch.ones(1)}, path)
+    save_file(
+        {"kept": kept, "recast": recast, "reshaped": torch.ones(2), "extra": torch.ones(1)}, path
+    )
     with pytest.raises(UserError) as error:
-        load(path, {"kept": (2, 3), "recast": (4,), "reshaped": (3,), "lost": (1,), "lost too": (1,)}, torch.float32)
+        load(
+            path,
+            {"kept": (2, 3), "recast": (4,), "reshaped": (3,), "lost": (1,), "lost too": (1,)},
+            torch.float32,
+        )
     said = str(error.value).splitlines()
     assert said[0] == f"{path} does not hold this model's weights:"
     assert [line.strip() for line in said[1:]] == [
@@ -429,15 +508,29 @@ def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
 
 def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, monkeypatch):
     values = {
-        "bias": torch.arange(3, dtype=torch.bfloat16), "empty": torch.empty(0, 4), "flags": torch.tensor([True, False, True]),
-        "half": torch.arange(70, dtype=torch.float16).view(7, 10), "scale": torch.tensor(2.0), "long": torch.arange(999),
-        **{f"small.{number}": torch.full((1,), number % 256, dtype=torch.uint8) for number in range(1500)},
-    }  # fmt: skip
+        "bias": torch.arange(3, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.arange(70, dtype=torch.float16).view(7, 10),
+        "scale": torch.tensor(2.0),
+        "long": torch.arange(999),
+        **{
+            f"small.{number}": torch.full((1,), number % 256, dtype=torch.uint8)
+            for number in range(1500)
+        },
+    }
     save_file(values, tmp_path / "all.safetensors")
-    for group in (1, 100, 64 * 2**20):  # each tensor alone, some together, all together: more than one call reads into
+    for group in (
+        1,
+        100,
+        64 * 2**20,
+    ):  # each tensor alone, some together, all together: more than one call reads into
         monkeypatch.setattr(tensorfile, "_GROUP_BYTES", group)
         read = dict(TensorFile(tmp_path / "all.safetensors", "").tensors())
-        assert list(read) == list(TensorFile(tmp_path / "all.safetensors", "").shapes) and read.keys() == values.keys()
+        assert (
+            list(read) == list(TensorFile(tmp_path / "all.safetensors", "").shapes)
+            and read.keys() == values.keys()
+        )
         for name, value in values.items():
             assert read[name].dtype == value.dtype and torch.equal(read[name], value), (group, name)
             assert read[name].data_ptr() % 64 == 0 and read[name].is_contiguous()
@@ -447,7 +540,10 @@ def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, mo
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_leaves_no_thread(tmp_path):
     save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "a.safetensors")
-    file, threads = TensorFile(tmp_path / "a.safetensors", "the one at home"), threading.active_count()
+    file, threads = (
+        TensorFile(tmp_path / "a.safetensors", "the one at home"),
+        threading.active_count(),
+    )
     os.truncate(file.path, file.size - 4)
     with pytest.raises(UserError, match="within a tensor.*\n.*the one at home"):
         dict(file.tensors())
@@ -461,7 +557,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 from ltx_neuron.backends.rank import Rank
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.weights.tensorfile import TensorFile
 folder = Path(sys.argv[1])
 file = TensorFile(folder / "rank0.safetensors", "")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -477,20 +573,33 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 @pytest.mark.parametrize("weights, megabytes", [("kept", 1.1 * 640), ("copied away", 0.55 * 640)])
-def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(tmp_path, weights, megabytes):
-    """Copied away: what is at hand, what waits, and two groups that are being read, of 64 MiB each; and some for the rest."""
+def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(
+    tmp_path, weights, megabytes
+):
+    """Copied away: what is at hand, what waits, and two groups that are being read, of 64 MiB each;
+    and some for the rest."""
     save_weights(tmp_path, {f"w{number}": torch.zeros(1) for number in range(40)})
     path = tmp_path / rank_file(0)
-    entries = {f"w{n}": {"dtype": "F32", "shape": [4 * MEGABYTE], "data_offsets": [16 * MEGABYTE * n, 16 * MEGABYTE * (n + 1)]}
-               for n in range(40)}  # fmt: skip
+    entries = {
+        f"w{n}": {
+            "dtype": "F32",
+            "shape": [4 * MEGABYTE],
+            "data_offsets": [16 * MEGABYTE * n, 16 * MEGABYTE * (n + 1)],
+        }
+        for n in range(40)
+    }
     header = json.dumps(entries).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, 8 + len(header) + 640 * MEGABYTE)  # sparse
     manifest = read_json(tmp_path / MANIFEST)
-    manifest["files"][path.name]["header_blake3"] = digest(len(header).to_bytes(8, "little") + header)
+    manifest["files"][path.name]["header_blake3"] = digest(
+        len(header).to_bytes(8, "little") + header
+    )
     write_json(tmp_path / MANIFEST, manifest)
     command = [sys.executable, "-c", _IN_A_PROCESS, tmp_path, weights]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < megabytes * MEGABYTE
 
@@ -499,7 +608,9 @@ def test_two_tensors_of_one_shape_that_changed_places_are_refused(tmp_path):
     """The names, shapes and dtypes of such a file are all as wanted."""
     save_weights(tmp_path, {"a": torch.ones(2), "b": torch.zeros(2)})
     right = (tmp_path / rank_file(0)).read_bytes()
-    (tmp_path / rank_file(0)).write_bytes(right.replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"'))
+    (tmp_path / rank_file(0)).write_bytes(
+        right.replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"')
+    )
     with pytest.raises(UserError, match="the header differs"):
         load(tmp_path / rank_file(0), {"a": (2,), "b": (2,)}, torch.float32)
 
@@ -519,7 +630,8 @@ def outcome_of(act) -> tuple[str, float]:
 
 
 def mutated(right: bytes, limit: int, choose: random.Random) -> bytes:
-    """One of the things that happen to files; only the first `limit` bytes are changed, anything may be cut off."""
+    """One of the things that happen to files; only the first `limit` bytes are changed, anything
+    may be cut off."""
     wrong, at = bytearray(right), choose.randrange(limit)
     kind = choose.randrange(7)
     if kind == 0:
@@ -531,7 +643,19 @@ def mutated(right: bytes, limit: int, choose: random.Random) -> bytes:
     elif kind == 3:
         del wrong[at : at + choose.randrange(1, 40)]
     elif kind == 4:
-        wrong[at:at] = choose.choice([b"[" * 5000, b"9" * 400, b'{"a":', b"\x00", b"\xff\xfe", b"-", b"1e999", b"../", b"NaN"])
+        wrong[at:at] = choose.choice(
+            [
+                b"[" * 5000,
+                b"9" * 400,
+                b'{"a":',
+                b"\x00",
+                b"\xff\xfe",
+                b"-",
+                b"1e999",
+                b"../",
+                b"NaN",
+            ]
+        )
     elif kind == 5:
         digits = [i for i in range(limit) if chr(wrong[i]).isdigit()]
         wrong[choose.choice(digits or [at])] = choose.choice(b"0123456789")
@@ -543,8 +667,19 @@ def mutated(right: bytes, limit: int, choose: random.Random) -> bytes:
 
 def test_ten_thousand_damaged_headers_manifests_and_truncated_files_are_all_refused(tmp_path):
     """At load, where the manifest's digests are looked at; also none takes long, or memory."""
-    save_weights(tmp_path, {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.ones(4), "scale": torch.tensor(2.0)})
-    wanted, rank, manifest = {"a.weight": (2, 3), "b.bias": (4,), "scale": ()}, tmp_path / rank_file(0), tmp_path / MANIFEST
+    save_weights(
+        tmp_path,
+        {
+            "a.weight": torch.arange(6.0).view(2, 3),
+            "b.bias": torch.ones(4),
+            "scale": torch.tensor(2.0),
+        },
+    )
+    wanted, rank, manifest = (
+        {"a.weight": (2, 3), "b.bias": (4,), "scale": ()},
+        tmp_path / rank_file(0),
+        tmp_path / MANIFEST,
+    )
     right = {path: path.read_bytes() for path in (rank, manifest)}
     header = 8 + int.from_bytes(right[rank][:8], "little")
     described, choose = json.loads(right[manifest]), random.Random(3)
@@ -564,7 +699,12 @@ def test_ten_thousand_damaged_headers_manifests_and_truncated_files_are_all_refu
             continue
         path.write_bytes(wrong)
         ended, seconds = outcome_of(read)
-        assert ended == "refused" and seconds < SLOWEST, (path.name, wrong.decode(errors="replace"), ended, seconds)
+        assert ended == "refused" and seconds < SLOWEST, (
+            path.name,
+            wrong.decode(errors="replace"),
+            ended,
+            seconds,
+        )
         path.write_bytes(right[path])
         tried += 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
@@ -586,7 +726,8 @@ def means_to_us(described):
 
 
 def test_of_a_damaged_checkpoint_no_byte_is_read_twice_or_left_out(tiny, tmp_path):
-    """It has no manifest: a changed name or metadata makes another checkpoint, which the model's tables judge."""
+    """It has no manifest: a changed name or metadata makes another checkpoint, which the model's
+    tables judge."""
     right, path, choose = tiny.lora.read_bytes(), tmp_path / "lora.safetensors", random.Random(4)
     header = 8 + int.from_bytes(right[:8], "little")
     for _ in range(2000):
@@ -595,7 +736,9 @@ def test_of_a_damaged_checkpoint_no_byte_is_read_twice_or_left_out(tiny, tmp_pat
         try:
             file = TensorFile(path, "")
             if all(dtype in TORCH_DTYPES for dtype in file.dtypes.values()):
-                assert 8 + len(file.header) + sum(file.read(name).nbytes for name in file.shapes) == len(wrong)
+                assert 8 + len(file.header) + sum(
+                    file.read(name).nbytes for name in file.shapes
+                ) == len(wrong)
         except UserError:
             pass
         assert time.monotonic() - began < SLOWEST
@@ -625,7 +768,9 @@ def made(tiny, tmp_path_factory):
     artifacts = tmp_path_factory.mktemp("made")
 
     def folder(model: str, tp: int, dtype: str) -> Path:
-        workspace = Workspace(tiny.checkpoint, resolve("cpu"), artifacts, tp, dtype, tiny.gemma_root)
+        workspace = Workspace(
+            tiny.checkpoint, resolve("cpu"), artifacts, tp, dtype, tiny.gemma_root
+        )
         return workspace.shard_dit()[0] if model == "dit" else workspace.shard_gemma3()
 
     return folder
@@ -634,9 +779,15 @@ def made(tiny, tmp_path_factory):
 @pytest.mark.parametrize("model", ["dit", "gemma3"])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((4, "float32"), (2, "float32")), ((1, "bfloat16"), (4, "bfloat16")), ((4, "float32"), (1, "bfloat16"))],
+    [
+        ((4, "float32"), (2, "float32")),
+        ((1, "bfloat16"), (4, "bfloat16")),
+        ((4, "float32"), (1, "bfloat16")),
+    ],
 )
-def test_rank_files_cut_anew_are_those_that_the_checkpoint_gives(made, tmp_path, model, before, after):
+def test_rank_files_cut_anew_are_those_that_the_checkpoint_gives(
+    made, tmp_path, model, before, after
+):
     folder = reshard(made(model, *before), tmp_path, model, *after)
     wanted = made(model, *after)
     assert folder.name == wanted.name  # found by everything that looks for it

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from ltx_neuron import recorder as recording
-from ltx_neuron import report as latency
-from ltx_neuron import report_plot
 from ltx_neuron.errors import UserError
-from ltx_neuron.recorder import PHASES, Recorder
+from ltx_neuron.report import plot
+from ltx_neuron.report import recorder as recording
+from ltx_neuron.report import table as latency
+from ltx_neuron.report.__main__ import main as report_main
+from ltx_neuron.report.recorder import PHASES, Recorder
 
 JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
 MEGABYTE = 1_000_000
-STEP_TIMING_SHARE = 0.01  # of a step: what recording it may cost (the samplers' own budgets are a quarter of that each)
+# of a step: what recording it may cost (the samplers' own budgets are a quarter of that each)
+STEP_TIMING_SHARE = 0.01
 
 
 def recorded(stage_1=(900.0, 100.0, 110.0, 120.0), stage_2=(500.0, 300.0), peak_flops=1e12) -> dict:
@@ -65,7 +67,9 @@ def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
     assert [phase["name"] for phase in report["phases"]] == ["load_gemma3", "encode_text"]
     first, second = (phase["seconds"] for phase in report["phases"])
     assert 0.02 <= first < 0.2 and 0.01 <= second < 0.2
-    assert report["residual_seconds"] == pytest.approx(report["end_to_end_seconds"] - first - second)
+    assert report["residual_seconds"] == pytest.approx(
+        report["end_to_end_seconds"] - first - second
+    )
     assert 0.05 <= report["residual_seconds"] < 0.5
 
 
@@ -74,7 +78,10 @@ def test_phases_do_not_nest_and_have_only_the_known_names():
     with pytest.raises(ValueError, match="unknown phase 'cook'"), recorder.phase("cook"):
         pass
     with recorder.phase("upsample"):
-        with pytest.raises(RuntimeError, match="warmup starts inside phase upsample"), recorder.phase("warmup"):
+        with (
+            pytest.raises(RuntimeError, match="warmup starts inside phase upsample"),
+            recorder.phase("warmup"),
+        ):
             pass
         with pytest.raises(RuntimeError, match="inside phase upsample"):
             recorder.report({}, "cpu", 1, {}, {})
@@ -106,9 +113,12 @@ def beside_the_main_line(recorder: Recorder, name: str, until: threading.Event) 
 
 
 def overlapped() -> dict:
-    """Denoising of 30 ms on the main line and 20 ms of nothing, beside video decoding that lasts longer, and audio with it."""
+    """Denoising of 30 ms on the main line and 20 ms of nothing, beside video decoding that lasts
+    longer, and audio with it."""
     recorder, until = Recorder(), threading.Event()
-    threads = [beside_the_main_line(recorder, name, until) for name in ("decode_video", "decode_audio")]
+    threads = [
+        beside_the_main_line(recorder, name, until) for name in ("decode_video", "decode_audio")
+    ]
     with recorder.phase("denoise_stage_1"):
         time.sleep(0.03)
     time.sleep(0.02)
@@ -121,7 +131,9 @@ def overlapped() -> dict:
 def test_every_moment_counts_for_one_phase_and_the_time_beside_another_is_told_apart():
     report = overlapped()
     phases = {phase["name"]: phase for phase in report["phases"]}
-    denoise, video, audio = (phases[name] for name in ("denoise_stage_1", "decode_video", "decode_audio"))
+    denoise, video, audio = (
+        phases[name] for name in ("denoise_stage_1", "decode_video", "decode_audio")
+    )
     assert "overlapped_seconds" not in denoise and denoise["seconds"] >= 0.03
     assert video["seconds"] >= 0.02 and video["overlapped_seconds"] >= denoise["seconds"]
     assert audio["seconds"] < audio["overlapped_seconds"] and audio["overlapped_seconds"] >= 0.05
@@ -133,7 +145,11 @@ def test_every_moment_counts_for_one_phase_and_the_time_beside_another_is_told_a
 
 def test_time_beside_other_phases_is_shown_only_where_there_is_some():
     text, plain = latency.table(overlapped()), latency.table(recorded())
-    assert "overlapped s" in text and "overlapped" not in plain and max(map(len, text.splitlines())) <= 100
+    assert (
+        "overlapped s" in text
+        and "overlapped" not in plain
+        and max(map(len, text.splitlines())) <= 100
+    )
     assert "phases.decode_video.overlapped_seconds" in latency.numbers(overlapped())
     wrong = overlapped()
     wrong["phases"][0]["overlapped_seconds"] = "1"
@@ -168,7 +184,9 @@ def test_peak_memory_sees_a_child_that_grows_and_shrinks_within_the_phase():
         pass
     here.send("end")
     child.join()
-    before, during, after = (phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"])
+    before, during, after = (
+        phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"]
+    )
     assert 50 * MEGABYTE < during - before < 90 * MEGABYTE
     assert during - after > 50 * MEGABYTE
 
@@ -180,25 +198,38 @@ def test_peak_memory_sees_a_grandchild_that_starts_within_the_phase():
     with recorder.phase("load_gemma3"):
         pass
     with recorder.phase("encode_text"):
-        process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=True
+        )
         process.stdout.readline()
     os.killpg(process.pid, 9)
     process.wait()
     process.stdout.close()
-    before, during = (phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"])
+    before, during = (
+        phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"]
+    )
     assert during - before > 60 * MEGABYTE
 
 
-def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_the_phase(monkeypatch):
-    monkeypatch.setattr(recording._PeakMemory, "SHARE_OF_CORE", 0.02)  # list often, not at every sample
+def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_the_phase(
+    monkeypatch,
+):
+    monkeypatch.setattr(
+        recording._PeakMemory, "SHARE_OF_CORE", 0.02
+    )  # list often, not at every sample
     recorder = Recorder()
     with recorder.phase("load_gemma3"):
         pass
     with recorder.phase("decode_audio"):
         for size in (1, 60 * MEGABYTE):
-            subprocess.run([sys.executable, "-c", f"import time; held = b'x' * {size}; time.sleep(0.8)"], check=True)
+            subprocess.run(
+                [sys.executable, "-c", f"import time; held = b'x' * {size}; time.sleep(0.8)"],
+                check=True,
+            )
             time.sleep(0.1)
-    before, during = (phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"])
+    before, during = (
+        phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"]
+    )
     assert during - before > 60 * MEGABYTE
 
 
@@ -231,7 +262,9 @@ def share_of_timing(steps: int = 25, step_seconds: float = 0.02) -> float:
 
 
 def test_timing_a_step_costs_less_than_a_hundredth_of_it():
-    shares = (share_of_timing() for _ in range(10))  # a virtual machine's CPU time has some of its neighbours' in it
+    shares = (
+        share_of_timing() for _ in range(10)
+    )  # a virtual machine's CPU time has some of its neighbours' in it
     assert any(0 < share < STEP_TIMING_SHARE for share in shares)
 
 
@@ -254,7 +287,9 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
         "end_to_end_seconds",
         "residual_seconds",
     ]
-    assert {key: report[key] for key in ("schema", "job", "profile", "tp", "versions", "identity")} == {
+    assert {
+        key: report[key] for key in ("schema", "job", "profile", "tp", "versions", "identity")
+    } == {
         "schema": 1,
         "job": JOB,
         "profile": "cpu",
@@ -272,15 +307,30 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
 def test_the_cold_step_is_kept_in_the_list_and_stays_out_of_the_warm_numbers():
     report = recorded()
     assert report["denoise_steps_ms"] == {"stage_1": [900, 100, 110, 120], "stage_2": [500, 300]}
-    assert report["warm_step_ms"]["stage_1"] == {"median": 110, "p90": pytest.approx(118), "host": 27.5, "device": 82.5}
-    assert report["warm_step_ms"]["stage_2"] == {"median": 300, "p90": 300, "host": 75, "device": 225}
+    assert report["warm_step_ms"]["stage_1"] == {
+        "median": 110,
+        "p90": pytest.approx(118),
+        "host": 27.5,
+        "device": 82.5,
+    }
+    assert report["warm_step_ms"]["stage_2"] == {
+        "median": 300,
+        "p90": 300,
+        "host": 75,
+        "device": 225,
+    }
 
 
 @pytest.mark.parametrize("steps", [(), (500.0,)])
 def test_a_stage_without_a_warm_step_has_null_numbers(steps):
     report = recorded(stage_1=steps, stage_2=())
     assert report["denoise_steps_ms"] == {"stage_1": list(steps), "stage_2": []}
-    assert report["warm_step_ms"]["stage_1"] == {"median": None, "p90": None, "host": None, "device": None}
+    assert report["warm_step_ms"]["stage_1"] == {
+        "median": None,
+        "p90": None,
+        "host": None,
+        "device": None,
+    }
     assert report["percent_of_peak"] is None
     assert "no warm step" in latency.table(report)
     latency.validate(report)
@@ -326,9 +376,16 @@ def test_the_table_shows_every_part_within_100_columns():
     assert rows["stage_1"] == ["stage_1", "4", "900.000", "110.000", "118.000", "27.500", "82.500"]
     assert rows["stage_2"] == ["stage_2", "2", "500.000", "300.000", "300.000", "75.000", "225.000"]
     assert "each step of stage_1, ms: 900.0 100.0 110.0 120.0" in text
-    assert text.count("decode_video") == 1 and float(rows["decode_video"][1]) >= 0.004  # two of 2 ms, summed
+    assert (
+        text.count("decode_video") == 1 and float(rows["decode_video"][1]) >= 0.004
+    )  # two of 2 ms, summed
     assert rows["end"][-2:] == ["100.0", "%"]
-    for part in ("residual", "bytes to device per step  2,000,000", "96, 5.000 MB", "percent of peak           10.0 %"):
+    for part in (
+        "residual",
+        "bytes to device per step  2,000,000",
+        "96, 5.000 MB",
+        "percent of peak           10.0 %",
+    ):
         assert part in text
     assert "no peak for this profile" in latency.table(recorded(peak_flops=None))
 
@@ -338,7 +395,9 @@ def test_comparison_shows_ratios_and_what_differs_between_the_jobs():
     after["job"] = {**JOB, "height": 768}
     text = latency.compare(before, after)
     assert "warm_step_ms.stage_1.median" in text and "differs: job.height: 384 -> 768" in text
-    line = next(line for line in text.splitlines() if line.startswith("warm_step_ms.stage_1.median"))
+    line = next(
+        line for line in text.splitlines() if line.startswith("warm_step_ms.stage_1.median")
+    )
     assert line.split()[1:] == ["110.000", "55.000", "0.500"]
     assert max(map(len, text.splitlines())) <= 100
 
@@ -346,15 +405,24 @@ def test_comparison_shows_ratios_and_what_differs_between_the_jobs():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda report: report.update(schema=2), "not a latency report of schema 1: its schema is 2"),
+        (
+            lambda report: report.update(schema=2),
+            "not a latency report of schema 1: its schema is 2",
+        ),
         (lambda report: report.pop("phases"), r"missing \['phases'\]"),
         (lambda report: report.update(extra=1), r"unexpected \['extra'\]"),
         (lambda report: report.update(tp=True), "tp: got True, wanted int"),
         (lambda report: report.update(end_to_end_seconds=None), "end_to_end_seconds: got None"),
         (lambda report: report.update(residual_seconds=float("nan")), "residual_seconds: got nan"),
-        (lambda report: report["phases"][1].update(seconds="1"), r"phases\[1\]: seconds: got '1', wanted int \| float"),
+        (
+            lambda report: report["phases"][1].update(seconds="1"),
+            r"phases\[1\]: seconds: got '1', wanted int \| float",
+        ),
         (lambda report: report["phases"][1].update(name="cook"), "unknown phase 'cook'"),
-        (lambda report: report["denoise_steps_ms"].update(stage_1={}), "stage_1: got {}, wanted list"),
+        (
+            lambda report: report["denoise_steps_ms"].update(stage_1={}),
+            "stage_1: got {}, wanted list",
+        ),
     ],
 )
 def test_a_file_that_is_not_a_report_is_refused_by_name(change, message):
@@ -372,19 +440,26 @@ def test_other_json_is_refused(other):
 
 def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_path, capsys):
     path = write(tmp_path, recorded())
-    latency.main([path, "--max", "warm_step_ms.stage_1.median=110", "end_to_end_seconds=60"])
+    report_main([path, "--max", "warm_step_ms.stage_1.median=110", "end_to_end_seconds=60"])
     with pytest.raises(SystemExit) as stop:
-        latency.main([path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5"])
+        report_main(
+            [path, "--max", "end_to_end_seconds=60", "--max", "warm_step_ms.stage_1.median=109.5"]
+        )
     assert stop.value.code == 1
-    assert capsys.readouterr().err == f"{path}: warm_step_ms.stage_1.median is 110, allowed is 109.5\n"
+    assert (
+        capsys.readouterr().err == f"{path}: warm_step_ms.stage_1.median is 110, allowed is 109.5\n"
+    )
     with pytest.raises(SystemExit):
-        latency.main([path, "--max", "phases.decode_video.seconds=0.003"])  # two of 2 ms, summed
+        report_main([path, "--max", "phases.decode_video.seconds=0.003"])  # two of 2 ms, summed
 
 
 @pytest.mark.parametrize(
     "limit, message",
     [
-        ("warm_step_ms.stage1.median=1", "is not a number of this report; near it: warm_step_ms.stage_1.median"),
+        (
+            "warm_step_ms.stage1.median=1",
+            "is not a number of this report; near it: warm_step_ms.stage_1.median",
+        ),
         ("percent_of_peak=1", "has no value in this run"),
         ("profile=1", "profile is not a number"),
         ("end_to_end_seconds", "wanted NAME=VALUE"),
@@ -394,7 +469,7 @@ def test_a_limit_kept_passes_and_a_limit_exceeded_exits_1_with_both_numbers(tmp_
 )
 def test_a_limit_that_cannot_be_checked_is_an_error(limit, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        latency.main([write(tmp_path, recorded(peak_flops=None)), "--max", limit])
+        report_main([write(tmp_path, recorded(peak_flops=None)), "--max", limit])
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
@@ -402,7 +477,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
         [sys.executable, "-m", "ltx_neuron.report", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(latency.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(latency.__file__).parents[2])},
     )
 
 
@@ -415,7 +490,9 @@ def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(t
     broken.write_text("{")
     for path in (broken, tmp_path / "absent.json", tmp_path):
         bad = command(str(path))
-        assert bad.returncode == 2 and bad.stderr.startswith(f"error: cannot read {path}"), bad.stderr
+        assert bad.returncode == 2 and bad.stderr.startswith(f"error: cannot read {path}"), (
+            bad.stderr
+        )
         assert "Traceback" not in bad.stderr
 
 
@@ -432,7 +509,7 @@ def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(t
 def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
     from matplotlib import image
 
-    report_plot.plot(reports(), tmp_path / "new" / "plot.png")
+    plot.plot(reports(), tmp_path / "new" / "plot.png")
     assert image.imread(tmp_path / "new" / "plot.png").shape[:2] == (500, 1200)
 
 

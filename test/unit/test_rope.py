@@ -6,27 +6,39 @@ import pytest
 import torch
 from helpers import SIZES, furthest, randn
 
-from ltx_neuron.conditioning import ImageCondition, video_state
 from ltx_neuron.config import gemma_config
-from ltx_neuron.latents import audio_positions, video_positions
-from ltx_neuron.rope import half_rope, rotate, split_rope
+from ltx_neuron.models.rope import half_rope, rotate, split_rope
+from ltx_neuron.sampling.conditioning import ImageCondition, video_state
+from ltx_neuron.sampling.latents import audio_positions, video_positions
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
 THETA = 10000.0
 VIDEO_MAX, AUDIO_MAX, CONNECTOR_MAX = (20, 2048, 2048), (20,), (4096,)
 LATENT, FPS = (7, 3, 4), 24.0
-ROTATION = 1e-6  # ltx-core rotates with fused multiply-adds, we with products and sums: the last bits differ
+# ltx-core rotates with fused multiply-adds, we with products and sums: the last bits differ
+ROTATION = 1e-6
 SHOWS = 0.05  # a mean difference of cosines that no rounding makes: the angle is another one
 
 
 def ltx_tables(grid, max_pos, inner_dim, heads, middles=True):
-    from ltx_core.model.transformer.rope import LTXRopeType, generate_freq_grid_np, precompute_freqs_cis
+    from ltx_core.model.transformer.rope import (
+        LTXRopeType,
+        generate_freq_grid_np,
+        precompute_freqs_cis,
+    )
 
     return precompute_freqs_cis(
-        grid, dim=inner_dim, out_dtype=torch.float32, theta=THETA, max_pos=list(max_pos), use_middle_indices_grid=middles,
-        num_attention_heads=heads, rope_type=LTXRopeType.SPLIT, freq_grid_generator=generate_freq_grid_np,
-    )  # fmt: skip
+        grid,
+        dim=inner_dim,
+        out_dtype=torch.float32,
+        theta=THETA,
+        max_pos=list(max_pos),
+        use_middle_indices_grid=middles,
+        num_attention_heads=heads,
+        rope_type=LTXRopeType.SPLIT,
+        freq_grid_generator=generate_freq_grid_np,
+    )
 
 
 def video_bounds(shape=LATENT, fps=FPS):
@@ -51,11 +63,17 @@ def same_bits(ours, theirs):
 
 
 # Width and heads of a stream, and the entries left over by three axes.
-@pytest.mark.parametrize(("inner", "heads", "padding"), [(32, 4, 1), (40, 4, 2), (80, 8, 1), (4096, 32, 2), (48, 4, 0)])
-def test_video_tables_have_the_bits_of_ltx_core_with_every_count_of_padding_entries(inner, heads, padding):
+@pytest.mark.parametrize(
+    ("inner", "heads", "padding"), [(32, 4, 1), (40, 4, 2), (80, 8, 1), (4096, 32, 2), (48, 4, 0)]
+)
+def test_video_tables_have_the_bits_of_ltx_core_with_every_count_of_padding_entries(
+    inner, heads, padding
+):
     ours = split_rope(video_positions(LATENT, FPS), VIDEO_MAX, inner, heads, THETA)
     assert same_bits(ours, ltx_tables(video_bounds(), VIDEO_MAX, inner, heads))
-    first = ours.cos[0, 0].T  # the first head's entries: those left over come first and turn nothing
+    first = ours.cos[
+        0, 0
+    ].T  # the first head's entries: those left over come first and turn nothing
     assert inner // 2 - 3 * (inner // 6) == padding
     assert (first[:padding] == 1).all() and (ours.sin[0, 0, :, :padding] == 0).all()
     assert (first[padding] != 1).any()
@@ -97,7 +115,9 @@ def test_rotation_is_ltx_cores_split_rotation(name):
     from ltx_core.model.transformer.rope import apply_split_rotary_emb
 
     sizes = SIZES[name]
-    rope = split_rope(video_positions(LATENT, FPS), VIDEO_MAX, sizes.video_inner, sizes.heads, THETA)
+    rope = split_rope(
+        video_positions(LATENT, FPS), VIDEO_MAX, sizes.video_inner, sizes.heads, THETA
+    )
     x = randn(1, sizes.heads, rope.cos.shape[2], sizes.head_dim)
     theirs = apply_split_rotary_emb(x.clone(), *rope)
     assert furthest(rotate(x, rope), theirs) < ROTATION
@@ -112,18 +132,25 @@ def test_rotation_keeps_the_dtype_and_rounds_once():
 
 @pytest.mark.parametrize("layer_type", ["sliding_attention", "full_attention"])
 @pytest.mark.parametrize("head_dim", [8, 256])
-def test_gemma_tables_are_those_of_transformers_for_either_kind_of_layer(layer_type, head_dim, tmp_path):
+def test_gemma_tables_are_those_of_transformers_for_either_kind_of_layer(
+    layer_type, head_dim, tmp_path
+):
     from transformers import Gemma3Config
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
     content = tiny_gemma_config(TinySizes(gemma_head_dim=head_dim))
     (tmp_path / "config.json").write_text(json.dumps(content))
     gemma = gemma_config(tmp_path)
-    base = {"sliding_attention": (gemma.rope_local_base_freq, 1.0), "full_attention": (gemma.rope_theta, gemma.rope_factor)}
+    base = {
+        "sliding_attention": (gemma.rope_local_base_freq, 1.0),
+        "full_attention": (gemma.rope_theta, gemma.rope_factor),
+    }
     positions = torch.arange(1024)
     ours = half_rope(positions, head_dim, *base[layer_type])
     rotary = Gemma3RotaryEmbedding(Gemma3Config.from_dict(content).text_config)
-    cos, sin = rotary(torch.zeros(1), positions[None], layer_type=layer_type)  # both halves are alike
+    cos, sin = rotary(
+        torch.zeros(1), positions[None], layer_type=layer_type
+    )  # both halves are alike
     assert torch.equal(ours.cos[0], cos[..., : head_dim // 2])
     assert torch.equal(ours.sin[0], sin[..., : head_dim // 2])
 
@@ -136,7 +163,8 @@ def test_the_two_kinds_of_gemma_layers_turn_by_other_angles(tiny):
 
 
 def test_positions_stay_fp32_where_ltx_core_1_0_0_rounds_them_to_bf16():
-    """In bf16 44 % of the audio-video cosines are off by more than 0.1: an error of up to 28 ms of sound."""
+    """In bf16 44 % of the audio-video cosines are off by more than 0.1: an error of up to 28 ms of
+    sound."""
     from ltx_core.components.patchifiers import VideoLatentPatchifier
     from ltx_core.tools import VideoLatentTools
     from ltx_core.types import VideoLatentShape
@@ -151,6 +179,9 @@ def test_positions_stay_fp32_where_ltx_core_1_0_0_rounds_them_to_bf16():
     rounded = tools.create_initial_state("cpu", torch.bfloat16).positions[:, :1]
     theirs = ltx_tables(rounded, AUDIO_MAX, 2048, 32)
     assert (ours.cos - theirs[0]).abs().mean() > SHOWS
-    # Where 1.0.0 is wanted all the same, its tables follow from positions rounded as it rounds them.
-    on_request = split_rope(video_positions((16, 1, 1), FPS, torch.bfloat16)[:, :1], AUDIO_MAX, 2048, 32, THETA)
+    # Where 1.0.0 is wanted all the same, its tables follow from positions rounded as it rounds
+    # them.
+    on_request = split_rope(
+        video_positions((16, 1, 1), FPS, torch.bfloat16)[:, :1], AUDIO_MAX, 2048, 32, THETA
+    )
     assert same_bits(on_request, theirs)

@@ -16,7 +16,10 @@ import scale  # noqa: E402
 
 def test_growth_is_the_power_of_the_tokens_between_each_size_and_the_next():
     found = scale.growth("a step", {100: 1.0, 800: 64.0, 200: 2.0}, 2.0)
-    assert [(one.tokens, round(one.exponent, 6)) for one in found] == [((100, 200), 1.0), ((200, 800), 2.5)]
+    assert [(one.tokens, round(one.exponent, 6)) for one in found] == [
+        ((100, 200), 1.0),
+        ((200, 800), 2.5),
+    ]
     assert [one.exceeded for one in found] == [False, True]
 
 
@@ -26,13 +29,29 @@ def test_values_too_small_to_measure_say_nothing():
 
 def test_a_size_is_height_width_and_frames_that_the_model_takes():
     assert scale.tokens_of(scale.parsed("1024x1536x121")) == 24_576
-    for text, said in (("384x512", "wanted HEIGHTxWIDTHxFRAMES"), ("axbxc", "wanted"), ("384x500x25", "multiple of 32")):
+    for text, said in (
+        ("384x512", "wanted HEIGHTxWIDTHxFRAMES"),
+        ("axbxc", "wanted"),
+        ("384x500x25", "multiple of 32"),
+    ):
         with pytest.raises(UserError, match=said):
             scale.parsed(text)
 
 
 def test_a_run_measures_and_plans_every_size_and_draws_them(tmp_path, capsys):
-    scale.main(["--sizes", "64x64x9", "128x192x9", "--tp-degrees", "2", "--rounds", "1", "--out", str(tmp_path / "s")])
+    scale.main(
+        [
+            "--sizes",
+            "64x64x9",
+            "128x192x9",
+            "--tp-degrees",
+            "2",
+            "--rounds",
+            "1",
+            "--out",
+            str(tmp_path / "s"),
+        ]
+    )
     made = json.loads((tmp_path / "s.json").read_text())
     for rows in (made["measured"], made["planned"]):
         assert [(row["video_tokens"], row["tp"]) for row in rows] == [(8, 2), (48, 2)]
@@ -42,7 +61,9 @@ def test_a_run_measures_and_plans_every_size_and_draws_them(tmp_path, capsys):
     assert image.imread(tmp_path / "s.png").shape[:2] == (900, 1200)
     *_, planned, last = capsys.readouterr().out.strip().splitlines()
     assert planned.startswith("planned collective_bytes, tp 2: grows at most as tokens ^ ")
-    assert planned.endswith("allowed 1.001") and last.startswith("a step's time grows at most as tokens ^ ")
+    assert planned.endswith("allowed 1.001") and last.startswith(
+        "a step's time grows at most as tokens ^ "
+    )
 
 
 def test_what_grows_too_fast_is_said(tmp_path, capsys):
@@ -50,4 +71,7 @@ def test_what_grows_too_fast_is_said(tmp_path, capsys):
     row |= dict.fromkeys((*scale.LIMITS["measured"], *scale.LIMITS["planned"]), 1e9)
     rows = [{**row, "video_tokens": 10}, {**row, "video_tokens": 20, "step_ms": 5e9}]
     assert scale.conclude({"measured": rows, "planned": rows}, tmp_path / "s") is True
-    assert "grows too fast: measured step_ms, tp 1, 10 to 20 tokens: ^ 2.32, allowed 2.2" in capsys.readouterr().err
+    assert (
+        "grows too fast: measured step_ms, tp 1, 10 to 20 tokens: ^ 2.32, allowed 2.2"
+        in capsys.readouterr().err
+    )

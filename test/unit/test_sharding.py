@@ -10,19 +10,19 @@ import torch
 from helpers import made_config
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import Bucket, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.gemma3 import layers_first
-from ltx_neuron.parallel import SingleRank
-from ltx_neuron.programs import connector_program, dit_program, gemma3_program
-from ltx_neuron.rankfiles import HOST_FILE, rank_file
-from ltx_neuron.sharder import Layout, cuts_of, shard
-from ltx_neuron.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.models.gemma3 import layers_first
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import connector_program, dit_program, gemma3_program
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
+from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
+from ltx_neuron.weights.sharder import Layout, cuts_of, shard
+from ltx_neuron.weights.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
+from ltx_neuron.weights.tensorfile import TensorFile
 
 TP = 4
 DIT_TENSORS, CONNECTOR_TENSORS = 4186, 258  # of the released checkpoint
@@ -30,7 +30,8 @@ DIT_TENSORS, CONNECTOR_TENSORS = 4186, 258  # of the released checkpoint
 
 @cache
 def released_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names and shapes of the full-size model, by ltx-core's modules on the meta device: none has memory."""
+    """Names and shapes of the full-size model, by ltx-core's modules on the meta device: none has
+    memory."""
     from ltx_core.model.transformer import LTXModelConfigurator
     from ltx_core.text_encoders.gemma.embeddings_connector import (
         AudioEmbeddings1DConnectorConfigurator,
@@ -46,7 +47,9 @@ def released_shapes() -> dict[str, dict[str, tuple[int, ...]]]:
     with torch.device("meta"):
         for prefix, configurator in parts.items():
             tensors = configurator.from_config(released_config()).state_dict()
-            shapes[prefix] = {prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            shapes[prefix] = {
+                prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()
+            }
     return {"dit": shapes[""], "gemma3": shapes["video_connector."] | shapes["audio_connector."]}
 
 
@@ -69,25 +72,42 @@ def layouts(tiny):
     """How shard() lays out the two projections of the text encoder."""
     width = gemma_config(tiny.gemma_root).hidden_size
     names = [f"{stream}_aggregate_embed.weight" for stream in ("video", "audio")]
-    return {"dit": {}, "gemma3": dict.fromkeys(names, Layout(lambda weight: layers_first(weight, width), split=1))}
+    return {
+        "dit": {},
+        "gemma3": dict.fromkeys(names, Layout(lambda weight: layers_first(weight, width), split=1)),
+    }
 
 
 @pytest.fixture(scope="module", params=["dit", "gemma3"])
 def sharded(request, sources, layouts, tmp_path_factory):
     """One model cut into four in fp32, which keeps every bit of bf16 and of fp32 sources."""
     model, folder = request.param, tmp_path_factory.mktemp(request.param)
-    shard(sources[model], folder, {"tp": TP}, TP, torch.float32, cuts_of(sources[model], TP, layouts[model]))
-    return SimpleNamespace(model=model, folder=folder, source=sources[model], layouts=layouts[model])
+    shard(
+        sources[model],
+        folder,
+        {"tp": TP},
+        TP,
+        torch.float32,
+        cuts_of(sources[model], TP, layouts[model]),
+    )
+    return SimpleNamespace(
+        model=model, folder=folder, source=sources[model], layouts=layouts[model]
+    )
 
 
 def test_every_tensor_of_the_tiny_checkpoint_has_exactly_one_row(sources):
     for model, source in sources.items():
-        assert {name: len(rows(model, name)) for name in source.where if len(rows(model, name)) != 1} == {}
+        assert {
+            name: len(rows(model, name)) for name in source.where if len(rows(model, name)) != 1
+        } == {}
 
 
 def test_every_tensor_of_the_released_model_has_exactly_one_row():
     shapes = released_shapes()
-    assert {model: len(found) for model, found in shapes.items()} == {"dit": DIT_TENSORS, "gemma3": CONNECTOR_TENSORS}
+    assert {model: len(found) for model, found in shapes.items()} == {
+        "dit": DIT_TENSORS,
+        "gemma3": CONNECTOR_TENSORS,
+    }
     for model, found in shapes.items():
         assert {name: len(rows(model, name)) for name in found if len(rows(model, name)) != 1} == {}
 
@@ -104,7 +124,10 @@ def test_every_dimension_that_a_row_splits_can_be_split_in_the_released_model():
             split = rule(MODELS[model], name)
             for tp in (4, 8, 16, 32):
                 local = local_shape(shape, split, tp, name)
-                assert torch.Size(local).numel() * (tp if split in (COL, ROW) else 1) == torch.Size(shape).numel()
+                assert (
+                    torch.Size(local).numel() * (tp if split in (COL, ROW) else 1)
+                    == torch.Size(shape).numel()
+                )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +153,11 @@ def test_a_tensor_is_split_as_the_computation_wants_it(name, split):
 
 @pytest.mark.parametrize(
     "name",
-    ["transformer_blocks.0.attn3.to_q.weight", "transformer_blocks.0.attn1.to_q.weight_scale", "keyframes_abs_pos_embedding"],
+    [
+        "transformer_blocks.0.attn3.to_q.weight",
+        "transformer_blocks.0.attn1.to_q.weight_scale",
+        "keyframes_abs_pos_embedding",
+    ],
 )
 def test_a_tensor_that_nobody_knows_stops_the_sharder(name, tmp_path):
     with pytest.raises(UserError, match=f"(?s){re.escape(name)}.*0 rows of the dit"):
@@ -158,7 +185,10 @@ def test_a_tensor_found_in_two_files_stops_the_sharder(tmp_path):
     files = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
     for path in files:
         save_file({"language_model.model.norm.weight": torch.ones(4)}, path)
-    with pytest.raises(UserError, match=r"(?s)'norm\.weight' is in two places.*one\.safetensors and .*two\.safetensors"):
+    with pytest.raises(
+        UserError,
+        match=r"(?s)'norm\.weight' is in two places.*one\.safetensors and .*two\.safetensors",
+    ):
         Source(MODELS["gemma3"], [TensorFile(path, "") for path in files])
 
 
@@ -175,7 +205,10 @@ def whole_again(name, split, parts, arranged):
 
 def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(sharded):
     ranks = [load_file(sharded.folder / rank_file(rank)) for rank in range(TP)]
-    host, rules = load_file(sharded.folder / HOST_FILE), {n: sharded.source.split(n) for n in sharded.source.where}
+    host, rules = (
+        load_file(sharded.folder / HOST_FILE),
+        {n: sharded.source.split(n) for n in sharded.source.where},
+    )
     on_ranks = {name for name, split in rules.items() if split != HOST}
     assert all(set(rank) == on_ranks for rank in ranks)
     assert set(host) == set(rules) - on_ranks and host
@@ -196,19 +229,28 @@ def test_ranks_hold_different_parts(sharded):
 
 
 def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, layouts, tiny):
-    gemma, config = gemma_config(tiny.gemma_root), transformer_config(Checkpoint(tiny.checkpoint).config)
+    gemma, config = (
+        gemma_config(tiny.gemma_root),
+        transformer_config(Checkpoint(tiny.checkpoint).config),
+    )
     how = TP, SingleRank(), torch.float32
     programs = {
         "dit": [dit_program(config, Bucket(6, 4, 1, 3), *how, blocks_per_graph=config.num_layers)],
-        "gemma3": [gemma3_program(gemma, config, 8, *how, states=True), connector_program(config, *how)],
+        "gemma3": [
+            gemma3_program(gemma, config, 8, *how, states=True),
+            connector_program(config, *how),
+        ],
     }
     for model, source in sources.items():
         wanted = {
             name: tuple(parameter.shape)
-            for program in programs[model] for graph in program.graphs.values()
+            for program in programs[model]
+            for graph in program.graphs.values()
             for name, parameter in graph.module.named_parameters()
-        }  # fmt: skip
-        got = {cut.name: cut.stored for cut in cuts_of(source, TP, layouts[model]) if cut.split != HOST}
+        }
+        got = {
+            cut.name: cut.stored for cut in cuts_of(source, TP, layouts[model]) if cut.split != HOST
+        }
         assert got == wanted
 
 
@@ -236,7 +278,9 @@ def test_half_heads_of_the_transformer_are_refused():
 
 
 def test_a_tensor_that_does_not_divide_is_refused_by_name():
-    with pytest.raises(UserError, match=r"'to_q' of shape \[6, 4\] cannot be split over 4 ranks along dimension 0"):
+    with pytest.raises(
+        UserError, match=r"'to_q' of shape \[6, 4\] cannot be split over 4 ranks along dimension 0"
+    ):
         local_shape((6, 4), COL, 4, "to_q")
 
 
@@ -247,11 +291,16 @@ def test_a_rank_of_the_released_model_holds_9_gigabytes_of_four():
         if split != HOST:
             sizes[name] = 2 * torch.Size(local_shape(shape, split, TP, name)).numel()
     assert round(sum(sizes.values()) / 1e9, 1) == 9.3
-    # By hand: four matrices of two self and text attentions and of one audio-video attention each way, and a feed-forward
-    # of four times the width. The head gates, biases and tables beside them are three thousandths of a rank.
+    # By hand: four matrices of two self and text attentions and of one audio-video attention each
+    # way, and a feed-forward of four times the width. The head gates, biases and tables beside them
+    # are three thousandths of a rank.
     video, audio = 4096, 2048
     block = (2 * 4 + 8) * (video**2 + audio**2) + 4 * (video + audio) * audio
-    matrices = {n: size for n, size in sizes.items() if re.search(r"blocks.*(_[qkv]|out\.0|proj|net\.2)\.weight", n)}
+    matrices = {
+        n: size
+        for n, size in sizes.items()
+        if re.search(r"blocks.*(_[qkv]|out\.0|proj|net\.2)\.weight", n)
+    }
     assert sum(matrices.values()) == 2 * 48 * block / TP
     assert round(sum(matrices.values()) / 1e9, 2) == 9.26
     assert sum(sizes.values()) - sum(matrices.values()) < 0.005 * sum(sizes.values())

@@ -1,4 +1,5 @@
-"""More ranks than Gemma3 has key-value heads, as 16 ranks and its 8: neighbours share a head, and nothing else changes."""
+"""More ranks than Gemma3 has key-value heads, as 16 ranks and its 8: neighbours share a head, and
+nothing else changes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,16 +11,16 @@ from helpers import one_thread, randn, rel  # noqa: F401
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import gemma_config, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
-from ltx_neuron.gemma3 import Gemma3Encoder, layers_first
-from ltx_neuron.rankfiles import RankSource, file_names, rank_file
-from ltx_neuron.sharder import Layout, cuts_of, shard
-from ltx_neuron.sharding import MODELS
-from ltx_neuron.text import encoder_inputs
+from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
+from ltx_neuron.text.inputs import encoder_inputs
 from ltx_neuron.tiny import TinySizes, make_tiny
+from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.rankfiles import RankSource, file_names, rank_file
+from ltx_neuron.weights.sharder import Layout, cuts_of, shard
+from ltx_neuron.weights.sharding import MODELS
 
 HEADS, KEY_VALUE_HEADS, TOKENS = 8, 2, 12
 DEGREES = (1, 2, 4, 8)  # a rank holds 2 heads, 1, 1 shared by two ranks, 1 shared by four
@@ -36,7 +37,9 @@ class Together:
     def sum(self, *tensors):
         self._given[threading.get_ident()] = tensors
         self._met.wait(timeout=30)
-        summed = tuple(torch.stack(parts).sum(0) for parts in zip(*self._given.values(), strict=True))
+        summed = tuple(
+            torch.stack(parts).sum(0) for parts in zip(*self._given.values(), strict=True)
+        )
         if self._read.wait(timeout=30) == 0:
             self._given.clear()
         self._met.wait(timeout=30)
@@ -51,13 +54,17 @@ def model(tmp_path_factory):
     assets = make_tiny(folder, TinySizes(layers=1, connector_layers=1, gemma_layers=2, **heads))
     checkpoint, gemma = Checkpoint(assets.checkpoint), gemma_config(assets.gemma_root)
     config = transformer_config(checkpoint.config)
-    source = Source(MODELS["gemma3"], [checkpoint, *gemma_files(assets.gemma_root)], config.heads | gemma.heads)
+    source = Source(
+        MODELS["gemma3"], [checkpoint, *gemma_files(assets.gemma_root)], config.heads | gemma.heads
+    )
     layout = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
     layouts = {f"{stream}_aggregate_embed.weight": layout for stream in ("video", "audio")}
     for tp in DEGREES:
         identity = {"model": "gemma3", "tp": tp, "dtype": "float32"}
         shard(source, folder / f"tp{tp}", identity, tp, torch.float32, cuts_of(source, tp, layouts))
-    return SimpleNamespace(folder=folder, gemma=gemma, config=config, source=source, layouts=layouts)
+    return SimpleNamespace(
+        folder=folder, gemma=gemma, config=config, source=source, layouts=layouts
+    )
 
 
 def ranks_of(model, tp) -> list[dict]:
@@ -66,9 +73,15 @@ def ranks_of(model, tp) -> list[dict]:
 
 def encoded(model, tp):
     """Features of all ranks side by side, and every rank's hidden states."""
-    comm, inputs = Together(tp), encoder_inputs(randn(1, TOKENS, model.gemma.hidden_size), [TOKENS], model.gemma)
+    comm, inputs = (
+        Together(tp),
+        encoder_inputs(randn(1, TOKENS, model.gemma.hidden_size), [TOKENS], model.gemma),
+    )
     with torch.device("meta"):
-        encoders = [Gemma3Encoder(model.gemma, model.config, tp, comm, return_states=True) for _ in range(tp)]
+        encoders = [
+            Gemma3Encoder(model.gemma, model.config, tp, comm, return_states=True)
+            for _ in range(tp)
+        ]
 
     def run(encoder, weights):
         mine = {name: weights[name] for name, _ in encoder.named_parameters()}
@@ -77,7 +90,9 @@ def encoded(model, tp):
 
     with ThreadPoolExecutor(tp) as pool:
         outputs = list(pool.map(run, encoders, ranks_of(model, tp)))
-    return torch.cat([out.video_features for out in outputs], -1), [out.hidden_states for out in outputs]
+    return torch.cat([out.video_features for out in outputs], -1), [
+        out.hidden_states for out in outputs
+    ]
 
 
 @pytest.mark.parametrize("tp", DEGREES[1:])
@@ -96,7 +111,9 @@ def test_each_rank_holds_the_key_value_heads_of_its_queries(model, tp):
         for rank, weights in enumerate(ranks_of(model, tp)):
             queries = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
             wanted = sorted({query * KEY_VALUE_HEADS // HEADS for query in queries})
-            assert torch.equal(weights[name.format(kind)], torch.cat([heads[head] for head in wanted]))
+            assert torch.equal(
+                weights[name.format(kind)], torch.cat([heads[head] for head in wanted])
+            )
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 2), (4, 8), (2, 8), (8, 4)])
@@ -105,15 +122,21 @@ def test_rank_files_are_cut_anew_from_files_that_share_heads(model, before, afte
     source.check(after, torch.float32)
     layouts = {}  # the source's tensors are arranged already
     identity = {"model": "gemma3", "tp": after, "dtype": "float32"}
-    shard(source, tmp_path / "again", identity, after, torch.float32, cuts_of(source, after, layouts))
+    shard(
+        source, tmp_path / "again", identity, after, torch.float32, cuts_of(source, after, layouts)
+    )
     for name in file_names(after):
-        assert (tmp_path / "again" / name).read_bytes() == (model.folder / f"tp{after}" / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == (
+            model.folder / f"tp{after}" / name
+        ).read_bytes()
     assert (tmp_path / "again" / MANIFEST).is_file()
 
 
 def test_degrees_that_cut_a_head_are_refused(model):
     for tp in (3, 6, 16):
-        with pytest.raises(UserError, match=rf"degree {tp} does not divide Gemma num_attention_heads=8"):
+        with pytest.raises(
+            UserError, match=rf"degree {tp} does not divide Gemma num_attention_heads=8"
+        ):
             model.gemma.check_tensor_parallel(tp)
     for tp in DEGREES:
         model.gemma.check_tensor_parallel(tp)

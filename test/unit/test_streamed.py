@@ -8,11 +8,11 @@ from helpers import one_thread, randn, rel  # noqa: F401
 from safetensors.torch import save_file
 from torch import nn
 
-from ltx_neuron.checkpoint import Source
 from ltx_neuron.errors import UserError
-from ltx_neuron.sharding import MODELS
-from ltx_neuron.streamed import FloatProducts, StreamedLayers, Weights
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.text.streamed import FloatProducts, StreamedLayers, Weights
+from ltx_neuron.weights.checkpoint import Source
+from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.tensorfile import TensorFile
 
 EQUAL = 1e-6  # fp32 sums in another order; measured 2e-7
 LAYERS, WIDTH = 3, 24
@@ -50,7 +50,9 @@ def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(
         for index, layer in enumerate(layers):
             for name, value in layer.state_dict().items():
                 assert torch.equal(value.to(dtype), tensors[f"layers.{index}.{name}"].to(dtype))
-            assert layer.input_layernorm.weight.dtype == dtype  # vectors are cast, whatever the matrices are
+            assert (
+                layer.input_layernorm.weight.dtype == dtype
+            )  # vectors are cast, whatever the matrices are
         assert all(parameter.is_meta for parameter in layers.parameters())
 
 
@@ -59,7 +61,10 @@ def test_weights_are_the_files_own_pages_and_mapped_once(stored):
     dtype = next(iter(tensors.values())).dtype  # nothing is cast
     with torch.device("meta"):
         layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", Weights(source, dtype))
-    places = [[value.data_ptr() for layer in layers for value in layer.state_dict().values()] for _ in range(2)]
+    places = [
+        [value.data_ptr() for layer in layers for value in layer.state_dict().values()]
+        for _ in range(2)
+    ]
     assert places[0] == places[1] and len(set(places[0])) == len(tensors)
     maps = Path("/proc/self/maps").read_text().splitlines()
     ours = [line.split()[0] for line in maps if line.endswith("/model.safetensors")]
@@ -70,11 +75,15 @@ def test_weights_are_the_files_own_pages_and_mapped_once(stored):
 def test_the_next_layer_is_announced_to_the_system_before_it_is_its_turn(stored):
     source, _ = stored
     with torch.device("meta"):
-        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", Weights(source, torch.float32))
+        layers = StreamedLayers(
+            [Layer() for _ in range(LAYERS)], "layers.", Weights(source, torch.float32)
+        )
     announced, original = [], source.announce
     source.announce = lambda name: (announced.append(name), original(name))
     for index, _ in enumerate(layers):
-        assert {name.split(".")[1] for name in announced} == {str(i) for i in range(1, min(index + 2, LAYERS))}
+        assert {name.split(".")[1] for name in announced} == {
+            str(i) for i in range(1, min(index + 2, LAYERS))
+        }
     first = list(announced)
     for _ in layers:
         pass
@@ -90,7 +99,7 @@ def test_a_source_without_a_layers_weights_is_refused(stored):
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("outputs", [10, 3000])  # in one piece, and in several
 def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, monkeypatch):
-    monkeypatch.setattr("ltx_neuron.streamed._PIECE", 2**15)
+    monkeypatch.setattr("ltx_neuron.text.streamed._PIECE", 2**15)
     layer = nn.Linear(WIDTH, outputs).requires_grad_(False)
     x, wanted = randn(2, 7, WIDTH), None
     layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from helpers import STREAMS, one_thread, rel  # noqa: F401
 
-from ltx_neuron import text
-from ltx_neuron.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
-from ltx_neuron.guidance import NEGATIVE_PROMPT
-from ltx_neuron.sharding import MODELS
+from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT
+from ltx_neuron.text import encoders, inputs
+from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.sharding import MODELS
 
 ALONE = 1e-6  # the sums of an attention have more, masked, summands; measured 3e-7
 SHOWS = 0.01  # what another position, or seeing the other prompt, changes at least
@@ -21,21 +21,27 @@ def encoder(tiny):
     checkpoint = Checkpoint(tiny.checkpoint)
     source = Source(MODELS["gemma3"], [checkpoint, *gemma_files(tiny.gemma_root)])
     config = transformer_config(checkpoint.config)
-    return text.HostTextEncoder(source, gemma_config(tiny.gemma_root), config, torch.float32)
+    return encoders.HostTextEncoder(source, gemma_config(tiny.gemma_root), config, torch.float32)
 
 
 @pytest.fixture(scope="module")
 def ids(tiny):
-    tokenizer = text.tokenizer(tiny.gemma_root)
-    return lambda prompt: text.tokenize(tokenizer, prompt)
+    tokenizer = inputs.tokenizer(tiny.gemma_root)
+    return lambda prompt: inputs.tokenize(tokenizer, prompt)
 
 
 def distances(got, wanted) -> dict[str, float]:
     assert torch.equal(got.attention_mask, wanted.attention_mask)
-    return {name: rel(getattr(got, name), getattr(wanted, name)) for name in (*STREAMS, "hidden_states")}
+    return {
+        name: rel(getattr(got, name), getattr(wanted, name)) for name in (*STREAMS, "hidden_states")
+    }
 
 
-@pytest.mark.parametrize("pair", [(PUPPY, NIGHT), (NIGHT, PUPPY), (PUPPY, PUPPY)], ids=["longer first", "shorter", "equal"])
+@pytest.mark.parametrize(
+    "pair",
+    [(PUPPY, NIGHT), (NIGHT, PUPPY), (PUPPY, PUPPY)],
+    ids=["longer first", "shorter", "equal"],
+)
 def test_a_prompt_packed_with_its_negative_is_encoded_as_alone(encoder, ids, pair):
     together = encoder.encode([ids(prompt) for prompt in pair])
     alone = [encoder.encode([ids(prompt)])[0] for prompt in pair]
@@ -43,7 +49,14 @@ def test_a_prompt_packed_with_its_negative_is_encoded_as_alone(encoder, ids, pai
     print(found)
     assert max(max(each.values()) for each in found) <= ALONE
     if pair[0] != pair[1]:
-        assert min(distances(together[0], alone[0]._replace(attention_mask=together[0].attention_mask)).values()) <= ALONE
+        assert (
+            min(
+                distances(
+                    together[0], alone[0]._replace(attention_mask=together[0].attention_mask)
+                ).values()
+            )
+            <= ALONE
+        )
         for stream in STREAMS:  # and the two are not the same thing, nor in the other order
             assert rel(getattr(together[0], stream), getattr(alone[1], stream)) > SHOWS
 
@@ -56,15 +69,15 @@ def test_the_default_negative_prompt_packs_as_well(encoder, ids):
 
 def embeddings(encoder, *prompts):
     table = encoder.source.tensor("embed_tokens.weight")
-    return text.embed(table[[i for prompt in prompts for i in prompt]], torch.float32)[None]
+    return encoders.embed(table[[i for prompt in prompts for i in prompt]], torch.float32)[None]
 
 
 def test_prompts_do_not_see_each_other_or_the_padding(encoder, ids):
     counts, bucket = [5, 3], 12
-    inputs = text.encoder_inputs(torch.zeros(1, bucket, 32), counts, encoder.gemma)
+    inputs = encoders.encoder_inputs(torch.zeros(1, bucket, 32), counts, encoder.gemma)
     seen = inputs.attention_mask[0, 0] == 0
     padding, first, second = slice(0, 4), slice(4, 9), slice(9, 12)
-    assert text.prompt_slices(counts, bucket) == [first, second]
+    assert encoders.prompt_slices(counts, bucket) == [first, second]
     for rows, own in ((padding, padding), (first, first), (second, second)):
         count = own.stop - own.start
         assert torch.equal(seen[rows, own], torch.ones(count, count, dtype=torch.bool).tril())
@@ -72,9 +85,9 @@ def test_prompts_do_not_see_each_other_or_the_padding(encoder, ids):
 
 
 def test_each_prompt_has_the_positions_it_has_when_padded_alone_to_1024(encoder):
-    packed = text.encoder_inputs(torch.zeros(1, 8, 32), [5, 3], encoder.gemma)
-    for count, part in zip((5, 3), text.prompt_slices([5, 3], 8), strict=True):
-        alone = text.encoder_inputs(torch.zeros(1, TEXT_TOKENS, 32), [count], encoder.gemma)
+    packed = encoders.encoder_inputs(torch.zeros(1, 8, 32), [5, 3], encoder.gemma)
+    for count, part in zip((5, 3), encoders.prompt_slices([5, 3], 8), strict=True):
+        alone = encoders.encoder_inputs(torch.zeros(1, TEXT_TOKENS, 32), [count], encoder.gemma)
         for name in ("local_cos", "local_sin", "global_cos", "global_sin"):
             got, wanted = getattr(packed, name), getattr(alone, name)
             assert torch.equal(got[..., part, :], wanted[..., TEXT_TOKENS - count :, :]), name
@@ -86,17 +99,17 @@ def test_a_pass_may_have_padding_before_the_prompts(encoder, ids, spare):
     prompts = ids(PUPPY), ids(NIGHT)
     counts = [len(prompt) for prompt in prompts]
     rows = torch.cat([torch.zeros(1, spare, 32), embeddings(encoder, *prompts)], dim=1)
-    slices = text.prompt_slices(counts, rows.shape[1])
+    slices = encoders.prompt_slices(counts, rows.shape[1])
     assert slices[-1].stop == rows.shape[1] and slices[0].start == spare
     assert [part.stop - part.start for part in slices] == counts
 
 
 def test_pairs_that_do_not_fit_are_encoded_in_two_passes():
     short, long = [2] * 24, [3] * 1000
-    assert text.passes([short, long]) == [[short, long]]
-    assert text.passes([short, [*long, 3]]) == [[short], [[*long, 3]]]
-    assert text.bucket_for([short, long], (128, 1024)) == 1024
-    assert text.bucket_for([short, short], (48, 128)) == 48
+    assert encoders.passes([short, long]) == [[short, long]]
+    assert encoders.passes([short, [*long, 3]]) == [[short], [[*long, 3]]]
+    assert encoders.bucket_for([short, long], (128, 1024)) == 1024
+    assert encoders.bucket_for([short, short], (48, 128)) == 48
 
 
 def test_a_long_pair_comes_out_in_order_and_as_alone(encoder, ids):

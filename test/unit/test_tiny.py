@@ -1,4 +1,5 @@
-"""The tiny assets have the released format and can be loaded by those who read the released files."""
+"""The tiny assets have the released format and can be loaded by those who read the released
+files."""
 
 import json
 import re
@@ -12,16 +13,27 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ltx_neuron.decode import import_ltx_core
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.tiny import TinySizes, assets_in, make_tiny
 from ltx_neuron.tiny.config import merge, released_config
 from ltx_neuron.tiny.weights import DIFFUSION
 
 OTHER_SIZES = TinySizes(
-    layers=3, heads=8, head_dim=10, audio_head_dim=6, connector_layers=1, gemma_layers=6, gemma_heads=4,
-    gemma_kv_heads=2, gemma_head_dim=16, gemma_hidden=48, gemma_vocab=600, gemma_sliding_window_pattern=3, seed=5,
-)  # fmt: skip
+    layers=3,
+    heads=8,
+    head_dim=10,
+    audio_head_dim=6,
+    connector_layers=1,
+    gemma_layers=6,
+    gemma_heads=4,
+    gemma_kv_heads=2,
+    gemma_head_dim=16,
+    gemma_hidden=48,
+    gemma_vocab=600,
+    gemma_sliding_window_pattern=3,
+    seed=5,
+)
 
 # Released names of one block of the DiT, with the choices in place of the list.
 ATTENTION = r"(attn[12]|audio_attn[12]|audio_to_video_attn|video_to_audio_attn)"
@@ -34,18 +46,33 @@ RELEASED_BLOCK = (
 )
 RELEASED_BLOCK_TENSORS = 86
 RELEASED_OUTSIDE_BLOCKS = {
-    f"{DIFFUSION}{name}.{kind}" for kind in ("weight", "bias") for name in (
-        "patchify_proj", "audio_patchify_proj", "proj_out", "audio_proj_out",
+    f"{DIFFUSION}{name}.{kind}"
+    for kind in ("weight", "bias")
+    for name in (
+        "patchify_proj",
+        "audio_patchify_proj",
+        "proj_out",
+        "audio_proj_out",
         *(
             f"{table}_single.{layer}"
             for table in (
-                "adaln", "audio_adaln", "prompt_adaln", "audio_prompt_adaln", "av_ca_a2v_gate_adaln",
-                "av_ca_v2a_gate_adaln", "av_ca_video_scale_shift_adaln", "av_ca_audio_scale_shift_adaln",
+                "adaln",
+                "audio_adaln",
+                "prompt_adaln",
+                "audio_prompt_adaln",
+                "av_ca_a2v_gate_adaln",
+                "av_ca_v2a_gate_adaln",
+                "av_ca_video_scale_shift_adaln",
+                "av_ca_audio_scale_shift_adaln",
             )
-            for layer in ("emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2", "linear")
+            for layer in (
+                "emb.timestep_embedder.linear_1",
+                "emb.timestep_embedder.linear_2",
+                "linear",
+            )
         ),
     )
-} | {f"{DIFFUSION}scale_shift_table", f"{DIFFUSION}audio_scale_shift_table"}  # fmt: skip
+} | {f"{DIFFUSION}scale_shift_table", f"{DIFFUSION}audio_scale_shift_table"}
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +91,17 @@ def metadata(path: Path) -> dict:
 
 
 def part(weights: dict, prefix: str) -> dict:
-    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): weight
+        for name, weight in weights.items()
+        if name.startswith(prefix)
+    }
 
 
 def every_tensor(assets) -> dict:
-    files = [path for path in assets if path.suffix == ".safetensors"] + [assets.gemma_root / "model.safetensors"]
+    files = [path for path in assets if path.suffix == ".safetensors"] + [
+        assets.gemma_root / "model.safetensors"
+    ]
     return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -77,12 +110,16 @@ def test_every_block_has_the_released_names(tiny):
     for block in range(2):
         names = part(weights, f"{DIFFUSION}transformer_blocks.{block}.")
         assert len(names) == RELEASED_BLOCK_TENSORS
-        assert [name for name in names if not any(re.fullmatch(known, name) for known in RELEASED_BLOCK)] == []
+        assert [
+            name for name in names if not any(re.fullmatch(known, name) for known in RELEASED_BLOCK)
+        ] == []
 
 
 def test_the_rest_of_the_transformer_has_the_released_names(tiny):
     names = {name for name in load_file(tiny.checkpoint) if name.startswith(DIFFUSION)}
-    assert {name for name in names if "_blocks." not in name and "connector" not in name} == RELEASED_OUTSIDE_BLOCKS
+    assert {
+        name for name in names if "_blocks." not in name and "connector" not in name
+    } == RELEASED_OUTSIDE_BLOCKS
     connectors = {name.split(".")[2] for name in names if "connector" in name}
     assert connectors == {"video_embeddings_connector", "audio_embeddings_connector"}
 
@@ -91,17 +128,27 @@ def test_the_checkpoint_holds_the_parts_of_the_release_and_nothing_else(tiny):
     names = load_file(tiny.checkpoint)
     prefixes = {".".join(name.split(".")[:2]) for name in names}
     assert prefixes == {
-        "model.diffusion_model", "vae.encoder", "vae.decoder", "vae.per_channel_statistics", "audio_vae.encoder",
-        "audio_vae.decoder", "audio_vae.per_channel_statistics", "vocoder.vocoder", "vocoder.bwe_generator",
-        "vocoder.mel_stft", "text_embedding_projection.video_aggregate_embed",
+        "model.diffusion_model",
+        "vae.encoder",
+        "vae.decoder",
+        "vae.per_channel_statistics",
+        "audio_vae.encoder",
+        "audio_vae.decoder",
+        "audio_vae.per_channel_statistics",
+        "vocoder.vocoder",
+        "vocoder.bwe_generator",
+        "vocoder.mel_stft",
+        "text_embedding_projection.video_aggregate_embed",
         "text_embedding_projection.audio_aggregate_embed",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("made", ["tiny", "other"])
 def test_scale_shift_tables_are_fp32_and_all_else_is_bf16(made, request):
     for (_, name), tensor in every_tensor(request.getfixturevalue(made)).items():
-        assert tensor.dtype == (torch.float32 if "scale_shift_table" in name else torch.bfloat16), name
+        assert tensor.dtype == (torch.float32 if "scale_shift_table" in name else torch.bfloat16), (
+            name
+        )
 
 
 @pytest.mark.parametrize("made", ["tiny", "other"])
@@ -117,7 +164,10 @@ def test_the_metadata_is_the_released_config_with_other_sizes(tiny):
     assert found["model_version"] == "2.3.0"
     assert config.keys() == released_config().keys()
     assert config["transformer"].keys() == released_config()["transformer"].keys()
-    assert (config["transformer"]["num_layers"], config["transformer"]["cross_attention_dim"]) == (2, 32)
+    assert (config["transformer"]["num_layers"], config["transformer"]["cross_attention_dim"]) == (
+        2,
+        32,
+    )
 
 
 def test_config_overrides_reach_the_metadata_and_the_weights(tmp_path):
@@ -126,10 +176,16 @@ def test_config_overrides_reach_the_metadata_and_the_weights(tmp_path):
     found = metadata(assets.checkpoint)
     transformer = json.loads(found["config"])["transformer"]
     assert found["model_version"] == "2.0.0"
-    assert (transformer["num_layers"], transformer["rope_type"], transformer["num_attention_heads"]) == (
-        1, "interleaved", 4,
-    )  # fmt: skip
-    assert not any("transformer_blocks.1." in name for name in load_file(assets.checkpoint) if "connector" not in name)
+    assert (
+        transformer["num_layers"],
+        transformer["rope_type"],
+        transformer["num_attention_heads"],
+    ) == (1, "interleaved", 4)
+    assert not any(
+        "transformer_blocks.1." in name
+        for name in load_file(assets.checkpoint)
+        if "connector" not in name
+    )
 
 
 def test_merging_leaves_the_merged_config_alone():
@@ -146,8 +202,13 @@ def test_ltx_core_loads_every_part_strictly(made, request):
     from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
 
     assets = request.getfixturevalue(made)
-    weights, config = load_file(assets.checkpoint), json.loads(metadata(assets.checkpoint)["config"])
-    transformer = {name: tensor for name, tensor in part(weights, DIFFUSION).items() if "connector" not in name}
+    weights, config = (
+        load_file(assets.checkpoint),
+        json.loads(metadata(assets.checkpoint)["config"]),
+    )
+    transformer = {
+        name: tensor for name, tensor in part(weights, DIFFUSION).items() if "connector" not in name
+    }
     LTXModelConfigurator.from_config(config).load_state_dict(transformer, strict=True)
     VocoderConfigurator.from_config(config).load_state_dict(part(weights, "vocoder."), strict=True)
     for prefix, configurator in (
@@ -156,8 +217,13 @@ def test_ltx_core_loads_every_part_strictly(made, request):
         ("audio_vae.decoder.", AudioDecoderConfigurator),
     ):
         shared = prefix.partition(".")[0] + ".per_channel_statistics."
-        statistics = {f"per_channel_statistics.{name}": tensor for name, tensor in part(weights, shared).items()}
-        configurator.from_config(config).load_state_dict(part(weights, prefix) | statistics, strict=True)
+        statistics = {
+            f"per_channel_statistics.{name}": tensor
+            for name, tensor in part(weights, shared).items()
+        }
+        configurator.from_config(config).load_state_dict(
+            part(weights, prefix) | statistics, strict=True
+        )
 
 
 @pytest.mark.parametrize("made", ["tiny", "other"])
@@ -197,7 +263,10 @@ def test_transformers_reads_the_layer_types_and_both_ropes_from_the_published_co
 
     config = AutoConfig.from_pretrained(tiny.gemma_root).text_config
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2
-    full, sliding = config.rope_parameters["full_attention"], config.rope_parameters["sliding_attention"]
+    full, sliding = (
+        config.rope_parameters["full_attention"],
+        config.rope_parameters["sliding_attention"],
+    )
     assert (full["rope_theta"], full["rope_type"], full["factor"]) == (1e6, "linear", 8.0)
     assert (sliding["rope_theta"], sliding["rope_type"]) == (1e4, "default")
 
@@ -208,8 +277,14 @@ def test_transformers_loads_gemma_whole_and_its_hidden_states_are_lively(made, r
 
     root = request.getfixturevalue(made).gemma_root
     model, loading = Gemma3ForConditionalGeneration.from_pretrained(root, output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
-    tokens = AutoTokenizer.from_pretrained(root)("a man says hello to the world", return_tensors="pt").input_ids
+    assert (
+        not loading["missing_keys"]
+        and not loading["unexpected_keys"]
+        and not loading["mismatched_keys"]
+    )
+    tokens = AutoTokenizer.from_pretrained(root)(
+        "a man says hello to the world", return_tensors="pt"
+    ).input_ids
     with torch.inference_mode():
         hidden = model.model.language_model(tokens, output_hidden_states=True).hidden_states
     for state in hidden:
@@ -218,11 +293,19 @@ def test_transformers_loads_gemma_whole_and_its_hidden_states_are_lively(made, r
 
 
 def test_gemma_has_the_published_names(tiny):
-    names = {re.sub(r"\.\d+\.", ".N.", name) for name in load_file(tiny.gemma_root / "model.safetensors")}
+    names = {
+        re.sub(r"\.\d+\.", ".N.", name) for name in load_file(tiny.gemma_root / "model.safetensors")
+    }
     layer = "language_model.model.layers.N."
     assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == {
-        *(f"{norm}layernorm.weight" for norm in ("input_", "post_attention_", "pre_feedforward_", "post_feedforward_")),
-        *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        *(
+            f"{norm}layernorm.weight"
+            for norm in ("input_", "post_attention_", "pre_feedforward_", "post_feedforward_")
+        ),
+        *(
+            f"self_attn.{name}.weight"
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+        ),
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     }
     assert {"language_model.model.embed_tokens.weight", "language_model.model.norm.weight"} <= names
@@ -242,7 +325,10 @@ def test_the_tokenizer_pads_on_the_left_and_gives_the_text_back(tiny):
     assert encoded.input_ids[padding] == tokenizer.bos_token_id == 2
     assert set(encoded.input_ids[:padding]) == {tokenizer.pad_token_id} == {0}
     assert max(encoded.input_ids) < TinySizes().gemma_vocab
-    assert tokenizer.decode(encoded.input_ids, skip_special_tokens=True) == "a golden retriever, naïve ☂"
+    assert (
+        tokenizer.decode(encoded.input_ids, skip_special_tokens=True)
+        == "a golden retriever, naïve ☂"
+    )
 
 
 def test_the_image_is_a_picture_of_odd_proportions(tiny):
@@ -252,8 +338,15 @@ def test_the_image_is_a_picture_of_odd_proportions(tiny):
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(tiny, tmp_path):
-    again, different = make_tiny(tmp_path / "again"), make_tiny(tmp_path / "different", TinySizes(seed=2))
-    files = sorted(path.relative_to(tiny.image.parent) for path in tiny.image.parent.rglob("*") if path.is_file())
+    again, different = (
+        make_tiny(tmp_path / "again"),
+        make_tiny(tmp_path / "different", TinySizes(seed=2)),
+    )
+    files = sorted(
+        path.relative_to(tiny.image.parent)
+        for path in tiny.image.parent.rglob("*")
+        if path.is_file()
+    )
     assert len(files) == 5 + 6
     for file in files:
         first = (tiny.image.parent / file).read_bytes()
@@ -297,16 +390,23 @@ def test_a_directory_that_holds_a_real_gemma_is_refused(tmp_path):
         ({"gemma_kv_heads": 3}, "gemma_heads divisible by gemma_kv_heads; got 8 and 3"),
     ],
 )
-def test_sizes_the_models_cannot_have_are_refused_before_anything_is_written(sizes, message, tmp_path):
+def test_sizes_the_models_cannot_have_are_refused_before_anything_is_written(
+    sizes, message, tmp_path
+):
     with pytest.raises(UserError, match=message):
         make_tiny(tmp_path / "tiny", TinySizes(**sizes))
     assert not (tmp_path / "tiny").exists()
 
 
-def test_the_command_prints_paths_and_sizes_and_importing_the_module_imports_nothing_heavy(tmp_path):
+def test_the_command_prints_paths_and_sizes_and_importing_the_module_imports_nothing_heavy(
+    tmp_path,
+):
     command = [sys.executable, "-m", "ltx_neuron.tiny", str(tmp_path / "tiny"), "--layers", "1"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert all(str(path) in printed for path in assets_in(tmp_path / "tiny"))
     assert "layers=1 heads=4" in printed
-    check = "import sys, ltx_neuron.tiny; assert not {'torch', 'transformers', 'ltx_core'} & set(sys.modules)"
+    check = (
+        "import sys, ltx_neuron.tiny; assert not {'torch', 'transformers', 'ltx_core'} &"
+        " set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -1,4 +1,5 @@
-"""Rank processes over gloo: what is uploaded, run and downloaded, and that no failure leaves a process or a wait behind."""
+"""Rank processes over gloo: what is uploaded, run and downloaded, and that no failure leaves a
+process or a wait behind."""
 
 import hashlib
 import multiprocessing
@@ -21,23 +22,26 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ltx_neuron.backends import torchdist
-from ltx_neuron.backends.export import Manifest, TorchDistComm, compile_program, fake_process_group
-from ltx_neuron.backends.rank import Shared, finite
-from ltx_neuron.backends.torchdist import NotFiniteError, RankError, RankRefusal, Ranks
+from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.rank import Shared
+from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal, finite
+from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.graphs import Field
 from ltx_neuron.job import Stage
-from ltx_neuron.parallel import Comm, RowLinear
+from ltx_neuron.models.parallel import Comm, RowLinear
+from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import PROFILES
-from ltx_neuron.programs import Graph, Program
-from ltx_neuron.rankfiles import rank_file
+from ltx_neuron.weights.rankfiles import rank_file
 
 SOURCE = Path(torchdist.__file__).parents[2]
 TP, WIDTH = 2, 256  # wide enough that a tensor has more bytes than a command
 EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole
 SHOWS = 0.1  # another step's number, other weights or a part too few
-COMMAND_BYTES = 1000  # what a step may cost the host, over all ranks: a command is a short line, never a tensor
+# what a step may cost the host, over all ranks: a command is a short line, never a tensor
+COMMAND_BYTES = 1000
 SOON = 10  # seconds in which every process must have ended; it takes a tenth of one
 KILLS = 50  # memory that had a name stayed after two of five
 
@@ -56,7 +60,8 @@ class ToyOutputs(NamedTuple):
 
 
 class Toy(nn.Module):
-    """One matrix product split over the ranks, a step's number, and a table of which each rank has its own part."""
+    """One matrix product split over the ranks, a step's number, and a table of which each rank has
+    its own part."""
 
     def __init__(self, width: int, comm: Comm, name: str):
         super().__init__()
@@ -68,22 +73,36 @@ class Toy(nn.Module):
         return ToyOutputs(summed + inputs.step * inputs.x, inputs.table * 2)
 
 
-def make_toy(folder: Path, width: int = WIDTH, names: tuple[str, str] = ("down", "toy")) -> SimpleNamespace:
-    """The program compiled, its weights for all ranks, and whole inputs. names: of its layer and of itself."""
+def make_toy(
+    folder: Path, width: int = WIDTH, names: tuple[str, str] = ("down", "toy")
+) -> SimpleNamespace:
+    """The program compiled, its weights for all ranks, and whole inputs. names: of its layer and of
+    itself."""
     comm = TorchDistComm(TP)
     split = Field((1, 4, width // TP), torch.float32, split=2)
     whole = Field((1, 4, width), torch.float32)
-    fields = {"step": Field((1,), torch.int32), "x": whole, "table": split, "y": whole, "doubled": split}
+    fields = {
+        "step": Field((1,), torch.int32),
+        "x": whole,
+        "table": split,
+        "y": whole,
+        "doubled": split,
+    }
     with torch.device("meta"):
         graph = Graph(Toy(width, comm, names[0]), ToyInputs, ToyOutputs)
     with fake_process_group(TP):
         program = Program({"toy": graph}, {"main": (("toy", 0),)}, fields)
         compile_program(program, folder / "graphs", {}, torch.float32)
-    weights = {seed: write_weights(folder / f"weights{seed}", width, seed, names[0]) for seed in (1, 2)}
+    weights = {
+        seed: write_weights(folder / f"weights{seed}", width, seed, names[0]) for seed in (1, 2)
+    }
     return SimpleNamespace(
-        programs={names[1]: Manifest(folder / "graphs")}, folders={seed: folder / f"weights{seed}" for seed in weights},
-        weights=weights, x=randn(1, 4, width, seed=3), table=randn(1, 4, width, seed=4),
-    )  # fmt: skip
+        programs={names[1]: Manifest(folder / "graphs")},
+        folders={seed: folder / f"weights{seed}" for seed in weights},
+        weights=weights,
+        x=randn(1, 4, width, seed=3),
+        table=randn(1, 4, width, seed=4),
+    )
 
 
 def write_weights(folder: Path, width: int, seed: int, layer: str) -> Tensor:
@@ -179,17 +198,26 @@ def test_hashes_are_over_the_bits_of_the_named_tensors_in_their_order(ranks, toy
 
 
 def test_tensors_arrive_bit_for_bit(ranks, toy):
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-42, 3.4e38, 1.0, -1.0]).repeat(1, 4, WIDTH // 8)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-42, 3.4e38, 1.0, -1.0]).repeat(
+        1, 4, WIDTH // 8
+    )
     ranks.put("toy", x=special, table=special)
     for name in ("x", "table"):
-        assert torch.equal(ranks.get("toy", name).view(torch.int32), special.contiguous().view(torch.int32))
+        assert torch.equal(
+            ranks.get("toy", name).view(torch.int32), special.contiguous().view(torch.int32)
+        )
 
 
 @pytest.mark.parametrize("name", ["x", "table"])
 def test_a_tensor_of_another_shape_is_refused_before_anything_is_sent(ranks, toy, name):
     before, sent = ranks.hashes("x", "table"), ranks.bytes_sent
-    with pytest.raises(ValueError, match=rf"toy\.{name}: got shape \(1, 4, {WIDTH // TP}\), wanted \(1, 4, {WIDTH}\)"):
-        ranks.put("toy", **{name: torch.zeros(1, 4, WIDTH // TP)})  # what a single rank has of the split one
+    with pytest.raises(
+        ValueError,
+        match=rf"toy\.{name}: got shape \(1, 4, {WIDTH // TP}\), wanted \(1, 4, {WIDTH}\)",
+    ):
+        ranks.put(
+            "toy", **{name: torch.zeros(1, 4, WIDTH // TP)}
+        )  # what a single rank has of the split one
     assert ranks.bytes_sent == sent
     assert ranks.hashes("x", "table") == before
 
@@ -215,7 +243,9 @@ def test_a_program_says_what_it_returns(ranks):
 
 def test_a_sequence_reads_and_leaves_tensors_under_other_names(ranks, toy):
     ranks.put("toy", like="x", other=10 * toy.x)
-    ranks.define("toy", "twice", [("main", {"x": "other"}, {"y": "first"}), ("main", {"x": "first"}, {})])
+    ranks.define(
+        "toy", "twice", [("main", {"x": "other"}, {"y": "first"}), ("main", {"x": "first"}, {})]
+    )
     ranks.run("toy", "twice", step=1)
     first = toy.table @ toy.weights[1].T + 10 * toy.x
     assert rel(ranks.get("toy", "y"), toy.table @ toy.weights[1].T + first) < EQUAL
@@ -228,8 +258,11 @@ def test_replaced_weights_serve_the_same_graphs_and_tensors(ranks, toy):
     assert rel(wanted(toy, 3, seed=2), wanted(toy, 3)) > SHOWS
 
 
-def test_two_models_stay_loaded_beside_each_other_and_each_has_its_own_weights(ranks, toy, tmp_path):
-    """What resident=true does: the second model takes nothing from the first, and replacing finds the one it is for."""
+def test_two_models_stay_loaded_beside_each_other_and_each_has_its_own_weights(
+    ranks, toy, tmp_path
+):
+    """What resident=true does: the second model takes nothing from the first, and replacing finds
+    the one it is for."""
     other = make_toy(tmp_path, names=("up", "other"))
     ranks.load(other.folders[1], other.programs, torch.float32)
     ranks.replace_weights(toy.folders[2])
@@ -264,7 +297,9 @@ def test_unloading_frees_weights_and_tensors_and_a_ranks_own_error_reaches_the_h
         freed = [before - resident(pid) for before, pid in zip(loaded, pids, strict=True)]
         assert min(freed) > 0.9 * weight_bytes
         ranks.load(toy.folders[1], toy.programs, torch.float32)
-        with pytest.raises(RankError, match=r"(?s)^rank \d of 2 failed: Traceback.*KeyError: 'x'") as error:
+        with pytest.raises(
+            RankError, match=r"(?s)^rank \d of 2 failed: Traceback.*KeyError: 'x'"
+        ) as error:
             ranks.hashes("x")  # was uploaded before
         assert not isinstance(error.value, UserError)
         assert_all_end(pids)
@@ -280,8 +315,9 @@ def test_an_error_of_one_rank_is_said_by_its_number_and_ends_all(toy, tmp_path):
             ranks.load(tmp_path, toy.programs, torch.float32)
         assert_all_end(pids)
     assert isinstance(error.value, UserError)  # a mistake the user can mend: no traceback
-    assert str(error.value) == (
-        f"rank 1 of 2 failed: {tmp_path / rank_file(1)} does not hold this model's weights:\n"
+    assert (
+        str(error.value)
+        == f"rank 1 of 2 failed: {tmp_path / rank_file(1)} does not hold this model's weights:\n"
         "  missing: down.weight\n  unexpected: up.weight"
     )
 
@@ -301,7 +337,10 @@ def test_a_rank_killed_in_a_run_is_named_and_leaves_no_process(toy):
         killer = threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL))
         killer.start()
         began = time.monotonic()
-        with pytest.raises(RankError, match=r"rank 1 of 2 failed: the process was killed \(SIGKILL\).* memory ran out"):
+        with pytest.raises(
+            RankError,
+            match=r"rank 1 of 2 failed: the process was killed \(SIGKILL\).* memory ran out",
+        ):
             ranks.run("toy", step=1)
         assert 0.3 < time.monotonic() - began < SOON
         assert_all_end(pids)
@@ -315,7 +354,10 @@ def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explai
         ranks.load(weights, toy.programs, torch.float32)
         ranks.put("toy", x=toy.x, table=toy.table)
         os.truncate(weights / rank_file(1), 0)
-        with pytest.raises(RankError, match=r"rank 1 of 2 failed: .* killed \(SIGBUS\): its weight file was cut short"):
+        with pytest.raises(
+            RankError,
+            match=r"rank 1 of 2 failed: .* killed \(SIGBUS\): its weight file was cut short",
+        ):
             ranks.run("toy", step=1)
 
 
@@ -324,13 +366,19 @@ def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
         pids = pids_of(ranks)
         monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
         os.kill(pids[0], signal.SIGSTOP)
-        with pytest.raises(RankError, match="rank 0 of 2 failed: the process gives no sign of life for 2.0 s"):
+        with pytest.raises(
+            RankError, match="rank 0 of 2 failed: the process gives no sign of life for 2.0 s"
+        ):
             ranks.run("toy", step=1)
         assert_all_end(pids)
 
 
-@pytest.mark.parametrize("number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life for 2.0 s")])
-def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(toy, monkeypatch, number, said):
+@pytest.mark.parametrize(
+    "number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life for 2.0 s")]
+)
+def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(
+    toy, monkeypatch, number, said
+):
     monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
     with ready(toy) as ranks:
         pids = pids_of(ranks)
@@ -351,7 +399,10 @@ def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_run(toy, mon
         pids = pids_of(ranks)
         ours, unread = multiprocessing.Pipe()
         pipe, ranks._pipes[1] = ranks._pipes[1], ours
-        with pytest.raises(RankError, match="rank 1 of 2 failed: it hangs; the other ranks waited for it in a sum for 2.0 s"):
+        with pytest.raises(
+            RankError,
+            match="rank 1 of 2 failed: it hangs; the other ranks waited for it in a sum for 2.0 s",
+        ):
             ranks.run("toy", step=1)
         assert_all_end(pids)
         pipe.close()
@@ -372,8 +423,13 @@ if __name__ == "__main__":
 def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_path):
     (tmp_path / "host.py").write_text(HOST)
     before = set(os.listdir("/dev/shm"))
-    host = subprocess.Popen([sys.executable, tmp_path / "host.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            env=os.environ | {"PYTHONPATH": str(SOURCE)})  # fmt: skip
+    host = subprocess.Popen(
+        [sys.executable, tmp_path / "host.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+    )
     store, *pids = host.stdout.readline().split()
     pids = [int(pid) for pid in pids]
     assert alive(pids) == pids and Path(store).exists()
@@ -427,5 +483,8 @@ def test_a_step_whose_latents_are_not_finite_is_named():
     run = object.__new__(StageRun)
     run.ranks, run.bucket = SimpleNamespace(run=fail), SimpleNamespace(name="x")
     run.stage, run.sequence, run.dtype = stage, ["main"] * 2, torch.bfloat16
-    with pytest.raises(RunError, match=r"NaN or Inf in audio_latent after step 2 of 2 of stage_2 \(sigma 0\.5 to 0\)"):
+    with pytest.raises(
+        RunError,
+        match=r"NaN or Inf in audio_latent after step 2 of 2 of stage_2 \(sigma 0\.5 to 0\)",
+    ):
         run.step(1)

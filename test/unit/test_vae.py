@@ -5,24 +5,32 @@ import torch
 from helpers import generator, one_thread, randn, randomised, rel  # noqa: F401
 from torch import nn
 
-from ltx_neuron import vae, winograd
+from ltx_neuron.host import vae, winograd
+from ltx_neuron.host.vae import FastVideoDecoder, unknown_parts
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
-from ltx_neuron.vae import FastVideoDecoder, unknown_parts
 
-# Tens of convolutions: 1.7e-5 with all of them in tiles, 2e-6 with none. A frame, pixel or channel in the wrong place: 0.1.
+# Tens of convolutions: 1.7e-5 with all of them in tiles, 2e-6 with none. A frame, pixel or channel
+# in the wrong place: 0.1.
 FP32 = 5e-5
 LATENTS = [(1, 1, 1), (2, 3, 1), (3, 2, 5)]
 # Not the released order, nor its factors.
-OTHER_ORDER = [["res_x", {"num_layers": 2}], ["compress_space", {"multiplier": 1}], ["compress_all", {"multiplier": 4}],
-               ["res_x", {"num_layers": 1}], ["compress_time", {"multiplier": 2}]]  # fmt: skip
+OTHER_ORDER = [
+    ["res_x", {"num_layers": 2}],
+    ["compress_space", {"multiplier": 1}],
+    ["compress_all", {"multiplier": 4}],
+    ["res_x", {"num_layers": 1}],
+    ["compress_time", {"multiplier": 2}],
+]
 
 
 def ltx_decoder(**changes) -> nn.Module:
     """ltx-core's decoder of the tiny config with changes, with random weights."""
     from ltx_core.model.video_vae import VideoDecoderConfigurator
 
-    return randomised(VideoDecoderConfigurator.from_config(merge(tiny_config(TinySizes()), {"vae": changes})))
+    return randomised(
+        VideoDecoderConfigurator.from_config(merge(tiny_config(TinySizes()), {"vae": changes}))
+    )
 
 
 @pytest.fixture(params=["tiles", "direct"])
@@ -40,7 +48,9 @@ def test_frames_equal_ltx_cores(method, size):
 
 
 def test_another_order_of_blocks_is_followed(method, monkeypatch):
-    monkeypatch.setattr(vae, "LARGEST_FILTERS", 3 * 32 * 16)  # some of eight parts of an upsampling at a time, not evenly
+    monkeypatch.setattr(
+        vae, "LARGEST_FILTERS", 3 * 32 * 16
+    )  # some of eight parts of an upsampling at a time, not evenly
     decoder = ltx_decoder(decoder_blocks=OTHER_ORDER, patch_size=2, decoder_base_channels=8)
     latent = randn(1, 128, 2, 3, 2)
     assert rel(FastVideoDecoder(decoder)(latent), decoder(latent)) < FP32
@@ -85,9 +95,21 @@ def another_epsilon(decoder):
     [
         ({"causal_decoder": True}, None, "decoder: VideoDecoder"),
         ({"timestep_conditioning": True}, None, "up_blocks.0: UNetMidBlock3D"),
-        ({"decoder_blocks": [["res_x", {"num_layers": 1, "inject_noise": True}]]}, None, "res_blocks.0: ResnetBlock3D"),
-        ({"decoder_blocks": [["compress_all", {"residual": True}]]}, None, "up_blocks.0: DepthToSpaceUpsample"),
-        ({"decoder_blocks": [["res_x_y", {"multiplier": 2}]]}, None, "up_blocks.0.norm3: GroupNorm"),
+        (
+            {"decoder_blocks": [["res_x", {"num_layers": 1, "inject_noise": True}]]},
+            None,
+            "res_blocks.0: ResnetBlock3D",
+        ),
+        (
+            {"decoder_blocks": [["compress_all", {"residual": True}]]},
+            None,
+            "up_blocks.0: DepthToSpaceUpsample",
+        ),
+        (
+            {"decoder_blocks": [["res_x_y", {"multiplier": 2}]]},
+            None,
+            "up_blocks.0.norm3: GroupNorm",
+        ),
         ({"norm_layer": "group_norm"}, None, "conv_norm_out: GroupNorm"),
         ({"spatial_padding_mode": "reflect"}, None, "conv_in.conv: Conv3d"),
         ({}, another_activation, "up_blocks.2.res_blocks.0.non_linearity: GELU"),
@@ -107,7 +129,10 @@ def test_weights_are_shared_with_the_decoder_it_was_made_from():
     decoder = ltx_decoder()
     ours = FastVideoDecoder(decoder)
     assert ours.state_dict().keys() == decoder.state_dict().keys()
-    assert all(ours.state_dict()[name].data_ptr() == tensor.data_ptr() for name, tensor in decoder.state_dict().items())
+    assert all(
+        ours.state_dict()[name].data_ptr() == tensor.data_ptr()
+        for name, tensor in decoder.state_dict().items()
+    )
 
 
 def test_no_noise_is_drawn():

@@ -7,10 +7,12 @@ import sys
 import pytest
 from conftest import ROOT
 
+from ltx_neuron.host.vae_memory import decode_bytes
 from ltx_neuron.tiny.config import merge, released_config
-from ltx_neuron.vae_memory import decode_bytes
 
-TOLERANCE = 0.2  # the allocator's and oneDNN's own, beside tensors; measured 1 to 10 % at these sizes and the released ones
+# the allocator's and oneDNN's own, beside tensors; measured 1 to 10 % at these sizes and the
+# released ones
+TOLERANCE = 0.2
 CONFIG = merge(released_config(), {"vae": {"decoder_base_channels": 32}})
 THREADS = 2
 DECODE = f"""
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 from ltx_core.model.video_vae import TilingConfig, VideoDecoderConfigurator
 from ltx_neuron.tiny.config import merge, released_config
-from ltx_neuron.vae import FastVideoDecoder
+from ltx_neuron.host.vae import FastVideoDecoder
 import ltx_core.model.video_vae.video_vae as video_vae
 
 torch.set_num_threads({THREADS})

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from helpers import randn, rel
 
-from ltx_neuron import winograd
-from ltx_neuron.winograd import Map, Workers, by_tiles, convolve, directly, pays
+from ltx_neuron.host import winograd
+from ltx_neuron.host.winograd import Map, Workers, by_tiles, convolve, directly, pays
 
-# float32 rounds at 6e-8; F(4,3) along three axes multiplies that by its constants, to 1e-6 here. A wrong constant leaves 1e-1.
+# float32 rounds at 6e-8; F(4,3) along three axes multiplies that by its constants, to 1e-6 here. A
+# wrong constant leaves 1e-1.
 FP32 = 1e-5
 SIZES = [(1, 1, 1), (1, 4, 4), (2, 5, 7), (4, 8, 4), (5, 9, 6), (9, 3, 13)]
 
@@ -50,11 +51,15 @@ def workers(request):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (8, 4)])
 def test_a_convolution_equals_torchs(workers, method, size, inputs, outputs, monkeypatch):
-    monkeypatch.setattr(winograd, "TILES_AT_ONCE", 5)  # several pieces of several rows, and of several groups of frames
+    monkeypatch.setattr(
+        winograd, "TILES_AT_ONCE", 5
+    )  # several pieces of several rows, and of several groups of frames
     source = filled(*size, inputs)
     weight, bias = randn(outputs, inputs, 3, 3, 3, seed=1), randn(outputs, seed=2)
     video = border(source.inner.permute(3, 0, 1, 2)[None]).double()
-    wanted = F.conv3d(video, weight.double(), bias.double(), padding=(0, 1, 1))[0].permute(1, 2, 3, 0)
+    wanted = F.conv3d(video, weight.double(), bias.double(), padding=(0, 1, 1))[0].permute(
+        1, 2, 3, 0
+    )
     assert rel(of_map(source, weight, bias, method, workers), wanted) < FP32
 
 
@@ -65,8 +70,15 @@ def test_the_same_convolution_gives_the_same_bits(workers):
 
 
 def test_bfloat16_weights_are_taken_as_the_float32_numbers_they_are(workers):
-    source, weight, bias = filled(4, 8, 8, 32), randn(32, 32, 3, 3, 3, seed=1).bfloat16(), randn(32, seed=2).bfloat16()
-    found, wanted = (of_map(source, w, b, convolve, workers) for w, b in ((weight, bias), (weight.float(), bias.float())))
+    source, weight, bias = (
+        filled(4, 8, 8, 32),
+        randn(32, 32, 3, 3, 3, seed=1).bfloat16(),
+        randn(32, seed=2).bfloat16(),
+    )
+    found, wanted = (
+        of_map(source, w, b, convolve, workers)
+        for w, b in ((weight, bias), (weight.float(), bias.float()))
+    )
     assert found.dtype == torch.float32
     assert torch.equal(found, wanted)
 

@@ -1,6 +1,8 @@
-"""The environment of a rank process: written before it imports torch, because runtimes and compilers read it then.
+"""The environment of a rank process: written before it imports torch, because runtimes and
+compilers read it then.
 
-Of the Neuron variables, none was tried on hardware by us; they are those of published runs (profiles.py says which).
+Of the Neuron variables, none was tried on hardware by us; they are those of published runs
+(profiles.py says which).
 """
 
 import os
@@ -12,13 +14,19 @@ from pathlib import Path
 from ltx_neuron.errors import UserError
 from ltx_neuron.profiles import Profile
 
-_ROOT_PORT, _MASTER_PORT = 61234, 62234  # plus the first core: engines on other cores of the machine have other ports
+_ROOT_PORT, _MASTER_PORT = (
+    61234,
+    62234,
+)  # plus the first core: engines on other cores of the machine have other ports
 
 
 def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
-    """Everything a rank adds to the host's environment. `cache` is where compilers keep what they made."""
+    """Everything a rank adds to the host's environment. `cache` is where compilers keep what they
+    made."""
     variables = dict(profile.environment)
-    if cache is not None and profile.compile_backend != "export":  # torch makes the folder whether it compiles or not
+    if (
+        cache is not None and profile.compile_backend != "export"
+    ):  # torch makes the folder whether it compiles or not
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute() / "inductor")
     if profile.device == "neuron":
         variables |= _neuron(profile, tp, rank, cache)
@@ -30,12 +38,19 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
     variables = {
         "NEURON_RT_VISIBLE_CORES": str(cores(profile, tp)[rank]),  # one logical core a process
         "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
-        "NEURON_CC_FLAGS": profile.flags("dit"),  # one set for a process: the text encoder is compiled with it as well
-        # Without it rank 0 looks for a free port and lets go of it, and another engine may take it: then the others hang.
+        "NEURON_CC_FLAGS": profile.flags(
+            "dit"
+        ),  # one set for a process: the text encoder is compiled with it as well
+        # Without it rank 0 looks for a free port and lets go of it, and another engine may take it:
+        # then the others hang.
         "NEURON_RT_ROOT_COMM_ID": f"127.0.0.1:{_ROOT_PORT + first}",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_MASTER_PORT + first),
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(tp), "LOCAL_WORLD_SIZE": str(tp),
-    }  # fmt: skip
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_MASTER_PORT + first),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(tp),
+        "LOCAL_WORLD_SIZE": str(tp),
+    }
     if cache is not None:
         folder = Path(cache).absolute() / "neuron"
         variables |= {
@@ -47,16 +62,25 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
 
 
 def cores(profile: Profile, tp: int) -> list[int]:
-    """The logical cores of a launch, a rank each: those of NEURON_RT_VISIBLE_CORES (as in 4-7 or 0,2), else the first ones."""
+    """The logical cores of a launch, a rank each: those of NEURON_RT_VISIBLE_CORES (as in 4-7 or
+    0,2), else the first ones."""
     said = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
     try:
         found = [core for part in said.split(",") if said for core in _range(part)]
     except ValueError:
-        raise UserError(f"NEURON_RT_VISIBLE_CORES is {said!r}, wanted cores as in 0-3 or 4,5,6,7") from None
+        raise UserError(
+            f"NEURON_RT_VISIBLE_CORES is {said!r}, wanted cores as in 0-3 or 4,5,6,7"
+        ) from None
     found = found or list(range(tp))
-    if len(found) < tp or len(set(found)) < len(found) or max(found) >= (profile.cores or max(found) + 1):
-        raise UserError(f"NEURON_RT_VISIBLE_CORES is {said!r}; {tp} ranks need {tp} different logical cores, of which "
-                        f"{profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES")  # fmt: skip
+    if (
+        len(found) < tp
+        or len(set(found)) < len(found)
+        or max(found) >= (profile.cores or max(found) + 1)
+    ):
+        raise UserError(
+            f"NEURON_RT_VISIBLE_CORES is {said!r}; {tp} ranks need {tp} different logical cores, of"
+            f" which {profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES"
+        )
     return found[:tp]
 
 
@@ -66,7 +90,8 @@ def _range(part: str) -> range:
 
 
 def check_ports(profile: Profile, tp: int) -> None:
-    """Raise UserError where another process has a port of this launch: its ranks would wait for ever."""
+    """Raise UserError where another process has a port of this launch: its ranks would wait for
+    ever."""
     if profile.device != "neuron":
         return
     for port in (_ROOT_PORT + cores(profile, tp)[0], _MASTER_PORT + cores(profile, tp)[0]):
@@ -74,8 +99,10 @@ def check_ports(profile: Profile, tp: int) -> None:
             try:
                 listener.bind(("127.0.0.1", port))
             except OSError:
-                raise UserError(f"port {port} is taken: another run holds core {cores(profile, tp)[0]}.\nWait for it, or "
-                                "choose other cores, as in NEURON_RT_VISIBLE_CORES=4-7") from None  # fmt: skip
+                raise UserError(
+                    f"port {port} is taken: another run holds core {cores(profile, tp)[0]}.\nWait"
+                    " for it, or choose other cores, as in NEURON_RT_VISIBLE_CORES=4-7"
+                ) from None
 
 
 @contextmanager

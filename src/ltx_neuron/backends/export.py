@@ -1,15 +1,13 @@
-"""torch.export graphs: a Program traced once for all ranks into files that other processes load, run and read.
+"""torch.export graphs: a Program traced once for all ranks into files that other processes load,
+run and read.
 
-The files hold ATen operations and functional collectives, no weights and no pickle. What a step costs (collectives, FLOPs,
-operations) is read from them.
+The files hold ATen operations and functional collectives, no weights and no pickle. What a step
+costs (collectives, FLOPs, operations) is read from them.
 """
 
 import hashlib
-import typing
-import zipfile
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,20 +15,19 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltx_neuron.artifacts import graph_file
-from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json, write_json
-from ltx_neuron.graphs import Field
-from ltx_neuron.programs import Program
+from ltx_neuron.backends.manifest import graph_file
+from ltx_neuron.files import MANIFEST, write_json
+from ltx_neuron.models.programs import Program
 
 GROUP = "0"  # c10d's name of the default group, the same in every process
 
 
 class TorchDistComm:
-    """Comm over the default process group, in the form that TorchNeuron lowers: plain all-reduces only.
+    """Comm over the default process group, in the form that TorchNeuron lowers: plain all-reduces
+    only.
 
-    Statistics (one number per token: last dimension 1) travel in one flat buffer; activations travel alone, because
-    concatenating a 50 MB activation costs more than a launch.
+    Statistics (one number per token: last dimension 1) travel in one flat buffer; activations
+    travel alone, because concatenating a 50 MB activation costs more than a launch.
     """
 
     def __init__(self, size: int):
@@ -63,7 +60,8 @@ def fake_process_group(size: int, rank: int = 0):
 
 
 class _Named(nn.Module):
-    """A graph's module taking its named inputs as keywords and returning a plain tuple: what torch.export can store."""
+    """A graph's module taking its named inputs as keywords and returning a plain tuple: what
+    torch.export can store."""
 
     def __init__(self, module: nn.Module, inputs: type):
         super().__init__()
@@ -74,29 +72,42 @@ class _Named(nn.Module):
 
 
 def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.ExportedProgram:
-    """Export one graph of a program with meta tensors. Call inside a (fake or real) process group."""
+    """Export one graph of a program with meta tensors. Call inside a (fake or real) process
+    group."""
     graph = program.graphs[name]
     example = {
-        field: torch.empty(program.fields[field].shape, dtype=program.fields[field].dtype, device="meta")
+        field: torch.empty(
+            program.fields[field].shape, dtype=program.fields[field].dtype, device="meta"
+        )
         for field in graph.inputs._fields
     }
     module = _Named(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
     with torch.no_grad():
         exported = torch.export.export(module, (), example)
     kinds = torch.export.graph_signature.InputKind
-    if any(spec.kind not in (kinds.PARAMETER, kinds.USER_INPUT) for spec in exported.graph_signature.input_specs):
-        raise RuntimeError("the graph holds a tensor of its own; make it an input instead")  # traced on meta, it has no value
+    if any(
+        spec.kind not in (kinds.PARAMETER, kinds.USER_INPUT)
+        for spec in exported.graph_signature.input_specs
+    ):
+        raise RuntimeError(
+            "the graph holds a tensor of its own; make it an input instead"
+        )  # traced on meta, it has no value
     return _without_traces_of_the_tracer(exported)
 
 
-def _without_traces_of_the_tracer(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Drop what ties a graph to where it was traced: source locations, and assertions that tensors are on meta."""
+def _without_traces_of_the_tracer(
+    exported: torch.export.ExportedProgram,
+) -> torch.export.ExportedProgram:
+    """Drop what ties a graph to where it was traced: source locations, and assertions that tensors
+    are on meta."""
     for node in list(exported.graph.nodes):
         if node.target == torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)
             continue
         if "device" in node.kwargs:
-            raise RuntimeError(f"the graph makes a tensor of its own ({node.target}); make it an input instead")
+            raise RuntimeError(
+                f"the graph makes a tensor of its own ({node.target}); make it an input instead"
+            )
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node"):
             node.meta.pop(key, None)
     exported.graph_module.recompile()
@@ -125,20 +136,32 @@ def compile_program(program: Program, folder: Path, identity: dict, dtype: torch
             "cost": cost(exported),
         }
     fields = {
-        name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")} for name, field in program.fields.items()
+        name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")}
+        for name, field in program.fields.items()
     }
     content = {"identity": identity, "graphs": graphs, "runs": program.runs, "fields": fields}
     write_json(folder / MANIFEST, content)
 
 
 def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
-    """What one call of a graph costs a rank, counted in the graph: all-reduces, their bytes, and FLOPs."""
-    reduced = [n.meta["val"] for n in exported.graph.nodes if n.target == torch.ops._c10d_functional.all_reduce.default]
+    """What one call of a graph costs a rank, counted in the graph: all-reduces, their bytes, and
+    FLOPs."""
+    reduced = [
+        n.meta["val"]
+        for n in exported.graph.nodes
+        if n.target == torch.ops._c10d_functional.all_reduce.default
+    ]
     arguments = [n.meta["val"] for n in exported.graph.nodes if n.op == "placeholder"]
     with FlopCounterMode(display=False) as counter:
-        exported.graph_module(*(torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments))
+        exported.graph_module(
+            *(torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments)
+        )
     total = sum(t.numel() * t.dtype.itemsize for t in reduced)
-    return {"collectives": len(reduced), "collective_bytes": total, "flops": counter.get_total_flops()}
+    return {
+        "collectives": len(reduced),
+        "collective_bytes": total,
+        "flops": counter.get_total_flops(),
+    }
 
 
 def _parameter(target: str) -> str:
@@ -150,57 +173,3 @@ def _save(exported: torch.export.ExportedProgram, path: Path) -> None:
     temporary = path.with_name(path.name + ".partial.pt2")
     torch.export.save(exported, temporary)
     temporary.replace(path)
-
-
-class Manifest:
-    """A compiled program's manifest, read back: what its graphs take, return and hold."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        content = read_json(folder / MANIFEST)
-        self.identity, self.graphs = content["identity"], content["graphs"]
-        self.runs = {run: [(name, first) for name, first in calls] for run, calls in content["runs"].items()}
-        self.fields = {
-            name: Field(**{**field, "shape": tuple(field["shape"]), "dtype": getattr(torch, field["dtype"])})
-            for name, field in content["fields"].items()
-        }
-
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        """Name and local shape of every weight the program's calls use."""
-        from ltx_neuron.programs import weight_name
-
-        return {
-            weight_name(parameter, first): tuple(shape)
-            for calls in self.runs.values()
-            for name, first in calls
-            for parameter, shape in self.graphs[name]["parameters"].items()
-        }
-
-    def cost(self, run: str = "main") -> dict[str, int]:
-        """What one run of the program costs a rank: all-reduces, their bytes, and FLOPs."""
-        calls = [self.graphs[name]["cost"] for name, _ in self.runs[run]]
-        return {key: sum(call[key] for call in calls) for key in calls[0]}
-
-    def load(self, name: str) -> torch.export.ExportedProgram:
-        """Read a graph file. Raises UserError if it is not the file the manifest was written for."""
-        path = self.folder / graph_file(name)
-        if hashlib.sha256(path.read_bytes()).hexdigest() != self.graphs[name]["sha256"]:
-            raise UserError(f"{path} is not the graph its manifest describes; delete {self.folder} and compile again")
-        if any(i.filename.endswith((".pt", ".pkl")) and i.file_size for i in zipfile.ZipFile(path).infolist()):
-            raise UserError(f"{path} holds pickled data, which this toolkit neither writes nor reads")
-        with _remembered_type_hints():
-            return torch.export.load(path)
-
-
-@contextmanager
-def _remembered_type_hints():
-    """torch resolves the type hints of its few schema classes anew for every node: half of the time of a load."""
-    resolve, known = typing.get_type_hints, {}
-
-    def remember(kind, **scopes):
-        if kind not in known:
-            known[kind] = resolve(kind, **scopes)
-        return known[kind]
-
-    with mock.patch.object(typing, "get_type_hints", remember):
-        yield

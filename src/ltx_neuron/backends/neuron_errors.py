@@ -1,7 +1,9 @@
-"""What the Neuron runtime and compiler say when they fail, and what to do about it: the one table of it.
+"""What the Neuron runtime and compiler say when they fail, and what to do about it: the one table
+of it.
 
-Sources: nrt_status.h and the runtime's troubleshooting page (status numbers and names), the compiler's error-code pages, and
-what users of both reported. A status number appears as "status=4", its name as NRT_RESOURCE.
+Sources: nrt_status.h and the runtime's troubleshooting page (status numbers and names), the
+compiler's error-code pages, and what users of both reported. A status number appears as "status=4",
+its name as NRT_RESOURCE.
 """
 
 import re
@@ -13,11 +15,13 @@ from ltx_neuron.errors import RunError
 
 
 class DeviceFailure(RunError):
-    """The device, its driver or its compiler failed in a way that is known: the text says what to do."""
+    """The device, its driver or its compiler failed in a way that is known: the text says what to
+    do."""
 
 
 class Known(NamedTuple):
-    """One failure: what it is called in status numbers and in texts (regular expressions), what it means, what to do."""
+    """One failure: what it is called in status numbers and in texts (regular expressions), what it
+    means, what to do."""
 
     statuses: tuple[int, ...]
     texts: tuple[str, ...]
@@ -26,45 +30,135 @@ class Known(NamedTuple):
 
 
 _RESET = "restart the instance if it comes again (sudo reboot); the core stays unusable until then"
-_SMALLER = "compile a smaller size (python -m ltx_neuron.plan says which fit), or use a profile that holds one model at a time"
-# The first row that matches counts: what is said in words is more exact than a number, and numbers of the same text differ.
+_SMALLER = (
+    "compile a smaller size (python -m ltx_neuron.plan says which fit), or use a profile that holds"
+    " one model at a time"
+)
+# The first row that matches counts: what is said in words is more exact than a number, and numbers
+# of the same text differ.
 TABLE = (
-    Known((1005,), (r"[Cc]ore\(s\) not available", "[Cc]ores?.{0,40}(in use|held by)", "NRT_EXEC_NC_BUSY"),
-          "another process holds the cores", "see which: neuron-ls; end it, wait a few seconds and type the same again"),
-    Known((), ("no neuron device", "[Nn]euron [Dd]river", "Runtime could not be initialized", "nrt_init.*failed"),
-          "the Neuron driver or its devices cannot be opened",
-          "check them: neuron-ls; install or reload the driver: sudo modprobe neuron"),
-    Known((4,), ("NRT_RESOURCE", "Allocation Failure", "[Ff]ailed to alloc(ate)? DEVICE memory", "out of (device )?memory"),
-          "the device's memory is full", _SMALLER + "; close other programs on the cores (neuron-ls)"),
-    Known((11,), ("NRT_FAIL_HOST_MEM_ALLOC", "[Ff]ailed to allocate HOST memory"), "the host's memory is full or fragmented",
-          "end other programs, then: echo 1 | sudo tee /proc/sys/vm/compact_memory"),
-    Known((5,), ("NRT_TIMEOUT",), "a run did not end in time",
-          "a first run may take minutes: export NEURON_RT_EXEC_TIMEOUT=600; if it comes again on a warm run, a rank hangs: "
-          "end the process, wait a few seconds and type the same again"),
-    Known((7,), ("NRT_QUEUE_FULL", "Execution Queue Full"), "too many launches wait",
-          "export NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS=63, or use fewer graphs: --blocks-per-graph 0"),
-    Known((9,), ("NRT_LOAD_NOT_ENOUGH_NC",), "fewer cores than the graph was compiled for",
-          "count them: neuron-ls; check NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES and NEURON_LOGICAL_NC_CONFIG"),
-    Known((10,), ("NRT_UNSUPPORTED_NEFF_VERSION",), "the graph was compiled by another SDK than this runtime's",
-          "delete the graph's folder and compile again with the installed SDK"),
-    Known((13, 14), ("NRT_UNINITIALIZED", "NRT_CLOSED"), "the runtime was closed in this process", "start a new process"),
-    Known((2, 1002), ("NRT_INVALID", "NRT_EXEC_BAD_INPUT"), "the runtime refused the graph or its inputs",
-          "delete the graph's folder, compile again with the installed SDK, and check that NEURON_LOGICAL_NC_CONFIG is the one "
-          "it was compiled for"),
-    Known((1003,), ("NRT_EXEC_COMPLETED_WITH_NUM_ERR",), "a run produced NaN",
-          "check the shards: type the shard command again with --verify"),
-    Known((6, 101, 1004, 1006, 1200, 1201, 1202, 1203, 1204, 1205),
-          ("NRT_HW_ERROR", "NRT_EXEC_UNIT_UNRECOVERABLE", "NRT_EXEC_HW_ERR", "NRT_EXEC_COMPLETED_WITH_ERR", "NRT_EXEC_OOB"),
-          "the core failed", "type the same again; " + _RESET),
-    Known((1206,), ("NRT_NETWORK_PROXY_FAILURE", "Failed to bind", "Address already in use", "ncclInitGlobalComm failed"),
-          "the cores could not find each other", "wait a few seconds for the last run's ports, and type the same again"),
-    Known((), ("NCC_EXTP004", "NCC_EBVF030", "NCC_EVRF007", "instruction.{0,20}limit"),
-          "the graph has more instructions than the compiler allows",
-          "cut it: --blocks-per-graph 4 on a profile that cuts graphs, a smaller size, or more ranks"),
-    Known((), ("NCC_EOOM00[12]", "NCC_EVRF009", "NCC_EXSP001"), "the compiled graph would not fit the device's memory",
-          _SMALLER),
-    Known((), ("NCC_[A-Z]{4}[0-9]{3}",), "the compiler refused the graph", "look its code up in the compiler's error pages"),
-)  # fmt: skip
+    Known(
+        (1005,),
+        (r"[Cc]ore\(s\) not available", "[Cc]ores?.{0,40}(in use|held by)", "NRT_EXEC_NC_BUSY"),
+        "another process holds the cores",
+        "see which: neuron-ls; end it, wait a few seconds and type the same again",
+    ),
+    Known(
+        (),
+        (
+            "no neuron device",
+            "[Nn]euron [Dd]river",
+            "Runtime could not be initialized",
+            "nrt_init.*failed",
+        ),
+        "the Neuron driver or its devices cannot be opened",
+        "check them: neuron-ls; install or reload the driver: sudo modprobe neuron",
+    ),
+    Known(
+        (4,),
+        (
+            "NRT_RESOURCE",
+            "Allocation Failure",
+            "[Ff]ailed to alloc(ate)? DEVICE memory",
+            "out of (device )?memory",
+        ),
+        "the device's memory is full",
+        _SMALLER + "; close other programs on the cores (neuron-ls)",
+    ),
+    Known(
+        (11,),
+        ("NRT_FAIL_HOST_MEM_ALLOC", "[Ff]ailed to allocate HOST memory"),
+        "the host's memory is full or fragmented",
+        "end other programs, then: echo 1 | sudo tee /proc/sys/vm/compact_memory",
+    ),
+    Known(
+        (5,),
+        ("NRT_TIMEOUT",),
+        "a run did not end in time",
+        "a first run may take minutes: export NEURON_RT_EXEC_TIMEOUT=600; if it comes again on a"
+        " warm run, a rank hangs: end the process, wait a few seconds and type the same again",
+    ),
+    Known(
+        (7,),
+        ("NRT_QUEUE_FULL", "Execution Queue Full"),
+        "too many launches wait",
+        "export NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS=63, or use fewer graphs:"
+        " --blocks-per-graph 0",
+    ),
+    Known(
+        (9,),
+        ("NRT_LOAD_NOT_ENOUGH_NC",),
+        "fewer cores than the graph was compiled for",
+        "count them: neuron-ls; check NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES and"
+        " NEURON_LOGICAL_NC_CONFIG",
+    ),
+    Known(
+        (10,),
+        ("NRT_UNSUPPORTED_NEFF_VERSION",),
+        "the graph was compiled by another SDK than this runtime's",
+        "delete the graph's folder and compile again with the installed SDK",
+    ),
+    Known(
+        (13, 14),
+        ("NRT_UNINITIALIZED", "NRT_CLOSED"),
+        "the runtime was closed in this process",
+        "start a new process",
+    ),
+    Known(
+        (2, 1002),
+        ("NRT_INVALID", "NRT_EXEC_BAD_INPUT"),
+        "the runtime refused the graph or its inputs",
+        "delete the graph's folder, compile again with the installed SDK, and check that"
+        " NEURON_LOGICAL_NC_CONFIG is the one it was compiled for",
+    ),
+    Known(
+        (1003,),
+        ("NRT_EXEC_COMPLETED_WITH_NUM_ERR",),
+        "a run produced NaN",
+        "check the shards: type the shard command again with --verify",
+    ),
+    Known(
+        (6, 101, 1004, 1006, 1200, 1201, 1202, 1203, 1204, 1205),
+        (
+            "NRT_HW_ERROR",
+            "NRT_EXEC_UNIT_UNRECOVERABLE",
+            "NRT_EXEC_HW_ERR",
+            "NRT_EXEC_COMPLETED_WITH_ERR",
+            "NRT_EXEC_OOB",
+        ),
+        "the core failed",
+        "type the same again; " + _RESET,
+    ),
+    Known(
+        (1206,),
+        (
+            "NRT_NETWORK_PROXY_FAILURE",
+            "Failed to bind",
+            "Address already in use",
+            "ncclInitGlobalComm failed",
+        ),
+        "the cores could not find each other",
+        "wait a few seconds for the last run's ports, and type the same again",
+    ),
+    Known(
+        (),
+        ("NCC_EXTP004", "NCC_EBVF030", "NCC_EVRF007", "instruction.{0,20}limit"),
+        "the graph has more instructions than the compiler allows",
+        "cut it: --blocks-per-graph 4 on a profile that cuts graphs, a smaller size, or more ranks",
+    ),
+    Known(
+        (),
+        ("NCC_EOOM00[12]", "NCC_EVRF009", "NCC_EXSP001"),
+        "the compiled graph would not fit the device's memory",
+        _SMALLER,
+    ),
+    Known(
+        (),
+        ("NCC_[A-Z]{4}[0-9]{3}",),
+        "the compiler refused the graph",
+        "look its code up in the compiler's error pages",
+    ),
+)
 
 
 def known(text: str) -> Known | None:
@@ -77,7 +171,8 @@ def known(text: str) -> Known | None:
 
 
 def failure(error: BaseException) -> DeviceFailure | None:
-    """The error, or one that it came from, in words a user can act on; None where nothing is known of it."""
+    """The error, or one that it came from, in words a user can act on; None where nothing is known
+    of it."""
     chain, link = [], error
     while link is not None and link not in chain:
         chain.append(link)

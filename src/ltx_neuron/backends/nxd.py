@@ -1,7 +1,9 @@
-"""NxD's runtime: this one process drives all ranks of a program on a chip's cores. nxd_compile.py makes the graphs.
+"""NxD's runtime: this one process drives all ranks of a program on a chip's cores. nxd_compile.py
+makes the graphs.
 
-Rank files are read with our own strict check, and every graph is bound to one copy of the weights. What needs the hardware
-is behind one call each: NxDModel's load, set_weights, to_neuron and its call, and `to_core`. Not run on hardware by us.
+Rank files are read with our own strict check, and every graph is bound to one copy of the weights.
+What needs the hardware is behind one call each: NxDModel's load, set_weights, to_neuron and its
+call, and `to_core`. Not run on hardware by us.
 """
 
 import gc
@@ -14,18 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.artifacts import graph_file
-from ltx_neuron.backends.export import Manifest
+from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.backends.nxd_compile import WRAPPED, set_environment
-from ltx_neuron.backends.rank import finite, part_of, whole_shape
-from ltx_neuron.backends.torchdist import NotFiniteError
+from ltx_neuron.backends.ranks import NotFiniteError, finite, part_of, whole_shape
 from ltx_neuron.errors import UserError
-from ltx_neuron.graphs import LATENTS, Field
+from ltx_neuron.models.programs import weight_name
+from ltx_neuron.models.signatures import LATENTS, Field
 from ltx_neuron.profiles import Profile
-from ltx_neuron.programs import weight_name
-from ltx_neuron.rankfiles import load, opened, rank_file
-from ltx_neuron.tensorfile import TensorFile
+from ltx_neuron.weights.rankfiles import load, opened, rank_file
+from ltx_neuron.weights.tensorfile import TensorFile
 
 
 def to_core(tensor: Tensor, rank: int) -> Tensor:
@@ -45,7 +45,11 @@ class _WeightSet:
     def read(self, folder: Path, tp: int) -> list[dict[str, Tensor]]:
         """The rank files' tensors. Strict, because set_weights takes whatever it is given."""
         with ThreadPoolExecutor() as pool:
-            return [*pool.map(lambda rank: load(folder / rank_file(rank), self.wanted, self.dtype), range(tp))]
+            return [
+                *pool.map(
+                    lambda rank: load(folder / rank_file(rank), self.wanted, self.dtype), range(tp)
+                )
+            ]
 
     def bind(self, program: str, manifest: Manifest, graph: str, tp: int) -> None:
         """Load a graph and hand it the very tensors that the others have."""
@@ -55,12 +59,15 @@ class _WeightSet:
             self.tensors = model.weights
         blocks = {name: first for calls in manifest.runs.values() for name, first in calls}
         names = {p: weight_name(p, blocks[graph]) for p in manifest.graphs[graph]["parameters"]}
-        model.weights = [{WRAPPED + p: tensors[name] for p, name in names.items()} for tensors in self.tensors]
+        model.weights = [
+            {WRAPPED + p: tensors[name] for p, name in names.items()} for tensors in self.tensors
+        ]
         model.to_neuron()
         self.models[program, graph] = model
 
     def release(self, programs: set[str]) -> None:
-        """Let go of programs. NxD has no unload: device memory is free once nothing refers to it."""
+        """Let go of programs. NxD has no unload: device memory is free once nothing refers to
+        it."""
         for program in programs:
             self.manifests.pop(program, None)
         for key in [key for key in self.models if key[0] in programs]:
@@ -77,7 +84,9 @@ def _open(manifest: Manifest, graph: str, tp: int):
     again = f"delete {manifest.folder} and compile again"
     model = NxDModel.load(str(path))
     if not isinstance(model, NxDModel):
-        raise UserError(f"{path} was made by another version of NxD than the installed one; {again}")
+        raise UserError(
+            f"{path} was made by another version of NxD than the installed one; {again}"
+        )
     if model.world_size != tp:
         raise UserError(f"{path} was compiled for {model.world_size} ranks, wanted {tp}; {again}")
     return model
@@ -89,11 +98,15 @@ class Ranks:
     Named tensors are lists of one tensor per rank that stay on the cores between runs.
     """
 
-    _started: int | None = None  # ranks of this process: the runtime's communicator cannot change size
+    # ranks of this process: the runtime's communicator cannot change size
+    _started: int | None = None
 
     def __init__(self, profile: Profile, tp: int):
         if Ranks._started not in (None, tp):
-            raise UserError(f"this process already drives {Ranks._started} ranks and cannot drive {tp}; start a new one")
+            raise UserError(
+                f"this process already drives {Ranks._started} ranks and cannot drive {tp}; start a"
+                " new one"
+            )
         Ranks._started = tp
         set_environment(profile)
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp))
@@ -114,34 +127,52 @@ class Ranks:
         self.unload()
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
-        """Load one weight set and the programs that share it. Strict: each tensor is used, each weight is there.
+        """Load one weight set and the programs that share it. Strict: each tensor is used, each
+        weight is there.
 
-        What is loaded from there already stays; programs that are not asked for leave, and so does another weight set of the
-        same model. A set of another model stays beside it: who wants one at a time calls `unload`.
+        What is loaded from there already stays; programs that are not asked for leave, and so does
+        another weight set of the same model. A set of another model stays beside it: who wants one
+        at a time calls `unload`.
         """
-        wanted = {name: shape for manifest in programs.values() for name, shape in manifest.weights().items()}
-        for other in [s for s in self._sets if s.folder != weights and s.wanted.keys() & wanted.keys()]:
+        wanted = {
+            name: shape
+            for manifest in programs.values()
+            for name, shape in manifest.weights().items()
+        }
+        for other in [
+            s for s in self._sets if s.folder != weights and s.wanted.keys() & wanted.keys()
+        ]:
             self._drop(other)
-        held = next((s for s in self._sets if s.folder == weights), None) or _WeightSet(weights, wanted, dtype)
+        held = next((s for s in self._sets if s.folder == weights), None) or _WeightSet(
+            weights, wanted, dtype
+        )
         self._forget(held, {*held.manifests} - {*programs})
         if held not in self._sets:
             self._sets.append(held)
         with explained():
             for program, manifest in programs.items():
                 self.fields[program], held.manifests[program] = manifest.fields, manifest
-                self.outputs[program] = {name for graph in manifest.graphs.values() for name in graph["outputs"]}
+                self.outputs[program] = {
+                    name for graph in manifest.graphs.values() for name in graph["outputs"]
+                }
                 for graph in manifest.graphs:
                     if (program, graph) not in held.models:
                         held.bind(program, manifest, graph, self.tp)
 
     def replace_weights(self, weights: Path) -> None:
-        """Put another weight set of the same model in the loaded one's place, tensor by tensor: no second copy."""
+        """Put another weight set of the same model in the loaded one's place, tensor by tensor: no
+        second copy."""
         names = TensorFile(weights / rank_file(0), "run the shard script again").shapes.keys()
         replaced = max(self._sets, key=lambda held: len(held.wanted.keys() & names))
-        files = [opened(weights / rank_file(rank), replaced.wanted, replaced.dtype) for rank in range(self.tp)]
+        files = [
+            opened(weights / rank_file(rank), replaced.wanted, replaced.dtype)
+            for rank in range(self.tp)
+        ]
         for rank, file in enumerate(files):
             for name, tensor in file.tensors():
-                replaced.tensors[rank][name].copy_(tensor)  # in place: the graphs hold these very tensors
+                replaced.tensors[rank][name].copy_(
+                    tensor
+                )  # in place: the graphs hold these very tensors
         replaced.folder = weights
 
     def unload(self) -> None:
@@ -163,42 +194,58 @@ class Ranks:
             del self.fields[program], self.outputs[program]
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
-        """Upload named tensors (whole ones: each rank takes its part). Shapes must be the program's; dtypes become so.
+        """Upload named tensors (whole ones: each rank takes its part). Shapes must be the
+        program's; dtypes become so.
 
-        `like` is the field that describes them when their own names are none, as those that a sequence reads by alias.
+        `like` is the field that describes them when their own names are none, as those that a
+        sequence reads by alias.
         """
         for name, tensor in tensors.items():
             field = self.fields[program][like or name]
             if tuple(tensor.shape) != (wanted := whole_shape(field, self.tp)):
-                raise ValueError(f"{program}.{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
-            self._put(name, [part_of(field, tensor, rank).to(field.dtype) for rank in range(self.tp)])
+                raise ValueError(
+                    f"{program}.{name}: got shape {tuple(tensor.shape)}, wanted {wanted}"
+                )
+            self._put(
+                name, [part_of(field, tensor, rank).to(field.dtype) for rank in range(self.tp)]
+            )
 
     def _put(self, name: str, parts: list[Tensor]) -> None:
         with explained():
-            self._tensors[name] = [to_core(part.contiguous(), rank) for rank, part in enumerate(parts)]
+            self._tensors[name] = [
+                to_core(part.contiguous(), rank) for rank, part in enumerate(parts)
+            ]
         self.bytes_sent += sum(part.nbytes for part in parts)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
-        """Name a sequence of a program's runs. Each is (run, reads, writes): where it takes an input or leaves an output
-        under another name than the graph's."""
+        """Name a sequence of a program's runs. Each is (run, reads, writes): where it takes an
+        input or leaves an output under another name than the graph's."""
         self._sequences[program, sequence] = runs
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        """Run a sequence once on the tensors the ranks hold; returns the milliseconds until the last rank was done.
-        NotFiniteError where it leaves latents with NaN or Inf.
+        """Run a sequence once on the tensors the ranks hold; returns the milliseconds until the
+        last rank was done. NotFiniteError where it leaves latents with NaN or Inf.
 
         Without `define`, a program's runs are sequences of their own names.
         """
         fields = self.fields[program]
         for name, number in numbers.items():
-            self._put(name, [torch.full(fields[name].shape, number, dtype=fields[name].dtype)] * self.tp)
+            self._put(
+                name, [torch.full(fields[name].shape, number, dtype=fields[name].dtype)] * self.tp
+            )
         held = next(held for held in self._sets if program in held.manifests)
         manifest, start = held.manifests[program], time.perf_counter()
         for run, reads, writes in self._sequences.get((program, sequence), [(sequence, {}, {})]):
             for graph, _ in manifest.runs[run]:
                 self._call(held.models[program, graph], manifest, graph, reads, writes)
-        milliseconds = (time.perf_counter() - start) * 1e3  # ranked mode returns when the last rank is done
-        written = [name for name in LATENTS if name in {writes.get(name, name) for name in manifest.graphs[graph]["outputs"]}]
+        milliseconds = (
+            time.perf_counter() - start
+        ) * 1e3  # ranked mode returns when the last rank is done
+        written = [
+            name
+            for name in LATENTS
+            if name in {writes.get(name, name) for name in manifest.graphs[graph]["outputs"]}
+        ]
         if broken := [name for name in written if not finite(self.get(program, name))]:
             raise NotFiniteError(broken)
         return milliseconds
@@ -206,10 +253,17 @@ class Ranks:
     def _call(self, model, manifest: Manifest, graph: str, reads: dict, writes: dict) -> None:
         described, fields = manifest.graphs[graph], manifest.fields
         values = {name: self._tensors[reads.get(name, name)] for name in described["inputs"]}
-        for name, parts in values.items():  # NxD routes by names and shapes: another dtype would be read as this one
+        for (
+            name,
+            parts,
+        ) in (
+            values.items()
+        ):  # NxD routes by names and shapes: another dtype would be read as this one
             wanted = fields[name].shape, fields[name].dtype
             if any((tuple(part.shape), part.dtype) != wanted for part in parts):
-                raise RuntimeError(f"{graph}.{name}: got {tuple(parts[0].shape)} {parts[0].dtype}, wanted {wanted}")
+                raise RuntimeError(
+                    f"{graph}.{name}: got {tuple(parts[0].shape)} {parts[0].dtype}, wanted {wanted}"
+                )
         with explained():
             outputs = model(**values, model_name=described["tag"], forward_mode="ranked")
         names = [writes.get(name, name) for name in described["outputs"]]
@@ -219,10 +273,15 @@ class Ranks:
         """Download a named tensor: rank 0's, or all parts put together."""
         split, parts = self.fields[program][name].split, self._tensors[name]
         with explained():
-            return parts[0].cpu() if split is None else torch.cat([part.cpu() for part in parts], dim=split)
+            return (
+                parts[0].cpu()
+                if split is None
+                else torch.cat([part.cpu() for part in parts], dim=split)
+            )
 
     def check(self) -> None:
-        """Nothing: the cores are driven from this process, none fails while it has nothing to do."""
+        """Nothing: the cores are driven from this process, none fails while it has nothing to
+        do."""
 
     def returns(self, program: str, name: str) -> bool:
         """Whether a program hands back a tensor of that name."""

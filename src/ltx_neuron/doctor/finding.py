@@ -11,7 +11,8 @@ State = Literal["ok", "note", "todo", "blocks"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`note`: works, but is good to know. `todo`: not made yet. `fix`: the command that mends or makes it."""
+    """`note`: works, but is good to know. `todo`: not made yet. `fix`: the command that mends or
+    makes it."""
 
     check: str
     state: State
@@ -26,7 +27,8 @@ def blocked(check: str, error: UserError, state: State = "blocks") -> Finding:
 
 
 def attempt(check: str, fact: Callable[[], str], missing: State = "blocks") -> Finding:
-    """A finding from something that raises UserError where it is not well. `missing`: what it then is, unless damaged."""
+    """A finding from something that raises UserError where it is not well. `missing`: what it then
+    is, unless damaged."""
     try:
         return Finding(check, "ok", fact())
     except UserError as error:
@@ -48,7 +50,11 @@ def table(findings: list[Finding]) -> str:
 
 
 def verdict(findings: list[Finding]) -> str:
-    blocks, todo = (dict.fromkeys(f.check for f in findings if f.state == state) for state in ("blocks", "todo"))
+    blocks, todo = (
+        dict.fromkeys(f.check for f in findings if f.state == state) for state in ("blocks", "todo")
+    )
     if blocks:
         return f"cannot run what was asked: {'; '.join(blocks)}"
-    return "nothing stands in the way of what was asked" + (f"; still to be made: {'; '.join(todo)}" if todo else "")
+    return "nothing stands in the way of what was asked" + (
+        f"; still to be made: {'; '.join(todo)}" if todo else ""
+    )

@@ -1,4 +1,5 @@
-"""Findings about the Neuron side of a machine: driver, SDK, whether NxD may be used with it, cores and who holds them, LNC."""
+"""Findings about the Neuron side of a machine: driver, SDK, whether NxD may be used with it, cores
+and who holds them, LNC."""
 
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -11,8 +12,11 @@ from ltx_neuron.profiles import Profile
 DRIVER = "sudo modprobe neuron; where that finds no module: sudo apt-get install aws-neuronx-dkms"
 TOOLS = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"
 _PACKAGES = ("neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla", "libneuronxla")
-_INSTEAD = (f"use an environment of SDK 2.27 to {sdk.said(sdk.NXD_LAST)} with torch {sdk.said(sdk.NXD_TORCH)}; or, in one with "
-            "torch-neuronx 2.13, --profile-set backend=torchdist")  # fmt: skip
+_INSTEAD = (
+    f"use an environment of SDK 2.27 to {sdk.said(sdk.NXD_LAST)} with torch"
+    f" {sdk.said(sdk.NXD_TORCH)}; or, in one with torch-neuronx 2.13, --profile-set"
+    " backend=torchdist"
+)
 _LNC_FILE = "/opt/aws/neuron/logical_nc_config"
 
 
@@ -20,8 +24,12 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
     """All of them. A machine without chips has none, unless the profile wants some."""
     if not chips:
         if profile.device == "neuron":
-            yield Finding("driver", "blocks", f"no Neuron device (/dev/neuron*), which profile {profile.name} runs on",
-                          f"on a trn2 instance: {DRIVER}. Here: --profile cpu")  # fmt: skip
+            yield Finding(
+                "driver",
+                "blocks",
+                f"no Neuron device (/dev/neuron*), which profile {profile.name} runs on",
+                f"on a trn2 instance: {DRIVER}. Here: --profile cpu",
+            )
         return
     driver = system.driver
     if driver is None:
@@ -34,10 +42,14 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
 
 
 def packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
-    """Which release of the SDK this environment is, and what that means for the profile's backend."""
+    """Which release of the SDK this environment is, and what that means for the profile's
+    backend."""
     low, high = sdk.PYTHON[profile.backend]
     if profile.device == "neuron" and not low <= sdk.numbers(system.python)[:2] < high:
-        text = f"Python {system.python}; backend {profile.backend} has wheels from {sdk.said(low)} on, below {sdk.said(high)}"
+        text = (
+            f"Python {system.python}; backend {profile.backend} has wheels from {sdk.said(low)} on,"
+            f" below {sdk.said(high)}"
+        )
         yield Finding("python", "blocks", text, "python3.12 -m venv DIR, and README, On Trainium")
     installed = {name: version for name in _PACKAGES if (version := system.version(name))}
     compiler = installed.get("neuronx-cc")
@@ -45,22 +57,40 @@ def packages(profile: Profile, driver: str | None, system: System) -> Iterator[F
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
         yield Finding("sdk", "ok", names + sdk.of_sdk("compiler", compiler))
     else:
-        yield Finding("sdk", "note", "this Python environment has no package of the Neuron SDK",
-                      "source /opt/<the environment of the machine image>/bin/activate, or README, On Trainium")  # fmt: skip
+        yield Finding(
+            "sdk",
+            "note",
+            "this Python environment has no package of the Neuron SDK",
+            "source /opt/<the environment of the machine image>/bin/activate, or README, On"
+            " Trainium",
+        )
     release, of_driver = sdk.release_of("compiler", compiler), sdk.release_of("driver", driver)
     if release and of_driver and of_driver < release:
-        yield Finding("sdk", "note", f"the driver is of SDK {sdk.said(of_driver)}, the compiler of {sdk.said(release)}: the "
-                      "runtime may refuse the graphs", "sudo apt-get install --only-upgrade aws-neuronx-dkms")  # fmt: skip
+        yield Finding(
+            "sdk",
+            "note",
+            f"the driver is of SDK {sdk.said(of_driver)}, the compiler of {sdk.said(release)}: the "
+            "runtime may refuse the graphs",
+            "sudo apt-get install --only-upgrade aws-neuronx-dkms",
+        )
     if profile.attention == "nki" and (error := system.import_error("nkilib")):
-        yield Finding("nki", "blocks", f"attention=nki wants the kernels of nkilib, which cannot be imported: {error}",
-                      "install the SDK's nki-library, or type --profile-set attention=matmul")  # fmt: skip
+        yield Finding(
+            "nki",
+            "blocks",
+            f"attention=nki wants the kernels of nkilib, which cannot be imported: {error}",
+            "install the SDK's nki-library, or type --profile-set attention=matmul",
+        )
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # what is missing is a finding of `checks.packages`
     state, usable = sdk.nxd_on(release)
     yield Finding("nxd", "ok" if usable else "blocks", state, "" if usable else _INSTEAD)
     if usable and release >= (2, 30):
-        yield Finding("nxd", "note", f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.said(sdk.NXD_LAST)} or "
-                      "older. What comes after it is --profile-set backend=torchdist with torch-neuronx 2.13")  # fmt: skip
+        yield Finding(
+            "nxd",
+            "note",
+            f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.said(sdk.NXD_LAST)} or "
+            "older. What comes after it is --profile-set backend=torchdist with torch-neuronx 2.13",
+        )
 
 
 def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
@@ -68,8 +98,13 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
     devices = system.devices()
     if devices is None:
         held = [f"{name}: {_who(processes)}" for name, processes in system.holders().items()]
-        yield Finding("cores", "note", "neuron-ls is not there or does not answer, so free cores are not counted; "
-                      + (f"chips in use: {'; '.join(held)}" if held else "no process has a chip open"), TOOLS)  # fmt: skip
+        yield Finding(
+            "cores",
+            "note",
+            "neuron-ls is not there or does not answer, so free cores are not counted; "
+            + (f"chips in use: {'; '.join(held)}" if held else "no process has a chip open"),
+            TOOLS,
+        )
     else:
         total = sum(len(device.cores) for device in devices)
         free = sum(len(device.cores) for device in devices if not device.holders)
@@ -77,13 +112,21 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
         text = f"{free} of {total} logical cores are on chips that nobody uses, {tp} wanted"
         text += f"; in use by {_who(holders)}" if holders else ""
         ends = " ".join(str(pid) for pid, _ in holders)
-        fix = f"end them: kill {ends}; wait a few seconds and type the same again" if holders else "type a smaller --tp-degree"
+        fix = (
+            f"end them: kill {ends}; wait a few seconds and type the same again"
+            if holders
+            else "type a smaller --tp-degree"
+        )
         enough = free >= tp or profile.device != "neuron"
         yield Finding("cores", "ok" if enough else "blocks", text, "" if enough else fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
     if visible and profile.device == "neuron" and _count(visible) < tp:
-        yield Finding("cores", "blocks", f"NEURON_RT_VISIBLE_CORES={visible} shows {_count(visible)} cores, {tp} wanted",
-                      "unset NEURON_RT_VISIBLE_CORES")  # fmt: skip
+        yield Finding(
+            "cores",
+            "blocks",
+            f"NEURON_RT_VISIBLE_CORES={visible} shows {_count(visible)} cores, {tp} wanted",
+            "unset NEURON_RT_VISIBLE_CORES",
+        )
 
 
 def _count(cores: str) -> int:
@@ -98,21 +141,40 @@ def _count(cores: str) -> int:
 
 
 def _who(processes: Iterable[tuple[int, str]]) -> str:
-    return ", ".join(f"{pid} ({textwrap.shorten(command, 60) or 'unknown command'})" for pid, command in processes)
+    return ", ".join(
+        f"{pid} ({textwrap.shorten(command, 60) or 'unknown command'})"
+        for pid, command in processes
+    )
 
 
 def lnc(profile: Profile, system: System) -> Finding:
-    """Graphs are compiled for one LNC, and the runtime must have the same. The environment goes before the file."""
-    wanted, listed = str(profile.lnc), sorted({str(device.lnc) for device in system.devices() or () if device.lnc})
-    environment = {name: value for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
-                   if (value := system.environment.get(name))}  # fmt: skip
+    """Graphs are compiled for one LNC, and the runtime must have the same. The environment goes
+    before the file."""
+    wanted, listed = (
+        str(profile.lnc),
+        sorted({str(device.lnc) for device in system.devices() or () if device.lnc}),
+    )
+    environment = {
+        name: value
+        for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
+        if (value := system.environment.get(name))
+    }
     found = environment or ({_LNC_FILE: system.lnc_file} if system.lnc_file else {})
     found = found or ({"neuron-ls": ", ".join(listed)} if listed else {})
     wrong = [name for name, value in found.items() if value != wanted]
-    text = ", ".join(f"{name} says {value}" for name, value in found.items()) or "not set; 2 is Trainium2's default"
+    text = (
+        ", ".join(f"{name} says {value}" for name, value in found.items())
+        or "not set; 2 is Trainium2's default"
+    )
     if not wrong or profile.device != "neuron":
         return Finding("lnc", "ok", text)
-    fixes = {_LNC_FILE: f"echo NEURON_LOGICAL_NC_CONFIG={wanted} | sudo tee {_LNC_FILE}",
-             "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={wanted}"}  # fmt: skip
-    return Finding("lnc", "blocks", f"{text}; profile {profile.name} is compiled for {wanted}",
-                   "; ".join(fixes.get(name, f"unset {name}") for name in wrong))  # fmt: skip
+    fixes = {
+        _LNC_FILE: f"echo NEURON_LOGICAL_NC_CONFIG={wanted} | sudo tee {_LNC_FILE}",
+        "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={wanted}",
+    }
+    return Finding(
+        "lnc",
+        "blocks",
+        f"{text}; profile {profile.name} is compiled for {wanted}",
+        "; ".join(fixes.get(name, f"unset {name}") for name in wrong),
+    )

@@ -1,7 +1,7 @@
 """What the doctor reads from a machine: files below a root, commands, installed packages.
 
-Every way in is a field of System, so that tests drive it with trees of files and tables. Nothing here raises for what is
-absent or unreadable: the fact is None or empty.
+Every way in is a field of System, so that tests drive it with trees of files and tables. Nothing
+here raises for what is absent or unreadable: the fact is None or empty.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ COMMAND_SECONDS = 20.0  # a tool that waits for a broken driver must not stop th
 
 
 class Device(NamedTuple):
-    """One chip as neuron-ls shows it: its logical cores' numbers, their LNC, and (pid, command) of who uses the chip."""
+    """One chip as neuron-ls shows it: its logical cores' numbers, their LNC, and (pid, command) of
+    who uses the chip."""
 
     index: int
     cores: tuple[int, ...]
@@ -37,7 +38,13 @@ def output_of(*command: str) -> str | None:
     if path is None:
         return None
     try:
-        done = subprocess.run([path, *command[1:]], capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True)
+        done = subprocess.run(
+            [path, *command[1:]],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return done.stdout
@@ -55,14 +62,23 @@ def import_error(module: str) -> str | None:
     """Why a module cannot be imported; None where it can."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # a wheel for another torch fails with OSError, RuntimeError or what its C++ throws
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
+    except (
+        Exception
+    ) as error:  # a wheel for another torch fails with OSError, RuntimeError or what its C++ throws
+        return (
+            f"{type(error).__name__}:"
+            f" {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
+        )
     return None
 
 
 def free_bytes(path: Path) -> int:
     """Of the file system that a path is on, or would be: the nearest folder that exists."""
-    nearest = next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.is_dir())
+    nearest = next(
+        folder
+        for folder in (Path(path).absolute(), *Path(path).absolute().parents)
+        if folder.is_dir()
+    )
     return shutil.disk_usage(nearest).free
 
 
@@ -93,33 +109,48 @@ class System:
 
     @property
     def lnc_file(self) -> str | None:
-        """The machine's own LNC setting (deploy/eks/prerequisites.rst of the SDK's documentation)."""
+        """The machine's own LNC setting (deploy/eks/prerequisites.rst of the SDK's
+        documentation)."""
         lines = (self.text("opt/aws/neuron/logical_nc_config") or "").splitlines()
-        said = [line.partition("=")[2].strip() for line in lines if line.startswith("NEURON_LOGICAL_NC_CONFIG=")]
+        said = [
+            line.partition("=")[2].strip()
+            for line in lines
+            if line.startswith("NEURON_LOGICAL_NC_CONFIG=")
+        ]
         return said[-1] if said else None
 
     def memory(self) -> dict[str, int]:
         """Bytes by the names of /proc/meminfo."""
         rows = (line.split() for line in (self.text("proc/meminfo") or "").splitlines())
-        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) > 1 and row[1].isdigit()}
+        return {
+            row[0].rstrip(":"): int(row[1]) * 1024
+            for row in rows
+            if len(row) > 1 and row[1].isdigit()
+        }
 
     def devices(self) -> list[Device] | None:
-        """The chips that neuron-ls lists (`neuron-ls --json-output`); None where it says nothing that can be read."""
+        """The chips that neuron-ls lists (`neuron-ls --json-output`); None where it says nothing
+        that can be read."""
         try:
             rows = json.loads(self.output("neuron-ls", "--json-output") or "")
             return [
                 Device(
-                    int(row["neuron_device"]), tuple(row.get("neuroncore_ids") or range(int(row["nc_count"]))),
+                    int(row["neuron_device"]),
+                    tuple(row.get("neuroncore_ids") or range(int(row["nc_count"]))),
                     row.get("logical_neuroncore_config"),
-                    tuple((int(p["pid"]), str(p.get("command", ""))) for p in row.get("neuron_processes") or ()),
+                    tuple(
+                        (int(p["pid"]), str(p.get("command", "")))
+                        for p in row.get("neuron_processes") or ()
+                    ),
                 )
                 for row in rows
-            ]  # fmt: skip
+            ]
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def holders(self) -> dict[str, list[tuple[int, str]]]:
-        """Who has a chip's device file open, by the file's name: what shows where neuron-ls is not installed.
+        """Who has a chip's device file open, by the file's name: what shows where neuron-ls is not
+        installed.
 
         Other users' processes show to root alone.
         """
@@ -130,25 +161,37 @@ class System:
                 for file in (folder / "fd").iterdir():
                     with contextlib.suppress(OSError):
                         open_files.add(os.readlink(file))
-            for name in sorted(file.removeprefix("/dev/") for file in open_files if file.startswith("/dev/neuron")):
+            for name in sorted(
+                file.removeprefix("/dev/") for file in open_files if file.startswith("/dev/neuron")
+            ):
                 found.setdefault(name, []).append((int(folder.name), self._command(folder)))
         return found
 
     def _processes(self) -> list[Path]:
         try:
-            return sorted((p for p in (self.root / "proc").iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+            return sorted(
+                (p for p in (self.root / "proc").iterdir() if p.name.isdigit()),
+                key=lambda p: int(p.name),
+            )
         except OSError:
             return []
 
     @staticmethod
     def _command(folder: Path) -> str:
         try:
-            return (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            return (
+                (folder / "cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+                .strip()
+            )
         except OSError:
             return ""
 
     def core_memory(self) -> dict[str, int]:
-        """Device memory in use, bytes, of every core that the driver shows ("neuron0/neuron_core1").
+        """Device memory in use, bytes, of every core that the driver shows
+        ("neuron0/neuron_core1").
 
         neuron-sysfs-user-guide.rst: of memory counters `total` is what is used now.
         """

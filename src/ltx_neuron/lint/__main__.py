@@ -1,7 +1,9 @@
-"""python -m ltx_neuron.lint: every graph against what neuronx-cc documents that it takes. Exit 1 on a finding.
+"""python -m ltx_neuron.lint: every graph against what neuronx-cc documents that it takes. Exit 1 on
+a finding.
 
-Two parts: exported graphs, as TorchNeuron is given them, which needs torch alone; and HLO, as ModelBuilder is given it, which
-needs torch 2.9 and torch_xla 2.9. Without torch_xla the second part says what to install, and the exit code is 2.
+Two parts: exported graphs, as TorchNeuron is given them, which needs torch alone; and HLO, as
+ModelBuilder is given it, which needs torch 2.9 and torch_xla 2.9. Without torch_xla the second part
+says what to install, and the exit code is 2.
 """
 
 import argparse
@@ -18,12 +20,13 @@ from ltx_neuron.errors import UserError, run
 from ltx_neuron.lint import fx, lower
 from ltx_neuron.lint.cases import programs
 from ltx_neuron.lint.rules import Finding, Operation, Reading, compare_ranks
-from ltx_neuron.parallel import Comm
+from ltx_neuron.models.parallel import Comm
 from ltx_neuron.profiles import PROFILES, Profile, resolve
 
 
 class Part(NamedTuple):
-    """A front end: the Comm it traces with, what must be there, and how a graph of a program is read."""
+    """A front end: the Comm it traces with, what must be there, and how a graph of a program is
+    read."""
 
     title: str
     comm: Callable[[int], Comm]
@@ -38,20 +41,31 @@ PARTS = (
 
 
 def survey(
-    part: Part, profile: Profile, tp: int, dtype: torch.dtype, only: str = "", keep: Path | None = None
+    part: Part,
+    profile: Profile,
+    tp: int,
+    dtype: torch.dtype,
+    only: str = "",
+    keep: Path | None = None,
 ) -> list[Finding]:
-    """Read every graph of the programs whose name contains `only`, as the first and as the last rank; print a line for each."""
+    """Read every graph of the programs whose name contains `only`, as the first and as the last
+    rank; print a line for each."""
     found, ranks = [], (0, tp - 1)
     named = [(case, make) for case, make in programs(profile, tp, dtype) if only in case]
     if not named:
         known = "; ".join(case for case, _ in programs(profile, tp, dtype))
         raise UserError(f"--only {only!r} is in no program's name; known: {known}")
-    print(f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks {ranks}\n{_HEAD}")
+    print(
+        f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks"
+        f" {ranks}\n{_HEAD}"
+    )
     for case, make in named:
         readings = {rank: _read(part, case, make, rank, tp, dtype) for rank in ranks}
         for graph, reading in readings[0].items():
             operations, findings = reading.check()
-            findings += compare_ranks(graph, {rank: of[graph].text for rank, of in readings.items()})
+            findings += compare_ranks(
+                graph, {rank: of[graph].text for rank, of in readings.items()}
+            )
             print(_row(graph, operations, findings), flush=True)
             found += findings
             if keep:
@@ -64,7 +78,9 @@ def survey(
 _IN_A_FILE_NAME = str.maketrans({" ": "_", ":": None, ",": None})
 
 
-def _read(part: Part, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype) -> dict[str, Reading]:
+def _read(
+    part: Part, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype
+) -> dict[str, Reading]:
     with fake_process_group(tp, rank):
         program = make(comm=part.comm(tp))
         names = {f"{case}: {name}": name for name in program.graphs}
@@ -72,7 +88,10 @@ def _read(part: Part, case: str, make: Callable, rank: int, tp: int, dtype: torc
 
 
 _PRODUCTS = ("dot", "aten.mm.default", "aten.addmm.default", "aten.bmm.default")
-_HEAD = f"{'operations':>10}  {'collectives':<28}{'dtypes':<20}{'fp32 products':<15}{'dynamic':<9}{'findings':<10}graph"
+_HEAD = (
+    f"{'operations':>10} "
+    f" {'collectives':<28}{'dtypes':<20}{'fp32 products':<15}{'dynamic':<9}{'findings':<10}graph"
+)
 
 
 def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> str:
@@ -80,15 +99,21 @@ def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> st
     forms = collections.Counter(f"over {o.collective.group}" for o in operations if o.collective)
     reductions = ", ".join(f"{count} {form}" for form, count in forms.items()) or "-"
     kinds = [kind for operation in operations for kind in operation.results]
-    products = sum(o.name in _PRODUCTS and "f32" in {kind.dtype for kind in o.operands} for o in operations)
+    products = sum(
+        o.name in _PRODUCTS and "f32" in {kind.dtype for kind in o.operands} for o in operations
+    )
     dynamic = sum(None in kind.shape for kind in kinds)
     dtypes = " ".join(sorted({kind.dtype for kind in kinds}))
     count = len(operations)
-    return f"{count:>10}  {reductions:<26}  {dtypes:<20}{products:<15}{dynamic:<9}{len(findings):<10}{graph}"
+    return (
+        f"{count:>10}  {reductions:<26} "
+        f" {dtypes:<20}{products:<15}{dynamic:<9}{len(findings):<10}{graph}"
+    )
 
 
 def table(findings: list[Finding]) -> str:
-    """The findings as a person reads them: a fault that several graphs share once, with the graphs that have it."""
+    """The findings as a person reads them: a fault that several graphs share once, with the graphs
+    that have it."""
     shared: dict[tuple, list[Finding]] = {}
     for finding in findings:
         kind = finding.operation.rpartition("(")[2]
@@ -103,19 +128,40 @@ def table(findings: list[Finding]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ltx_neuron.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m ltx_neuron.lint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     neuron = [name for name, profile in PROFILES.items() if profile.device == "neuron"]
-    parser.add_argument("--profile", choices=neuron, default=neuron[0], help="machine to check for (default %(default)s)")
-    parser.add_argument("--profile-set", action="append", default=[], metavar="KEY=VALUE",
-                        help="change one value of the profile, as in attention=matmul; repeatable")  # fmt: skip
-    parser.add_argument("--tp-degree", type=int, metavar="N", help="ranks of the group (default: the profile's)")
+    parser.add_argument(
+        "--profile",
+        choices=neuron,
+        default=neuron[0],
+        help="machine to check for (default %(default)s)",
+    )
+    parser.add_argument(
+        "--profile-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one value of the profile, as in attention=matmul; repeatable",
+    )
+    parser.add_argument(
+        "--tp-degree", type=int, metavar="N", help="ranks of the group (default: the profile's)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--only", default="", metavar="TEXT", help="programs whose name contains this, e.g. 'tiny, 1 block'")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="write the text of every graph here")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="programs whose name contains this, e.g. 'tiny, 1 block'",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="write the text of every graph here"
+    )
     options = parser.parse_args(argv)
     profile = resolve(options.profile, tuple(options.profile_set))
-    tp, dtype = options.tp_degree or profile.tp, getattr(torch, options.dtype)
+    tp, dtype = profile.degree(options.tp_degree), getattr(torch, options.dtype)
     findings, missing = [], None
     for part in PARTS:
         try:

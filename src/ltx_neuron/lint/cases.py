@@ -1,4 +1,5 @@
-"""The graphs that lint reads: all of the toolkit's, tiny and at the released width, with one block and with two."""
+"""The graphs that lint reads: all of the toolkit's, tiny and at the released width, with one block
+and with two."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -7,9 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from ltx_neuron.config import GEMMA_3_12B, Bucket, GemmaConfig, TransformerConfig, transformer_config
+from ltx_neuron.config import (
+    GEMMA_3_12B,
+    Bucket,
+    GemmaConfig,
+    TransformerConfig,
+    transformer_config,
+)
+from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.profiles import Profile
-from ltx_neuron.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import released_config, tiny_config
 
@@ -17,7 +24,8 @@ BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 
 class Width(NamedTuple):
-    """Sizes of the models, and the DiT's tokens: those of a small clip, or of 512x768 with 121 frames."""
+    """Sizes of the models, and the DiT's tokens: those of a small clip, or of 512x768 with 121
+    frames."""
 
     transformer: TransformerConfig
     gemma: GemmaConfig
@@ -28,17 +36,24 @@ class Width(NamedTuple):
 def widths(tp: int) -> dict[str, Width]:
     sizes = TinySizes(heads=max(4, tp), gemma_heads=max(8, tp))
     gemma = dataclasses.replace(
-        GEMMA_3_12B, hidden_size=sizes.gemma_hidden, intermediate_size=sizes.gemma_intermediate,
-        num_attention_heads=sizes.gemma_heads, num_key_value_heads=sizes.gemma_kv_heads, head_dim=sizes.gemma_head_dim,
-    )  # fmt: skip
+        GEMMA_3_12B,
+        hidden_size=sizes.gemma_hidden,
+        intermediate_size=sizes.gemma_intermediate,
+        num_attention_heads=sizes.gemma_heads,
+        num_key_value_heads=sizes.gemma_kv_heads,
+        head_dim=sizes.gemma_head_dim,
+    )
     return {
         "tiny": Width(transformer_config(tiny_config(sizes)), gemma, 24, 18),
         "full": Width(transformer_config(released_config()), GEMMA_3_12B, 6144, 126),
     }
 
 
-def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[..., Program]]]:
-    """Every program by name, and how to make it with `comm=`. Modules are on the meta device: they take no memory."""
+def programs(
+    profile: Profile, tp: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[..., Program]]]:
+    """Every program by name, and how to make it with `comm=`. Modules are on the meta device: they
+    take no memory."""
     how = dict(tp=tp, dtype=dtype)
     kernel = dict(attention=profile.attention)
     for name, width in widths(tp).items():
@@ -46,17 +61,36 @@ def programs(profile: Profile, tp: int, dtype: torch.dtype) -> Iterator[tuple[st
         width.gemma.check_tensor_parallel(tp)
         for blocks in BLOCKS:
             config = dataclasses.replace(
-                width.transformer, num_layers=blocks, connector_num_layers=blocks, audio_connector_num_layers=blocks
+                width.transformer,
+                num_layers=blocks,
+                connector_num_layers=blocks,
+                audio_connector_num_layers=blocks,
             )
             # Layer 0 with the local RoPE base, layer 1 with the global one
-            gemma = dataclasses.replace(width.gemma, num_hidden_layers=blocks, full_attention_layers=(1,))
+            gemma = dataclasses.replace(
+                width.gemma, num_hidden_layers=blocks, full_attention_layers=(1,)
+            )
             label = f"{name}, {blocks} block{'s' * (blocks > 1)}"
             for guided in (False, True):
                 for timesteps, task in ((1, "text to video"), (2, "image to video")):
-                    bucket = Bucket(width.video_tokens, width.audio_tokens, timesteps, max_steps=8, guided=guided)
+                    bucket = Bucket(
+                        width.video_tokens,
+                        width.audio_tokens,
+                        timesteps,
+                        max_steps=8,
+                        guided=guided,
+                    )
                     dit = f"{label}: DiT, {task}{', guided' * guided}"
-                    yield f"{dit}, cut", partial(dit_program, config, bucket, blocks_per_graph=blocks, **how, **kernel)
-                    yield f"{dit}, whole", partial(dit_program, config, bucket, blocks_per_graph=0, **how, **kernel)
+                    yield (
+                        f"{dit}, cut",
+                        partial(
+                            dit_program, config, bucket, blocks_per_graph=blocks, **how, **kernel
+                        ),
+                    )
+                    yield (
+                        f"{dit}, whole",
+                        partial(dit_program, config, bucket, blocks_per_graph=0, **how, **kernel),
+                    )
             for tokens in profile.text_buckets:
                 for states in (False, True):
                     text = f"{label}: Gemma3, {tokens} tokens{', all states' * states}"

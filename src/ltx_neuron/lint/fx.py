@@ -7,35 +7,93 @@ from torch import Tensor, fx
 
 from ltx_neuron.backends.export import GROUP, trace
 from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Reading, Target, check
-from ltx_neuron.programs import Program
+from ltx_neuron.models.programs import Program
 
 SPELLING = {
-    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.bool: "pred",
-    torch.uint8: "u8", torch.int8: "s8", torch.int16: "s16", torch.int32: "s32", torch.int64: "s64",
-    torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bool: "pred",
+    torch.uint8: "u8",
+    torch.int8: "s8",
+    torch.int16: "s16",
+    torch.int32: "s32",
+    torch.int64: "s64",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
 
 
 def _aten(*names: str) -> set[str]:
     return {f"aten.{name}" for name in names}
 
 
-# Elementwise arithmetic, matrix products, reductions over fixed dimensions, and reshapes that are known when compiling.
-# No gather, index, scatter, sort, loop or random number: each is slow or refused on some device.
+# Elementwise arithmetic, matrix products, reductions over fixed dimensions, and reshapes that are
+# known when compiling. No gather, index, scatter, sort, loop or random number: each is slow or
+# refused on some device.
 EXPORTED = {
-    *_aten("mul.Tensor", "add.Tensor", "sub.Tensor", "div.Tensor", "rsub.Scalar", "square.default", "sqrt.default"),
-    *_aten("rsqrt.default", "sigmoid.default", "gelu.default", "clamp_min.default", "eq.Tensor", "to.dtype"),
-    *_aten("linear.default", "bmm.default", "softmax.int", "scaled_dot_product_attention.default", "layer_norm.default"),
+    *_aten(
+        "mul.Tensor",
+        "add.Tensor",
+        "sub.Tensor",
+        "div.Tensor",
+        "rsub.Scalar",
+        "square.default",
+        "sqrt.default",
+    ),
+    *_aten(
+        "rsqrt.default",
+        "sigmoid.default",
+        "gelu.default",
+        "clamp_min.default",
+        "eq.Tensor",
+        "to.dtype",
+    ),
+    *_aten(
+        "linear.default",
+        "bmm.default",
+        "softmax.int",
+        "scaled_dot_product_attention.default",
+        "layer_norm.default",
+    ),
     *_aten("sum.dim_IntList", "sum.default", "mean.dim", "mean.default"),
-    *_aten("select.int", "slice.Tensor", "unsqueeze.default", "transpose.int", "unflatten.int", "flatten.using_ints"),
-    *_aten("view.default", "cat.default", "stack.default", "chunk.default", "unbind.int", "split_with_sizes.default"),
+    *_aten(
+        "select.int",
+        "slice.Tensor",
+        "unsqueeze.default",
+        "transpose.int",
+        "unflatten.int",
+        "flatten.using_ints",
+    ),
+    *_aten(
+        "view.default",
+        "cat.default",
+        "stack.default",
+        "chunk.default",
+        "unbind.int",
+        "split_with_sizes.default",
+    ),
     *_aten("repeat_interleave.self_int"),
     "ltx_neuron.attention_cte.default",
 }
 # What torch.compile makes of the same modules: the composite ones taken apart.
 TRACED = {
-    *_aten("_to_copy.default", "pow.Tensor_Scalar", "mm.default", "addmm.default", "t.default", "split.Tensor"),
-    *_aten("expand.default", "clone.default", "_unsafe_view.default", "native_layer_norm.default", "_softmax.default"),
+    *_aten(
+        "_to_copy.default",
+        "pow.Tensor_Scalar",
+        "mm.default",
+        "addmm.default",
+        "t.default",
+        "split.Tensor",
+    ),
+    *_aten(
+        "expand.default",
+        "clone.default",
+        "_unsafe_view.default",
+        "native_layer_norm.default",
+        "_softmax.default",
+    ),
     *_aten("_scaled_dot_product_flash_attention_for_cpu.default"),
 }
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -48,23 +106,31 @@ TARGET = Target(
 WAIT = "_c10d_functional.wait_tensor.default"
 
 
-def check_fx(module: fx.GraphModule | torch.export.ExportedProgram, graph: str = "graph") -> list[Finding]:
-    """What would go wrong with an exported program, or with an AOT graph as torch.compile hands it to a backend."""
+def check_fx(
+    module: fx.GraphModule | torch.export.ExportedProgram, graph: str = "graph"
+) -> list[Finding]:
+    """What would go wrong with an exported program, or with an AOT graph as torch.compile hands it
+    to a backend."""
     return check(graph, operations(module.graph), TARGET)
 
 
 def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
-    """One graph of a program made with a TorchDistComm, exported and then compiled. Call in a process group of `tp` ranks."""
+    """One graph of a program made with a TorchDistComm, exported and then compiled. Call in a
+    process group of `tp` ranks."""
     try:
         exported = trace(program, name, dtype)
-    except RuntimeError as error:  # all that torch.export raises of a graph it cannot make; a refusal is a finding
+    except (
+        RuntimeError
+    ) as error:  # all that torch.export raises of a graph it cannot make; a refusal is a finding
         wrong = f"cannot be exported: {str(error).strip().splitlines()[0]}"
         do = "fix every size, branch on no data, make every tensor an input"
         return Reading("", lambda: ([], [Finding(graph, "the whole graph", wrong, do)]))
 
     def check_both() -> tuple[list[Operation], list[Finding]]:
         aot = compiled(exported)
-        return operations(aot.graph), check_fx(exported, graph) + check_fx(aot, f"{graph}, compiled")
+        return operations(aot.graph), check_fx(exported, graph) + check_fx(
+            aot, f"{graph}, compiled"
+        )
 
     return Reading(text(exported), check_both)
 
@@ -78,28 +144,40 @@ def compiled(exported: torch.export.ExportedProgram) -> fx.GraphModule:
     """The AOT graph that torch.compile gives a backend for an exported graph. Nothing is run."""
     recorder = Recorder()
     with torch.no_grad():
-        recorder(exported.graph_module, [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"])
+        recorder(
+            exported.graph_module,
+            [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"],
+        )
     (graph,) = recorder.graphs
     return graph
 
 
 def operations(graph: fx.Graph) -> list[Operation]:
-    """Every operation of a graph but the output, python's own unpacking of tuples, and waiting for a collective."""
-    nodes = [node for node in graph.nodes if node.op != "output" and node.target is not operator.getitem]
+    """Every operation of a graph but the output, python's own unpacking of tuples, and waiting for
+    a collective."""
+    nodes = [
+        node for node in graph.nodes if node.op != "output" and node.target is not operator.getitem
+    ]
     return [_operation(node) for node in nodes if str(node.target) != WAIT]
 
 
 def _operation(node: fx.Node) -> Operation:
     name = {"placeholder": "placeholder", "get_attr": "constant"}.get(node.op, str(node.target))
     operands = tuple(kind for used in node.all_input_nodes for kind in kinds(used))
-    return Operation(name, node.name, kinds(node), operands, _collective(node) if "c10d" in name else None)
+    return Operation(
+        name, node.name, kinds(node), operands, _collective(node) if "c10d" in name else None
+    )
 
 
 def kinds(node: fx.Node) -> tuple[Kind, ...]:
     """The tensors that a node stands for, and the numbers that are not known yet."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
-    symbols = tuple(Kind("symbol", ()) for v in values if isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool))
+    symbols = tuple(
+        Kind("symbol", ())
+        for v in values
+        if isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool)
+    )
     return tuple(_kind(v) for v in values if isinstance(v, Tensor)) + symbols
 
 
@@ -109,14 +187,18 @@ def _kind(value: Tensor) -> Kind:
 
 
 def _collective(node: fx.Node) -> Collective:
-    given = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)}
+    given = {
+        argument.name: value
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
+    }
     given |= node.kwargs
     waited = all(str(user.target) == WAIT for user in node.users)
     return Collective(given.get("reduce_op", ""), given.get("group_name", ""), waited)
 
 
 class Recorder:
-    """A torch.compile backend that keeps every graph it is given and runs it as it is: torch.compile(f, backend=recorder)."""
+    """A torch.compile backend that keeps every graph it is given and runs it as it is:
+    torch.compile(f, backend=recorder)."""
 
     def __init__(self):
         from torch._dynamo.backends.common import aot_autograd

@@ -4,21 +4,60 @@ import re
 
 from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, check
 
-# What the graphs lower to. All but logistic (every SiLU's, so every LLM's on Trainium) are in the compiler's published list of
-# XLA operators (Neuron docs, neuron-cc-ops-xla).
+# What the graphs lower to. All but logistic (every SiLU's, so every LLM's on Trainium) are in the
+# compiler's published list of XLA operators (Neuron docs, neuron-cc-ops-xla).
 OPERATIONS = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "convert", "broadcast", "reshape", "transpose", "slice"),
-    *("concatenate", "add", "subtract", "multiply", "divide", "maximum", "clamp", "exponential", "tanh", "logistic", "sqrt"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "convert",
+        "broadcast",
+        "reshape",
+        "transpose",
+        "slice",
+    ),
+    *(
+        "concatenate",
+        "add",
+        "subtract",
+        "multiply",
+        "divide",
+        "maximum",
+        "clamp",
+        "exponential",
+        "tanh",
+        "logistic",
+        "sqrt",
+    ),
     *("rsqrt", "power", "compare", "select", "dot", "reduce", "batch-norm-training"),
 }
-MAY_INDEX = {"parameter", "constant", "convert", "reshape", "broadcast", "tuple", "get-tuple-element"}
-# Read as collectives whatever comes of them; an all-reduce may carry a group of tensors (and torch_xla's scalar token).
-COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"}
+MAY_INDEX = {
+    "parameter",
+    "constant",
+    "convert",
+    "reshape",
+    "broadcast",
+    "tuple",
+    "get-tuple-element",
+}
+# Read as collectives whatever comes of them; an all-reduce may carry a group of tensors (and
+# torch_xla's scalar token).
+COLLECTIVES = {
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+}
 MOST_TENSORS = 16
 
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(
-    r"^\s*(?P<root>ROOT )?%?(?P<label>[\w.\-]+) = (?P<kinds>.+?) (?P<name>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+    r"^\s*(?P<root>ROOT )?%?(?P<label>[\w.\-]+) = (?P<kinds>.+?)"
+    r" (?P<name>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
 _KIND = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([^\]]*)\]")
 _NAME = re.compile(r"%?([\w.\-]+)$")
@@ -63,12 +102,17 @@ def _operation(computation: str, found: re.Match, kinds: dict, roots: dict) -> O
     name = found["name"].removesuffix("-start")
     names = [_NAME.search(argument.strip()) for argument in arguments]
     operands = tuple(k for n in names if n for k in kinds.get((computation, n[1]), ()))
-    collective = Collective(_reduction(attributes, roots), _group(attributes)) if name in COLLECTIVES else None
+    collective = (
+        Collective(_reduction(attributes, roots), _group(attributes))
+        if name in COLLECTIVES
+        else None
+    )
     return Operation(name, found["label"], kinds[computation, found["label"]], operands, collective)
 
 
 def _split(rest: str) -> tuple[list[str], str]:
-    """What stands in the parentheses that `rest` begins inside of, by its commas, and what follows them."""
+    """What stands in the parentheses that `rest` begins inside of, by its commas, and what follows
+    them."""
     parts, depth, start = [], 1, 0
     for index, letter in enumerate(rest):
         depth += (letter in "([{") - (letter in ")]}")
@@ -86,7 +130,9 @@ def _kinds(text: str) -> tuple[Kind, ...]:
 
 def _shape(dims: str) -> tuple[int | None, ...]:
     """2,3 is static; <=3 is bounded and ? is not: both are dynamic."""
-    return tuple(int(size) if size.strip().isdigit() else None for size in dims.split(",") if size.strip())
+    return tuple(
+        int(size) if size.strip().isdigit() else None for size in dims.split(",") if size.strip()
+    )
 
 
 def _reduction(attributes: str, roots: dict) -> str:

@@ -1,7 +1,9 @@
-"""Graphs to HLO, as ModelBuilder would hand them to neuronx-cc: traced by torch_xla on a CPU, for any number of ranks.
+"""Graphs to HLO, as ModelBuilder would hand them to neuronx-cc: traced by torch_xla on a CPU, for
+any number of ranks.
 
-Nothing is run and no weight is made: inputs and parameters are placeholders, so full-width graphs take no memory. torch_xla is
-imported when it is first needed. Where the models call nkilib's kernel, its reference is lowered: NKI is not needed here.
+Nothing is run and no weight is made: inputs and parameters are placeholders, so full-width graphs
+take no memory. torch_xla is imported when it is first needed. Where the models call nkilib's
+kernel, its reference is lowered: NKI is not needed here.
 """
 
 import os
@@ -18,7 +20,7 @@ from ltx_neuron.backends.nxd_compile import XlaComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint.hlo import operations, target
 from ltx_neuron.lint.rules import Finding, Operation, Reading, check
-from ltx_neuron.programs import Program
+from ltx_neuron.models.programs import Program
 
 INSTALL = """torch_xla {problem}. It wants the torch of its own number, so give it a venv of its own:
   test/make_xla_venv.sh /path/to/venv-xla
@@ -29,16 +31,21 @@ INSTALL = """torch_xla {problem}. It wants the torch of its own number, so give 
 def require_torch_xla() -> None:
     """Import torch_xla for tracing on a CPU. Raises UserError that says what to install."""
     os.environ["PJRT_DEVICE"] = "CPU"  # whatever the machine has: nothing is run
-    os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"  # else a group that this one process is not part of is dropped
+    os.environ["XLA_ALWAYS_ALLREDUCE"] = (
+        "1"  # else a group that this one process is not part of is dropped
+    )
     try:
         import torch_xla  # noqa: F401
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "torch_xla"
-        raise UserError(INSTALL.format(problem="is not installed" if missing else f"does not load: {error}")) from None
+        raise UserError(
+            INSTALL.format(problem="is not installed" if missing else f"does not load: {error}")
+        ) from None
 
 
 def comm(tp: int) -> XlaComm:
-    """The Comm that ModelBuilder traces with, for a group that is all ranks. NxD itself is not needed."""
+    """The Comm that ModelBuilder traces with, for a group that is all ranks. NxD itself is not
+    needed."""
     return XlaComm(tp, [list(range(tp))])
 
 
@@ -47,7 +54,8 @@ class Cut(Exception):
 
 
 class _Guard(TorchDispatchMode):
-    """Stops at operations whose result torch_xla would compute right away: by running what is traced, or on the host."""
+    """Stops at operations whose result torch_xla would compute right away: by running what is
+    traced, or on the host."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -61,29 +69,47 @@ def _refuse(function: torch._ops.OpOverload, tensors: list[Tensor]) -> None:
     needs = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
     if function is torch.ops.aten.index.Tensor:  # of a dynamic size only with a mask
         needs = needs and any(tensor.dtype is torch.bool for tensor in tensors)
-    kernels = ("XLA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
-    known = any(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key) for key in kernels)
+    kernels = (
+        "XLA",
+        "CompositeExplicitAutograd",
+        "CompositeExplicitAutogradNonFunctional",
+        "CompositeImplicitAutograd",
+    )
+    known = any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key) for key in kernels
+    )
     if needs or not known:
         raise Cut(str(function))
 
 
 def lower(function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple]) -> str:
-    """The HLO of a function of named tensors, given as (shape, dtype). Raises Cut where it cannot be one graph.
+    """The HLO of a function of named tensors, given as (shape, dtype). Raises Cut where it cannot
+    be one graph.
 
-    Numbers and tensors that tracing made are parameters of the HLO too; they stand in comments at its end.
+    Numbers and tensors that tracing made are parameters of the HLO too; they stand in comments at
+    its end.
     """
     require_torch_xla()
     import torch_xla
     from torch_xla.core import xla_builder
 
     internals = torch_xla._XLAC
-    internals._set_all_reduce_token(str(torch_xla.device()), None)  # or the last graph's collectives come into this one
-    tensors = {name: xla_builder.create_placeholder_tensor(tuple(shape), dtype) for name, (shape, dtype) in example.items()}
+    internals._set_all_reduce_token(
+        str(torch_xla.device()), None
+    )  # or the last graph's collectives come into this one
+    tensors = {
+        name: xla_builder.create_placeholder_tensor(tuple(shape), dtype)
+        for name, (shape, dtype) in example.items()
+    }
     with torch.no_grad(), _Guard():
         outputs = [leaf for leaf in tree_leaves(function(tensors)) if isinstance(leaf, Tensor)]
     given = {internals._xla_get_tensor_id(tensor) for tensor in tensors.values()}
     found = zip(*internals._get_tensors_xla_device_data_node(outputs), strict=True)
-    made = sorted(f"// made while tracing: {_described(tensor)}" for number, tensor in found if number not in given)
+    made = sorted(
+        f"// made while tracing: {_described(tensor)}"
+        for number, tensor in found
+        if number not in given
+    )
     return "\n".join([internals._get_xla_tensors_hlo(outputs), *made])
 
 
@@ -97,12 +123,17 @@ def _described(tensor: Tensor) -> str:
     return f"{kind} {value.flatten()[:4].tolist()} {value.dtype}"
 
 
-def read_function(function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple], tp: int, graph: str) -> Reading:
+def read_function(
+    function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple], tp: int, graph: str
+) -> Reading:
     """The HLO of a function of named tensors."""
     try:
         text = lower(function, example)
     except Cut as cut:
-        wrong = "its result is needed while tracing: the graph ends here, and what it gives is baked into the next"
+        wrong = (
+            "its result is needed while tracing: the graph ends here, and what it gives is baked"
+            " into the next"
+        )
         do = "keep it a tensor of fixed size: no .item(), no if, no mask"
         finding = Finding(graph, str(cut), wrong, do)
         return Reading("", lambda: ([], [finding]))
@@ -110,7 +141,10 @@ def read_function(function: Callable[[dict[str, Tensor]], Any], example: dict[st
     def check_text() -> tuple[list[Operation], list[Finding]]:
         found = operations(text)
         own = [line.removeprefix("// ") for line in text.splitlines() if line.startswith(MADE)]
-        baked = [Finding(graph, "parameter", wrong, "make it an input or a parameter of the model") for wrong in own]
+        baked = [
+            Finding(graph, "parameter", wrong, "make it an input or a parameter of the model")
+            for wrong in own
+        ]
         return found, check(graph, found, target(tp)) + baked
 
     return Reading(text, check_text)
@@ -121,10 +155,18 @@ def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -
     module, inputs, _ = program.graphs[name]
     module = module.to(dtype).eval().requires_grad_(False)
     weights = {f"weight {n}": (p.shape, p.dtype) for n, p in module.named_parameters()}
-    fields = {field: (program.fields[field].shape, program.fields[field].dtype) for field in inputs._fields}
+    fields = {
+        field: (program.fields[field].shape, program.fields[field].dtype)
+        for field in inputs._fields
+    }
 
     def call(tensors: dict[str, Tensor]):
         parameters = {n.removeprefix("weight "): tensors[n] for n in weights}
-        return functional_call(module, parameters, (inputs(**{field: tensors[field] for field in fields}),), strict=True)
+        return functional_call(
+            module,
+            parameters,
+            (inputs(**{field: tensors[field] for field in fields}),),
+            strict=True,
+        )
 
     return read_function(call, weights | fields, tp, graph)

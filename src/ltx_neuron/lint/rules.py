@@ -1,8 +1,10 @@
-"""What a graph may hold on Trainium2: one table of rules over operations, whichever front end read them.
+"""What a graph may hold on Trainium2: one table of rules over operations, whichever front end read
+them.
 
-Sources, as named in the findings: NCC_* are the compiler's documented error codes (Neuron SDK 2.32, compiler/error-codes);
-"TorchNeuron" is what its lowering of collectives maps (torch-neuronx, neuron_dynamo_backend). What no document says the
-compiler takes is refused: the operations are those that the graphs need.
+Sources, as named in the findings: NCC_* are the compiler's documented error codes (Neuron SDK 2.32,
+compiler/error-codes); "TorchNeuron" is what its lowering of collectives maps (torch-neuronx,
+neuron_dynamo_backend). What no document says the compiler takes is refused: the operations are
+those that the graphs need.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +12,8 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """dtype in HLO's spelling (bf16, f32, s32, pred, ...; "symbol" for a number known only at run time) and dimensions.
+    """dtype in HLO's spelling (bf16, f32, s32, pred, ...; "symbol" for a number known only at run
+    time) and dimensions.
 
     A dimension that is not known when compiling is None.
     """
@@ -20,7 +23,8 @@ class Kind(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """How a collective travels. `group` in the front end's own spelling, `waited` if its result is awaited before use."""
+    """How a collective travels. `group` in the front end's own spelling, `waited` if its result is
+    awaited before use."""
 
     reduction: str
     group: str
@@ -47,7 +51,8 @@ class Finding(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A graph as a front end read it. The text is what the ranks are compared by; `check` says what else is in the graph."""
+    """A graph as a front end read it. The text is what the ranks are compared by; `check` says what
+    else is in the graph."""
 
     text: str
     check: Callable[[], tuple[list[Operation], list[Finding]]]
@@ -59,7 +64,8 @@ class Target(NamedTuple):
     operations   allowed, besides the collectives
     collectives  allowed, with the most operands one may have
     reduction    the only reduction, and `group` the only group: all ranks
-    may_index    operations that may carry int64, which the compiler reads as int32: right for indices, wrong for arithmetic
+    may_index    operations that may carry int64, which the compiler reads as int32: right for
+                 indices, wrong for arithmetic
     """
 
     operations: frozenset[str]
@@ -70,43 +76,97 @@ class Target(NamedTuple):
 
 
 DTYPES = {"bf16", "f32", "s32", "pred"}
-# Why another dtype is refused, by the start of its name, and what to do. The last entry is any other.
+# Why another dtype is refused, by the start of its name, and what to do. The last entry is any
+# other.
 REFUSED_DTYPES = {
-    "f64": ("NCC_ESPP004: float64 is not supported", "make the constant or table fp32 (.float(), dtype=torch.float32), or "
-            "compute it on the host and make it an input; .item() of a tensor makes a float64 too"),
+    "f64": (
+        "NCC_ESPP004: float64 is not supported",
+        (
+            "make the constant or table fp32 (.float(), dtype=torch.float32), or "
+            "compute it on the host and make it an input; .item() of a tensor makes a float64 too"
+        ),
+    ),
     "s64": ("neuronx-cc reads int64 as int32", "use int32, or do the arithmetic on the host"),
     "u64": ("NCC_ESFH002: uint64 is not supported", "use int32"),
-    "c": ("NCC_EVRF004: complex numbers are not supported", "keep real and imaginary parts apart, as rope.rotate does"),
+    "c": (
+        "NCC_EVRF004: complex numbers are not supported",
+        "keep real and imaginary parts apart, as rope.rotate does",
+    ),
     "f8": ("NCC_EVRF005, NCC_EVRF051: this 8-bit float is not supported on trn2", "use bfloat16"),
-    "": ("NCC_ESPP004: not among the dtypes that the graphs were checked with", "use bfloat16, float32, int32 or bool"),
-}  # fmt: skip
+    "": (
+        "NCC_ESPP004: not among the dtypes that the graphs were checked with",
+        "use bfloat16, float32, int32 or bool",
+    ),
+}
 
 # Why an operation is refused, by a word of its name, and what to do. The last entry is any other.
 REFUSED_OPERATIONS = {
     "sort": ("NCC_EVRF001: no sort", "sort on the host and make the result an input"),
-    "topk": ("NCC_EVRF013: limited, and a sort in most lowerings", "choose on the host and make the result an input"),
-    "nonzero": ("NCC_EMOD025: its size depends on the data", "multiply by a mask of 0 and 1 (boolean indexing is nonzero)"),
+    "topk": (
+        "NCC_EVRF013: limited, and a sort in most lowerings",
+        "choose on the host and make the result an input",
+    ),
+    "nonzero": (
+        "NCC_EMOD025: its size depends on the data",
+        "multiply by a mask of 0 and 1 (boolean indexing is nonzero)",
+    ),
     "masked_select": ("NCC_EMOD025: its size depends on the data", "multiply by a mask of 0 and 1"),
-    "index": ("a gather: slow on the device, or NCC_EVRF056", "multiply by a one-hot tensor, as the step's rows are chosen"),
-    "gather": ("a gather: slow on the device, or NCC_EVRF056", "multiply by a one-hot tensor, as the step's rows are chosen"),
+    "index": (
+        "a gather: slow on the device, or NCC_EVRF056",
+        "multiply by a one-hot tensor, as the step's rows are chosen",
+    ),
+    "gather": (
+        "a gather: slow on the device, or NCC_EVRF056",
+        "multiply by a one-hot tensor, as the step's rows are chosen",
+    ),
     "scatter": ("NCC_EVRF016, NCC_EVRF060: limited", "add or concatenate instead"),
-    "local_scalar_dense": ("the value is fetched while tracing and baked in", "keep it a tensor: no .item(), no if on it"),
-    "item": ("the value is fetched while tracing and baked in", "keep it a tensor: no .item(), no if on it"),
-    "copy_": ("the graph writes into one of its inputs", "return a fresh tensor; reduce intermediates, never inputs"),
-    "rng": ("NCC_EVRF006: random numbers of the device are not the host's", "draw on the host and make it an input"),
-    "rand": ("NCC_EVRF006: random numbers of the device are not the host's", "draw on the host and make it an input"),
+    "local_scalar_dense": (
+        "the value is fetched while tracing and baked in",
+        "keep it a tensor: no .item(), no if on it",
+    ),
+    "item": (
+        "the value is fetched while tracing and baked in",
+        "keep it a tensor: no .item(), no if on it",
+    ),
+    "copy_": (
+        "the graph writes into one of its inputs",
+        "return a fresh tensor; reduce intermediates, never inputs",
+    ),
+    "rng": (
+        "NCC_EVRF006: random numbers of the device are not the host's",
+        "draw on the host and make it an input",
+    ),
+    "rand": (
+        "NCC_EVRF006: random numbers of the device are not the host's",
+        "draw on the host and make it an input",
+    ),
     "arange": ("the graph makes a tensor of its own", "make it an input"),
     "while": ("control flow on data", "unroll the loop"),
     "conditional": ("control flow on data", "compute both and choose by a tensor of 0 and 1"),
-    "custom-call": ("NCC_EHCA005, NCC_EVRF015: a custom call the compiler does not know", "write it with plain operations"),
-    "": ("NCC_EVRF001, NCC_EUOC002: not among the operations that the graphs were checked with",
-         "write it with those in ltx_neuron/lint, or make sure `neuronx-cc list-operators --framework XLA` has it and add it"),
-}  # fmt: skip
+    "custom-call": (
+        "NCC_EHCA005, NCC_EVRF015: a custom call the compiler does not know",
+        "write it with plain operations",
+    ),
+    "": (
+        "NCC_EVRF001, NCC_EUOC002: not among the operations that the graphs were checked with",
+        (
+            "write it with those in ltx_neuron/lint, or make sure `neuronx-cc list-operators"
+            " --framework XLA` has it and add it"
+        ),
+    ),
+}
 
 
-# The parts of softmax and LayerNorm that sum: rounded to bf16 at every step, they are off by percents on long rows.
-SUMMING = {"exponential", "batch-norm-training", "aten.softmax.int", "aten._softmax.default",
-           "aten.layer_norm.default", "aten.native_layer_norm.default"}  # fmt: skip
+# The parts of softmax and LayerNorm that sum: rounded to bf16 at every step, they are off by
+# percents on long rows.
+SUMMING = {
+    "exponential",
+    "batch-norm-training",
+    "aten.softmax.int",
+    "aten._softmax.default",
+    "aten.layer_norm.default",
+    "aten.native_layer_norm.default",
+}
 
 
 class Rule(NamedTuple):
@@ -127,29 +187,46 @@ def _dtype(operation: Operation, target: Target) -> tuple[str, str] | None:
 
 
 def _integer_arithmetic(operation: Operation, target: Target) -> tuple[str, str] | None:
-    if "s64" in {kind.dtype for kind in operation.operands} and operation.name not in target.may_index:
+    if (
+        "s64" in {kind.dtype for kind in operation.operands}
+        and operation.name not in target.may_index
+    ):
         return f"arithmetic on int64; {REFUSED_DTYPES['s64'][0]}", REFUSED_DTYPES["s64"][1]
     whole = {kind.dtype for kind in operation.operands} & {"s32", "u32"}
     if whole and (operation.collective or operation.name == "dot"):
-        return "NCC_EVRF035, NCC_EVRF061: sums and products of integers are computed in fp32", "cast to float first"
+        return (
+            "NCC_EVRF035, NCC_EVRF061: sums and products of integers are computed in fp32",
+            "cast to float first",
+        )
     return None
 
 
 def _dynamic(operation: Operation, target: Target) -> tuple[str, str] | None:
     if any(kind.dtype == "symbol" or None in kind.shape for kind in operation.results):
-        return "NCC_EMOD025: a size or number that is known only at run time", "fix it when compiling, one bucket per size"
+        return (
+            "NCC_EMOD025: a size or number that is known only at run time",
+            "fix it when compiling, one bucket per size",
+        )
     return None
 
 
 def _constant(operation: Operation, target: Target) -> tuple[str, str] | None:
-    if operation.name == "constant" and any(kind.shape not in ((), (1,)) for kind in operation.results):
-        return "the graph holds a tensor of its own", "make it an input or a parameter, so that every rank brings its own"
+    if operation.name == "constant" and any(
+        kind.shape not in ((), (1,)) for kind in operation.results
+    ):
+        return (
+            "the graph holds a tensor of its own",
+            "make it an input or a parameter, so that every rank brings its own",
+        )
     return None
 
 
 def _precision(operation: Operation, target: Target) -> tuple[str, str] | None:
     if operation.name in SUMMING and operation.operands[0].dtype != "f32":
-        return f"computed in {operation.operands[0].dtype}", "cast to fp32 before it and back after it"
+        return (
+            f"computed in {operation.operands[0].dtype}",
+            "cast to fp32 before it and back after it",
+        )
     return None
 
 
@@ -165,13 +242,25 @@ def _collective(operation: Operation, target: Target) -> tuple[str, str] | None:
         return None
     most = target.collectives.get(operation.name)
     if most is None:
-        return f"TorchNeuron and ModelBuilder are given {', '.join(sorted(target.collectives))} alone", "sum through Comm"
+        return (
+            f"TorchNeuron and ModelBuilder are given {', '.join(sorted(target.collectives))} alone",
+            "sum through Comm",
+        )
     if len(operation.operands) > most:
-        return f"{len(operation.operands)} tensors in one call; this form carries {most}", "one call each, or concatenate"
+        return (
+            f"{len(operation.operands)} tensors in one call; this form carries {most}",
+            "one call each, or concatenate",
+        )
     if form.reduction not in ("", target.reduction):
         return f"reduces by {form.reduction}; the models only sum", "sum through Comm"
     if form.group != target.group:
-        return f"ranks {form.group or 'not named'}, wanted {target.group}: the others would wait for ever", "sum through Comm"
+        return (
+            (
+                f"ranks {form.group or 'not named'}, wanted {target.group}: the others would wait"
+                " for ever"
+            ),
+            "sum through Comm",
+        )
     if not form.waited:
         return "its result is read before it is awaited", "wait_tensor first, as Comm does"
     return None
@@ -193,7 +282,8 @@ RULES = (
 
 
 def check(graph: str, operations: Iterable[Operation], target: Target) -> list[Finding]:
-    """What the rules find in a graph, in its order. The same fault of the same kind of operation is reported once."""
+    """What the rules find in a graph, in its order. The same fault of the same kind of operation is
+    reported once."""
     found: dict[tuple, Finding] = {}
     for operation in operations:
         for rule in RULES:
@@ -205,12 +295,22 @@ def check(graph: str, operations: Iterable[Operation], target: Target) -> list[F
 
 
 def compare_ranks(graph: str, texts: dict[int, str]) -> list[Finding]:
-    """A finding if a graph's text depends on the rank that traced it: every rank would then run another program."""
+    """A finding if a graph's text depends on the rank that traced it: every rank would then run
+    another program."""
     (first, wanted), *others = texts.items()
     for rank, text in others:
         if text != wanted:
             lines = zip(wanted.splitlines(), text.splitlines(), strict=False)
-            here, there = next((pair for pair in lines if pair[0] != pair[1]), ("a shorter graph", "a longer one"))
+            here, there = next(
+                (pair for pair in lines if pair[0] != pair[1]), ("a shorter graph", "a longer one")
+            )
             wrong = f"rank {first} has {here.strip()!r}, rank {rank} has {there.strip()!r}"
-            return [Finding(graph, "the whole graph", wrong, "no rank in the model: cut weights and inputs before they load")]
+            return [
+                Finding(
+                    graph,
+                    "the whole graph",
+                    wrong,
+                    "no rank in the model: cut weights and inputs before they load",
+                )
+            ]
     return []

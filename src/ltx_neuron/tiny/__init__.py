@@ -1,8 +1,8 @@
 """Tiny random assets in the released LTX-2.3 file format: python -m ltx_neuron.tiny DIR
 
-Everything the pipeline loads, with the released names, layout and metadata but small enough to make and run on a laptop
-in seconds. The weights are random, scaled so that activations stay finite and lively; the output is noise.
-The same sizes and seed give the same bytes.
+Everything the pipeline loads, with the released names, layout and metadata but small enough to make
+and run on a laptop in seconds. The weights are random, scaled so that activations stay finite and
+lively; the output is noise. The same sizes and seed give the same bytes.
 """
 
 import json
@@ -17,14 +17,24 @@ from ltx_neuron.tiny.weights import checkpoint_weights, lora_weights, save, upsa
 
 IMAGE_SIZE = (260, 150)
 
-# The released spatial x2 upsampler has 512 mid_channels and 4 blocks; its GroupNorm needs a multiple of 32 channels.
+# The released spatial x2 upsampler has 512 mid_channels and 4 blocks; its GroupNorm needs a
+# multiple of 32 channels.
 SPATIAL_UPSAMPLER = {
-    "_class_name": "LatentUpsampler", "in_channels": 128, "mid_channels": 32, "num_blocks_per_stage": 1, "dims": 3,
-    "spatial_upsample": True, "temporal_upsample": False, "spatial_scale": 2.0, "rational_resampler": False,
-}  # fmt: skip
+    "_class_name": "LatentUpsampler",
+    "in_channels": 128,
+    "mid_channels": 32,
+    "num_blocks_per_stage": 1,
+    "dims": 3,
+    "spatial_upsample": True,
+    "temporal_upsample": False,
+    "spatial_scale": 2.0,
+    "rational_resampler": False,
+}
 TEMPORAL_UPSAMPLER = SPATIAL_UPSAMPLER | {
-    "spatial_upsample": False, "temporal_upsample": True, "rational_resampler": True,
-}  # fmt: skip
+    "spatial_upsample": False,
+    "temporal_upsample": True,
+    "rational_resampler": True,
+}
 
 
 class TinyAssets(NamedTuple):
@@ -41,9 +51,13 @@ class TinyAssets(NamedTuple):
 def assets_in(directory: Path) -> TinyAssets:
     """The paths make_tiny writes to."""
     names = (
-        "ltx-2.3-tiny.safetensors", "gemma", "upsampler.safetensors", "temporal_upsampler.safetensors",
-        "lora.safetensors", "image.png",
-    )  # fmt: skip
+        "ltx-2.3-tiny.safetensors",
+        "gemma",
+        "upsampler.safetensors",
+        "temporal_upsampler.safetensors",
+        "lora.safetensors",
+        "image.png",
+    )
     return TinyAssets(*(Path(directory) / name for name in names))
 
 
@@ -55,8 +69,9 @@ def make_tiny(
 ) -> TinyAssets:
     """Write one set of tiny assets, replacing an earlier one.
 
-    config_overrides is merged into the checkpoint's config, section by section; the weights follow the merged config.
-    Everything is made in a hidden directory next to its destination and renamed when complete.
+    config_overrides is merged into the checkpoint's config, section by section; the weights follow
+    the merged config. Everything is made in a hidden directory next to its destination and renamed
+    when complete.
     """
     check(sizes)
     directory = Path(directory)
@@ -74,7 +89,8 @@ def make_tiny(
 
 
 def _refuse_foreign_files(assets: TinyAssets) -> None:
-    """Names like "gemma" are also those of real downloads: replace them only next to an earlier tiny checkpoint."""
+    """Names like "gemma" are also those of real downloads: replace them only next to an earlier
+    tiny checkpoint."""
     taken = [path.name for path in assets if path.exists()]
     if taken and not assets.checkpoint.exists():
         raise UserError(
@@ -85,19 +101,28 @@ def _refuse_foreign_files(assets: TinyAssets) -> None:
 
 def _write_assets(assets: TinyAssets, sizes: TinySizes, config: dict, model_version: str) -> None:
     checkpoint = checkpoint_weights(config, sizes)
-    save(assets.checkpoint, checkpoint, {"config": json.dumps(config), "model_version": model_version})
+    save(
+        assets.checkpoint,
+        checkpoint,
+        {"config": json.dumps(config), "model_version": model_version},
+    )
     write_gemma_root(assets.gemma_root, sizes)
     for path, upsampler, offset in (
         (assets.spatial_upsampler, SPATIAL_UPSAMPLER, 2),
         (assets.temporal_upsampler, TEMPORAL_UPSAMPLER, 4),
     ):
-        save(path, upsampler_weights(upsampler, sizes.seed + offset), {"config": json.dumps(upsampler)})
+        save(
+            path,
+            upsampler_weights(upsampler, sizes.seed + offset),
+            {"config": json.dumps(upsampler)},
+        )
     save(assets.lora, lora_weights(checkpoint, sizes.seed + 3))
     picture().save(assets.image)
 
 
 def picture():
-    """A house under an evening sky: an image for image-to-video whose fate in the video is easy to see."""
+    """A house under an evening sky: an image for image-to-video whose fate in the video is easy to
+    see."""
     from PIL import Image, ImageDraw
 
     width, height = IMAGE_SIZE

@@ -11,13 +11,24 @@ from ltx_neuron.errors import run
 def parse_arguments() -> argparse.Namespace:
     """The directory and one flag for each of TinySizes."""
     parser = argparse.ArgumentParser(
-        prog="python -m ltx_neuron.tiny", description=tiny.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m ltx_neuron.tiny",
+        description=tiny.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; an earlier tiny set is replaced")
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="where to write; an earlier tiny set is replaced",
+    )
     for size in fields(tiny.TinySizes):
         flag = "--" + size.name.replace("_", "-")
         parser.add_argument(
-            flag, type=int, default=size.default, metavar="N", help=f"{size.metadata['help']}; default %(default)s"
+            flag,
+            type=int,
+            default=size.default,
+            metavar="N",
+            help=f"{size.metadata['help']}; default %(default)s",
         )
     return parser.parse_args()
 

@@ -16,10 +16,13 @@ def _size(default: int, meaning: str):
 
 @dataclass(frozen=True)
 class TinySizes:
-    """What may differ from one tiny checkpoint to the next. All else is fixed by the format or as small as it gets."""
+    """What may differ from one tiny checkpoint to the next. All else is fixed by the format or as
+    small as it gets."""
 
     layers: int = _size(2, "transformer blocks of the DiT (48 in the release)")
-    heads: int = _size(4, "attention heads of the DiT and of the connectors, video and audio alike (32)")
+    heads: int = _size(
+        4, "attention heads of the DiT and of the connectors, video and audio alike (32)"
+    )
     head_dim: int = _size(8, "channels per video head, even (128)")
     audio_head_dim: int = _size(4, "channels per audio head, even (64)")
     connector_layers: int = _size(2, "transformer blocks of each embeddings connector (8)")
@@ -29,8 +32,12 @@ class TinySizes:
     gemma_head_dim: int = _size(8, "channels per head of Gemma3, even (256)")
     gemma_hidden: int = _size(32, "hidden channels of Gemma3 (3840)")
     gemma_intermediate: int = _size(64, "feed-forward channels of Gemma3 (15360)")
-    gemma_vocab: int = _size(512, f"rows of Gemma3's embedding table, {SMALLEST_VOCABULARY} or more (262208)")
-    gemma_sliding_window_pattern: int = _size(2, "every so many-th layer of Gemma3 attends to all tokens (6)")
+    gemma_vocab: int = _size(
+        512, f"rows of Gemma3's embedding table, {SMALLEST_VOCABULARY} or more (262208)"
+    )
+    gemma_sliding_window_pattern: int = _size(
+        2, "every so many-th layer of Gemma3 attends to all tokens (6)"
+    )
     seed: int = _size(1234, "seed of all weights")
 
     @property
@@ -48,13 +55,20 @@ def check(sizes: TinySizes) -> None:
     """Stop on sizes that the models cannot have."""
     numbers = {name: number for name, number in asdict(sizes).items() if name != "seed"}
     wanted = {f"{name} >= 1": number >= 1 for name, number in numbers.items()}
-    wanted |= {f"an even {name}": number % 2 == 0 for name, number in numbers.items() if name.endswith("head_dim")}
+    wanted |= {
+        f"an even {name}": number % 2 == 0
+        for name, number in numbers.items()
+        if name.endswith("head_dim")
+    }
     wanted[f"gemma_vocab >= {SMALLEST_VOCABULARY}"] = sizes.gemma_vocab >= SMALLEST_VOCABULARY
     if failed := [rule for rule, holds in wanted.items() if not holds]:
         raise UserError(f"tiny sizes need {', '.join(failed)}; got {sizes}")
     for whole, part in (("gemma_hidden", "gemma_heads"), ("gemma_heads", "gemma_kv_heads")):
         if numbers[whole] % numbers[part]:
-            raise UserError(f"tiny sizes need {whole} divisible by {part}; got {numbers[whole]} and {numbers[part]}")
+            raise UserError(
+                f"tiny sizes need {whole} divisible by {part}; got {numbers[whole]} and"
+                f" {numbers[part]}"
+            )
 
 
 def released_config() -> dict:
@@ -75,16 +89,22 @@ def tiny_config(sizes: TinySizes) -> dict:
     """The released config with the sizes of the DiT, both VAEs and the vocoder shrunk."""
     released = released_config()
     vocoder = {"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3, 5]]}
-    return merge(released, {
-        "transformer": _tiny_transformer(sizes),
-        "vae": _tiny_video_vae(released["vae"]),
-        "audio_vae": {"model": {"params": {"ddconfig": {"ch_mult": [1, 1, 1], "num_res_blocks": 1}}}},
-        # Each upsampling stage halves the channels: 2 ** 6 and 2 ** 5 are the least for six and five stages.
-        "vocoder": {
-            "vocoder": vocoder | {"upsample_initial_channel": 64},
-            "bwe": vocoder | {"upsample_initial_channel": 32},
+    return merge(
+        released,
+        {
+            "transformer": _tiny_transformer(sizes),
+            "vae": _tiny_video_vae(released["vae"]),
+            "audio_vae": {
+                "model": {"params": {"ddconfig": {"ch_mult": [1, 1, 1], "num_res_blocks": 1}}}
+            },
+            # Each upsampling stage halves the channels: 2 ** 6 and 2 ** 5 are the least for six and
+            # five stages.
+            "vocoder": {
+                "vocoder": vocoder | {"upsample_initial_channel": 64},
+                "bwe": vocoder | {"upsample_initial_channel": 32},
+            },
         },
-    })  # fmt: skip
+    )
 
 
 def _tiny_transformer(sizes: TinySizes) -> dict:
@@ -108,10 +128,14 @@ def _tiny_transformer(sizes: TinySizes) -> dict:
 def _tiny_video_vae(released: dict) -> dict:
     """Fewer residual blocks and channels; time / 8 and space / 32 as released."""
     residual = ["res_x", {"num_layers": 1}]
-    compress = [[f"compress_{axes}_res", {"multiplier": 1}] for axes in ("space", "time", "all", "all")]
+    compress = [
+        [f"compress_{axes}_res", {"multiplier": 1}] for axes in ("space", "time", "all", "all")
+    ]
     return {
         "encoder_blocks": [residual, compress[0], residual, *compress[1:], residual],
-        "decoder_blocks": [residual if block[0] == "res_x" else block for block in released["decoder_blocks"]],
+        "decoder_blocks": [
+            residual if block[0] == "res_x" else block for block in released["decoder_blocks"]
+        ],
         "decoder_base_channels": 4,
         "encoder_base_channels": 128,  # the last width must not be below the 128 latent channels
     }

@@ -11,16 +11,26 @@ from ltx_neuron.tiny.weights import save
 if TYPE_CHECKING:
     from torch import Tensor
 
-SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+SPECIAL_TOKENS = [
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+]
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 CORPUS = (
-    "a golden retriever puppy runs across a sunny green meadow while the woman turns and smiles warmly at the camera . "
-    "soft music plays , waves crash on the shore and birds sing in the distance ; a man says hello to the world . "
+    "a golden retriever puppy runs across a sunny green meadow while the woman turns and smiles"
+    " warmly at the camera . soft music plays , waves crash on the shore and birds sing in the"
+    " distance ; a man says hello to the world . "
 )
 
 
 def write_gemma_root(root: Path, sizes: TinySizes) -> None:
-    """A directory like the published Gemma3: config, weights, tokenizer and image processor settings."""
+    """A directory like the published Gemma3: config, weights, tokenizer and image processor
+    settings."""
     root.mkdir()
     config = gemma_config(sizes)
     image_tokens, image_size = config["mm_tokens_per_image"], config["vision_config"]["image_size"]
@@ -30,13 +40,17 @@ def write_gemma_root(root: Path, sizes: TinySizes) -> None:
         "tokenizer.json": tokenizer(sizes.gemma_vocab),
         "tokenizer_config.json": tokenizer_config(),
         "preprocessor_config.json": preprocessor_config(image_tokens, image_size),
-        "processor_config.json": {"processor_class": "Gemma3Processor", "image_seq_length": image_tokens},
+        "processor_config.json": {
+            "processor_class": "Gemma3Processor",
+            "image_seq_length": image_tokens,
+        },
     }.items():
         (root / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def gemma_config(sizes: TinySizes) -> dict:
-    """config.json as published, that is in the words of transformers 4; transformers 5 translates them on loading."""
+    """config.json as published, that is in the words of transformers 4; transformers 5 translates
+    them on loading."""
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "boi_token_index": SPECIAL_TOKENS.index("<start_of_image>"),
@@ -98,7 +112,9 @@ def gemma_weights(config: dict, seed: int) -> "dict[str, Tensor]":
         if name.startswith("lm_head"):  # tied to the embedding table, and not stored
             continue
         noise = torch.randn(like.shape, generator=generator)
-        if like.ndim == 1:  # Gemma's norms multiply by 1 + weight, so theirs may scatter around zero too
+        if (
+            like.ndim == 1
+        ):  # Gemma's norms multiply by 1 + weight, so theirs may scatter around zero too
             weight = noise * (0.2 if "norm" in name else 0.1)
         else:
             weight = noise / math.sqrt(math.prod(like.shape[1:]))
@@ -107,9 +123,13 @@ def gemma_weights(config: dict, seed: int) -> "dict[str, Tensor]":
 
 
 def _published_gemma_name(name: str) -> str:
-    """The name on disk of a parameter of transformers 5, or of the last versions of transformers 4."""
+    """The name on disk of a parameter of transformers 5, or of the last versions of transformers
+    4."""
     name = name.removeprefix("model.")
-    renamed = {"language_model.": "language_model.model.", "vision_tower.": "vision_tower.vision_model."}
+    renamed = {
+        "language_model.": "language_model.model.",
+        "vision_tower.": "vision_tower.vision_model.",
+    }
     for ours, published in renamed.items():
         if name.startswith(ours) and not name.startswith(published):
             return published + name.removeprefix(ours)
@@ -117,14 +137,20 @@ def _published_gemma_name(name: str) -> str:
 
 
 def tokenizer(vocabulary: int) -> dict:
-    """tokenizer.json: a byte-pair tokenizer of Gemma's kind, with byte fallback, trained here on two sentences."""
+    """tokenizer.json: a byte-pair tokenizer of Gemma's kind, with byte fallback, trained here on
+    two sentences."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 
     pairs = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     pairs.normalizer = normalizers.Replace(" ", "\u2581")
-    pairs.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    pairs.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=SPECIAL_TOKENS + BYTE_TOKENS, show_progress=False, max_token_length=8
+        vocab_size=vocabulary,
+        special_tokens=SPECIAL_TOKENS + BYTE_TOKENS,
+        show_progress=False,
+        max_token_length=8,
     )
     # Pairs count only if seen often: repeat the text.
     pairs.train_from_iterator([CORPUS * 20], trainer)
@@ -134,8 +160,11 @@ def tokenizer(vocabulary: int) -> dict:
         special_tokens=[("<bos>", SPECIAL_TOKENS.index("<bos>"))],
     )
     content = json.loads(pairs.to_str())
-    # Only the trainer had to see bytes as special: they must count as text, or decoding would skip them.
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in SPECIAL_TOKENS]
+    # Only the trainer had to see bytes as special: they must count as text, or decoding would skip
+    # them.
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["content"] in SPECIAL_TOKENS
+    ]
     return content
 
 
@@ -155,7 +184,9 @@ def tokenizer_config() -> dict:
             "eoi_token": "<end_of_image>",
             "image_token": "<image_soft_token>",
         },
-        "chat_template": "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}",
+        "chat_template": (
+            "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}"
+        ),
     }
 
 

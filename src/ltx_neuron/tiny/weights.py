@@ -33,7 +33,8 @@ def random_weight(name: str, like: "Tensor", generator: "Generator") -> "Tensor"
 
 
 def random_weights(shapes: "dict[str, Tensor]", generator: "Generator") -> "dict[str, Tensor]":
-    """Random weights for a state dict. Low-pass filters (the vocoder's) are not learned: they keep their values."""
+    """Random weights for a state dict. Low-pass filters (the vocoder's) are not learned: they keep
+    their values."""
     return {
         name: like.clone() if name.endswith(".filter") else random_weight(name, like, generator)
         for name, like in shapes.items()
@@ -41,10 +42,11 @@ def random_weights(shapes: "dict[str, Tensor]", generator: "Generator") -> "dict
 
 
 def checkpoint_weights(config: dict, sizes: TinySizes) -> "dict[str, Tensor]":
-    """All tensors of the single-file checkpoint under their published names: bf16, scale-shift tables fp32."""
+    """All tensors of the single-file checkpoint under their published names: bf16, scale-shift
+    tables fp32."""
     import torch
 
-    from ltx_neuron.decode import import_ltx_core
+    from ltx_neuron.host.models import import_ltx_core
 
     import_ltx_core()
     generator = torch.Generator().manual_seed(sizes.seed)
@@ -52,11 +54,17 @@ def checkpoint_weights(config: dict, sizes: TinySizes) -> "dict[str, Tensor]":
     for prefix, shapes in (*_transformer_parts(config, sizes), *_vae_parts(config)):
         for name, weight in random_weights(shapes, generator).items():
             # Encoder and decoder share one set of statistics, stored beside them.
-            owner = prefix.partition(".")[0] + "." if name.startswith("per_channel_statistics.") else prefix
+            owner = (
+                prefix.partition(".")[0] + "."
+                if name.startswith("per_channel_statistics.")
+                else prefix
+            )
             weights.setdefault(owner + name, weight)
     weights |= _vocoder_weights(config, generator)
     return {
-        name: weight.to(torch.float32 if "scale_shift_table" in name else torch.bfloat16).contiguous()
+        name: (
+            weight.to(torch.float32 if "scale_shift_table" in name else torch.bfloat16).contiguous()
+        )
         for name, weight in weights.items()
     }
 
@@ -80,13 +88,20 @@ def _transformer_parts(config: dict, sizes: TinySizes) -> "list[tuple[str, dict[
     return [
         (DIFFUSION, _shapes(LTXModelConfigurator, config)),
         ("text_embedding_projection.", _text_projection_shapes(config["transformer"], sizes)),
-        (DIFFUSION + "video_embeddings_connector.", _shapes(Embeddings1DConnectorConfigurator, config)),
-        (DIFFUSION + "audio_embeddings_connector.", _shapes(AudioEmbeddings1DConnectorConfigurator, config)),
+        (
+            DIFFUSION + "video_embeddings_connector.",
+            _shapes(Embeddings1DConnectorConfigurator, config),
+        ),
+        (
+            DIFFUSION + "audio_embeddings_connector.",
+            _shapes(AudioEmbeddings1DConnectorConfigurator, config),
+        ),
     ]
 
 
 def _text_projection_shapes(transformer: dict, sizes: TinySizes) -> "dict[str, Tensor]":
-    """Two linear layers from all hidden states of Gemma side by side, the embedding's included, to a stream's channels.
+    """Two linear layers from all hidden states of Gemma side by side, the embedding's included, to
+    a stream's channels.
 
     weight: (stream channels, gemma_hidden * (gemma_layers + 1)), bias: (stream channels,)
     """
@@ -95,7 +110,9 @@ def _text_projection_shapes(transformer: dict, sizes: TinySizes) -> "dict[str, T
     features = sizes.gemma_hidden * (sizes.gemma_layers + 1)
     shapes = {}
     for stream, prefix in (("video", ""), ("audio", "audio_")):
-        channels = transformer[f"{prefix}num_attention_heads"] * transformer[f"{prefix}attention_head_dim"]
+        channels = (
+            transformer[f"{prefix}num_attention_heads"] * transformer[f"{prefix}attention_head_dim"]
+        )
         shapes[f"{stream}_aggregate_embed.weight"] = torch.empty(channels, features, device="meta")
         shapes[f"{stream}_aggregate_embed.bias"] = torch.empty(channels, device="meta")
     return shapes
@@ -119,15 +136,17 @@ def _vocoder_weights(config: dict, generator: "Generator") -> "dict[str, Tensor]
 
     # Not on meta: its state dict holds the values of the low-pass filters.
     weights = random_weights(VocoderConfigurator.from_config(config).state_dict(), generator)
-    weights |= {f"mel_stft.{name}": basis for name, basis in _mel_stft(config["vocoder"]["bwe"]).items()}
+    weights |= {
+        f"mel_stft.{name}": basis for name, basis in _mel_stft(config["vocoder"]["bwe"]).items()
+    }
     return {f"vocoder.{name}": weight for name, weight in weights.items()}
 
 
 def _mel_stft(bwe: dict) -> "dict[str, Tensor]":
     """The constants of the bandwidth extension's mel spectrogram.
 
-    Fourier bases (2 * frequencies, 1, n_fft): windowed cosines, then sines, of n_fft // 2 + 1 frequencies.
-    Mel basis (num_mels, frequencies): triangular filters.
+    Fourier bases (2 * frequencies, 1, n_fft): windowed cosines, then sines, of n_fft // 2 + 1
+    frequencies. Mel basis (num_mels, frequencies): triangular filters.
     """
     import torch
 
@@ -138,12 +157,18 @@ def _mel_stft(bwe: dict) -> "dict[str, Tensor]":
     window = torch.hann_window(n_fft, periodic=True, dtype=torch.float64)
     fourier = (torch.cat([torch.cos(angle), -torch.sin(angle)]) * window)[:, None]
     top = 2595 * math.log10(1 + rate / 2 / 700)
-    corners = 700 * (10 ** (torch.linspace(0, top, bwe["num_mels"] + 2, dtype=torch.float64) / 2595) - 1)
+    corners = 700 * (
+        10 ** (torch.linspace(0, top, bwe["num_mels"] + 2, dtype=torch.float64) / 2595) - 1
+    )
     hertz = (frequency * rate / n_fft)[None]
     rising = (hertz - corners[:-2, None]) / (corners[1:-1] - corners[:-2])[:, None]
     falling = (corners[2:, None] - hertz) / (corners[2:] - corners[1:-1])[:, None]
     mel = torch.minimum(rising, falling).clamp(min=0)
-    return {"mel_basis": mel, "stft_fn.forward_basis": fourier, "stft_fn.inverse_basis": fourier.clone()}
+    return {
+        "mel_basis": mel,
+        "stft_fn.forward_basis": fourier,
+        "stft_fn.inverse_basis": fourier.clone(),
+    }
 
 
 def upsampler_weights(config: dict, seed: int) -> "dict[str, Tensor]":
@@ -151,12 +176,15 @@ def upsampler_weights(config: dict, seed: int) -> "dict[str, Tensor]":
     import torch
     from ltx_core.model.upsampler import LatentUpsamplerConfigurator
 
-    weights = random_weights(_shapes(LatentUpsamplerConfigurator, config), torch.Generator().manual_seed(seed))
+    weights = random_weights(
+        _shapes(LatentUpsamplerConfigurator, config), torch.Generator().manual_seed(seed)
+    )
     return {name: weight.bfloat16() for name, weight in weights.items()}
 
 
 def lora_weights(checkpoint: "dict[str, Tensor]", seed: int) -> "dict[str, Tensor]":
-    """A bf16 LoRA on every linear layer of the DiT: lora_A (LORA_RANK, inputs) and lora_B (outputs, LORA_RANK)."""
+    """A bf16 LoRA on every linear layer of the DiT: lora_A (LORA_RANK, inputs) and lora_B (outputs,
+    LORA_RANK)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -166,14 +194,17 @@ def lora_weights(checkpoint: "dict[str, Tensor]", seed: int) -> "dict[str, Tenso
         if not linear or "embeddings_connector" in key:
             continue
         name = key.removeprefix("model.").removesuffix(".weight")
-        down = torch.randn(LORA_RANK, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])
+        down = torch.randn(LORA_RANK, weight.shape[1], generator=generator) / math.sqrt(
+            weight.shape[1]
+        )
         up = 0.25 * torch.randn(weight.shape[0], LORA_RANK, generator=generator)
         lora |= {f"{name}.lora_A.weight": down.bfloat16(), f"{name}.lora_B.weight": up.bfloat16()}
     return lora
 
 
 def save(path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file. The library writes metadata in random order; here the bytes are always the same."""
+    """Write a safetensors file. The library writes metadata in random order; here the bytes are
+    always the same."""
     from safetensors.torch import save as serialize
 
     serialized = serialize(tensors)

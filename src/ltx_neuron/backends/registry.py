@@ -1,0 +1,57 @@
+"""Which backend a profile runs on: the one place that looks at `profile.backend`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ltx_neuron.backends import export, nxd, nxd_compile, torchdist
+from ltx_neuron.models.parallel import Comm
+from ltx_neuron.models.programs import Program
+from ltx_neuron.profiles import Profile
+
+
+def comm(profile: Profile, tp: int) -> Comm:
+    """The collectives of graphs that are traced for a profile."""
+    return nxd_compile.XlaComm(tp) if profile.backend == "nxd" else export.TorchDistComm(tp)
+
+
+def identity(profile: Profile, model: str) -> dict:
+    """What a model's graphs depend on besides the model: how they are compiled and by which
+    versions."""
+    if profile.backend != "nxd":
+        return {}
+    return {
+        "compiler_flags": nxd_compile.compiler_flags(profile, model),
+        "neuron": nxd_compile.versions(),
+    }
+
+
+def compile_program(
+    make: Callable[[], Program],
+    folder: Path,
+    identity: dict,
+    dtype: torch.dtype,
+    profile: Profile,
+    tp: int,
+) -> None:
+    """Compile every graph of the program that `make()` returns into `folder` and, last, write the
+    manifest."""
+    if profile.backend == "nxd":
+        nxd_compile.compile_program(make, folder, identity, dtype, profile, tp)
+    else:
+        with export.fake_process_group(tp):
+            export.compile_program(make(), folder, identity, dtype)
+
+
+def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
+    """Fill `cache` where ranks compile what they run, so that a run finds it there."""
+    if profile.backend == "torchdist" and profile.compile_backend != "export":
+        torchdist.compile_only(folders, profile, tp, cache)
+
+
+def ranks(profile: Profile, tp: int, cache: Path) -> "torchdist.Ranks | nxd.Ranks":
+    """The ranks of a run, started. `cache`: as for precompile."""
+    return (
+        nxd.Ranks(profile, tp) if profile.backend == "nxd" else torchdist.Ranks(profile, tp, cache)
+    )

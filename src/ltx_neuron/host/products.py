@@ -1,0 +1,17 @@
+"""Float32 products on a CPU, by oneDNN.
+
+torch gives them to MKL, which on CPUs that are not Intel's has half of oneDNN's rate or less
+(benchmarks/2026-11-21-vae-decode.md, benchmarks/2026-11-21-text-encode.md).
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., K) and weight (N, K), both float32, to (..., N)."""
+    if not torch.backends.mkldnn.is_available():
+        return nn.functional.linear(x, weight)
+    return torch.ops.mkldnn._linear_pointwise(
+        x, weight, None, "none", [], ""
+    )  # as torch.compile calls it

@@ -1,0 +1,158 @@
+"""Attention: kernels of one signature, the gated multi-head attention of the DiT and the
+connectors, grouped calls of it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from ltx_neuron.config import AttentionSize
+from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, ShardedRMSNorm
+from ltx_neuron.models.rope import Rope, rotate
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """PyTorch's own kernel: on CPU and CUDA it never holds the T x S scores."""
+    return nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+
+
+def matmul(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """Two batched products around a softmax, scores in fp32: operations that every compiler takes,
+    for any head size."""
+    lead = query.shape[:-2]
+    scores = (
+        torch.bmm(query.flatten(0, -3).float(), key.flatten(0, -3).float().transpose(1, 2)) * scale
+    )
+    if mask is not None:
+        scores = (scores.unflatten(0, lead) + mask.float()).flatten(0, -3)
+    weights = scores.softmax(-1).to(value.dtype)
+    return torch.bmm(weights, value.flatten(0, -3)).view(query.shape)
+
+
+def nki(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """nkilib's flash kernel, which a backend puts in the place of `attention_cte`. Head sizes to
+    128."""
+    rows = (
+        (query * scale).flatten(0, -3),
+        key.flatten(0, -3),
+        value.flatten(0, -3),
+    )  # the kernel's layouts: heads as batch
+    return attention_cte(*rows).view(query.shape)
+
+
+@torch.library.custom_op("ltx_neuron::attention_cte", mutates_args=())
+def attention_cte(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention without mask of scaled queries (H, T, D) to keys and values (H, S, D): one
+    operation in every graph.
+
+    This is its reference, which runs where there is no NKI: scores, softmax and sum in fp32, as in
+    the kernel.
+    """
+    scores = torch.bmm(query.float(), key.float().transpose(1, 2))
+    return torch.bmm(scores.softmax(-1), value.float()).to(query.dtype)
+
+
+@attention_cte.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return query.new_empty(query.shape)  # contiguous, whatever the strides of the query
+
+
+@register_flop_formula(torch.ops.ltx_neuron.attention_cte)
+def _(query: tuple, key: tuple, value: tuple, **_) -> int:
+    heads, queries, size = query
+    return (
+        4 * heads * queries * key[1] * size
+    )  # two products, a multiplication and an addition each
+
+
+# Kernels of the DiT and the connectors, query, key, value (B, H, T|S, D) -> (B, H, T, D); a profile
+# names one, and a program is built with it. Gemma3's heads of 256 are larger than a kernel takes:
+# its attention is always `matmul`.
+Kernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "matmul": matmul, "nki": nki}
+
+
+class Attention(nn.Module):
+    """Gated attention with q/k RMSNorm over all heads and split RoPE; heads are split over the
+    ranks.
+
+    Source: ltx-core model/transformer/attention.py. The forward pass is in `attend`, which runs
+    several attentions of the same stage side by side, so that their sums travel together.
+    """
+
+    def __init__(
+        self,
+        size: AttentionSize,
+        query_dim: int,
+        context_dim: int,
+        tp: int,
+        kernel: Kernel,
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        self.heads, self.head_dim, self.kernel = size.heads // tp, size.head_dim, kernel
+        self.to_q = ColumnLinear(query_dim, size.inner, tp)
+        self.to_k = ColumnLinear(context_dim, size.inner, tp)
+        self.to_v = ColumnLinear(context_dim, size.inner, tp)
+        self.q_norm = ShardedRMSNorm(size.inner, tp, eps)
+        self.k_norm = ShardedRMSNorm(size.inner, tp, eps)
+        self.to_gate_logits = ColumnLinear(query_dim, size.heads, tp)
+        self.to_out = nn.ModuleList([RowLinear(size.inner, query_dim, tp)])
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, T, H*D) -> (B, H, T, D)"""
+        return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+
+    def partial(
+        self, call: "Call", query: Tensor, key: Tensor, value: Tensor, sums: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """From projections and summed statistics to this rank's summand of the output projection
+        (B, T, query_dim)."""
+        query = self.split_heads(self.q_norm(query, sums[0]))
+        key = self.split_heads(self.k_norm(key, sums[1]))
+        if call.rope is not None:
+            query, key = rotate(query, call.rope), rotate(key, call.key_rope or call.rope)
+        value = self.split_heads(value)
+        out = self.kernel(query, key, value, self.head_dim**-0.5)
+        if call.keep is not None:
+            out = out * call.keep + value * (1 - call.keep)
+        out = out.transpose(1, 2)
+        gate = 2 * torch.sigmoid(
+            self.to_gate_logits(call.x)
+        )  # zero logits pass the head through unchanged
+        return self.to_out[0].partial((out * gate.unsqueeze(-1)).flatten(-2))
+
+
+class Call(NamedTuple):
+    """One attention to run: queries from x (B, T, dim), keys and values from context (B, S,
+    context_dim)."""
+
+    module: Attention
+    x: Tensor
+    context: Tensor
+    rope: Rope | None = None
+    key_rope: Rope | None = None
+    # guided graphs: 1 attends, 0 passes the values through (spatio-temporal guidance)
+    keep: Tensor | None = None
+
+
+def attend(comm: Comm, *calls: Call) -> list[Tensor]:
+    """Run attentions that do not depend on each other with two grouped sums: all statistics, then
+    all outputs."""
+    projections = [
+        (c.module.to_q(c.x), c.module.to_k(c.context), c.module.to_v(c.context)) for c in calls
+    ]
+    statistics = comm.sum(
+        *(ShardedRMSNorm.statistic(x) for query, key, _ in projections for x in (query, key))
+    )
+    partials = [
+        call.module.partial(call, *projected, statistics[2 * i : 2 * i + 2])
+        for i, (call, projected) in enumerate(zip(calls, projections, strict=True))
+    ]
+    return [
+        c.module.to_out[0].finish(out) for c, out in zip(calls, comm.sum(*partials), strict=True)
+    ]

@@ -1,0 +1,74 @@
+"""The text connectors: from the encoder's features to the contexts the DiT attends to.
+
+Source: ltx-core text_encoders/gemma/embeddings_connector.py. Every one of the 1024 positions is
+used: the prompt's tokens come first, learnable registers fill the rest, and all attend to all.
+"""
+
+from itertools import zip_longest
+
+from torch import Tensor, nn
+
+from ltx_neuron.config import AttentionSize, TransformerConfig
+from ltx_neuron.models.attention import Attention, Call, Kernel, attend
+from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm
+from ltx_neuron.models.rope import Rope
+from ltx_neuron.models.signatures import ConnectorInputs, ConnectorOutputs
+
+
+class ConnectorBlock(nn.Module):
+    def __init__(self, size: AttentionSize, tp: int, kernel: Kernel, ff_bias: bool):
+        super().__init__()
+        self.attn1 = Attention(size, size.inner, size.inner, tp, kernel)
+        self.ff = FeedForward(size.inner, tp, ff_bias)
+
+
+class Connector(nn.Module):
+    """One stream's blocks; Connectors runs them beside the other stream's."""
+
+    def __init__(self, size: AttentionSize, layers: int, tp: int, kernel: Kernel, ff_bias: bool):
+        super().__init__()
+        self.transformer_1d_blocks = nn.ModuleList(
+            ConnectorBlock(size, tp, kernel, ff_bias) for _ in range(layers)
+        )
+
+
+class Connectors(nn.Module):
+    """Tokens and registers (1, 1024, D) of both streams -> contexts of the same shapes."""
+
+    def __init__(self, config: TransformerConfig, tp: int, comm: Comm, kernel: Kernel):
+        super().__init__()
+        self.comm, how = comm, (tp, kernel, config.connector_ff_bias)
+        self.video_connector = Connector(config.video_connector, config.connector_num_layers, *how)
+        self.audio_connector = Connector(
+            config.audio_connector, config.audio_connector_num_layers, *how
+        )
+
+    def forward(self, inputs: ConnectorInputs) -> ConnectorOutputs:
+        states = {"video": inputs.video_tokens, "audio": inputs.audio_tokens}
+        ropes = {
+            "video": Rope(inputs.video_cos, inputs.video_sin),
+            "audio": Rope(inputs.audio_cos, inputs.audio_sin),
+        }
+        blocks = (
+            self.video_connector.transformer_1d_blocks,
+            self.audio_connector.transformer_1d_blocks,
+        )
+        for layer in zip_longest(*blocks):
+            active = {
+                name: block for name, block in zip(states, layer, strict=True) if block is not None
+            }
+            self._layer(active, states, ropes)
+        return ConnectorOutputs(rms_norm(states["video"]), rms_norm(states["audio"]))
+
+    def _layer(
+        self, blocks: dict[str, ConnectorBlock], states: dict[str, Tensor], ropes: dict[str, Rope]
+    ) -> None:
+        normed = {name: rms_norm(states[name]) for name in blocks}
+        calls = [
+            Call(blocks[name].attn1, normed[name], normed[name], ropes[name]) for name in blocks
+        ]
+        for name, out in zip(blocks, attend(self.comm, *calls), strict=True):
+            states[name] = states[name] + out
+        partials = [block.ff.partial(rms_norm(states[name])) for name, block in blocks.items()]
+        for (name, block), summed in zip(blocks.items(), self.comm.sum(*partials), strict=True):
+            states[name] = states[name] + block.ff.finish(summed)

@@ -1,0 +1,100 @@
+"""Tensor parallelism as the models see it: a Comm that sums over the ranks, and layers of already
+divided sizes.
+
+The models know the number of ranks, never which one they are: rank files are cut before loading.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Comm(Protocol):
+    """The one collective the models use. A backend decides how a group travels."""
+
+    size: int
+
+    def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Each tensor summed over the ranks. One call names what may travel together; the identity
+        at size 1."""
+        ...
+
+
+class SingleRank:
+    """Comm of an unsharded model."""
+
+    size = 1
+
+    def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+
+class ColumnLinear(nn.Linear):
+    """Linear whose out-features are split over the ranks (weight dim 0); its output stays split."""
+
+    def __init__(self, in_features: int, out_features: int, tp: int, bias: bool = True):
+        super().__init__(in_features, out_features // tp, bias=bias)
+
+
+class RowLinear(nn.Linear):
+    """Linear whose in-features are split over the ranks (weight dim 1).
+
+    `partial` gives this rank's summand; the caller sums it over the ranks, alone or grouped with
+    others, and `finish` adds the bias, once.
+    """
+
+    def __init__(self, in_features: int, out_features: int, tp: int, bias: bool = True):
+        super().__init__(in_features // tp, out_features, bias=bias)
+
+    def partial(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+    def finish(self, summed: Tensor) -> Tensor:
+        return summed if self.bias is None else summed + self.bias
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over features that are split over the ranks: its statistic is a sum over all of them.
+
+    A norm over the local features alone would be silently wrong. `statistic` (..., 1) fp32 is
+    summed by the caller.
+    """
+
+    def __init__(self, features: int, tp: int, eps: float):
+        super().__init__()
+        self.features, self.eps = features, eps
+        self.weight = nn.Parameter(torch.empty(features // tp))
+
+    @staticmethod
+    def statistic(x: Tensor) -> Tensor:
+        return x.float().square().sum(-1, keepdim=True)
+
+    def forward(self, x: Tensor, summed: Tensor) -> Tensor:
+        return (x.float() * torch.rsqrt(summed / self.features + self.eps)).to(
+            x.dtype
+        ) * self.weight
+
+
+class FeedForward(nn.Module):
+    """dim -> 4 dim -> dim with tanh-GELU, column then row parallel, no gather between. Source:
+    ltx-core feed_forward.py."""
+
+    def __init__(self, dim: int, tp: int, bias: bool):
+        super().__init__()
+        project = nn.Module()
+        project.proj = ColumnLinear(dim, 4 * dim, tp, bias)
+        self.net = nn.ModuleList([project, nn.Identity(), RowLinear(4 * dim, dim, tp, bias)])
+
+    def partial(self, x: Tensor) -> Tensor:
+        return self.net[2].partial(nn.functional.gelu(self.net[0].proj(x), approximate="tanh"))
+
+    def finish(self, summed: Tensor) -> Tensor:
+        return self.net[2].finish(summed)
+
+
+def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMS norm over the last dimension without weight, computed in fp32. Source: ltx-core
+    utils.py."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,0 +1,176 @@
+"""A model as graphs and the order in which they are called: what compile makes and what a backend
+runs."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig
+from ltx_neuron.models.attention import KERNELS
+from ltx_neuron.models.connectors import Connectors
+from ltx_neuron.models.dit import Blocks, Guide, GuidedBlocks, GuidedHead, Head, Step, Tail, X0Tail
+from ltx_neuron.models.gemma3 import Gemma3Encoder
+from ltx_neuron.models.parallel import Comm
+from ltx_neuron.models.signatures import (
+    BlockInputs,
+    BlockOutputs,
+    ConnectorInputs,
+    ConnectorOutputs,
+    Field,
+    Gemma3Inputs,
+    Gemma3Outputs,
+    Gemma3OutputsWithStates,
+    GuidedBlockInputs,
+    GuidedHeadInputs,
+    GuidedHeadOutputs,
+    GuidedStepInputs,
+    GuideInputs,
+    GuideOutputs,
+    HeadInputs,
+    HeadOutputs,
+    StepInputs,
+    TailInputs,
+    TailOutputs,
+    X0Outputs,
+    connector_fields,
+    dit_fields,
+    gemma3_fields,
+    guided_fields,
+)
+
+
+class Graph(NamedTuple):
+    """A module to trace (on the meta device) and the named values it takes and returns."""
+
+    module: nn.Module
+    inputs: type
+    outputs: type
+
+
+Calls = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Graphs by name, the runs that can be made of them, and the fields that describe every named
+    value.
+
+    A run is a sequence of calls; a call is (graph, first block): the graph's `transformer_blocks.j`
+    weights are those of block first + j. Most programs have one run, "main".
+    """
+
+    graphs: dict[str, Graph]
+    runs: dict[str, Calls]
+    fields: dict[str, Field]
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape on one rank of every weight the program's calls use."""
+        return {
+            weight_name(parameter, first): tuple(value.shape)
+            for calls in self.runs.values()
+            for name, first in calls
+            for parameter, value in self.graphs[name].module.named_parameters()
+        }
+
+
+def weight_name(parameter: str, first_block: int) -> str:
+    """The rank file's name for a graph's parameter when the graph stands for blocks first_block,
+    first_block + 1, ..."""
+    parts = parameter.split(".")
+    if parts[0] in ("head", "blocks", "tail"):  # the parts of a whole Step
+        parts = parts[1:]
+    if parts[0] == "transformer_blocks":
+        parts[1] = str(int(parts[1]) + first_block)
+    return ".".join(parts)
+
+
+def group_size(layers: int, blocks_per_graph: int) -> int:
+    """Blocks per graph: the largest divisor of the depth that is at most the wanted number, so all
+    groups are alike."""
+    return max(n for n in range(1, min(blocks_per_graph, layers) + 1) if layers % n == 0)
+
+
+def dit_program(
+    config: TransformerConfig,
+    bucket: Bucket,
+    tp: int,
+    comm: Comm,
+    dtype: torch.dtype,
+    blocks_per_graph: int,
+    attention: str = "sdpa",
+) -> Program:
+    """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step. attention names
+    one of KERNELS.
+
+    A guided bucket has two runs instead of "main": "pass" predicts x0, "guide" combines predictions
+    and steps.
+    """
+    count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
+    fields = dit_fields(config, bucket, tp, dtype)
+    if bucket.guided:
+        fields |= guided_fields(config, bucket, tp, dtype, count)
+        head, blocks, tail = GuidedHead, GuidedBlocks, X0Tail
+        kinds, whole = (GuidedHeadInputs, GuidedBlockInputs, TailInputs), GuidedStepInputs
+        head_outputs, outputs, run = GuidedHeadOutputs, X0Outputs, "pass"
+    else:
+        head, blocks, tail, kinds, whole = (
+            Head,
+            Blocks,
+            Tail,
+            (HeadInputs, BlockInputs, TailInputs),
+            StepInputs,
+        )
+        head_outputs, outputs, run = HeadOutputs, TailOutputs, "main"
+    with torch.device("meta"):
+        parts = head(config), blocks(config, tp, comm, KERNELS[attention], count), tail(config)
+    if blocks_per_graph == 0:
+        graphs, calls = {"step": Graph(Step(*parts, kinds), whole, outputs)}, (("step", 0),)
+    else:
+        described = zip(
+            ("head", "blocks", "tail"),
+            parts,
+            kinds,
+            (head_outputs, BlockOutputs, outputs),
+            strict=True,
+        )
+        graphs = {name: Graph(part, kind, result) for name, part, kind, result in described}
+        groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
+        calls = (("head", 0), *groups, ("tail", 0))
+    runs = {run: calls}
+    if bucket.guided:
+        graphs["guide"], runs["guide"] = Graph(Guide(), GuideInputs, GuideOutputs), (("guide", 0),)
+    return Program(graphs, runs, fields)
+
+
+def gemma3_program(
+    gemma: GemmaConfig,
+    config: TransformerConfig,
+    tokens: int,
+    tp: int,
+    comm: Comm,
+    dtype: torch.dtype,
+    states: bool,
+) -> Program:
+    """The text encoder for a bucket of tokens."""
+    with torch.device("meta"):
+        encoder = Gemma3Encoder(gemma, config, tp, comm, states)
+    graph = Graph(encoder, Gemma3Inputs, Gemma3OutputsWithStates if states else Gemma3Outputs)
+    return Program(
+        {"gemma3": graph},
+        {"main": (("gemma3", 0),)},
+        gemma3_fields(gemma, config, tokens, tp, dtype),
+    )
+
+
+def connector_program(
+    config: TransformerConfig, tp: int, comm: Comm, dtype: torch.dtype, attention: str = "sdpa"
+) -> Program:
+    """The two text connectors."""
+    with torch.device("meta"):
+        connectors = Connectors(config, tp, comm, KERNELS[attention])
+    graph = Graph(connectors, ConnectorInputs, ConnectorOutputs)
+    return Program(
+        {"connectors": graph}, {"main": (("connectors", 0),)}, connector_fields(config, tp, dtype)
+    )

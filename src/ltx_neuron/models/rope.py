@@ -1,0 +1,69 @@
+"""Rotary position embeddings: tables made on the host, applied in fp32 in the graph.
+
+The tables follow ltx-core's rounding (frequencies float64 -> fp32, phases fp32: rope.py there) to
+the bit, because the highest frequencies turn one ulp of a phase into 1e-3 of a cosine. Positions
+stay fp32 (upstream since 1.1.3).
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Rope(NamedTuple):
+    """Cosines and sines, (B, H, T, head_dim / 2) fp32: each head has its own band of
+    frequencies."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Split rotation of (B, H, T, D): the halves of each head form the pairs. Computed in fp32,
+    returned in x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat(
+        [first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin], dim=-1
+    ).to(x.dtype)
+
+
+def split_rope(
+    positions: Tensor, max_pos: tuple[int, ...], inner_dim: int, heads: int, theta: float
+) -> Rope:
+    """Tables for positions (B, axes, T) in the units of max_pos. Heads take consecutive bands, so
+    ranks slice by head.
+
+    Layout within the inner dimension: frequency-major, axis-minor; entries left over come first and
+    rotate by nothing.
+    """
+    axes = positions.shape[1]
+    frequencies = (
+        np.power(theta, np.linspace(0.0, 1.0, inner_dim // (2 * axes), dtype=np.float64))
+        * math.pi
+        / 2
+    )
+    fractions = torch.stack(
+        [positions[:, i] / max_pos[i] for i in range(axes)], dim=-1
+    )  # (B, T, axes)
+    phases = torch.tensor(frequencies, dtype=torch.float32) * (
+        fractions.unsqueeze(-1) * 2 - 1
+    )  # (B, T, axes, F)
+    phases = phases.transpose(-1, -2).flatten(2)
+    padding = inner_dim // 2 - phases.shape[-1]
+    cos = torch.nn.functional.pad(phases.cos(), (padding, 0), value=1.0)
+    sin = torch.nn.functional.pad(phases.sin(), (padding, 0), value=0.0)
+    return Rope(*(t.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous() for t in (cos, sin)))
+
+
+def half_rope(positions: Tensor, head_dim: int, theta: float, factor: float) -> Rope:
+    """Gemma's tables (1, 1, T, head_dim / 2) for integer positions (T,): every head alike, linear
+    scaling by `factor`.
+
+    fp32 throughout, as transformers computes them (modeling_gemma3.py, Gemma3RotaryEmbedding).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    phases = positions.float()[:, None] * (1.0 / theta**exponents / factor)[None]
+    return Rope(phases.cos()[None, None], phases.sin()[None, None])

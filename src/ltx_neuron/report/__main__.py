@@ -1,0 +1,54 @@
+"""Print one latency report, compare two, draw them, and guard one with thresholds.
+
+python -m ltx_neuron.report run.json
+python -m ltx_neuron.report before.json after.json --plot steps.png
+python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 phases.decode_video.seconds=5
+"""
+
+import argparse
+import sys
+
+from ltx_neuron.errors import run
+from ltx_neuron.report.table import compare, exceeded, load, table
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print one report, compare two, plot them; exit with 1 when a report exceeds a limit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ltx_neuron.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("report", help="the JSON file of a run")
+    parser.add_argument("other", nargs="?", help="a second run to compare with the first")
+    parser.add_argument("--plot", metavar="PNG", help="draw phases and step times into this file")
+    parser.add_argument(
+        "--max",
+        metavar="NAME=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help=(
+            "dotted names in the report that must not exceed a value, checked in every report given"
+        ),
+    )
+    options = parser.parse_args(argv)
+    paths = [path for path in (options.report, options.other) if path]
+    runs = [load(path) for path in paths]
+    sentences = [
+        text
+        for path, report in zip(paths, runs, strict=True)
+        for text in exceeded(report, options.max, path)
+    ]
+    print("\n\n".join([*map(table, runs), *([compare(*runs)] if runs[1:] else [])]))
+    if options.plot:
+        from ltx_neuron.report.plot import plot  # matplotlib, only where it is asked for
+
+        plot(runs, options.plot)
+    if sentences:
+        print(*sentences, sep="\n", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(main)

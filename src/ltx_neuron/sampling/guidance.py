@@ -1,0 +1,122 @@
+"""Guidance of the dev recipe: scales per stream, which passes they need, and what each pass leaves
+out.
+
+Source: ltx-core components/guiders.py, ltx-pipelines utils/{constants,helpers}.py.
+"""
+
+from dataclasses import dataclass
+from math import isclose
+
+import torch
+from torch import Tensor
+
+from ltx_neuron.errors import UserError
+
+
+@dataclass(frozen=True)
+class StreamGuidance:
+    """Scales of one stream, video or audio. 1 switches cfg and modality off, 0 the others."""
+
+    cfg_scale: float = 1.0  # away from the negative prompt
+    stg_scale: float = 0.0  # away from the prediction without self-attention in stg_blocks
+    stg_blocks: tuple[int, ...] = ()
+    # away from the prediction in which video and audio do not see each other
+    modality_scale: float = 1.0
+    # share of the conditional prediction's standard deviation that is kept
+    rescale_scale: float = 0.0
+    skip_step: int = 0  # how many steps repeat the last prediction after each that computes one
+
+    def weights(self) -> list[float]:
+        """(cfg - 1, stg, modality - 1, rescale): what the graph multiplies with."""
+        return [self.cfg_scale - 1, self.stg_scale, self.modality_scale - 1, self.rescale_scale]
+
+    def computes(self, step: int) -> bool:
+        return step % (self.skip_step + 1) == 0
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Both streams' guidance."""
+
+    video: StreamGuidance
+    audio: StreamGuidance
+
+    @property
+    def streams(self) -> tuple[StreamGuidance, StreamGuidance]:
+        return self.video, self.audio
+
+    def check(self, layers: int) -> None:
+        """Raise UserError for blocks the model does not have and scales that are no numbers."""
+        for name, stream in (("video", self.video), ("audio", self.audio)):
+            wrong = [block for block in stream.stg_blocks if not 0 <= block < layers]
+            if wrong and not isclose(stream.stg_scale, 0.0):
+                raise UserError(
+                    f"{name} STG block {', '.join(map(str, wrong))}: this model has blocks"
+                    f" 0..{layers - 1}; type for example --{name}-stg-blocks {layers // 2}"
+                )
+            if stream.skip_step < 0:
+                raise UserError(
+                    f"--{name}-skip-step {stream.skip_step} is negative; type 0 to compute every"
+                    " step"
+                )
+            if not all(abs(weight) < float("inf") for weight in stream.weights()):
+                raise UserError(f"a --{name} guidance scale is not a finite number")
+
+    def passes(self) -> tuple[str, ...]:
+        """The passes that some stream needs; one whose weight is zero in both is not run."""
+        needed = {
+            "uncond": any(not isclose(s.cfg_scale, 1.0) for s in self.streams),
+            "perturbed": any(not isclose(s.stg_scale, 0.0) for s in self.streams),
+            "isolated": any(not isclose(s.modality_scale, 1.0) for s in self.streams),
+        }
+        return ("cond", *(name for name, wanted in needed.items() if wanted))
+
+    def weights(self) -> Tensor:
+        """(2, 4) fp32, video and audio."""
+        return torch.tensor([stream.weights() for stream in self.streams])
+
+    def keep(self, name: str, layers: int, dtype: torch.dtype) -> Tensor:
+        """What a pass computes in each block, (layers, 4): video and audio self-attention, a2v,
+        v2a; 0 is left out."""
+        kept = torch.ones(layers, 4)
+        if name == "perturbed":
+            for column, stream in enumerate(self.streams):
+                if not isclose(stream.stg_scale, 0.0):
+                    kept[list(stream.stg_blocks), column] = 0
+        if name == "isolated":
+            kept[:, 2:] = 0  # both directions, every block
+        return kept.to(dtype)
+
+    def enabled_steps(self, steps: int, max_steps: int) -> Tensor:
+        """(max_steps, 2) fp32: which streams a step computes."""
+        enabled = torch.ones(max_steps, 2)
+        for step in range(steps):
+            enabled[step] = torch.tensor([float(stream.computes(step)) for stream in self.streams])
+        return enabled
+
+
+# Defaults by model version, newest first.
+_STREAM_2_3 = StreamGuidance(
+    cfg_scale=3.0, stg_scale=1.0, stg_blocks=(28,), modality_scale=3.0, rescale_scale=0.7
+)
+DEFAULTS = {
+    "2.3": Guidance(
+        video=_STREAM_2_3, audio=StreamGuidance(**{**vars(_STREAM_2_3), "cfg_scale": 7.0})
+    )
+}
+DEFAULT_STEPS = {"2.3": 30}
+NEGATIVE_PROMPT = (
+    "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive"
+    " noise, grainy texture, poor lighting, flickering, motion blur, distorted proportions,"
+    " unnatural skin tones, deformed facial features, asymmetrical face, missing facial features,"
+    " extra limbs, disfigured hands, wrong hand count, artifacts around text, inconsistent"
+    " perspective, camera shake, incorrect depth of field, background too sharp, background"
+    " clutter, distracting reflections, harsh shadows, inconsistent lighting direction, color"
+    " banding, cartoonish rendering, 3D CGI look, unrealistic materials, uncanny valley effect,"
+    " incorrect ethnicity, wrong gender, exaggerated expressions, wrong gaze direction, mismatched"
+    " lip sync, silent or muted audio, distorted voice, robotic voice, echo, background noise,"
+    " off-sync audio, incorrect dialogue, added dialogue, repetitive speech, jittery movement,"
+    " awkward pauses, incorrect timing, unnatural transitions, inconsistent framing, tilted camera,"
+    " flat lighting, inconsistent tone, cinematic oversaturation, stylized filters, or AI"
+    " artifacts."
+)

@@ -1,0 +1,99 @@
+"""Latent shapes, patches and positions: what a video of H x W x frames at a frame rate is to the
+model.
+
+Sources: ltx-core types.py, components/patchifiers.py, tools.py. The scale factors are fixed
+upstream.
+"""
+
+import torch
+from torch import Tensor
+
+TIME_SCALE, SPACE_SCALE = (
+    8,
+    32,
+)  # pixel frames per latent frame after the first, pixels per latent row and column
+VIDEO_CHANNELS = 128
+AUDIO_CHANNELS, MEL_BINS = 8, 16
+AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
+_MEL_FRAMES_PER_LATENT, _HOP, _SAMPLE_RATE = 4, 160, 16000
+
+
+def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, int, int]:
+    """(latent frames, rows, columns)."""
+    return (num_frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
+
+
+def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
+    """Audio latents that last as long as the video: 26 for 25 frames at 24 fps, 126 for 121."""
+    return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)
+
+
+def patchify_video(latent: Tensor) -> Tensor:
+    """(1, C, F, h, w) -> (1, F*h*w, C)"""
+    return latent.flatten(2).transpose(1, 2)
+
+
+def unpatchify_video(tokens: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """(1, F*h*w, C) -> (1, C, F, h, w); keyframe tokens beyond the clip are dropped."""
+    count = shape[0] * shape[1] * shape[2]
+    return tokens[:, :count].transpose(1, 2).unflatten(2, shape).contiguous()
+
+
+def patchify_audio(latent: Tensor) -> Tensor:
+    """(1, 8, Ta, 16) -> (1, Ta, 128)"""
+    return latent.transpose(1, 2).flatten(2)
+
+
+def unpatchify_audio(tokens: Tensor) -> Tensor:
+    """(1, Ta, 128) -> (1, 8, Ta, 16)"""
+    return tokens.unflatten(2, (AUDIO_CHANNELS, MEL_BINS)).transpose(1, 2).contiguous()
+
+
+def video_positions(
+    shape: tuple[int, int, int],
+    frame_rate: float,
+    dtype: torch.dtype = torch.float32,
+    middles: torch.dtype | None = None,
+) -> Tensor:
+    """Mid-points (1, 3, F*h*w) of every token: seconds, pixel row, pixel column.
+
+    dtype and middles round the bounds and the mid-points: see compat.Compat.positions.
+
+    The first latent frame is one pixel frame and every later one eight ("causal"): at 24 fps .0208,
+    .2083, .5417 s. The audio-video attention compares these seconds with the audio's, so an offset
+    here is out of sync.
+    """
+    frames = torch.arange(shape[0] + 1)
+    bounds = (frames * TIME_SCALE + 1 - TIME_SCALE).clamp(min=0).float() / frame_rate
+    bounds = bounds.to(dtype).to(middles or dtype)
+    return _grid((bounds[:-1] + bounds[1:]) / 2.0, shape[1], shape[2])
+
+
+def keyframe_positions(
+    rows: int, columns: int, frame_index: int, frame_rate: float, extent: int = 1
+) -> Tensor:
+    """Mid-points (1, 3, h*w) of an appended keyframe's tokens; it lasts `extent` frames (ltx-core
+    1.0.0: 8)."""
+    start, end = (
+        torch.tensor([float(frame_index)]) / frame_rate,
+        torch.tensor([float(frame_index + extent)]) / frame_rate,
+    )
+    return _grid((start + end) / 2.0, rows, columns)
+
+
+def _grid(seconds: Tensor, rows: int, columns: int) -> Tensor:
+    def middles(count: int) -> Tensor:
+        bounds = (torch.arange(count + 1) * SPACE_SCALE).to(seconds.dtype)
+        return (bounds[:-1] + bounds[1:]) / 2.0
+
+    grid = torch.meshgrid(seconds, middles(rows), middles(columns), indexing="ij")
+    return torch.stack(grid).flatten(1).unsqueeze(0)
+
+
+def audio_positions(latent_frames: int) -> Tensor:
+    """Mid-points (1, 1, Ta) in seconds, fp32, shifted so that a latent ends with the last sample it
+    knows."""
+    mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
+    mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
+    seconds = mel * _HOP / _SAMPLE_RATE
+    return ((seconds[:-1] + seconds[1:]) / 2.0)[None, None]

@@ -1,0 +1,36 @@
+"""Noise schedules. Source: ltx-pipelines utils/constants.py."""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Tuned together with the distilled weights: there is no table for another number of steps.
+DISTILLED_SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)
+STAGE_2_SIGMAS = (0.909375, 0.725, 0.421875, 0.0)
+DISTILLED_MAX_STEPS = len(DISTILLED_SIGMAS) - 1
+
+
+def sigma_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
+    """(max_steps, 2) fp32: each step's sigma and the next one; rows beyond the schedule repeat its
+    last step."""
+    values = torch.tensor(sigmas, dtype=torch.float32)
+    pairs = torch.stack([values[:-1], values[1:]], dim=1)
+    return torch.cat([pairs, pairs[-1:].expand(max_steps - len(pairs), 2)])
+
+
+GUIDED_MAX_STEPS = 64  # rows of a guided graph's schedule tables
+_SHIFT, _TERMINAL = 2.05, 0.1
+
+
+def ltx2_schedule(steps: int) -> tuple[float, ...]:
+    """Sigmas of the dev recipe, from 1 to 0, the last nonzero 0.1. Source: ltx-core LTX2Scheduler.
+
+    The pipelines give it no latent, so the shift is always that of 4096 tokens, whatever the
+    video's size.
+    """
+    sigmas = torch.linspace(1.0, 0.0, steps + 1)
+    shifted = math.exp(_SHIFT) / (math.exp(_SHIFT) + (1 / sigmas[:-1] - 1))
+    remaining = 1.0 - shifted
+    stretched = 1.0 - remaining / (remaining[-1] / (1.0 - _TERMINAL))
+    return (*stretched.tolist(), 0.0)

@@ -1,0 +1,301 @@
+"""Reading safetensors files without mapping them whole: a header that is checked, and the rows that
+are wanted.
+
+safetensors' own torch reader maps a whole file to be written to, which a machine with less memory
+than the 46 GB checkpoint refuses. Format: github.com/huggingface/safetensors, README.
+"""
+
+import hashlib
+import itertools
+import json
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.weights import pagecache
+
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # what --dtype may say
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_MAX_HEADER = 100_000_000  # safetensors' own bound
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_GROUP_BYTES = 64 * 2**20  # of tensors that are fetched together
+_READERS = 2  # one reads while the other waits for the disk, or for fresh memory
+ALIGNMENT = 64  # of a tensor's memory, as torch's own has
+
+
+class TensorFile:
+    """A safetensors file: names, shapes and dtypes from its header, tensors on request.
+
+    The header is checked: entries follow one another without gap or overlap, each as long as its
+    shape and dtype say, and the file ends where the last one does. `download` is the command that
+    fetches the file, for error messages.
+    """
+
+    def __init__(self, path: Path, download: str):
+        self.path, self.download = Path(path), download
+        if self.path.is_dir():
+            raise UserError(
+                f"{path} is a folder; split (multi-file) checkpoints are not supported"
+                f" yet.\nWanted: one .safetensors file, as published: {download}"
+            )
+        if not self.path.is_file():
+            raise UserError(f"no such file: {path}\nDownload it: {download}")
+        self.size = self.path.stat().st_size
+        if self.size == 0:
+            raise self._broken("it is empty")
+        with self._open() as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if self.size < 8 or length > min(_MAX_HEADER, self.size - 8):
+                raise self._broken(
+                    f"its first bytes {start!r} are no header length that fits {self.size} bytes"
+                )
+            self.header = file.read(length)
+        try:
+            self._parse(json.loads(self.header))
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+        ) as error:
+            raise self._broken(
+                f"the header is not a safetensors header ({type(error).__name__}: {error})"
+            ) from None
+
+    def _parse(self, entries: dict) -> None:
+        self.metadata = entries.pop("__metadata__", {}) or {}
+        if not all(isinstance(text, str) for text in self.metadata.values()):
+            raise ValueError("metadata that is not text")
+        self.shapes, self.dtypes, self._begins = {}, {}, {}
+        expected = 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+            if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+                raise ValueError(f"{name}: sizes and offsets must be whole numbers")
+            if begin != expected:
+                raise ValueError(f"{name} begins at {begin}, wanted {expected}")
+            known = TORCH_DTYPES.get(entry["dtype"])
+            if known is not None and end - begin != _count(shape) * known.itemsize:
+                raise ValueError(
+                    f"{name} of shape {list(shape)} and dtype {entry['dtype']} has {end - begin}"
+                    " bytes"
+                )
+            self.shapes[name], self.dtypes[name], self._begins[name] = (
+                shape,
+                str(entry["dtype"]),
+                begin,
+            )
+            expected = end
+        if 8 + len(self.header) + expected != self.size:
+            raise self._broken(
+                f"the header describes {8 + len(self.header) + expected} bytes, the file has"
+                f" {self.size}: truncated?"
+            )
+
+    def _open(self):
+        try:
+            return open(self.path, "rb", buffering=0)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror}") from None
+
+    def _broken(self, why: str) -> UserError:
+        return UserError(
+            f"{self.path} is not a whole safetensors file: {why}.\nDownload it again:"
+            f" {self.download}"
+        )
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
+        (offset, size, shape), dtype = (
+            self._place(name, start, stop),
+            TORCH_DTYPES[self.dtypes[name]],
+        )
+        buffer = torch.empty(size, dtype=torch.uint8)
+        view, got = memoryview(buffer.numpy()), 0
+        with self._open() as file, self._reading(name):
+            while got < size:
+                if not (count := os.preadv(file.fileno(), [view[got:]], offset + got)):
+                    raise self._ends_at(offset + got, name)
+                got += count
+        return buffer.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+
+    def mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """As `read`, but the file's own pages in the system's cache: no copy. What is written to it
+        stays in this process.
+
+        A file that is cut short while such a tensor is in use ends the process (SIGBUS).
+        """
+        (offset, size, shape), dtype = (
+            self._place(name, start, stop),
+            TORCH_DTYPES[self.dtypes[name]],
+        )
+        if not size or offset % dtype.itemsize:
+            return self.read(name, start, stop)
+        pages, before = self._window(name, offset, size)
+        with self._reading(name):
+            pagecache.populate(pages)
+        return torch.frombuffer(
+            pages, dtype=dtype, count=size // dtype.itemsize, offset=before
+        ).view(shape)
+
+    def prefetch(self, name: str) -> None:
+        """Have the system begin to read a tensor that will be mapped soon."""
+        offset, size, _ = self._place(name, 0, None)
+        with self._open() as file:
+            os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
+
+    def read_uncached(self, name: str, start: int, stop: int | None, scratch: mmap.mmap) -> Tensor:
+        """As `mapped`, for what is wanted once: it lies in `scratch` (pagecache.scratch), past the cache.
+        Do not write to it.
+
+        What the cache has already, and what is larger than the scratch, is mapped.
+        """
+        (offset, size, shape), dtype = (
+            self._place(name, start, stop),
+            TORCH_DTYPES[self.dtypes[name]],
+        )
+        if not size or offset % dtype.itemsize:
+            return self.read(name, start, stop)
+        pages, before = self._window(name, offset, size)
+        with self._reading(name):
+            if before + size > len(scratch) or pagecache.is_cached(pages):
+                return self.mapped(name, start, stop)
+            got = pagecache.read_direct(self.path, offset - before, before + size, scratch)
+        if got is None:
+            return self.mapped(name, start, stop)
+        if got < before + size:
+            raise self._ends_at(offset - before + got, name)
+        return torch.frombuffer(
+            scratch, dtype=dtype, count=size // dtype.itemsize, offset=before
+        ).view(shape)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, in the file's order, as `mapped`, while threads fetch what follows.
+
+        Some 64 MB of tensors are mapped together, until none of them is used any more. One that
+        does not begin on a multiple of 64 bytes has memory of its own, as operations want it: rank
+        files have few such, and small ones.
+        """
+        readers, ahead = ThreadPoolExecutor(_READERS), deque()
+        try:
+            for group in self._groups():
+                ahead.append(readers.submit(self._fetch_group, group))
+                if len(ahead) > _READERS:
+                    yield from ahead.popleft().result()
+            while ahead:
+                yield from ahead.popleft().result()
+        finally:
+            readers.shutdown(cancel_futures=True)
+
+    def _groups(self) -> Iterator[list[str]]:
+        """Names of tensors that follow one another in the file and are fetched together."""
+        group, size = [], 0
+        for name in self.shapes:
+            group.append(name)
+            size += self._nbytes(name)
+            if size >= _GROUP_BYTES:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    def _fetch_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
+        ends = list(itertools.accumulate(map(self._nbytes, names)))
+        memory = torch.empty(0, dtype=torch.uint8)
+        if ends[-1]:
+            pages, before = self._window(
+                names[0], 8 + len(self.header) + self._begins[names[0]], ends[-1]
+            )
+            with self._reading(names[0]):
+                pagecache.populate(pages)
+            memory = torch.frombuffer(pages, dtype=torch.uint8)[before:]
+        return [
+            (
+                name,
+                _aligned(memory[start:stop])
+                .view(TORCH_DTYPES[self.dtypes[name]])
+                .view(self.shapes[name]),
+            )
+            for name, start, stop in zip(names, [0, *ends], ends, strict=False)
+        ]
+
+    def _nbytes(self, name: str) -> int:
+        return _count(self.shapes[name]) * TORCH_DTYPES[self.dtypes[name]].itemsize
+
+    def _window(self, name: str, offset: int, size: int) -> tuple[mmap.mmap, int]:
+        """Whole pages that hold these bytes of the file, not yet read, and where the bytes begin in
+        them."""
+        before = offset % mmap.PAGESIZE
+        with self._open() as file, self._reading(name):
+            if (ends := os.fstat(file.fileno()).st_size) < offset + size:
+                raise self._ends_at(ends, name)
+            return pagecache.map_pages(file.fileno(), offset - before, before + size), before
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._broken(f"{name} cannot be read: {error.strerror}") from None
+
+    def _ends_at(self, offset: int, name: str) -> UserError:
+        return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
+
+    def _place(self, name: str, start: int, stop: int | None) -> tuple[int, int, tuple[int, ...]]:
+        """Where rows of a tensor begin in the file, their bytes and their shape; a tensor without
+        dimensions is one row."""
+        shape, row = (
+            self.shapes[name],
+            _count(self.shapes[name][1:]) * TORCH_DTYPES[self.dtypes[name]].itemsize,
+        )
+        rows = (stop if stop is not None else shape[0] if shape else 1) - start
+        return (
+            8 + len(self.header) + self._begins[name] + start * row,
+            rows * row,
+            (rows, *shape[1:])[: len(shape)],
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the content: size, header, and 64 samples of data (dev and distilled have
+        equal headers)."""
+        hasher, data = hashlib.sha256(self.header + str(self.size).encode()), 8 + len(self.header)
+        with self._open() as file:
+            for i in range(_SAMPLES):
+                file.seek(data + (self.size - data) * i // _SAMPLES)
+                hasher.update(file.read(_SAMPLE_BYTES))
+        return hasher.hexdigest()[:16]
+
+
+def _aligned(memory: Tensor) -> Tensor:
+    return memory.clone() if memory.data_ptr() % ALIGNMENT else memory
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
