@@ -148,7 +148,7 @@ class Ranks(ranks.Ranks):
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
         self.programs |= programs
         self._call(
-            "load",
+            op="load",
             weights=str(weights),
             wanted=ranks.weights_of(programs),
             programs={name: str(manifest.folder) for name, manifest in programs.items()},
@@ -156,11 +156,11 @@ class Ranks(ranks.Ranks):
         )
 
     def replace_weights(self, weights: Path) -> None:
-        self._call("replace_weights", weights=str(weights))
+        self._call(op="replace_weights", weights=str(weights))
 
     def unload(self) -> None:
         self.programs.clear()
-        self._call("unload")
+        self._call(op="unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         for name, tensor in tensors.items():
@@ -172,13 +172,13 @@ class Ranks(ranks.Ranks):
                 shared.tensor.copy_(tensor)
                 self.bytes_sent += shared.tensor.nbytes
                 where = {"program": program, "name": name, "like": like_field}
-                self._call("put", **where, memory=shared.name, shape=shape)
+                self._call(op="put", **where, memory=shared.name, shape=shape)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
-        self._call("define", program=program, sequence=sequence, runs=runs)
+        self._call(op="define", program=program, sequence=sequence, runs=runs)
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        answers = self._call("run", program=program, sequence=sequence, numbers=numbers)
+        answers = self._call(op="run", program=program, sequence=sequence, numbers=numbers)
         if names := sorted({name for answer in answers for name in answer["not_finite"]}):
             raise NotFiniteError(names)
         return max(answer["milliseconds"] for answer in answers)
@@ -186,15 +186,15 @@ class Ranks(ranks.Ranks):
     def get(self, program: str, name: str) -> Tensor:
         field = self.programs[program].fields[name]
         with SharedTensor(ranks.whole_shape(field, self.tp), field.dtype) as shared:
-            self._call("get", program=program, name=name, memory=shared.name)
+            self._call(op="get", program=program, name=name, memory=shared.name)
             return shared.tensor.clone()
 
     def hashes(self, *names: str) -> list[str]:
-        return [answer["hash"] for answer in self._call("hash", names=names)]
+        return [answer["hash"] for answer in self._call(op="hash", names=names)]
 
     def compiled_graphs(self) -> int:
         """Graphs that torch.compile made for the programs so far; every rank has as many."""
-        (count,) = {answer["count"] for answer in self._call("compiled_graphs")}
+        (count,) = {answer["count"] for answer in self._call(op="compiled_graphs")}
         return count
 
     def check(self) -> None:
@@ -206,9 +206,9 @@ class Ranks(ranks.Ranks):
         if failures:
             self._fail(failures, silent=set())
 
-    def _call(self, op: str, **arguments) -> list[dict]:
-        """Have every rank call a method of Rank; returns what each returned."""
-        line = encode_command(op, **arguments)
+    def _call(self, **command) -> list[dict]:
+        """Have every rank call the method `op` of Rank; returns what each returned."""
+        line = encode_command(**command)
         for pipe in self._pipes:
             try:
                 pipe.send_bytes(line)
