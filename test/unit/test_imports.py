@@ -148,24 +148,38 @@ def test_the_package_has_few_modules_at_its_top():
     assert len(modules) <= MOST_TOP_MODULES, modules
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SRC)))
-def test_no_function_is_long(path):
-    """From the line of `def` to the last one, without decorators."""
-    functions = [
-        node
+def test_no_function_is_long():
+    """Counted from the line of `def` to the last one, without decorators."""
+    functions = (
+        (path, node)
+        for path in SOURCES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path, node in functions
+        if node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
     ]
-    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
-    assert {n: lines for n, lines in lengths.items() if lines > MOST_FUNCTION_LINES} == {}
+    assert not long, long
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_line_is_long_and_every_file_is_formatted_whole(path):
-    lines = path.read_text().splitlines()
-    assert [n for n, line in enumerate(lines, 1) if len(line) > MOST_COLUMNS] == []
-    skipped = "fmt: " + "skip"
-    assert [n for n, line in enumerate(lines, 1) if skipped in line] == []
+def lines_of_the_project() -> list[tuple[str, str]]:
+    """Every line of every Python file, after its path and number."""
+    return [
+        (f"{path.relative_to(ROOT)}:{number}", line)
+        for path in PYTHON_FILES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+    ]
+
+
+def test_no_line_is_long():
+    assert [place for place, line in lines_of_the_project() if len(line) > MOST_COLUMNS] == []
+
+
+def test_no_statement_is_excepted_from_formatting():
+    exception = "fmt: " + "skip"
+    assert [place for place, line in lines_of_the_project() if exception in line] == []
 
 
 def test_only_tests_change_the_search_path():
