@@ -1,5 +1,5 @@
-"""--prompts-file: one JSON object per line, flags as keys. Models load once for all lines, and every
-line's result is recorded as it ends.
+"""--prompts-file: one JSON object per line, flags as keys. Models load once for all lines, and each
+result is recorded as it ends.
 
 A batch that was killed is resumed by the same command: lines that are done, and still say the same,
 are not run again, and one that was under way goes on after its last finished stage.
