@@ -18,7 +18,7 @@ from ltx_neuron.decode_queue import Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.host.media import file_digest
+from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 
@@ -76,7 +76,7 @@ def read_lines(
                 words = _words(raw, known)
                 job = job_of(parser.parse_args(words, copy.copy(base)))
                 job.check()
-                pictures = [file_digest(image.path) for image in job.images]
+                pictures = [content_digest(image.path) for image in job.images]
                 lines.append(Line(number, job, digest([job.describe(), pictures, identity])))
             except UserError as error:
                 problems.append(f"line {number}: {error}")

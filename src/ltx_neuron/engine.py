@@ -20,8 +20,8 @@ from ltx_neuron.config import upsampler_download
 from ltx_neuron.decode_queue import Failure, Finishing, Result, outcome_of
 from ltx_neuron.denoise import Program, StageRun
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.host import media
 from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.images import check_image, load_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage, refining
 from ltx_neuron.profiles import require_runtime
@@ -121,7 +121,7 @@ class Engine:
         require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
             for image in job.images:
-                media.check_image(image.path, job.size.height, job.size.width)
+                check_image(image.path, job.size.height, job.size.width)
         self.host.check(dict.fromkeys(name for job in jobs for name in _host_models(job)))
         _ = workspace.refining_source, workspace.gemma, workspace.gemma_source, self.tokenizer
         if self.neuron_gemma:
@@ -413,7 +413,7 @@ class Engine:
         """The job's images as latents of a stage's size."""
         found = []
         for image in job.images:
-            pixels = media.load_image(
+            pixels = load_image(
                 image.path, stage.height, stage.width, image.crf, self.workspace.dtype
             )
             found.append((image, self.host.encode_image(pixels)))

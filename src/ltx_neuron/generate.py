@@ -15,7 +15,8 @@ from ltx_neuron.decode_queue import Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_folder, check_writable, write_json
-from ltx_neuron.host import media
+from ltx_neuron.host.images import content_digest
+from ltx_neuron.host.video import check_output_path, write_frames, write_video
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report import table
@@ -77,9 +78,7 @@ def batch_of(args: argparse.Namespace, recorder: Recorder) -> None:
 
     def save(result: Result, path: Path) -> None:
         with recorder.phase("encode_mp4"):
-            media.write_video(
-                path, result.frames, result.frame_rate, result.waveform, result.sample_rate
-            )
+            write_video(path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
         said = report_of(recorder, engine.workspace, result.job.describe())
         write_json(path.with_suffix(".json"), sidecar(result.job, said))
 
@@ -121,7 +120,7 @@ def engine_of(args: argparse.Namespace, recorder: Recorder) -> Engine:
 def what_decides(args: argparse.Namespace, job: Job, workspace: Workspace) -> dict:
     """Everything that the latents depend on: a run may be resumed only where all of it is the
     same."""
-    images = [media.file_digest(image.path) for image in job.images]
+    images = [content_digest(image.path) for image in job.images]
     how = {
         "profile": workspace.profile.name,
         "tp": workspace.tp,
@@ -182,7 +181,7 @@ def job_of(args: argparse.Namespace) -> Job:
 
 def check_outputs(args: argparse.Namespace) -> None:
     """Raise UserError unless all that is asked for can be written, each to a file of its own."""
-    media.check_writable(args.output_path)
+    check_output_path(args.output_path)
     inputs = {
         "--checkpoint-path": args.checkpoint_path,
         "--spatial-upsampler-path": args.spatial_upsampler_path,
@@ -214,11 +213,11 @@ def write(result: Result, args: argparse.Namespace, described: dict) -> None:
     args.output_path.parent.mkdir(parents=True, exist_ok=True)
     if args.save_tensors:
         progress.write(args.save_tensors, result.tensors, described)
-    media.write_video(
+    write_video(
         args.output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate
     )
     if args.save_frames:
-        media.write_frames(args.save_frames, result.frames)
+        write_frames(args.save_frames, result.frames)
 
 
 def versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ltx_neuron.decode_queue import UPSCALED
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.host import media
+from ltx_neuron.host.video import check_output_path, write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -133,7 +133,7 @@ class LTXPipeline:
         if output_type not in ("np", "latent", "mp4"):
             raise UserError(f"output_type {output_type!r} is not known; known: np, latent, mp4")
         if output_type == "mp4":
-            media.check_writable(
+            check_output_path(
                 require(
                     output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'"
                 )
@@ -171,7 +171,7 @@ class LTXPipeline:
         elif output_type == "np":
             output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
         else:
-            media.write_video(
+            write_video(
                 output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate
             )
             output.path = Path(output_path)

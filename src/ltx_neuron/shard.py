@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from ltx_neuron.doctor.checks import artifacts
+from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
 from ltx_neuron.flags import workspace
