@@ -60,7 +60,7 @@ def content_digest(path: str | Path) -> str:
 
 
 def _decode_image(path: str | Path) -> np.ndarray:
-    """Read an image file as uint8 (H, W, 3). Raises UserError for a file that is no usable image."""
+    """Read an image file as uint8 (H, W, 3). UserError for what is no usable image."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
@@ -88,7 +88,7 @@ def _decode_image(path: str | Path) -> np.ndarray:
 
 
 def _filling_size(path: str | Path, image: np.ndarray, height: int, width: int) -> tuple[int, int]:
-    """Height and width of the image, scaled so that it covers height x width and keeps its shape."""
+    """Height and width of the image when scaled, in its own shape, to cover height x width."""
     scale = max(height / image.shape[0], width / image.shape[1])
     size = math.ceil(image.shape[0] * scale), math.ceil(image.shape[1] * scale)
     if size[0] * size[1] > MAX_IMAGE_PIXELS:
@@ -108,7 +108,7 @@ def _eight_bit(image):
 
 
 def _h264_round_trip(image: np.ndarray, crf: int) -> np.ndarray:
-    """Encode a picture, uint8 (H, W, 3), as one H.264 frame and decode it; odd sides lose a pixel."""
+    """Encode a picture, uint8 (H, W, 3), in H.264 and decode it; odd sides lose a pixel."""
     import av
 
     height, width = image.shape[0] // 2 * 2, image.shape[1] // 2 * 2
