@@ -1,6 +1,6 @@
 """Trace the DiT step for the size of a generation; --two-stage traces both stages' sizes.
 
-python compile/compile_transformer.py --checkpoint-path CKPT --height 384 --width 512 --num-frames 25
+python compile/compile_transformer.py --checkpoint-path CKPT --height 512 --width 768
 """
 
 from ltx_neuron import errors, flags

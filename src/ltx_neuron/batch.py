@@ -16,7 +16,7 @@ from ltx_neuron.decode_queue import Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.host.media import file_digest
+from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun, restore_state, save_state, state_path
 
@@ -65,7 +65,7 @@ def read_lines(
             except UserError as error:
                 problems.append(f"line {number}: {error}")
                 continue
-            images = [file_digest(image.path) for image in job.images]
+            images = [content_digest(image.path) for image in job.images]
             lines.append(Line(number, job, digest([job.describe(), images, identity])))
     if problems:
         raise UserError(f"{path}: nothing was run.\n" + "\n".join(problems))

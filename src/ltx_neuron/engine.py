@@ -18,8 +18,8 @@ from ltx_neuron.config import upsampler_download
 from ltx_neuron.decode_queue import DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.host import media
 from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.images import check_image, load_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.profiles import require_runtime
@@ -150,7 +150,8 @@ class Engine:
     def _session(self, keep: bool) -> Iterator[None]:
         """Close the engine at the end of a run unless it is to `keep` its models, and at an error
         in any case. The host's threads are those of the profile: their number changes bits."""
-        torch.get_num_threads()  # the first call in a thread sets the default, undoing the next line
+        # The first call in a thread sets its default, which would undo the next line later.
+        torch.get_num_threads()
         torch.set_num_threads(self.workspace.profile.host_threads)
         try:
             yield
@@ -186,7 +187,7 @@ class Engine:
         require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
             for image in job.images:
-                media.check_image(image.path, job.size.height, job.size.width)
+                check_image(image.path, job.size.height, job.size.width)
         self._check_host_models({name for job in jobs for name in _host_models(job)})
         self._check_weight_files()
         try:
@@ -318,12 +319,12 @@ class Engine:
                 del tokens[texts]
         if not tokens:
             return
-        with self._text_encoder(list(tokens.values())) as encoder:
-            with self.recorder.phase("encode_text"):
-                for texts, ids in tokens.items():
-                    self._contexts[texts] = encoder.encode(ids)
-                    if self.prompt_cache:
-                        self.prompt_cache.write(ids, self._contexts[texts])
+        encoding = self._text_encoder(list(tokens.values()))
+        with encoding as encoder, self.recorder.phase("encode_text"):
+            for texts, ids in tokens.items():
+                self._contexts[texts] = encoder.encode(ids)
+                if self.prompt_cache:
+                    self.prompt_cache.write(ids, self._contexts[texts])
 
     @contextmanager
     def _text_encoder(self, prompts: list[list[list[int]]]) -> Iterator:
@@ -384,7 +385,7 @@ class Engine:
         """The job's images with their latents (1, 128, 1, h, w) at the stage's size."""
         encoded = []
         for image in job.images:
-            pixels = media.load_image(
+            pixels = load_image(
                 image.path, stage.height, stage.width, image.crf, self.workspace.dtype
             )
             encoded.append((image, self.host.encode_image(pixels)))

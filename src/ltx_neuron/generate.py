@@ -14,7 +14,8 @@ from ltx_neuron.decode_queue import Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_folder, check_writable, write_json
-from ltx_neuron.host import media
+from ltx_neuron.host.images import content_digest
+from ltx_neuron.host.video import check_output_path, write_frames, write_video
 from ltx_neuron.job import Job
 from ltx_neuron.machine import package_version
 from ltx_neuron.progress import JobRun
@@ -55,7 +56,7 @@ class Outputs:
         input_files  files that no output may replace, by flag
         """
         require(self.video, "--output-path", "--prompt", "Type for example --output-path out.mp4")
-        media.check_writable(self.video)
+        check_output_path(self.video)
         taken = {path.resolve(): flag for flag, path in input_files.items() if path}
         for flag, path in {
             "--output-path": self.video,
@@ -148,7 +149,7 @@ def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
     """Everything that the latents depend on: a run is resumed only where all of it is the same."""
     return {
         **job.describe(),
-        "images_sha256": [media.file_digest(image.path) for image in job.images],
+        "images_sha256": [content_digest(image.path) for image in job.images],
         "profile": workspace.profile.name,
         "tp": workspace.tp,
         "blocks_per_graph": workspace.blocks_per_graph,
@@ -186,11 +187,11 @@ def write(result: Result, outputs: Outputs, identity: dict) -> None:
         progress.write_run_tensors(outputs.tensors, result.tensors, identity)
     write_mp4(outputs.video, result)
     if outputs.frames:
-        media.write_frames(outputs.frames, result.frames)
+        write_frames(outputs.frames, result.frames)
 
 
 def write_mp4(path: Path, result: Result) -> None:
-    media.write_video(path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
+    write_video(path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
 
 
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:

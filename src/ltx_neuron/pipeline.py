@@ -11,7 +11,7 @@ from torch import Tensor
 from ltx_neuron.decode_queue import UPSCALED, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.host import media
+from ltx_neuron.host.video import check_output_path, write_video
 from ltx_neuron.job import UPSCALES, Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -129,7 +129,7 @@ class LTXPipeline:
         if output_type == "mp4":
             example = "Give output_path='out.mp4'"
             require(output_path, "output_path", 'output_type="mp4"', example)
-            media.check_writable(output_path)
+            check_output_path(output_path)
         job = Job(
             prompt=prompt,
             size=Size(height, width, num_frames, frame_rate, two_stage),
@@ -163,7 +163,7 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
     if output_type == "np":
         output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
     elif output_type == "mp4":
-        media.write_video(
+        write_video(
             output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate
         )
         output.path = Path(output_path)

@@ -17,13 +17,14 @@ def table(plan: Plan) -> str:
         reduced = stage.collectives_per_step
         lines += [
             (
-                f"{stage.name}: {stage.height}x{stage.width}, {stage.steps} steps, {stage.video_tokens:,} video and"
-                f" {stage.audio_tokens} audio tokens"
+                f"{stage.name}: {stage.height}x{stage.width}, {stage.steps} steps,"
+                f" {stage.video_tokens:,} video and {stage.audio_tokens} audio tokens"
             ),
             f"  FLOPs per step        {stage.flops_per_step / 1e12:.1f} T",
             (
-                f"  ideal step            {ms(stage.ideal_step_ms)}  (compute {ms(stage.compute_ms)},"
-                f" weights {ms(stage.memory_ms)}; collectives {ms(stage.collectives_ms)} if not hidden)"
+                f"  ideal step            {ms(stage.ideal_step_ms)} "
+                f" (compute {ms(stage.compute_ms)}, weights {ms(stage.memory_ms)};"
+                f" collectives {ms(stage.collectives_ms)} if not hidden)"
             ),
             f"  collectives per step  {reduced['count']}, {gb(reduced['bytes'])} a rank",
             f"  activations a core    {gb(stage.activation_bytes_per_core)}",
