@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ltx_neuron.backends.torchdist import Ranks
-from ltx_neuron.engine import Engine
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -92,9 +92,8 @@ def events(recipe, tiny, tmp_path_factory) -> list[Event]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "_call", seen_call)
         patch.setattr(TensorFile, "read", seen_read)
-        with Engine(
-            workspace, recorder, neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler
-        ) as engine:
+        options = RunOptions(neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler)
+        with Engine(workspace, recorder, options) as engine:
             engine.progress = False
             assert [len(result.frames) for result in engine.run(jobs)] == [SIZE.num_frames] * len(
                 PROMPTS

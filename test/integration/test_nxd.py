@@ -34,7 +34,7 @@ from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import NotFiniteError
-from ltx_neuron.engine import Engine
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import dit_program
@@ -106,13 +106,12 @@ def workspace(assets, tmp_path_factory):
 def generated(workspace, assets):
     """A two-stage job through the engine: its result, the steps' uploads, and what the cores held
     afterwards."""
-    with Engine(
-        workspace, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler
-    ) as engine:
+    options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
+    with Engine(workspace, Recorder(), options) as engine:
         (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         yield SimpleNamespace(
             tensors=result.tensors,
-            ranks=engine._ranks,
+            ranks=engine.residency.ranks,
             counters=engine.recorder.counters,
             engine=engine,
         )
@@ -651,7 +650,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
         guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE)),
     )
     workspace.compile_dit([job.size.bucket(stage, ()) for stage in job.stages])
-    with Engine(workspace, Recorder(), False) as engine:
+    with Engine(workspace, Recorder()) as engine:
         (result,) = engine.run([job], decode=False)
     distances = {name: rel(result.tensors[name], wanted[name]) for name in ("s1_video", "s1_audio")}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
@@ -663,9 +662,10 @@ def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
 ):
     both = open_workspace(assets, workspace.artifacts, "resident=true")
     jobs = [Job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
-    with Engine(both, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler) as engine:
+    options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
+    with Engine(both, Recorder(), options) as engine:
         (first,) = engine.run(jobs[:1], keep=True, decode=False)
-        assert {held.folder for held in engine._ranks._sets} == {
+        assert {held.folder for held in engine.residency.ranks._sets} == {
             both.dit_weights(),
             both.gemma3_weights(),
         }

@@ -494,19 +494,15 @@ def defined(guidance: Guidance, steps=6, compat_1_0_0=False):
     """(ranks, the sequence of every step) of a stage with that guidance."""
     ranks = RecordingRanks()
     compat = SimpleNamespace(conditioning=compat_1_0_0)
-    workspace = SimpleNamespace(transformer=SimpleNamespace(num_layers=LAYERS), dtype=torch.float32)
-    run = StageRun(
-        ranks, SimpleNamespace(name="b", guided=True, max_steps=8), workspace, {}, compat
-    )
+    compiled = SimpleNamespace(bucket=SimpleNamespace(name="b", guided=True, max_steps=8))
+    config = SimpleNamespace(num_layers=LAYERS)
+    run = StageRun(ranks, compiled, config, torch.float32, {}, compat)
     run.video, run.audio = torch.zeros(1, 2, 128), torch.zeros(1, 3, 128)
     contexts = [
         SimpleNamespace(video=torch.full((1,), i), audio=torch.full((1,), -i)) for i in (1, 2)
     ]
-    run._guide(
-        Job("a", recipe="dev", guidance=guidance),
-        Stage("stage_1", 64, 64, ltx2_schedule(steps), True),
-        contexts,
-    )
+    stage = Stage("stage_1", 64, 64, ltx2_schedule(steps), guided=True)
+    run._prepare_guidance(guidance, stage, contexts)
     return ranks, run.sequence
 
 
@@ -617,7 +613,7 @@ def test_defaults_are_those_of_ltx_pipelines():
 def guidance_by_flags(*words) -> Guidance | None:
     parser = argparse.ArgumentParser()
     flags.add_guidance(parser)
-    return flags.guidance(parser.parse_args(words), "2.3", "dev")
+    return flags.guidance(parser.parse_args(words), "dev")
 
 
 def test_flags_have_the_names_and_meanings_of_ltx_pipelines():

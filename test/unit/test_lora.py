@@ -334,7 +334,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
     made = workspace((tiny.lora, 0.5), refining=((tiny.lora, 0.25),)).shard_dit()
     assert len(set(made)) == 2
     found = workspace((copy, 0.5), refining=((copy, 0.25),))
-    assert [found.dit_weights(), found.dit_weights(refining=True)] == made
+    assert [found.dit_weights(), found.dit_weights(refines=True)] == made
     with pytest.raises(
         UserError, match=r"shard_backbone_weights\.py .*--lora .* 0\.75 .*--tp-degree 2"
     ):
