@@ -268,7 +268,7 @@ def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(
         and isinstance(second.error, ZeroDivisionError)
         and second.job.seed == 1
     )
-    assert ran == ["beside"] * 3  # while this thread looks after the ranks
+    assert ran == ["background"] * 3  # while this thread looks after the ranks
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def decoding_long(overlapping, monkeypatch):
 
 
 def decodes_beside() -> bool:
-    return any(thread.name == "beside" for thread in threading.enumerate())
+    return any(thread.name == "background" for thread in threading.enumerate())
 
 
 def breaking(engine, number: int) -> list[float]:
