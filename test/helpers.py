@@ -4,6 +4,7 @@ run in this process.
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ from ltx_neuron.weights.rankfiles import file_names
 import_ltx_core()  # before any test imports the parts of ltx-core that want torchaudio
 
 STREAMS = ("video", "audio")
+FP32_ROUNDING = 2**-24  # the most that one operation rounds by, relative to its result
+BF16_ROUNDING = 2**-8
 # The default size; one whose head and axis counts divide nothing evenly; one whose RoPE has two
 # left-over entries.
 SIZES = {
@@ -68,6 +71,28 @@ def furthest(got: Tensor, wanted: Tensor) -> float:
     """The largest absolute difference of an element."""
     assert got.shape == wanted.shape, (got.shape, wanted.shape)
     return (got.double() - wanted.double()).abs().max().item()
+
+
+def fp32_bound(*summands: int) -> float:
+    """How far two fp32 evaluations of a chain of sums may be apart, relative to the result's norm.
+
+    summands: how many each of the sums that follow one another has (matrix products, norms,
+    averages over keys). Partial sums of k summands of random sign grow as sqrt(k), and an addition
+    rounds by up to u = 2**-24 of its partial sum, at random: a sum of n is off by about
+    u * sqrt(n / 2). Sums that follow one another add in quadrature, and two evaluations differ by
+    sqrt(2) times that. Four times this figure holds over thousands of comparisons. The CPU does not
+    enter: its vectors, blocks and threads choose the order of a sum alone. Source: Higham and Mary,
+    "A new approach to probabilistic rounding error analysis", 2019.
+    """
+    return 4 * FP32_ROUNDING * math.sqrt(sum(summands))
+
+
+def block_summands(width: int, keys: int = TEXT_TOKENS, attentions: int = 3) -> tuple[int, ...]:
+    """Summands of the sums that follow one another in a transformer block of a width: per attention
+    a norm, q/k/v, the q/k norms, scores of at most the width, keys and the output; then a norm and
+    the feed-forward. One attention is the text's, over `keys`; the others have fewer than 64."""
+    attention = (width,) * 5
+    return attention * attentions + (keys,) + (64,) * (attentions - 1) + (width, width, 4 * width)
 
 
 def made_config(

@@ -32,9 +32,10 @@ PATTERNS = {
     ),
 }
 COUNT, BUCKET = 12, 128  # tokens of the prompt, and positions of the smallest compiled graph
-# RoPE turns by positions up to 1023: fp32 keeps the angle between two tokens to 6e-5, whatever the
-# padding in between.
-EQUAL = 2e-5
+# RoPE turns by positions up to 1023, and a prompt packed behind another has other positions than
+# alone: fp32 rounds each of the two angles by up to 2**-24 of 1024, and a query and a key by twice
+# as much. Next to it, the order of sums (fp32_bound of six layers: 2e-5) matters little.
+EQUAL = 1024 * 2**-24
 SHOWS = 1e-2  # a wrong base, layer kind or mask
 
 

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import (
+    FP32_ROUNDING,
     STREAMS,
     Held,
+    block_summands,
     call,
+    fp32_bound,
     ltx_model,
     made_config,
     randn,
@@ -48,12 +51,14 @@ from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS, ltx2_schedule, sigma_pairs
 from ltx_neuron.tiny import TinySizes
 
-EQUAL = 1e-5  # fp32 sums in another order; measured 2e-7
-EXACT = 1e-6  # elementwise arithmetic alone; measured 0
+# Three blocks of a width of 32
+EQUAL = fp32_bound(*block_summands(32) * 3)
+# Elementwise arithmetic alone, at most sixteen roundings of an element
+EXACT = 16 * FP32_ROUNDING
 # each trap is further off than this: by 0.07 and more; the passes differ from each other by 0.01
 # and more
 SHOWS = 5e-3
-SCHEDULE = 1e-6  # of sigmas from 0 to 1: fp32's last bit
+SCHEDULE = 16 * FP32_ROUNDING  # sigmas from 0 to 1, by at most sixteen operations
 # what the token count of these videos changes in some sigma; measured 0.03 to 0.4
 TOKEN_COUNT_SHOWS = 0.02
 

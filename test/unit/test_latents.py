@@ -22,7 +22,8 @@ RATES = [24.0, 25.0, 30.0, 23.976]
 # to even, half to even
 AUDIO_FRAMES = {(25, 24): 26, (97, 24): 101, (121, 24): 126, (121, 25): 121, (241, 24): 251}
 AUDIO_FRAMES |= {(17, 24): 18, (33, 30): 28, (9, 50): 4}
-SECONDS = 1e-6  # one fp32 rounding of a time below 20 s; a frame too early or late is 4e-2
+# One fp32 rounding of a time below 32 s: half of its last bit. A frame too early or late is 4e-2.
+SECONDS = 2**-20
 
 
 def ltx_video(shape):

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from torch import Tensor, nn
 
 from ltx_neuron.config import AttentionSize, TransformerConfig
-from ltx_neuron.models.attention import Attention, Call, Kernel, attend
+from ltx_neuron.models.attention import Attention, AttentionCall, Kernel, attend
 from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm
 from ltx_neuron.models.rope import Rope
 from ltx_neuron.models.signatures import ConnectorInputs, ConnectorOutputs
@@ -65,7 +65,8 @@ class Connectors(nn.Module):
     ) -> None:
         normed = {name: rms_norm(states[name]) for name in blocks}
         calls = [
-            Call(blocks[name].attn1, normed[name], normed[name], ropes[name]) for name in blocks
+            AttentionCall(blocks[name].attn1, normed[name], normed[name], ropes[name])
+            for name in blocks
         ]
         for name, out in zip(blocks, attend(self.comm, *calls), strict=True):
             states[name] = states[name] + out
