@@ -122,9 +122,9 @@ class Held(NamedTuple):
     """Which video tokens are held, and how: what a stage's state says of them."""
 
     denoise_mask: Tensor  # (Tv, 1)
-    clean: Tensor  # (1, Tv, C)
+    clean_latent: Tensor  # (1, Tv, C)
     masks: Tensor  # (U,), 1 first
-    choice: Tensor  # (Tv, U), one-hot
+    timestep_mask: Tensor  # (Tv, U), one-hot
 
 
 def step_inputs(
@@ -158,9 +158,9 @@ def step_inputs(
         "audio_latent": randn(1, audio_tokens, config.audio_in_channels, seed=2),
         "video_context": randn(1, TEXT_TOKENS, config.video.inner, seed=3),
         "audio_context": randn(1, TEXT_TOKENS, config.audio.inner, seed=4),
-        "timestep_mask": held.choice,
+        "timestep_mask": held.timestep_mask,
         "denoise_mask": held.denoise_mask,
-        "clean_latent": held.clean,
+        "clean_latent": held.clean_latent,
     }
     for name, where, max_pos, size in (
         ("video", positions, video_max, config.video),

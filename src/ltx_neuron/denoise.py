@@ -61,7 +61,7 @@ class StageRun:
         state = conditioning.video_state(video, job.size.frame_rate, images, first, positions_dtype)
         scale = stage.sigmas[0]
         self.video = conditioning.noised(
-            state.latent, generator, scale, state.clean, state.denoise_mask, first
+            state.latent, generator, scale, state.clean_latent, state.denoise_mask, first
         )
         self.audio = conditioning.noised(
             latents.patchify_audio(audio), generator, scale, compat_1_0_0=first
@@ -76,7 +76,7 @@ class StageRun:
             **self._ropes(state.positions, audio.shape[2]),
             timestep_mask=choice,
             denoise_mask=state.denoise_mask,
-            clean_latent=state.clean,
+            clean_latent=state.clean_latent,
             video_context=contexts[0].video,
             audio_context=contexts[0].audio,
         )

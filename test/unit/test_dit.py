@@ -76,7 +76,11 @@ def setting(name="4 heads of 8", job="text to video") -> Setting:
     masks = distinct_masks(JOBS[job])
     rows, choice = timestep_choice(state.denoise_mask, masks, len(masks), torch.float32)
     return Setting(
-        model, config, weights, state.positions, Held(state.denoise_mask, state.clean, rows, choice)
+        model,
+        config,
+        weights,
+        state.positions,
+        Held(state.denoise_mask, state.clean_latent, rows, choice),
     )
 
 
@@ -109,7 +113,10 @@ def ltx_states(s: Setting, values):
     ones = torch.ones(1, AUDIO_TOKENS, 1)
     return {
         "video_state": LatentState(
-            values["video_latent"], s.held.denoise_mask[None], bounds(s.positions), s.held.clean
+            values["video_latent"],
+            s.held.denoise_mask[None],
+            bounds(s.positions),
+            s.held.clean_latent,
         ),
         "audio_state": LatentState(
             audio, ones, bounds(audio_positions(AUDIO_TOKENS)), torch.zeros_like(audio)
@@ -217,9 +224,9 @@ def test_tokens_held_at_full_strength_leave_a_step_as_they_are_in_the_clean_late
     s = setting(job="image held")
     values = step_values(s, STAGE_2_SIGMAS)
     per_frame = SHAPE[1] * SHAPE[2]
-    values["video_latent"][:, :per_frame] = s.held.clean[:, :per_frame]
+    values["video_latent"][:, :per_frame] = s.held.clean_latent[:, :per_frame]
     after = run_program(program_of(s, 3), s.weights, values | step_number(0))["video_latent"]
-    assert torch.equal(after[:, :per_frame], s.held.clean[:, :per_frame])
+    assert torch.equal(after[:, :per_frame], s.held.clean_latent[:, :per_frame])
     assert rel(after[:, per_frame:], values["video_latent"][:, per_frame:]) > SHOWS
 
 
@@ -237,7 +244,9 @@ def test_rows_that_no_step_and_no_token_chooses_change_no_bit(job):
     exact = run_program(program_of(s, 3), s.weights, values)
     values |= padded(values, "video_modulation", 1)
     values |= {
-        "timestep_mask": torch.cat([s.held.choice, torch.zeros(len(s.held.choice), 1)], dim=1)
+        "timestep_mask": torch.cat(
+            [s.held.timestep_mask, torch.zeros(len(s.held.timestep_mask), 1)], dim=1
+        )
     }
     values |= (
         padded(values, "sigmas", 0)

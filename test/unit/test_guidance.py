@@ -104,7 +104,7 @@ def state():
     masks = distinct_masks(IMAGES)
     return found, Held(
         found.denoise_mask,
-        found.clean,
+        found.clean_latent,
         *timestep_choice(found.denoise_mask, masks, len(masks), torch.float32),
     )
 
@@ -139,7 +139,7 @@ def guide(video, audio, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
             "enabled_steps": computed,
             "guidance": guidance_of(video, audio).weights(),
             "denoise_mask": state()[0].denoise_mask,
-            "clean_latent": state()[0].clean,
+            "clean_latent": state()[0].clean_latent,
         }
     )
     return Guide()(GuideInputs(*(values[field] for field in GuideInputs._fields)))._asdict()
@@ -158,7 +158,7 @@ def ltx_next(stream: str, guided: torch.Tensor) -> torch.Tensor:
     from ltx_pipelines.utils.helpers import post_process_latent
 
     if stream == "video":
-        guided = post_process_latent(guided, state()[0].denoise_mask, state()[0].clean)
+        guided = post_process_latent(guided, state()[0].denoise_mask, state()[0].clean_latent)
     return EulerDiffusionStep().step(
         predictions()[f"{stream}_latent"], guided, torch.tensor(ltx2_schedule(STEPS)), STEP
     )
@@ -322,7 +322,10 @@ def ltx_pass(perturbed=(), enabled=(True, True)) -> dict[str, torch.Tensor]:
     given, (found, _) = values(), state()
     states = (
         LatentState(
-            given["video_latent"], found.denoise_mask[None], bounds(found.positions), found.clean
+            given["video_latent"],
+            found.denoise_mask[None],
+            bounds(found.positions),
+            found.clean_latent,
         ),
         LatentState(
             given["audio_latent"],

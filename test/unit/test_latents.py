@@ -125,7 +125,7 @@ def test_a_keyframe_of_eight_frames_stands_where_ltx_core_1_0_0_puts_it(frame, f
     condition = VideoConditionByKeyframeIndex(torch.zeros(1, 128, 1, 2, 3), frame, 1.0)
     state = condition.apply_to(tools.create_initial_state("cpu", torch.float32), tools)
     assert torch.equal(
-        keyframe_positions(2, 3, frame, fps, extent=8), middles(state.positions[:, :, -6:])
+        keyframe_positions(2, 3, frame, fps, duration=8), middles(state.positions[:, :, -6:])
     )
 
 

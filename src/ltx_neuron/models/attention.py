@@ -32,7 +32,7 @@ def matmul(
     mask is added to the scores, broadcast to (B, H, T, S). Holds the scores of all heads.
     """
     batch_and_heads = query.shape[:-2]
-    # bmm rather than matmul: one operation of three dimensions, which every compiler has tiled.
+    # Heads go into the batch of a bmm: a plain product, with nothing to broadcast.
     queries = query.flatten(0, -3).float()  # (B H, T, D)
     keys = key.flatten(0, -3).float().transpose(1, 2)  # (B H, D, S)
     scores = torch.bmm(queries, keys) * scale  # (B H, T, S)
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
     Source: ltx-core model/transformer/attention.py; parameters have its names. The forward pass is
     in `attend`, which runs several attentions of the same stage side by side, so that their sums
-    travel together.
+    may travel together.
     """
 
     def __init__(

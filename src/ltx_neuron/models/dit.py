@@ -112,8 +112,8 @@ class TransformerBlock(nn.Module):
     """One of the 48 joint blocks: self, text and audio-video attention and feed-forward of both
     streams, side by side.
 
-    Parameters have the checkpoint's names. The two streams take each stage together, so that their
-    sums over the ranks travel together.
+    Parameters have the checkpoint's names. The two streams take each stage together, so that what
+    they sum over the ranks may travel together (Comm.sum).
     """
 
     def __init__(self, config: TransformerConfig, tp: int, kernel: Kernel):
@@ -129,10 +129,12 @@ class TransformerBlock(nn.Module):
         # Both directions have the audio's heads: the keys of one stream fit the other's queries.
         self.audio_to_video_attn = Attention(audio, video.inner, audio.inner, tp, kernel, eps)
         self.video_to_audio_attn = Attention(audio, audio.inner, video.inner, tp, kernel, eps)
+        # Learned tables: a block's own part of AdaLN (models/modulation.py: AdaLNRows.entry).
         self.scale_shift_table = nn.Parameter(torch.empty(9, video.inner))
         self.audio_scale_shift_table = nn.Parameter(torch.empty(9, audio.inner))
         self.scale_shift_table_a2v_ca_video = nn.Parameter(torch.empty(5, video.inner))
         self.scale_shift_table_a2v_ca_audio = nn.Parameter(torch.empty(5, audio.inner))
+        # Without it the blocks attend to the text context as it is.
         if config.use_prompt_adaln_single:
             self.prompt_scale_shift_table = nn.Parameter(torch.empty(2, video.inner))
             self.audio_prompt_scale_shift_table = nn.Parameter(torch.empty(2, audio.inner))
@@ -254,6 +256,7 @@ class TransformerBlock(nn.Module):
         a_rope = Rope(inputs.audio_cross_cos, inputs.audio_cross_sin)
         v_query, a_context = modulated(A2V)
         v_context, a_query = modulated(V2A)
+        # Queries turn by the positions of their own stream, keys by those of the other.
         v, a = attend(
             comm,
             AttentionCall(self.audio_to_video_attn, v_query, a_context, v_rope, a_rope),
@@ -278,6 +281,7 @@ class TransformerBlock(nn.Module):
         v_table, a_table = self.scale_shift_table, self.audio_scale_shift_table
         v_shift, v_scale, v_gate = v_modulation.per_token(v_table, FEED_FORWARD)
         a_shift, a_scale, a_gate = a_modulation.per_token(a_table, FEED_FORWARD)
+        # Biases are added by `finish`, after the sum, so that they count once.
         v, a = comm.sum(
             self.ff.partial(self._norm(video, v_scale, v_shift)),
             self.audio_ff.partial(self._norm(audio, a_scale, a_shift)),
@@ -300,6 +304,7 @@ class Head(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
+        # Whole on every rank: a product of 128 channels is not worth a collective.
         self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
@@ -445,7 +450,7 @@ class Guide(nn.Module):
         return GuideOutputs(*_next_latents(inputs, video, guided[1], sigma_pair), *guided)
 
 
-# A constant prediction has no deviation: the factor is then finite, and multiplies zeros.
+# A constant prediction has no deviation; the quotient then stays finite.
 _SMALLEST_STD = 1e-12
 
 
@@ -486,14 +491,20 @@ class Step(nn.Module):
     """The whole step, or the whole guided pass, as one graph: head, all blocks, tail."""
 
     def __init__(
-        self, head: nn.Module, blocks: nn.Module, tail: nn.Module, kinds: tuple[type, type, type]
+        self,
+        head: nn.Module,
+        blocks: nn.Module,
+        tail: nn.Module,
+        signatures: tuple[type, type, type],
     ):
         super().__init__()
-        self.head, self.blocks, self.tail, self.kinds = head, blocks, tail, kinds
+        self.head, self.blocks, self.tail, self.signatures = head, blocks, tail, signatures
 
     def forward(self, inputs: StepInputs | GuidedStepInputs) -> TailOutputs | X0Outputs:
         values = inputs._asdict()
-        for module, kind in zip((self.head, self.blocks, self.tail), self.kinds, strict=True):
-            outputs = module(kind(*(values[name] for name in kind._fields)))
+        # As a backend runs the cut program: each part takes its fields by name from what is there.
+        parts = zip((self.head, self.blocks, self.tail), self.signatures, strict=True)
+        for module, signature in parts:
+            outputs = module(signature(*(values[name] for name in signature._fields)))
             values |= outputs._asdict()
         return outputs
