@@ -190,13 +190,15 @@ def test_a_step_gives_the_same_latents_with_every_kernel():
     held = Held(torch.ones(6, 1), torch.zeros(1, 6, 128), torch.ones(1), torch.ones(6, 1))
     inputs = step_inputs(config, weights, (1.0, 0.5, 0.0), positions, 4, held) | step_number(0)
     bound = fp32_bound(*block_summands(config.video.inner) * config.num_layers)
-    found = {}
+    outputs = {}
     for name in KERNELS:
         program = dit_program(config, Bucket(6, 4, 1, 2), 1, SingleRank(), torch.float32, 0, name)
-        found[name] = run_program(program, weights, inputs)
+        outputs[name] = run_program(program, weights, inputs)
     for stream in ("video_latent", "audio_latent"):
-        assert all(rel(values[stream], found["sdpa"][stream]) < bound for values in found.values())
-        assert rel(found["sdpa"][stream], inputs[stream]) > 0.01
+        assert all(
+            rel(values[stream], outputs["sdpa"][stream]) < bound for values in outputs.values()
+        )
+        assert rel(outputs["sdpa"][stream], inputs[stream]) > 0.01
 
 
 def test_all_kernels_count_the_same_flops():

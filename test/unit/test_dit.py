@@ -84,8 +84,8 @@ def setting(name="4 heads of 8", job="text to video") -> Setting:
     )
 
 
-def step_values(s: Setting, sigmas, **how):
-    return step_inputs(s.config, s.weights, sigmas, s.positions, AUDIO_TOKENS, s.held, **how)
+def step_values(s: Setting, sigmas, **options):
+    return step_inputs(s.config, s.weights, sigmas, s.positions, AUDIO_TOKENS, s.held, **options)
 
 
 def program_of(s: Setting, steps, blocks_per_graph=0):
@@ -93,9 +93,9 @@ def program_of(s: Setting, steps, blocks_per_graph=0):
     return dit_program(s.config, bucket, 1, SingleRank(), torch.float32, blocks_per_graph)
 
 
-def our_latents(s: Setting, sigmas, **how):
+def our_latents(s: Setting, sigmas, **options):
     """The latents after all steps of a schedule, by the whole-step graph."""
-    values = step_values(s, sigmas, **how)
+    values = step_values(s, sigmas, **options)
     program = program_of(s, len(values["sigmas"]))
     for number in range(len(sigmas) - 1):
         values = run_program(program, s.weights, values | step_number(number))
@@ -185,8 +185,8 @@ def test_the_streams_are_ltx_cores_after_the_head_and_after_every_block(name, jo
     for hook in hooks:
         hook.remove()
     assert len(ours) == len(theirs) == s.config.num_layers + 1
-    for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert distance(mine, other) < EQUAL, position
+    for position, (our_streams, their_streams) in enumerate(zip(ours, theirs, strict=True)):
+        assert distance(our_streams, their_streams) < EQUAL, position
     assert distance(ours[0], ours[1]) > SHOWS
 
 

@@ -66,11 +66,11 @@ def same(width: int) -> float:
     return fp32_bound(256, width, width)
 
 
-def check(table, model, stream, **how):
+def check(table, model, stream, **options):
     bound = same(table.shape[-1])
     for step, sigma in enumerate(SIGMAS):
         for u, mask in enumerate(MASKS):
-            for first, rows in ltx_rows(model, stream, sigma, mask, **how).items():
+            for first, rows in ltx_rows(model, stream, sigma, mask, **options).items():
                 for offset, row in enumerate(rows):
                     assert rel(table[step, u, first + offset], row) < bound, (
                         step,

@@ -47,8 +47,10 @@ def distances(got, wanted) -> dict[str, float]:
 def test_a_prompt_packed_with_its_negative_is_encoded_as_alone(encoder, ids, pair):
     together = encoder.encode([ids(prompt) for prompt in pair])
     alone = [encoder.encode([ids(prompt)])[0] for prompt in pair]
-    found = [distances(packed, single) for packed, single in zip(together, alone, strict=True)]
-    assert max(max(each.values()) for each in found) <= ALONE
+    differences = [
+        distances(packed, single) for packed, single in zip(together, alone, strict=True)
+    ]
+    assert max(max(of_prompt.values()) for of_prompt in differences) <= ALONE
     if pair[0] != pair[1]:
         assert (
             min(
