@@ -134,7 +134,7 @@ class TransformerBlock(nn.Module):
         self.audio_scale_shift_table = nn.Parameter(torch.empty(9, audio.inner))
         self.scale_shift_table_a2v_ca_video = nn.Parameter(torch.empty(5, video.inner))
         self.scale_shift_table_a2v_ca_audio = nn.Parameter(torch.empty(5, audio.inner))
-        # Without it the blocks attend to the text context as it is.
+        # Without these the blocks attend to the text context as it is.
         if config.use_prompt_adaln_single:
             self.prompt_scale_shift_table = nn.Parameter(torch.empty(2, video.inner))
             self.audio_prompt_scale_shift_table = nn.Parameter(torch.empty(2, audio.inner))

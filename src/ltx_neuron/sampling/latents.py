@@ -16,6 +16,7 @@ SPACE_SCALE = 32  # pixels per latent row and column
 VIDEO_CHANNELS = 128
 AUDIO_CHANNELS, MEL_BINS = 8, 16
 AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
+# Of the mel spectrogram that the audio encoder takes; the hop is in samples.
 _MEL_FRAMES_PER_LATENT, _HOP, _SAMPLE_RATE = 4, 160, 16000
 
 
@@ -64,6 +65,7 @@ def video_positions(
     .2083, .5417 s. The audio-video attention compares these seconds with the audio's, so an offset
     here is out of sync.
     """
+    # Bounds of the latent frames in pixel frames, 0, 1, 9, 17, ...: F + 1 of them.
     frames = torch.arange(shape[0] + 1)
     bounds = (frames * TIME_SCALE + 1 - TIME_SCALE).clamp(min=0).float() / frame_rate
     bounds = bounds.to(dtype).to(midpoints_dtype or dtype)
@@ -94,6 +96,7 @@ def _grid(seconds: Tensor, rows: int, columns: int) -> Tensor:
 def audio_positions(latent_frames: int) -> Tensor:
     """Mid-points (1, 1, Ta) in seconds, fp32, shifted so that a latent ends with the last sample it
     knows."""
+    # Bounds in mel frames, 0, 1, 5, 9, ...: causal as the video's, Ta + 1 of them.
     mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
     mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
     seconds = mel * _HOP / _SAMPLE_RATE
