@@ -18,7 +18,7 @@ from helpers import (  # noqa: F401
     step_inputs,
     step_number,
 )
-from test_graphs import operations
+from test_signatures import operations
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.config import GEMMA_3_12B, Bucket

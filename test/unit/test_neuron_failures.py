@@ -45,7 +45,8 @@ class ModelBuilder:
 
     def trace(self, kwargs, tag):
         names = dict.fromkeys(name for name, _ in self.model.named_parameters())
-        self.trace_artifacts_collection[tag] = SimpleNamespace(weight_name_to_idx=names, hlo=SimpleNamespace(computations=()))
+        hlo = SimpleNamespace(computations=())
+        self.trace_artifacts_collection[tag] = SimpleNamespace(weight_name_to_idx=names, hlo=hlo)
         return self
 
     def compile(self, compiler_workdir, compiler_args):

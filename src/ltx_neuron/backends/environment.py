@@ -63,6 +63,7 @@ def cores(profile: Profile, tp: int) -> list[int]:
     """The logical cores of a launch, one a rank: those of NEURON_RT_VISIBLE_CORES (as in 4-7 or
     0,2), else the first ones. Raises UserError where they are not tp cores of the profile."""
     value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
+    # The runtime's own variable: who shares a machine sets it for every program.
     try:
         visible = [core for part in value.split(",") if value for core in _range(part)]
     except ValueError:
@@ -92,6 +93,7 @@ def check_ports(profile: Profile, tp: int) -> None:
         return
     first = cores(profile, tp)[0]
     for port in (_ROOT_PORT + first, _MASTER_PORT + first):
+        # Bound and let go: the ranks bind it themselves right after.
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))

@@ -35,6 +35,7 @@ _SMALLER = (
 # The first row whose text matches counts, then the first with the number: words are more exact than
 # a number, and the same text comes with different numbers.
 TABLE = (
+    # The device: taken, not there, or full
     Known(
         (1005,),
         (r"[Cc]ore\(s\) not available", "[Cc]ores?.{0,40}(in use|held by)", "NRT_EXEC_NC_BUSY"),
@@ -69,6 +70,7 @@ TABLE = (
         "the host's memory is full or fragmented",
         "end other programs, then: echo 1 | sudo tee /proc/sys/vm/compact_memory",
     ),
+    # The launch of a run
     Known(
         (5,),
         ("NRT_TIMEOUT",),
@@ -90,6 +92,7 @@ TABLE = (
         "count them: neuron-ls; check NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES and"
         " NEURON_LOGICAL_NC_CONFIG",
     ),
+    # The graph's file does not fit the installation or the machine
     Known(
         (10,),
         ("NRT_UNSUPPORTED_NEFF_VERSION",),
@@ -109,6 +112,7 @@ TABLE = (
         "delete the graph's folder, compile again with the installed SDK, and check that"
         " NEURON_LOGICAL_NC_CONFIG is the one it was compiled for",
     ),
+    # While it ran
     Known(
         (1003,),
         ("NRT_EXEC_COMPLETED_WITH_NUM_ERR",),
@@ -138,6 +142,7 @@ TABLE = (
         "the cores could not find each other",
         "wait a few seconds for the last run's ports, and type the same again",
     ),
+    # neuronx-cc: its codes say which pass gave up; the last row is any other code
     Known(
         (),
         ("NCC_EXTP004", "NCC_EBVF030", "NCC_EVRF007", "instruction.{0,20}limit"),
@@ -170,6 +175,7 @@ def known(text: str) -> Known | None:
 
 def failure(error: BaseException) -> DeviceFailure | None:
     """An error, or one that caused it, in words a user can act on; None where none is known."""
+    # A context may lead back to an error that is in the chain already.
     chain, link = [], error
     while link is not None and link not in chain:
         chain.append(link)

@@ -38,7 +38,7 @@ def _arguments(query: Tensor, key: Tensor, value: Tensor) -> dict:
     )
 
 
-@cache
+@cache  # an operation may be registered once a process
 def native_attention(lnc: int):
     """The operation for TorchNeuron's graphs: (H, T, D) query, key and value to (H, T, D)."""
     from torch_neuronx import nki_op, wrap_nki
@@ -54,7 +54,7 @@ def native_attention(lnc: int):
 
 def register_for_xla(lnc: int) -> None:
     """Have PyTorch/XLA trace the kernel where a program has the operation, for NxD."""
-    kernel = _kernel()[lnc]
+    kernel = _kernel()[lnc]  # launched on the physical cores of a logical one
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernel(**_arguments(query, key, value))

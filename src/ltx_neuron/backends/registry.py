@@ -48,6 +48,7 @@ def compile_program(
 def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
     """Fill `cache` where ranks compile what they run, so that a run finds it there. Raises RunError
     where the compiler fails."""
+    # NxD has compiled its graphs already, and interpreted graphs need no compiler.
     if profile.backend == "torchdist" and profile.compile_backend != "export":
         torchdist.compile_only(folders, profile, tp, cache)
 
