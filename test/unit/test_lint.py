@@ -164,11 +164,13 @@ def recorded():
     )
     gemma = dataclasses.replace(cases.widths(TP)["tiny"].gemma, num_hidden_layers=1)
     common = dict(tp=TP, comm=TorchDistComm(TP), dtype=torch.bfloat16)
-    made = {
+    programs = {
         "dit": (partial(dit_program, config, bucket, blocks_per_graph=1, **common), (0, 1)),
         "gemma3": (partial(gemma3_program, gemma, config, 128, states=True, **common), (0,)),
     }
-    return {name: {rank: record(*of, rank) for rank in (0, TP - 1)} for name, of in made.items()}
+    return {
+        name: {rank: record(*of, rank) for rank in (0, TP - 1)} for name, of in programs.items()
+    }
 
 
 def record(make, seeds, rank):
@@ -177,13 +179,13 @@ def record(make, seeds, rank):
     torch._dynamo.reset()
     recorder = Recorder()
     with fake_process_group(TP, rank), torch.no_grad(), mock.patch.dict(OPTIONS, {recorder: {}}):
-        made = make()
+        traced = make()
         graphs = {
-            name: Compiled(trace(made, name, torch.bfloat16).graph_module, recorder)
-            for name in made.graphs
+            name: Compiled(trace(traced, name, torch.bfloat16).graph_module, recorder)
+            for name in traced.graphs
         }
         for seed in seeds if rank == 0 else seeds[:1]:
-            run_compiled(made, graphs, seed)
+            run_compiled(traced, graphs, seed)
     return recorder
 
 
@@ -210,11 +212,11 @@ def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded
     assert fx.TRACED - used == set()
 
 
-def run_compiled(made, graphs, seed):
+def run_compiled(traced, graphs, seed):
     """One run of a program as a rank runs it: every call of a graph with weights of its own."""
-    values = {name: filled(field.shape, field.dtype, seed) for name, field in made.fields.items()}
-    for number, (name, _) in enumerate(made.runs["main"]):
-        module, inputs, outputs = made.graphs[name]
+    values = {name: filled(field.shape, field.dtype, seed) for name, field in traced.fields.items()}
+    for number, (name, _) in enumerate(traced.runs["main"]):
+        module, inputs, outputs = traced.graphs[name]
         weights = [
             filled(parameter.shape, torch.bfloat16, seed + number)
             for parameter in module.parameters()
