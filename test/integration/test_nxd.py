@@ -94,12 +94,12 @@ def open_workspace(assets, folder: Path, *settings: str) -> Workspace:
 def workspace(assets, tmp_path_factory):
     """Sharded, and compiled for a two-stage job: two buckets of the DiT, two of Gemma3, the
     connectors."""
-    made = open_workspace(assets, tmp_path_factory.mktemp("artifacts"))
-    made.shard_dit()
-    made.shard_gemma3()
-    made.compile_text()
-    made.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
-    return made
+    workspace = open_workspace(assets, tmp_path_factory.mktemp("artifacts"))
+    workspace.shard_dit()
+    workspace.shard_gemma3()
+    workspace.compile_text()
+    workspace.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
+    return workspace
 
 
 @pytest.fixture(scope="module")

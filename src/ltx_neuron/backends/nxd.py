@@ -116,6 +116,7 @@ class Ranks(ranks.Ranks):
             )
         Ranks._started = tp
         set_environment(profile)
+        # The runtime takes every core of the machine otherwise.
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp))
         self.tp, self.bytes_sent = tp, 0
         self.programs: dict[str, Manifest] = {}
@@ -130,6 +131,7 @@ class Ranks(ranks.Ranks):
         """As Ranks.load of ranks.py. What is loaded from the folder already stays, programs of it
         that are not asked for leave, and so does another weight set of the same model."""
         wanted = ranks.weights_of(programs)
+        # Two sets of one model would not fit: the old one is freed before the new one is read.
         for other in [*self._sets]:
             if other.folder != weights and other.wanted.keys() & wanted.keys():
                 self._drop(other)
@@ -167,7 +169,7 @@ class Ranks(ranks.Ranks):
     def _drop(self, held: _WeightSet) -> None:
         """Free a weight set with its programs."""
         self._release(held, {*held.manifests})
-        held.tensors = None
+        held.tensors = None  # the last reference to the device's copy
         self._sets.remove(held)
         gc.collect()
 
@@ -186,7 +188,8 @@ class Ranks(ranks.Ranks):
     def _upload(self, name: str, parts: list[Tensor]) -> None:
         with explained():
             self._tensors[name] = [
-                to_core(part.contiguous(), rank) for rank, part in enumerate(parts)
+                to_core(part.contiguous(), rank)  # a part may be a view
+                for rank, part in enumerate(parts)
             ]
         self.bytes_sent += sum(part.nbytes for part in parts)
 
