@@ -33,7 +33,7 @@ from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.text import encoders, inputs
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.weights import lora
-from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
 _REMEMBERED_PROMPTS = 32  # contexts are 13 MB a prompt
@@ -147,7 +147,7 @@ class Engine:
 
     @cached_property
     def tokenizer(self):
-        return inputs.tokenizer(self.workspace.gemma_root)
+        return inputs.load_tokenizer(self.workspace.gemma_root)
 
     def _host_encoder(self) -> encoders.HostTextEncoder:
         workspace = self.workspace
@@ -269,7 +269,7 @@ class Engine:
             with self.recorder.phase("load_transformer"), _mended_by_deleting(weights):
                 self._ranks.replace_weights(weights)
             self._loaded = weights, self._loaded[1]
-        host = load_host(weights)
+        host = open_host_file(weights)
         return {name: host.read(name) for name in host.shapes}
 
     def _encode(self, jobs: list[Job]) -> None:
@@ -308,7 +308,7 @@ class Engine:
         if self._loaded and not workspace.profile.resident:
             self._ranks.unload()
             self._loaded = None
-        groups = [group for prompts in ids.values() for group in inputs.passes(prompts)]
+        groups = [group for prompts in ids.values() for group in inputs.pack_prompts(prompts)]
         buckets = tuple(
             {inputs.bucket_for(group, workspace.profile.text_buckets) for group in groups}
         )

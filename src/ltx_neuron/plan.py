@@ -220,7 +220,7 @@ def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str,
         MODELS["dit"],
         {"rank": 0, "blocks": 0, "host": 0},
     )
-    for name in source.where:
+    for name in source.locations:
         split = rule(model, name)
         size = torch.Size(local_shape(source.shape(name), split, tp, name)).numel() * dtype.itemsize
         found["host" if split == HOST else "rank"] += size

@@ -5,13 +5,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from ltx_neuron.doctor.checks import artifacts
+from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
 from ltx_neuron.flags import workspace
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.rankfiles import RankSource, check_whole, verify
-from ltx_neuron.weights.sharder import cuts_of
+from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -78,6 +78,8 @@ def reshard(
     source.check(tp, DTYPES[dtype])
     identity = source.identity | {"tp": tp, "dtype": dtype}
     path = artifacts.folder(artifacts_dir, identity)
-    if not shard(source, path, identity, tp, DTYPES[dtype], cuts_of(source, tp, {}), workers):
+    if not shard_weights(
+        source, path, identity, tp, DTYPES[dtype], shard_specs(source, tp, {}), workers
+    ):
         print(f"already there, nothing to do: {path}")
     return path

@@ -28,7 +28,14 @@ from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.rankfiles import check_whole, verify
-from ltx_neuron.weights.sharder import Cut, Layout, check_filled, compare, cuts_of, shard
+from ltx_neuron.weights.sharder import (
+    Layout,
+    ShardSpec,
+    check_specs,
+    compare,
+    shard_specs,
+    shard_weights,
+)
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -191,26 +198,28 @@ class Workspace:
     def _dit_sources(self) -> list[MergedSource]:
         return [self.dit_source, *([self.refining_source] if self.distilled_loras else [])]
 
-    def _shard(self, model: str, source: Source, cuts: list[Cut], workers: int | None) -> Path:
+    def _shard(
+        self, model: str, source: Source, cuts: list[ShardSpec], workers: int | None
+    ) -> Path:
         identity = self._weights_identity(model, source)
         path = artifacts.folder(self.artifacts, identity)
-        if not shard(source, path, identity, self.tp, self.dtype, cuts, workers):
+        if not shard_weights(source, path, identity, self.tp, self.dtype, cuts, workers):
             print(f"already there, nothing to do (--verify checks every byte): {path}")
         return path
 
-    def _dit_cuts(self, source: Source) -> list[Cut]:
-        cuts = cuts_of(source, self.tp, {})
+    def _dit_cuts(self, source: Source) -> list[ShardSpec]:
+        cuts = shard_specs(source, self.tp, {})
         bucket = Size().bucket(Size().stages("distilled")[0], ())
         program = dit_program(
             self.transformer, bucket, self.tp, TorchDistComm(self.tp), self.dtype, 1
         )
-        check_filled(cuts, program.weights(), host_weights(self.transformer))
+        check_specs(cuts, program.weights(), host_weights(self.transformer))
         return cuts
 
-    def _gemma3_cuts(self) -> list[Cut]:
+    def _gemma3_cuts(self) -> list[ShardSpec]:
         self.gemma.check_tensor_parallel(self.tp)
         layout = Layout(lambda weight: layers_first(weight, self.gemma.hidden_size), split=1)
-        cuts = cuts_of(
+        cuts = shard_specs(
             self.gemma_source,
             self.tp,
             {f"{m}_aggregate_embed.weight": layout for m in ("video", "audio")},
@@ -237,7 +246,7 @@ class Workspace:
             f"{name}_connector.learnable_registers": (REGISTERS, size.inner)
             for name, size in sizes.items()
         }
-        check_filled(
+        check_specs(
             cuts,
             wanted,
             {"embed_tokens.weight": (self.gemma.vocab_size, self.gemma.hidden_size), **host},
@@ -262,7 +271,7 @@ class Workspace:
         self._verify(path := self.gemma3_weights(), self.gemma_source, self._gemma3_cuts())
         return [path]
 
-    def _verify(self, path: Path, source: Source, cuts: list[Cut]) -> None:
+    def _verify(self, path: Path, source: Source, cuts: list[ShardSpec]) -> None:
         check_whole(path, verify(path) or compare(source, path, self.tp, self.dtype, cuts))
 
     def compile_dit(self, buckets: list[Bucket]) -> list[Path]:
@@ -350,10 +359,10 @@ class Workspace:
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
-        from ltx_neuron.text.inputs import program_name
+        from ltx_neuron.text.inputs import gemma3_program_name
 
         self.gemma.check_tensor_parallel(self.tp)
-        identities = {program_name(n): self._gemma3_identity(n) for n in buckets}
+        identities = {gemma3_program_name(n): self._gemma3_identity(n) for n in buckets}
         identities["connectors"] = self._connectors_identity()
         command = self._command("compile/compile_gemma3.py", gemma=True)
         return {

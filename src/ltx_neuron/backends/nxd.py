@@ -24,7 +24,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.models.signatures import LATENTS, Field
 from ltx_neuron.profiles import Profile
-from ltx_neuron.weights.rankfiles import load, opened, rank_file
+from ltx_neuron.weights.rankfiles import load_rank_file, open_rank_file, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -47,7 +47,8 @@ class _WeightSet:
         with ThreadPoolExecutor() as pool:
             return [
                 *pool.map(
-                    lambda rank: load(folder / rank_file(rank), self.wanted, self.dtype), range(tp)
+                    lambda rank: load_rank_file(folder / rank_file(rank), self.wanted, self.dtype),
+                    range(tp),
                 )
             ]
 
@@ -165,7 +166,7 @@ class Ranks:
         names = TensorFile(weights / rank_file(0), "run the shard script again").shapes.keys()
         replaced = max(self._sets, key=lambda held: len(held.wanted.keys() & names))
         files = [
-            opened(weights / rank_file(rank), replaced.wanted, replaced.dtype)
+            open_rank_file(weights / rank_file(rank), replaced.wanted, replaced.dtype)
             for rank in range(self.tp)
         ]
         for rank, file in enumerate(files):

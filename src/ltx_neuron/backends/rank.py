@@ -31,7 +31,7 @@ from ltx_neuron.backends.ranks import finite, part_of, whole_shape
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.models.signatures import LATENTS, Field
-from ltx_neuron.weights.rankfiles import AGAIN, opened, rank_file
+from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
 # until a process has imported torch and met the others: slow on a busy machine
@@ -145,7 +145,7 @@ class Rank:
         model = frozenset(wanted)
         before, held = self.weights.get(model, (None, {}))
         if before != weights:
-            for name, tensor in opened(
+            for name, tensor in open_rank_file(
                 Path(weights) / rank_file(self.rank), wanted, dtype
             ).tensors():
                 if name not in held:
@@ -160,7 +160,7 @@ class Rank:
         return held
 
     def replace_weights(self, weights: str) -> dict:
-        names = TensorFile(Path(weights) / rank_file(self.rank), AGAIN).shapes.keys()
+        names = TensorFile(Path(weights) / rank_file(self.rank), RESHARD).shapes.keys()
         model = min(
             self.weights, key=lambda held: len(held ^ names)
         )  # where none is the same, loading says what differs
