@@ -24,7 +24,12 @@ from ltx_neuron.models.modulation import host_weights
 from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.plan import check_fits, check_text_fits
 from ltx_neuron.profiles import Profile, require_runtime
-from ltx_neuron.text.cache import PromptCache
+from ltx_neuron.text.cache import (
+    HOST_ENCODER_CODE,
+    RANK_ENCODER_CODE,
+    PromptCache,
+    encoder_identity,
+)
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.rankfiles import check_whole, verify
@@ -115,23 +120,22 @@ class Workspace:
         }
 
     def prompt_cache(self, neuron_gemma: bool) -> PromptCache:
-        """Contexts that earlier runs left."""
-        where = (
-            {"on": "ranks", "tp": self.tp, "profile": self.profile.name}
-            if neuron_gemma
-            else {"on": "host"}
+        """The contexts of earlier runs with this encoder, on the ranks (`neuron_gemma`) or on the
+        host."""
+        profile, device = self.profile, {"device": "host"}
+        if neuron_gemma:
+            graphs = registry.identity(profile, "gemma3")
+            device = {"device": "ranks", "tp": self.tp, "profile": profile.name, **graphs}
+        code = RANK_ENCODER_CODE if neuron_gemma else HOST_ENCODER_CODE
+        identity = encoder_identity(
+            weights=self.gemma_source.fingerprint,
+            gemma_config=self.gemma.digest,
+            transformer_config=self.transformer.digest,
+            dtype=self.dtype_name,
+            code=artifacts.code_digest(profile.backend, *code),
+            threads=(profile.host_threads, profile.rank_threads(self.tp)),
+            device=device | {"profile_set": list(profile.settings)},
         )
-        identity = {
-            "encoder": self.gemma_source.fingerprint,
-            "dtype": self.dtype_name,
-            "torch": torch.__version__,
-            "code": artifacts.code_digest(
-                self.profile.backend, "text", "host/products", "weights/tensorfile"
-            ),
-            "profile_set": list(self.profile.settings),
-            "threads": [self.profile.host_threads, self.profile.rank_threads(self.tp)],
-            **where,
-        }
         widths = self.transformer.video.inner, self.transformer.audio.inner
         return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)
 

@@ -1,5 +1,5 @@
-"""Running a large model on the host's CPU without a copy of its weights: layers get their weights,
-which are the files' own pages, when they run, and fp32 activations are multiplied with bf16 weights.
+"""Running a large model on the host's CPU without a copy of its weights: layers get them when they
+run, as the files' own pages, and fp32 activations are multiplied with bf16 weights.
 
 Copies would need fresh memory, which on a virtual machine costs ten times what filling it does
 (benchmarks/2026-11-21-text-encode.md). So nothing that the page cache holds is copied, and bf16
@@ -80,8 +80,8 @@ class StreamedLayers(nn.ModuleList):
 
 
 class Float32LinearMode(TorchFunctionMode):
-    """A context in which nn.functional.linear multiplies fp32 activations with weights of any dtype,
-    in fp32 and by oneDNN (host.products). Activations of other dtypes are multiplied as always.
+    """A context in which nn.functional.linear multiplies fp32 activations with weights of any
+    dtype, in fp32 and by oneDNN (host.products). Other activations are multiplied as always.
     """
 
     def __init__(self):
