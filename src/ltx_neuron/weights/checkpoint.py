@@ -120,13 +120,16 @@ class Source:
 
     @property
     def names(self) -> Iterable[str]:
+        """The model's tensors, under our names."""
         return self.locations.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
         file, key = self._find(name)
         return file.shapes[key]
 
     def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in."""
         file, key = self._find(name)
         return TORCH_DTYPES[file.dtypes[key]]
 
@@ -142,6 +145,7 @@ class Source:
         return copies(rule(self.model, name), tp, self.heads)
 
     def nbytes(self, name: str) -> int:
+        """The bytes of a whole tensor as it is stored."""
         file, key = self._find(name)
         return math.prod(file.shapes[key]) * TORCH_DTYPES[file.dtypes[key]].itemsize
 

@@ -27,6 +27,7 @@ _BLOCK_BYTES = 16 * 2**20  # read and hashed at once
 
 
 def rank_file(rank: int) -> str:
+    """The name of a rank's file."""
     return f"rank{rank}.safetensors"
 
 
@@ -141,12 +142,14 @@ class RankSource:
         return self.files[-1 if rule(self.model, name) == HOST else rank]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
         split, parts = self.split(name), self.tp // self.copies(name, self.tp)
         return tuple(
             size * parts if dim == split else size for dim, size in enumerate(self._part(name))
         )
 
     def nbytes(self, name: str) -> int:
+        """The bytes of a whole tensor as it is stored."""
         return prod(self.shape(name)) * DTYPES[self.identity["dtype"]].itemsize
 
     def pieces(

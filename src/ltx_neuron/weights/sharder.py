@@ -328,6 +328,7 @@ class _File:
         return self.hasher.hexdigest()
 
     def sync(self) -> None:
+        """Wait until all that was written is on the disk."""
         os.fsync(self.file.fileno())
 
     def finish(self) -> dict:
@@ -397,6 +398,7 @@ class _WritePipeline:
         self._unsaved, self._saving = 0, None
 
     def begin_tensor(self) -> None:
+        """Begin the digest of the next tensor of the source."""
         self._tensor_hash = xxh3_128()
 
     def submit(self, piece: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
