@@ -59,8 +59,8 @@ from ltx_neuron.tiny import TinySizes  # noqa: E402
 from ltx_neuron.tiny.config import released_config, tiny_config  # noqa: E402
 from ltx_neuron.tiny.weights import DIFFUSION, random_weight, save  # noqa: E402
 from ltx_neuron.weights.checkpoint import Source  # noqa: E402
-from ltx_neuron.weights.rankfiles import load_host  # noqa: E402
-from ltx_neuron.weights.sharder import cuts_of, shard  # noqa: E402
+from ltx_neuron.weights.rankfiles import open_host_file  # noqa: E402
+from ltx_neuron.weights.sharder import shard_specs, shard_weights  # noqa: E402
 from ltx_neuron.weights.sharding import MODELS  # noqa: E402
 from ltx_neuron.weights.tensorfile import TensorFile  # noqa: E402
 from ltx_neuron.workspace import Workspace  # noqa: E402
@@ -130,8 +130,10 @@ class Ours:
             Source(MODELS["dit"], [self.workspace.checkpoint]),
             folder / "weights",
         )
-        shard(source, self.weights, {"model": "dit", "tp": tp}, tp, DTYPE, cuts_of(source, tp, {}))
-        host = load_host(self.weights)
+        shard_weights(
+            source, self.weights, {"model": "dit", "tp": tp}, tp, DTYPE, shard_specs(source, tp, {})
+        )
+        host = open_host_file(self.weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
         self.buckets = {
             case: job.size.bucket(job.stages[0], job.images) for case, job in cases.items()

@@ -36,8 +36,8 @@ from full_size import make
 
 from ltx_neuron.artifacts import LAYOUT
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.rankfiles import opened, rank_file
-from ltx_neuron.weights.sharder import cuts_of, shard
+from ltx_neuron.weights.rankfiles import open_rank_file, rank_file
+from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -63,7 +63,9 @@ def rank_files(folder: Path, blocks: int, tp: int) -> list[Path]:
     checkpoint = make(folder / "sparse.safetensors", blocks)
     source = RandomSource(MODELS["dit"], [TensorFile(checkpoint, "")])
     identity = {"kind": "weights", "model": "dit", "tp": tp, "dtype": "bfloat16", "layout": LAYOUT}
-    shard(source, folder / "weights", identity, tp, torch.bfloat16, cuts_of(source, tp, {}))
+    shard_weights(
+        source, folder / "weights", identity, tp, torch.bfloat16, shard_specs(source, tp, {})
+    )
     return [folder / "weights" / rank_file(rank) for rank in range(tp)]
 
 
@@ -77,7 +79,10 @@ def plain(path: Path, buffer: mmap.mmap) -> None:
 
 def ours(path: Path, wanted: dict) -> dict[str, torch.Tensor]:
     return touched(
-        {name: tensor.to("cpu") for name, tensor in opened(path, wanted, torch.bfloat16).tensors()}
+        {
+            name: tensor.to("cpu")
+            for name, tensor in open_rank_file(path, wanted, torch.bfloat16).tensors()
+        }
     )
 
 

@@ -31,7 +31,7 @@ from ltx_neuron.sampling import latents  # noqa: E402
 from ltx_neuron.sampling.compat import COMPAT  # noqa: E402
 from ltx_neuron.text.encoders import Contexts  # noqa: E402
 from ltx_neuron.weights.checkpoint import Checkpoint  # noqa: E402
-from ltx_neuron.weights.rankfiles import load_host  # noqa: E402
+from ltx_neuron.weights.rankfiles import open_host_file  # noqa: E402
 from ltx_neuron.workspace import Workspace  # noqa: E402
 
 
@@ -65,7 +65,7 @@ def take_step(asked: dict) -> None:
     torch.set_num_threads(profile.host_threads)
     bucket, manifest = workspace.dit_program_for(job.size, stage, (), job.recipe)
     weights = workspace.dit_weights()
-    host = load_host(weights)
+    host = open_host_file(weights)
     shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
     frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
     contexts = Contexts(

@@ -45,7 +45,7 @@ from ltx_neuron.sampling.compat import COMPAT  # noqa: E402
 from ltx_neuron.text.encoders import Contexts  # noqa: E402
 from ltx_neuron.tiny import make_tiny  # noqa: E402
 from ltx_neuron.weights.checkpoint import Checkpoint  # noqa: E402
-from ltx_neuron.weights.rankfiles import load_host  # noqa: E402
+from ltx_neuron.weights.rankfiles import open_host_file  # noqa: E402
 from ltx_neuron.workspace import Workspace  # noqa: E402
 
 SIZES = (
@@ -122,7 +122,7 @@ class Running:
         self.workspace.shard_dit()
         self.workspace.compile_dit([size.bucket(size.stages()[0], ()) for size in sizes])
         weights = self.workspace.dit_weights()
-        host = load_host(weights)
+        host = open_host_file(weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
         for size in sizes:
             self.programs[size] = self.workspace.dit_program_for(

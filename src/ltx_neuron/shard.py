@@ -7,8 +7,7 @@ from pathlib import Path
 from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.rankfiles import RankSource, check_whole, verify
-from ltx_neuron.weights.sharder import cuts_of
-from ltx_neuron.weights.sharder import shard as write_rank_files
+from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -67,8 +66,8 @@ def reshard(
     source.check(tp, DTYPES[dtype])
     identity = source.identity | {"tp": tp, "dtype": dtype}
     path = artifacts.folder(artifacts_dir, identity)
-    cuts = cuts_of(source, tp, {})
-    if not write_rank_files(source, path, identity, tp, DTYPES[dtype], cuts, workers):
+    specs = shard_specs(source, tp, {})
+    if not shard_weights(source, path, identity, tp, DTYPES[dtype], specs, workers):
         print(f"already there, nothing to do: {path}")
     return path
 

@@ -42,7 +42,7 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.text.encoders import RankTextEncoder
-from ltx_neuron.text.inputs import bucket_for, tokenize, tokenizer
+from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
@@ -130,7 +130,7 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
     workspace, assets
 ):
     prompts = [PROMPT, ", ".join(["a long walk on a pebble beach, in the rain"] * 12)]
-    ids = [tokenize(tokenizer(assets.gemma_root), prompt) for prompt in prompts]
+    ids = [tokenize(load_tokenizer(assets.gemma_root), prompt) for prompt in prompts]
     assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
     weights = workspace.gemma3_weights()
     with nxd.Ranks(workspace.profile, TP) as ranks:

@@ -14,7 +14,7 @@ from ltx_neuron.config import TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.rope import half_rope
-from ltx_neuron.text.inputs import embed, encoder_inputs, prompt_slices
+from ltx_neuron.text.inputs import encoder_inputs, prompt_slices, scale_embeddings
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 
@@ -98,7 +98,7 @@ def setting(request, tmp_path_factory):
 
 def inputs_of(setting, prompts, tokens):
     """Our inputs for prompts at the end of `tokens` positions."""
-    rows = embed(setting.table[[i for ids in prompts for i in ids]], torch.float32)
+    rows = scale_embeddings(setting.table[[i for ids in prompts for i in ids]], torch.float32)
     padding = torch.zeros(tokens - len(rows), setting.gemma.hidden_size)
     return encoder_inputs(
         torch.cat([padding, rows])[None], [len(ids) for ids in prompts], setting.gemma
@@ -221,8 +221,8 @@ def test_embeddings_are_scaled_in_their_own_dtype():
     for dtype in (torch.float32, torch.bfloat16):
         theirs = Gemma3TextScaledWordEmbedding(4, 3840, 0, embed_scale=3840**0.5)
         theirs.weight.data = randn(4, 3840).to(dtype)
-        assert torch.equal(embed(theirs.weight.data, dtype), theirs(torch.arange(4)))
-    assert embed(torch.ones(1, 3840), torch.bfloat16)[0, 0] == 62
+        assert torch.equal(scale_embeddings(theirs.weight.data, dtype), theirs(torch.arange(4)))
+    assert scale_embeddings(torch.ones(1, 3840), torch.bfloat16)[0, 0] == 62
 
 
 def test_the_encoder_returns_states_only_when_asked(setting):

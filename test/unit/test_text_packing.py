@@ -28,7 +28,7 @@ def encoder(tiny):
 
 @pytest.fixture(scope="module")
 def ids(tiny):
-    tokenizer = inputs.tokenizer(tiny.gemma_root)
+    tokenizer = inputs.load_tokenizer(tiny.gemma_root)
     return lambda prompt: inputs.tokenize(tokenizer, prompt)
 
 
@@ -72,7 +72,9 @@ def test_the_default_negative_prompt_packs_as_well(encoder, ids):
 
 def embeddings(encoder, *prompts):
     table = encoder.source.tensor("embed_tokens.weight")
-    return encoders.embed(table[[i for prompt in prompts for i in prompt]], torch.float32)[None]
+    return encoders.scale_embeddings(
+        table[[i for prompt in prompts for i in prompt]], torch.float32
+    )[None]
 
 
 def test_prompts_do_not_see_each_other_or_the_padding(encoder, ids):
@@ -109,8 +111,8 @@ def test_a_pass_may_have_padding_before_the_prompts(encoder, ids, spare):
 
 def test_pairs_that_do_not_fit_are_encoded_in_two_passes():
     short, long = [2] * 24, [3] * 1000
-    assert encoders.passes([short, long]) == [[short, long]]
-    assert encoders.passes([short, [*long, 3]]) == [[short], [[*long, 3]]]
+    assert encoders.pack_prompts([short, long]) == [[short, long]]
+    assert encoders.pack_prompts([short, [*long, 3]]) == [[short], [[*long, 3]]]
     assert encoders.bucket_for([short, long], (128, 1024)) == 1024
     assert encoders.bucket_for([short, short], (48, 128)) == 48
 

@@ -18,7 +18,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
-from ltx_neuron.text.inputs import tokenizer
+from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -280,7 +280,7 @@ def _gemma(asked: Asked) -> str:
     root = asked.args.gemma_root
     config, found = gemma_config(root), gemma_files(root)
     config.check_tensor_parallel(asked.tp)
-    tokenizer(root)
+    load_tokenizer(root)
     if asked.args.checkpoint_path and asked.args.checkpoint_path.is_file():
         workspace = asked.workspace()
         _ = workspace.gemma, workspace.gemma_source  # that the two belong together
