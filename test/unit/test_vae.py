@@ -79,9 +79,9 @@ def test_twice_the_same_latent_gives_the_same_bits(method):
 
 def test_bfloat16_weights_and_latents_are_computed_with_in_float32():
     decoder, latent = ltx_decoder().bfloat16(), randn(1, 128, 2, 2, 2).bfloat16()
-    found = FastVideoDecoder(decoder)(latent)
-    assert found.dtype == torch.float32
-    assert rel(found, decoder.float()(latent.float())) < rounding(decoder)
+    frames = FastVideoDecoder(decoder)(latent)
+    assert frames.dtype == torch.float32
+    assert rel(frames, decoder.float()(latent.float())) < rounding(decoder)
 
 
 def test_the_released_decoder_is_known():
