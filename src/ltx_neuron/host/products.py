@@ -1,7 +1,7 @@
 """Float32 products on a CPU, by oneDNN.
 
 torch gives them to MKL, which on CPUs that are not Intel's has half of oneDNN's rate or less
-(benchmarks/2026-11-21-vae-decode.md, benchmarks/2026-11-21-text-encode.md).
+(benchmarks/vae_decode.md, benchmarks/text_encode.md).
 """
 
 import torch

@@ -2,7 +2,7 @@
 stored: for the host's CPU.
 
 Both save memory that the kernel would hand out anew: on a virtual machine that costs ten times what
-filling it does (benchmarks/2026-11-21-text-encode.md). So nothing is copied that the system's cache
+filling it does (benchmarks/text_encode.md). So nothing is copied that the system's cache
 has, and where a layer computes in fp32 its bf16 weights are cast piece by piece, in the cache of
 the CPU.
 """

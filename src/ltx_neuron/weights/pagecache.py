@@ -2,7 +2,7 @@
 
 A page that goes through the cache is first made, then copied or mapped, then taken away from
 something else: that costs more processor time than all else a byte needs on its way
-(benchmarks/2026-11-21-trust.md). What the cache has already is faster there than on any disk.
+(benchmarks/shard_full_size.md). What the cache has already is faster there than on any disk.
 """
 
 import ctypes
