@@ -29,3 +29,11 @@ def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
     distances = re.search(r"relative L2: hidden_states (\S+), video (\S+), audio (\S+)", output)
     assert max(map(float, distances.groups())) < 1e-5, output
     assert re.fullmatch(r"[\d.]+ times as fast as the reference", output.splitlines()[-1])
+
+
+def test_the_table_lists_every_script_and_every_result():
+    table = (ROOT / "benchmarks/README.md").read_text()
+    scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py")]
+    results = [path.name for path in (ROOT / "benchmarks").glob("*.md") if path.stem != "README"]
+    assert [name for name in scripts if f"`{name}`" not in table] == []
+    assert [name for name in results if f"]({name})" not in table] == []

@@ -2,22 +2,18 @@
 is no GPU."""
 
 import dataclasses
-import sys
 
+import gpu_step
 import pytest
 import torch
-from conftest import ROOT
 from helpers import one_thread  # noqa: F401
+from lib.sections import Failed
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import tiny_config
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu_step  # noqa: E402
-from lib.sections import Failed  # noqa: E402
 
 PROFILE, CPU, SIZE = dataclasses.replace(resolve("cpu"), tp=1), torch.device("cpu"), Size(64, 64, 9)
 

@@ -1,20 +1,15 @@
 """benchmarks/on_device.py: sections that survive failures and restarts, the three-way rule, and the
 report."""
 
-import sys
-
+import on_device
 import pytest
-from conftest import ROOT
 from helpers import one_thread, randn  # noqa: F401
+from lib.sections import Failed, NotRun, Section, markdown, restored, run_all, three_way
 
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.tiny.config import released_config, tiny_config
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import on_device  # noqa: E402
-from lib.sections import Failed, NotRun, Section, markdown, restored, run_all, three_way  # noqa: E402
 
 FACTS = {"profile": "cpu"}
 

@@ -1,18 +1,14 @@
 """benchmarks/scale.py: exponents between sizes, and a small run of all of it."""
 
 import json
-import sys
 
 import pytest
-from conftest import ROOT
+import scale
 from helpers import one_thread  # noqa: F401
+from lib.sizes import parse_size, video_tokens
 from matplotlib import image
 
 from ltx_neuron.errors import UserError
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import scale  # noqa: E402
-from lib.sizes import parse_size, video_tokens  # noqa: E402
 
 
 def test_growth_is_the_power_of_the_tokens_between_each_size_and_the_next():
