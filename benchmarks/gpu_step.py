@@ -38,8 +38,9 @@ from torch import Tensor
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.rank import Rank, Shared
+from ltx_neuron.backends.rank import Rank
 from ltx_neuron.backends.torchdist import rank_settings
+from ltx_neuron.backends.wire import SharedTensor
 from ltx_neuron.config import TEXT_TOKENS, transformer_config
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
@@ -195,10 +196,10 @@ class LocalRank:
 
     def __init__(self, profile: Profile, model: Model, folders: dict[str, Path]):
         self.rank = Rank(
-            {**rank_settings(profile, 1, 0, None), "late_seconds": 0.0, "compile_seconds": 0.0},
+            rank_settings(profile, 1, 0, None),
             model.device,
-            meet=lambda: None,
-            patience=lambda seconds: None,
+            barrier=lambda: None,
+            set_timeout=lambda seconds: None,
         )
         wanted = {
             name: shape
@@ -219,7 +220,7 @@ class LocalRank:
     def put(self, program: str, **tensors: Tensor) -> None:
         """What Ranks.put does, for the one rank."""
         for name, tensor in tensors.items():
-            with Shared(tuple(tensor.shape), self.rank.fields[program][name].dtype) as shared:
+            with SharedTensor(tuple(tensor.shape), self.rank.fields[program][name].dtype) as shared:
                 shared.tensor.copy_(tensor)
                 self.rank.put(program, name, name, shared.name, list(tensor.shape))
 

@@ -1,0 +1,156 @@
+"""README and docs say what is so: links lead somewhere, commands and files exist, and the reader's
+path is as short as it claims."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from conftest import ROOT
+
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+README_LINES, PATH_FILES, PATH_LINES = 130, 15, 3000
+MADE_BY_RUNNING = ("artifacts/", "outputs/")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def code_blocks(page: str) -> list[str]:
+    """Fenced blocks of shell commands: those that name no language."""
+    return re.findall(r"^```\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
+
+
+def inline_code(page: str) -> list[str]:
+    without_blocks = re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", without_blocks)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command that a page shows, without variables set before it."""
+    lines = [
+        line for block in code_blocks(page) for line in block.replace("\\\n", " ").splitlines()
+    ]
+    shown = [part for line in [*lines, *inline_code(page)] for part in line.split("&&")]
+    programs = re.compile(r"\s*(\w+=\S+ )*(make|pip|\S*python) ")
+    split = [shlex.split(line, comments=True) for line in shown if programs.match(line)]
+    return [words[first_word(words) :] for words in split]
+
+
+def first_word(words: list[str]) -> int:
+    return next(i for i, word in enumerate(words) if not re.fullmatch(r"\w+=.*", word))
+
+
+@cache
+def flags_of(*script: str) -> frozenset[str]:
+    """The flags that a script's own --help lists."""
+    process = subprocess.run(
+        [sys.executable, *script, "--help"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, f"{script}: {process.stderr[-2000:]}"
+    options = re.findall(r"^ +(-.*)$", process.stdout, re.MULTILINE)
+    return frozenset(flag for line in options for flag in re.findall(r"--[a-z0-9-]+", line))
+
+
+def script_in(words: list[str]) -> tuple[str, ...] | None:
+    """What a python command runs, as far as it is this project's: a file, or -m and a module."""
+    if words[1] != "-m":
+        return (words[1],)
+    return ("-m", words[2]) if words[2].startswith("ltx_neuron") else None
+
+
+def problems_of(words: list[str]) -> list[str]:
+    """What a command names that does not exist."""
+    shown = shlex.join(words)
+    files = [word for word in words[1:] if re.fullmatch(r"[a-z_0-9/-]+\.(py|txt)", word)]
+    problems = [f"{shown}: no file {name}" for name in files if not (ROOT / name).is_file()]
+    if words[0] == "make":
+        targets = set(re.findall(r"^(\w+):", text_of("Makefile"), re.MULTILINE))
+        wanted = [word for word in words[1:] if "=" not in word]
+        return problems + [f"{shown}: no target {name}" for name in wanted if name not in targets]
+    if words[0] == "pip" or problems or script_in(words) is None:
+        return problems
+    given = [word.partition("=")[0] for word in words if word.startswith("--")]
+    known = flags_of(*script_in(words))
+    return [f"{shown}: no flag {flag}" for flag in given if flag not in known | {"--help"}]
+
+
+def headings(page: str) -> set[str]:
+    """A page's headings as the anchors that links use."""
+    titles = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = ((ROOT / page).parent / name).resolve() if name else ROOT / page
+        assert path.is_file(), f"{page}: {target}"
+        assert not anchor or anchor in headings(str(path.relative_to(ROOT))), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_names_a_script_that_exists_and_flags_that_it_knows(page):
+    problems = [problem for words in commands(page) for problem in problems_of(words)]
+    assert not problems, "\n".join(problems)
+
+
+def test_commands_are_found_in_blocks_and_in_sentences():
+    shown = [shlex.join(words) for page in PAGES for words in commands(page)]
+    assert "make demo" in shown
+    assert sum("src/generate_ltx23.py" in command for command in shown) > 5
+    assert sum("-m ltx_neuron.plan" in command for command in shown) > 1
+
+
+def test_a_command_with_an_unknown_script_flag_or_target_is_a_problem():
+    generate = "src/generate_ltx23.py"
+    assert not problems_of(["python", generate, "--prompt", "waves", "--seed=1"])
+    assert problems_of(["python", generate, "--promt", "waves"])
+    assert problems_of(["python", "src/no_such_script.py"])
+    assert problems_of(["make", "no-such-target"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_in_a_sentence_is_one_of_some_script(page):
+    scripts = {
+        script_in(words)
+        for other in PAGES
+        for words in commands(other)
+        if words[0].endswith("python")
+    }
+    known = {flag for script in scripts - {None} for flag in flags_of(*script)}
+    named = {code.split()[0] for code in inline_code(page) if code.startswith("--")}
+    assert named <= known | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_source_file_and_folder_that_is_named_exists(page):
+    roots = ROOT, ROOT / "src", ROOT / "src/ltx_neuron"
+    for name in inline_code(page):
+        named = re.fullmatch(r"[\w./-]+(\.py|\.sh|\.txt|/)", name)
+        if named and not name.startswith(MADE_BY_RUNNING):
+            assert any((root / name).exists() for root in roots), f"{page}: {name}"
+
+
+def test_the_readers_path_is_short():
+    _, _, section = text_of("docs/architecture.md").partition("\n## A reader's path\n")
+    files = re.findall(r"^\d+\. `([^`]+)`: ", section.partition("\n## ")[0], re.MULTILINE)
+    lines = {name: len((ROOT / "src" / name).read_text().splitlines()) for name in files}
+    assert 10 <= len(files) <= PATH_FILES
+    assert sum(lines.values()) <= PATH_LINES, lines
+
+
+def test_the_readme_is_short():
+    assert len(text_of("README.md").splitlines()) <= README_LINES
