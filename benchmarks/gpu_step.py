@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from ltx_neuron.backends.rank import Rank
 from ltx_neuron.backends.torchdist import rank_settings
 from ltx_neuron.backends.wire import SharedTensor
 from ltx_neuron.config import TEXT_TOKENS, transformer_config
-from ltx_neuron.denoise import StageRun
+from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size
@@ -166,9 +165,10 @@ class Case:
 
     def ours(self, local: "LocalRank") -> Callable[[], dict[str, Tensor]]:
         """Our step: the command that a generation sends to a rank, on the rank's own latents."""
-        workspace = SimpleNamespace(transformer=self.model.config, dtype=self.model.dtype)
-        adaln = {name: self.model.tensors[name].cpu() for name in host_weights(self.model.config)}
-        run = StageRun(local, self.bucket, workspace, adaln, COMPAT[None])
+        config, dtype = self.model.config, self.model.dtype
+        adaln = {name: self.model.tensors[name].cpu() for name in host_weights(config)}
+        compiled = CompiledStep(self.bucket, local.programs[self.bucket.name])
+        run = StageRun(local, compiled, config, dtype, adaln, COMPAT[None])
         empty = (
             torch.zeros(1, latents.VIDEO_CHANNELS, *self.shape),
             torch.zeros(1, latents.AUDIO_CHANNELS, self.bucket.audio_tokens, latents.MEL_BINS),
@@ -201,10 +201,11 @@ class LocalRank:
             barrier=lambda: None,
             set_timeout=lambda seconds: None,
         )
+        self.programs = {name: Manifest(folder) for name, folder in folders.items()}
         wanted = {
             name: shape
-            for folder in folders.values()
-            for name, shape in Manifest(folder).weights().items()
+            for manifest in self.programs.values()
+            for name, shape in manifest.weights().items()
         }
         self.rank.weights[frozenset(wanted)] = (
             "random",

@@ -41,7 +41,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import TEXT_TOKENS, transformer_config
-from ltx_neuron.denoise import StageRun
+from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.engine import Engine
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size
@@ -159,7 +159,6 @@ class Ours:
     def prepare(self, case: str) -> None:
         """What a stage uploads before its steps."""
         job, config = self.cases[case], self.workspace.transformer
-        self.stage = job.stages[0]
         shape = latents.video_latent_shape(job.size.height, job.size.width, job.size.num_frames)
         frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
         video = torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=DTYPE)
@@ -170,10 +169,15 @@ class Ours:
             *(randn(1, TEXT_TOKENS, width) for width in widths), torch.ones(1, TEXT_TOKENS), None
         )
         self.run = TimedStage(
-            self.ranks, self.buckets[case], self.workspace, self.adaln, COMPAT[None]
+            self.ranks,
+            CompiledStep(self.buckets[case], self.programs[self.buckets[case].name]),
+            config,
+            DTYPE,
+            self.adaln,
+            COMPAT[None],
         )
         self.run.prepare(
-            job, self.stage, [contexts], video, audio, torch.Generator().manual_seed(0), images
+            job, job.stages[0], [contexts], video, audio, torch.Generator().manual_seed(0), images
         )
 
     def steps(self) -> Steps:
@@ -184,10 +188,8 @@ class Ours:
         self.engine.on_step_end = lambda *_: ends.append(
             (time.perf_counter(), counters.bytes_to_device_per_step)
         )
-        unseen = contextlib.redirect_stderr(io.StringIO())  # the progress bar is drawn all the same
-        with unseen, self.engine.recorder.phase("denoise_stage_1"):
-            self.run.start()
-            self.engine._steps(self.run, self.stage)
+        with contextlib.redirect_stderr(io.StringIO()):  # the progress bar is drawn all the same
+            self.engine._steps(self.run)
         walls = [
             (after - before) * 1e3 for (before, _), (after, _) in zip(ends, ends[1:], strict=False)
         ]

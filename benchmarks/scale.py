@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.config import TEXT_TOKENS
-from ltx_neuron.denoise import StageRun
+from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan import plan
 from ltx_neuron.profiles import PROFILES
@@ -103,8 +103,10 @@ class Running:
         weights = self.workspace.dit_weights()
         host = load_host(weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
-        self.programs = {
-            size: self.workspace.dit_program_for(size, size.stages()[0], (), "distilled")
+        self.steps = {
+            size: CompiledStep(
+                *self.workspace.dit_program_for(size, size.stages()[0], (), "distilled")
+            )
             for size in sizes
         }
         others = set(active_children())
@@ -112,7 +114,7 @@ class Running:
         self.pids = [process.pid for process in set(active_children()) - others]
         self.ranks.load(
             weights,
-            {bucket.name: manifest for bucket, manifest in self.programs.values()},
+            {step.bucket.name: step.manifest for step in self.steps.values()},
             torch.float32,
         )
         self.base = self._memory("VmRSS")
@@ -120,7 +122,7 @@ class Running:
     def step(self, size: Size) -> dict[str, float]:
         """Upload what a stage of that size uploads and run its first step: milliseconds of both,
         and the ranks' bytes."""
-        bucket, _ = self.programs[size]
+        compiled = self.steps[size]
         job = Job("contexts are given", size)
         for pid in self.pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
@@ -139,7 +141,8 @@ class Running:
             torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS),
         )
         began, sent = time.perf_counter(), self.ranks.bytes_sent
-        run = StageRun(self.ranks, bucket, self.workspace, self.adaln, COMPAT[None])
+        config, dtype = self.workspace.transformer, self.workspace.dtype
+        run = StageRun(self.ranks, compiled, config, dtype, self.adaln, COMPAT[None])
         run.prepare(job, stage, [contexts], *empty, generator, [])
         run.start()
         prepared = time.perf_counter()

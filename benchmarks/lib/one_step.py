@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.config import TEXT_TOKENS, transformer_config
-from ltx_neuron.denoise import StageRun
+from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.files import read_json
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
@@ -78,7 +78,12 @@ def take_step(request: dict) -> None:
     with registry.ranks(profile, request["tp"], workspace.compiler_cache) as ranks:
         ranks.load(weights, {bucket.name: manifest}, dtype)
         run = StageRun(
-            ranks, bucket, workspace, {name: host.read(name) for name in host.shapes}, COMPAT[None]
+            ranks,
+            CompiledStep(bucket, manifest),
+            workspace.transformer,
+            dtype,
+            {name: host.read(name) for name in host.shapes},
+            COMPAT[None],
         )
         empty = (
             torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
@@ -89,7 +94,7 @@ def take_step(request: dict) -> None:
         run.audio = inputs["audio"].to(dtype)
         run.start()
         run.step(len(stage.sigmas) - 2)
-        video, audio = run.result(shape)
+        video, audio = run.result()
     save_file({"video": video.contiguous(), "audio": audio.contiguous()}, request["output"])
 
 
