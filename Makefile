@@ -10,15 +10,15 @@ SIZE := --height 128 --width 192 --num-frames 25 --frame-rate 24 --two-stage
 .PHONY: demo test lint venv
 venv: .venv/installed
 
-.venv/installed: requirements.txt requirements-common.txt requirements-ltx.txt
+.venv/installed: pyproject.toml requirements.txt requirements-ltx.txt constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install -q "$(TORCH)"
-	$(PY) -m pip install -q -r requirements.txt
+	$(PY) -m pip install -q "$(TORCH)" -c constraints.txt
+	$(PY) -m pip install -q -r requirements.txt -c constraints.txt
 	$(PY) -m pip install -q --no-deps -r requirements-ltx.txt
 	touch $@
 
 demo: venv
-	PYTHONPATH=src $(PY) -m ltx_neuron.tiny $(DEMO)
+	$(PY) -m ltx_neuron.tiny $(DEMO)
 	$(PY) shards/shard_backbone_weights.py --checkpoint-path $(CKPT)
 	$(PY) shards/shard_gemma3_weights.py --gemma-root $(DEMO)/gemma --checkpoint-path $(CKPT)
 	$(PY) compile/compile_transformer.py --checkpoint-path $(CKPT) $(SIZE)
@@ -30,6 +30,7 @@ demo: venv
 
 lint: venv
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 test: venv lint
-	OMP_WAIT_POLICY=passive PYTHONPATH=src $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder

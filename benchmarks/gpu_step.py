@@ -42,8 +42,9 @@ from torch import Tensor  # noqa: E402
 from ltx_neuron import errors  # noqa: E402
 from ltx_neuron.backends import registry  # noqa: E402
 from ltx_neuron.backends.manifest import Manifest  # noqa: E402
-from ltx_neuron.backends.rank import Rank, Shared  # noqa: E402
+from ltx_neuron.backends.rank import Rank  # noqa: E402
 from ltx_neuron.backends.torchdist import rank_settings  # noqa: E402
+from ltx_neuron.backends.wire import SharedTensor  # noqa: E402
 from ltx_neuron.config import TEXT_TOKENS, transformer_config  # noqa: E402
 from ltx_neuron.denoise import StageRun  # noqa: E402
 from ltx_neuron.errors import UserError  # noqa: E402
@@ -203,10 +204,10 @@ class Here:
 
     def __init__(self, profile: Profile, model: Model, folders: dict[str, Path]):
         self.rank = Rank(
-            {**rank_settings(profile, 1, 0, None), "late_seconds": 0.0, "compile_seconds": 0.0},
+            rank_settings(profile, 1, 0, None),
             model.device,
-            meet=lambda: None,
-            patience=lambda seconds: None,
+            barrier=lambda: None,
+            set_timeout=lambda seconds: None,
         )
         wanted = {
             name: shape
@@ -227,7 +228,7 @@ class Here:
     def put(self, program: str, **tensors: Tensor) -> None:
         """What Ranks.put does, for the one rank."""
         for name, tensor in tensors.items():
-            with Shared(tuple(tensor.shape), self.rank.fields[program][name].dtype) as shared:
+            with SharedTensor(tuple(tensor.shape), self.rank.fields[program][name].dtype) as shared:
                 shared.tensor.copy_(tensor)
                 self.rank.put(program, name, name, shared.name, list(tensor.shape))
 

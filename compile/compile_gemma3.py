@@ -5,11 +5,13 @@ python compile/compile_gemma3.py --gemma-root DIR --checkpoint-path CKPT
 
 from ltx_neuron import errors, flags
 
+EXAMPLE = "python compile/compile_gemma3.py --gemma-root gemma-3-12b --checkpoint-path CKPT"
+
 
 def main() -> None:
     parser = flags.parser(
         "Trace the encoder-only Gemma3 for every bucket of tokens, and the text connectors.",
-        "python compile/compile_gemma3.py --gemma-root gemma-3-12b --checkpoint-path CKPT",
+        EXAMPLE,
         gemma=True,
     )
     for path in flags.workspace(parser.parse_args()).compile_text():

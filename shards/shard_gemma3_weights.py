@@ -6,28 +6,25 @@ python shards/shard_gemma3_weights.py --gemma-root DIR --checkpoint-path CKPT --
 from ltx_neuron import errors, flags
 from ltx_neuron.errors import require
 from ltx_neuron.shard import shard
-from ltx_neuron.workspace import Workspace
+
+EXAMPLE = """python shards/shard_gemma3_weights.py --gemma-root gemma-3-12b \\
+    --checkpoint-path CKPT --tp-degree 4"""
 
 
 def main() -> None:
-    parser = flags.parser(
-        "Cut the weights of Gemma3, the text projections and the connectors into one file per"
-        " rank.",
-        "python shards/shard_gemma3_weights.py --gemma-root gemma-3-12b --checkpoint-path CKPT"
-        " --tp-degree 4",
-        gemma=True,
-        required=False,
+    description = (
+        "Cut the weights of Gemma3, the text projections and the connectors into one file per rank."
     )
+    parser = flags.parser(description, EXAMPLE, gemma=True, required=False)
     flags.add_sharding(parser)
     args = parser.parse_args()
+    request = flags.shard_request(args)
+    workspace = None
     if args.checkpoint_path:
-        require(
-            args.gemma_root,
-            "--gemma-root",
-            "--checkpoint-path",
-            "Type for example --gemma-root gemma-3-12b",
-        )
-    shard(args, "gemma3", lambda w: [w.shard_gemma3(args.num_workers)], Workspace.verify_gemma3)
+        example = "Type for example --gemma-root gemma-3-12b"
+        require(args.gemma_root, "--gemma-root", "--checkpoint-path", example)
+        workspace = flags.workspace(args, writes=False)
+    shard("gemma3", workspace, request)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# Scripts that tests start import this checkout, whatever is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth of it on two cores
 
 
@@ -24,8 +28,8 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def scripts(tmp_path_factory):
-    """scripts(assets, tp, dtype) is a Setup: the same one for the same arguments, all over one
-    artifacts folder."""
+    """scripts(assets, tp, dtype) returns a Setup, the same one for the same arguments. All share
+    one artifacts folder."""
     folder, setups = tmp_path_factory.mktemp("scripts"), {}
 
     def setup(assets, tp: int = 4, dtype: str = "float32") -> Setup:
@@ -36,7 +40,7 @@ def scripts(tmp_path_factory):
 
 
 class Generated(NamedTuple):
-    """What one run of generate_ltx23.py left."""
+    """One run of generate_ltx23.py and the files it wrote."""
 
     process: subprocess.CompletedProcess
     tensors: dict
@@ -45,8 +49,8 @@ class Generated(NamedTuple):
 
 
 class Setup:
-    """The five scripts on one set of assets, run as a user runs them. The same call is not made
-    twice in a session.
+    """The five scripts on one set of assets, each in its own process. The same call is not made
+    twice in a session: the first one's result is returned again.
 
     Flags are keywords: num_frames=17 is --num-frames 17, two_stage=True is --two-stage, and
     image=((path, 0), (path, 8)) is --image twice.
@@ -55,21 +59,17 @@ class Setup:
     def __init__(self, folder: Path, name: str, assets, tp: int, dtype: str):
         self.folder, self.name, self.assets, self.tp, self.dtype = folder, name, assets, tp, dtype
         self.artifacts = folder / "artifacts"
-        self._made: dict = {}
+        self._results: dict = {}  # of every call so far, by script and flags
 
     def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
         """One script in its own process, whatever its exit code."""
         flags |= {"checkpoint_path": self.assets.checkpoint, "artifacts_dir": self.artifacts}
         flags |= {"tp_degree": self.tp, "dtype": self.dtype, "profile": flags.get("profile", "cpu")}
         flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
-        env = {
-            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-        }  # scripts find src themselves
         command = [sys.executable, ROOT / script, *words(**flags)]
         return subprocess.run(
             list(map(str, command)),
             cwd=ROOT,
-            env=env,
             capture_output=True,
             text=True,
             timeout=SCRIPT_SECONDS,
@@ -84,27 +84,28 @@ class Setup:
             ("shards/shard_backbone_weights.py", {}),
         ]
         with ThreadPoolExecutor(2) as pool:
-            for done in [
-                pool.submit(self._all, text, True),
-                pool.submit(self._all, transformer, False),
-            ]:
-                done.result()
+            runs = [
+                pool.submit(self._run_all, text, True),
+                pool.submit(self._run_all, transformer, False),
+            ]
+            for run in runs:
+                run.result()
 
-    def _all(self, calls: list, gemma: bool) -> None:
+    def _run_all(self, calls: list, gemma: bool) -> None:
         for script, flags in calls:
             key = (script, *words(**flags))
-            if key not in self._made:
-                self._made[key] = succeeded(self.run(script, gemma, **flags))
+            if key not in self._results:
+                self._results[key] = succeeded(self.run(script, gemma, **flags))
 
     def generate(self, repeat: int = 0, **flags) -> Generated:
-        """A run of generate_ltx23.py, and what it wrote. Another `repeat` runs the same flags once
+        """Run generate_ltx23.py and read what it wrote. Another `repeat` runs the same flags once
         more."""
         key = ("generate", repeat, *words(**flags))
-        if key not in self._made:
-            self._made[key] = self._generate(
-                self.folder / f"{self.name}-{len(self._made)}", **flags
+        if key not in self._results:
+            self._results[key] = self._generate(
+                self.folder / f"{self.name}-{len(self._results)}", **flags
             )
-        return self._made[key]
+        return self._results[key]
 
     def _generate(self, out: Path, **flags) -> Generated:
         from safetensors.torch import load_file
@@ -128,20 +129,20 @@ class Setup:
 def words(**flags) -> list[str]:
     """Keywords as command-line words: True is the flag alone, None and False no flag, a tuple the
     flag once for each."""
-    said = []
-    for name, value in flags.items():
-        for each in value if isinstance(value, tuple) else (value,):
-            arguments = () if each is True else each if isinstance(each, tuple) else (each,)
-            if each is not None and each is not False:
-                said += ["--" + name.replace("_", "-"), *map(str, arguments)]
-    return said
+    command_line = []
+    for name, values in flags.items():
+        for value in values if isinstance(values, tuple) else (values,):
+            arguments = () if value is True else value if isinstance(value, tuple) else (value,)
+            if value is not None and value is not False:
+                command_line += ["--" + name.replace("_", "-"), *map(str, arguments)]
+    return command_line
 
 
 def succeeded(process: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
-    """Fail the test with what the script said, unless it ended well."""
-    said = (
-        f"{' '.join(process.args)}\nexit code"
-        f" {process.returncode}\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
+    """Fail the test with what the script printed, unless its exit code is 0."""
+    report = (
+        f"{' '.join(process.args)}\nexit code {process.returncode}\n"
+        f"{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
     )
-    assert process.returncode == 0, said
+    assert process.returncode == 0, report
     return process

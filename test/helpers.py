@@ -201,3 +201,25 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
         {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines},
     )
     return folder
+
+
+def read_video(path: str | Path) -> dict:
+    """Codecs, sizes, rates, number of decoded frames, and both durations in seconds of a video
+    file."""
+    import av
+
+    with av.open(str(path)) as container:
+        video, audio = container.streams.video[0], container.streams.audio[0]
+        return {
+            "video_codec": video.codec_context.name,
+            "pixel_format": video.codec_context.pix_fmt,
+            "width": video.codec_context.width,
+            "height": video.codec_context.height,
+            "frame_rate": video.average_rate,
+            "video_seconds": float(video.duration * video.time_base),
+            "audio_codec": audio.codec_context.name,
+            "channels": audio.codec_context.channels,
+            "sample_rate": audio.codec_context.sample_rate,
+            "audio_seconds": float(audio.duration * audio.time_base),
+            "frame_count": sum(1 for _ in container.decode(video)),
+        }

@@ -11,6 +11,6 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 "${2:-python3}" -m venv "$dir"
 pip() { "$dir/bin/python" -m pip install -q "$@"; }
 pip "torch==2.9.*" "torch_xla==2.9.*"
-pip -r "$here/requirements-common.txt" "jaxlib>=0.7" "protobuf>=5" requests "transformers>=4.57,<5"
+pip -e "$here[dev,plot]" "jaxlib>=0.7" "protobuf>=5" requests "transformers>=4.57,<5"
 pip --no-deps -r "$here/requirements-ltx.txt"
 "$dir/bin/python" -c "import torch_xla, jaxlib, transformers; print('ready:', torch_xla.__version__, jaxlib.__version__)"

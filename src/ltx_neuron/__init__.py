@@ -1,0 +1,20 @@
+"""LTX-2.3 audio-video generation on AWS Trainium2 and on CPUs.
+
+    from ltx_neuron import LTXPipeline
+
+Importing the package imports nothing else. The names of __all__ are loaded when first used.
+"""
+
+__all__ = ["LTXPipeline"]
+
+
+def __getattr__(name: str):
+    if name == "LTXPipeline":
+        from ltx_neuron.pipeline import LTXPipeline  # torch and all
+
+        return LTXPipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

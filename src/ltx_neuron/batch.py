@@ -1,34 +1,33 @@
-"""--prompts-file: one JSON object per line, flags as keys. Models load once; every line's result is
-recorded as it ends.
+"""--prompts-file: one JSON object per line, flags as keys. Models load once for all lines, and each
+result is recorded as it ends.
 
 A batch that was killed is resumed by the same command: lines that are done, and still say the same,
-are not run again, and one that was on its way goes on after its last finished stage.
+are not run again, and one that was under way goes on after its last finished stage.
 """
 
-import argparse
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ltx_neuron import progress
 from ltx_neuron.config import digest
 from ltx_neuron.decode_queue import Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.host.media import file_digest
+from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
-from ltx_neuron.progress import JobRun
+from ltx_neuron.progress import JobRun, restore_state, save_state, state_path
 
 RESULTS = "results.json"
-MAX_LINES, MAX_LINE_BYTES = 100_000, 1_000_000
+MAX_LINES = 100_000
+MAX_LINE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a prompts file."""
+    """One line of a prompts file. `digest` is over all that its video depends on."""
 
     number: int
     job: Job
@@ -39,32 +38,20 @@ class Line:
         return f"{self.number:04d}.mp4"
 
 
-class LineParser(argparse.ArgumentParser):
-    """A parser whose errors name the line instead of ending the program."""
-
-    def error(self, message: str) -> None:
-        raise UserError(message)
-
-
 def read_lines(
-    path: Path,
-    parser: argparse.ArgumentParser,
-    base: argparse.Namespace,
-    job_of: Callable,
-    identity: dict,
+    path: Path, job_of_line: Callable[[dict[str, Any]], Job], identity: dict
 ) -> list[Line]:
-    """Parse and check every line on top of the command's own flags. One UserError lists every bad
-    line by number.
+    """Parse and check every line. One UserError lists every bad line by number.
 
-    identity is what a line's video depends on besides the job: another checkpoint's videos are not
-    taken for done.
+    job_of_line  makes a Job of a line's keys, or raises UserError
+    identity     what a line's video depends on besides the job: with another checkpoint, for
+                 example, what is done already does not count
     """
     if not path.is_file():
         raise UserError(
             f"--prompts-file {path}: no such file. Wanted: one JSON object per line, for example\n"
             '{"prompt": "a golden retriever runs across a meadow", "seed": 10}'
         )
-    known = {option for action in parser._actions for option in action.option_strings}
     lines, problems = [], []
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
@@ -73,13 +60,13 @@ def read_lines(
             if not raw.strip():
                 continue
             try:
-                words = _words(raw, known)
-                job = job_of(parser.parse_args(words, copy.copy(base)))
+                job = job_of_line(_parse(raw))
                 job.check()
-                pictures = [file_digest(image.path) for image in job.images]
-                lines.append(Line(number, job, digest([job.describe(), pictures, identity])))
             except UserError as error:
                 problems.append(f"line {number}: {error}")
+                continue
+            images = [content_digest(image.path) for image in job.images]
+            lines.append(Line(number, job, digest([job.describe(), images, identity])))
     if problems:
         raise UserError(f"{path}: nothing was run.\n" + "\n".join(problems))
     if not lines:
@@ -87,9 +74,7 @@ def read_lines(
     return lines
 
 
-def _words(raw: bytes, known: set[str]) -> list[str]:
-    """A line as command-line words. Keys are flags without dashes; a list is several values, a list
-    of lists repeats."""
+def _parse(raw: bytes) -> dict[str, Any]:
     try:
         if len(raw) > MAX_LINE_BYTES:
             raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
@@ -97,28 +82,9 @@ def _words(raw: bytes, known: set[str]) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"got {type(values).__name__}, wanted a JSON object with flags as keys")
-    words = []
-    for key, value in values.items():
-        flag = "--" + key.replace("_", "-")
-        if flag not in known:
-            names = ", ".join(
-                sorted(
-                    name.strip("-") for name in known if name.startswith("--") and name != "--help"
-                )
-            )
-            raise UserError(f"unknown key {key!r}; known: {names}")
-        if value is True:
-            words.append(flag)
-        elif value not in (False, None):
-            repeats = (
-                value
-                if isinstance(value, list) and value and isinstance(value[0], list)
-                else [value]
-            )
-            for one in repeats:
-                words += [flag, *map(str, one)] if isinstance(one, list) else [f"{flag}={one}"]
-    return words
+        kind = type(values).__name__
+        raise UserError(f"got {kind}, wanted a JSON object with flags as keys")
+    return values
 
 
 def run(
@@ -126,84 +92,96 @@ def run(
     engine: Engine,
     folder: Path,
     write: Callable[[Result, Path], None],
-    describe: Callable[[Job], dict],
+    identity_of: Callable[[Job], dict],
 ) -> list[dict]:
     """Run the lines that are not done yet; returns every line's entry, in the file's order.
 
-    A line keeps its state beside its video until it is done. `describe` says all that its latents
-    depend on.
+    write        writes a result to its video's path, in the thread that decoded it
+    identity_of  all that a job's latents depend on; a line keeps its state with it beside its video
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    entries = _earlier(folder / RESULTS, lines, folder)
-    todo = [line for line in lines if line.number not in entries]
-    if len(todo) < len(lines):
-        print(f"resumed: {len(lines) - len(todo)} of {len(lines)} lines were done before")
-    pending = {id(line.job): line for line in todo}
+    results = Results(folder, lines)
+    pending = {id(line.job): line for line in lines if line.number not in results.entries}
 
-    def note(job: Job, error: Exception | None = None) -> None:
-        line = pending[id(job)]
-        entry = {"line": line.number, "digest": line.digest, "prompt": line.job.prompt}
-        if error:
-            entry |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-            print(f"line {line.number} failed: {error}")
-        else:
-            entry |= {"status": "done", "output": line.file}
-        entries[line.number] = entry
-        write_json(folder / RESULTS, {"lines": [entries[n] for n in sorted(entries)]})
-        if not error:
-            state(job).unlink(missing_ok=True)
+    def line_of(job: Job) -> Line:
+        return pending[id(job)]
 
-    def state(job: Job) -> Path:
-        return progress.beside(folder / pending[id(job)].file)
+    def state_of(job: Job) -> Path:
+        return state_path(folder / line_of(job).file)
 
-    def begun(job: Job) -> JobRun | None:
+    def save_progress(run: JobRun) -> None:
+        save_state(state_of(run.job), run, identity_of(run.job))
+
+    def resume(job: Job) -> JobRun | None:
         """A line's interrupted run, where it has left one that still fits."""
-        path, number = state(job), pending[id(job)].number
+        path, number = state_of(job), line_of(job).number
         if not path.is_file():
             return None
         try:
-            found = progress.restore(path, job, describe(job), engine.workspace.dtype)
-        except UserError:  # the line, or the set-up, is another one now
+            run = restore_state(path, job, identity_of(job), engine.workspace.dtype)
+        except UserError:  # the line, or what it runs on, has changed since
             print(f"line {number} begins anew: {path} does not fit it")
             return None
-        print(
-            f"resumed: line {number};"
-            f" {', '.join(stage.name for stage in found.left) or 'the decoding'} is left"
-        )
-        return found
+        stages = ", ".join(stage.name for stage in run.stages_left)
+        print(f"resumed: line {number}; {stages or 'the decoding'} is left")
+        return run
 
+    # Jobs end one after another, whichever thread decodes them: no two of these run at a time.
     def hand_over(result: Result) -> None:
+        line = line_of(result.job)
         try:
-            write(result, folder / pending[id(result.job)].file)
+            write(result, folder / line.file)
         except Exception as error:  # whatever it is, the other lines can be made
-            note(result.job, error)
+            results.failed(line, error)
         else:
-            note(result.job)
+            results.done(line)
+            state_of(result.job).unlink(missing_ok=True)
 
-    # Jobs end one after another, so no two of them are noted at a time, whichever threads they end
-    # in.
-    engine.on_stage_end = lambda run: progress.keep(state(run.job), run, describe(run.job))
-    jobs = [line.job for line in todo]
-    for outcome in engine.run(jobs, isolate=True, begun=begun, hand_over=hand_over) if jobs else ():
-        if isinstance(outcome, Failure):
-            note(outcome.job, outcome.error)
-    return [entries[line.number] for line in lines]
+    engine.on_stage_end = save_progress
+    jobs = [line.job for line in pending.values()]
+    if jobs:
+        for outcome in engine.run(jobs, isolate=True, resume=resume, hand_over=hand_over):
+            if isinstance(outcome, Failure):
+                results.failed(line_of(outcome.job), outcome.error)
+    return [results.entries[line.number] for line in lines]
 
 
-def _earlier(path: Path, lines: list[Line], folder: Path) -> dict[int, dict]:
-    """Entries of an earlier run that still hold: done, of the same job, and the video is there."""
-    if not path.is_file():
-        return {}
-    try:
-        found = {entry["line"]: entry for entry in json.loads(path.read_text())["lines"]}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not a results file; delete it to run every line") from None
-    wanted = {line.number: line for line in lines}
-    return {
-        number: entry
-        for number, entry in found.items()
-        if number in wanted
-        and entry.get("status") == "done"
-        and entry.get("digest") == wanted[number].digest
-        and (folder / wanted[number].file).is_file()
-    }
+class Results:
+    """results.json: an entry for every line that has ended, written whenever one ends."""
+
+    def __init__(self, folder: Path, lines: list[Line]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / RESULTS
+        self.entries: dict[int, dict] = self._still_valid(lines)
+        if self.entries:
+            print(f"resumed: {len(self.entries)} of {len(lines)} lines were done before")
+
+    def done(self, line: Line) -> None:
+        self._record(line, {"status": "done", "output": line.file})
+
+    def failed(self, line: Line, error: Exception) -> None:
+        print(f"line {line.number} failed: {error}")
+        self._record(line, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
+
+    def _record(self, line: Line, outcome: dict) -> None:
+        entry = {"line": line.number, "digest": line.digest, "prompt": line.job.prompt}
+        self.entries[line.number] = entry | outcome
+        write_json(self.path, {"lines": [self.entries[n] for n in sorted(self.entries)]})
+
+    def _still_valid(self, lines: list[Line]) -> dict[int, dict]:
+        """Entries of an earlier run that still hold: done, of the same job, and the video is
+        there."""
+        if not self.path.is_file():
+            return {}
+        try:
+            stored = {entry["line"]: entry for entry in json.loads(self.path.read_text())["lines"]}
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{self.path} is not a results file; delete it to run every line"
+            ) from None
+        valid = {}
+        for line in lines:
+            entry = stored.get(line.number, {})
+            same = entry.get("status") == "done" and entry.get("digest") == line.digest
+            if same and (self.path.parent / line.file).is_file():
+                valid[line.number] = entry
+        return valid

@@ -1,8 +1,8 @@
-"""What the host does for jobs whose latents are there: upscale, decode, hand over; also beside the
-next job's denoising."""
+"""Jobs whose latents are there: upscaled, decoded and handed over, one at a time, also while the
+next job is denoised."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,19 +13,17 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job
+from ltx_neuron.job import UPSCALES, Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 
-UPSCALED = {
-    "spatial": "upsampled",
-    "temporal": "temporal_video",
-}  # upsampler -> name of the latents it returns
+# Latent upsampler -> the name of the latents it returns, as --save-tensors has it.
+UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
 
 
 @dataclass
 class Result:
-    """One job's video. `tensors` holds every named intermediate (interface: --save-tensors)."""
+    """One job's video. `tensors` holds every named intermediate (see docs: --save-tensors)."""
 
     job: Job
     frames: Tensor | None  # uint8 (N, H, W, 3); None where only latents were asked for
@@ -43,96 +41,110 @@ class Failure:
     error: Exception
 
 
-def outcome_of(run: JobRun, isolate: bool, function: Callable):
-    """What the function returns; the job's Failure where it raises what is the job's own, and jobs
-    are isolated."""
+@contextmanager
+def isolated(run: JobRun, isolate: bool) -> Iterator[None]:
+    """Note an error of this job alone in `run.error`, so that the other jobs can go on.
+
+    A failed rank or device, and a user's mistake, are raised: they concern all jobs. So is
+    everything where jobs are not isolated.
+    """
     try:
-        return function()
+        yield
     except (RankError, DeviceFailure, UserError):
         raise
     except Exception as error:
         if not isolate:
             raise
-        run.failed = True
-        return Failure(run.job, error)
+        run.error = error
 
 
-class Finishing:
-    """Finishes jobs, at most one beside what the caller does meanwhile. A context manager: leaving
-    it stops that one.
+class DecodeQueue:
+    """Decodes the job that was submitted last; a job submitted after it waits for it.
 
-    `look` is called now and then while the caller waits; an error of it is the caller's.
+    A context manager: leaving it cancels what is still being decoded.
+
+    overlap    decode in the background: `submit` returns at once
+    decode     False: results have latents only
+    isolate    a job that fails is a Failure, and the others go on
+    hand_over  called with every Result as soon as it is there, in the thread that decoded it
+    poll       called now and then while `drain` waits; an error of it ends the waiting
     """
 
     def __init__(
         self,
         host: HostModels,
         recorder: Recorder,
+        *,
         overlap: bool,
         decode: bool,
         isolate: bool,
         hand_over: Callable[[Result], None] | None,
-        look: Callable[[], None],
+        poll: Callable[[], None],
     ):
-        self.host, self.recorder, self.overlap, self.look = host, recorder, overlap, look
+        self.host, self.recorder, self.overlap, self.poll = host, recorder, overlap, poll
         self.decode, self.isolate, self.hand_over = decode, isolate, hand_over
-        self._beside: BackgroundTask | None = None
+        self._task: BackgroundTask | None = None
 
-    def __enter__(self) -> "Finishing":
+    def __enter__(self) -> "DecodeQueue":
         return self
 
     def __exit__(self, *_) -> None:
-        if self._beside:
-            self._beside.cancel()
+        if self._task:
+            self._task.cancel()
 
-    def begin(self, run: JobRun) -> None:
-        """Finish a job beside what follows; `ended` waits for it. The one before must have
-        ended."""
-        self._beside = BackgroundTask(
-            partial(outcome_of, run, self.isolate, partial(self._result, run))
-        )
+    def submit(self, run: JobRun) -> list[Result | Failure]:
+        """Decode a job; returns the outcomes that are there by now, in the order of submission."""
+        outcomes = self.drain()
+        if run.error:
+            return [*outcomes, Failure(run.job, run.error)]
+        self._task = BackgroundTask(partial(self._outcome, run))
+        return outcomes if self.overlap else [*outcomes, *self.drain()]
 
-    def ended(self, wait: bool = True) -> Iterator[Result | Failure]:
-        """The outcome of the job that was begun, if one was; without waiting, if it is there
-        already."""
-        if self._beside and (wait or self._beside.done):
-            outcome = self._beside.result(self.look)
-            self._beside = None
-            yield outcome
+    def drain(self, wait: bool = True) -> list[Result | Failure]:
+        """The outcome of the job under way; without waiting, only if it is there already."""
+        if not self._task or not (wait or self._task.done):
+            return []
+        outcome = self._task.result(self.poll)
+        self._task = None
+        return [outcome]
+
+    def _outcome(self, run: JobRun) -> Result | Failure:
+        with isolated(run, self.isolate):
+            return self._result(run)
+        return Failure(run.job, run.error)
 
     def _result(self, run: JobRun) -> Result:
-        job, tensors, run.tensors = (
-            run.job,
-            run.tensors,
-            {},
-        )  # a long batch keeps nothing of the jobs that are done
-        last = "s2" if job.size.two_stage else "s1"
+        job, tensors = run.job, run.tensors
+        run.tensors = {}  # a long batch keeps nothing of the jobs that are done
+        last = job.stages[-1].key
         video = tensors[f"{last}_video"]
         if job.upscale:
             with self.recorder.phase("upsample"):
-                for kind, name in UPSCALED.items():
-                    if job.upscale in (kind, "both"):
-                        video = tensors[name] = self.host.upsample(video, kind)
+                for kind in UPSCALES[job.upscale]:
+                    video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
         if self.decode:
-            tensors["frames"], tensors["waveform"] = self._decoded(video, tensors[f"{last}_audio"])
-        frames, waveform = tensors.get("frames"), tensors.get("waveform")
+            audio = tensors[f"{last}_audio"]
+            tensors["frames"], tensors["waveform"] = self._decode(video, audio)
         result = Result(
-            job, frames, job.output_frame_rate, waveform, self.host.sample_rate, tensors
+            job,
+            tensors.get("frames"),
+            job.output_frame_rate,
+            tensors.get("waveform"),
+            self.host.sample_rate,
+            tensors,
         )
         if self.hand_over:
             self.hand_over(result)
         return result
 
-    def _decoded(self, video: Tensor, audio: Tensor) -> tuple[Tensor, Tensor]:
-        """Frames and waveform of a job's latents."""
+    def _decode(self, video: Tensor, audio: Tensor) -> tuple[Tensor, Tensor]:
+        """Frames and waveform; sound beside pictures where cores are free for it."""
 
         def decode_audio() -> Tensor:
             with self.recorder.phase("decode_audio"):
                 return self.host.decode_audio(audio)
 
-        with (
-            BackgroundTask(decode_audio) if self.overlap else nullcontext() as sound,
-            self.recorder.phase("decode_video"),
-        ):
+        sound = BackgroundTask(decode_audio) if self.overlap else nullcontext()
+        with sound, self.recorder.phase("decode_video"):
             frames = self.host.decode_video(video)
         return frames, sound.result() if self.overlap else decode_audio()

@@ -1,4 +1,12 @@
-"""One stage on the ranks: what is uploaded once, the steps that follow, and what comes back."""
+"""One stage on the ranks: what is uploaded once, the steps that follow, and what comes back.
+
+A step runs on the device from latents to next latents. All that the steps share (contexts, RoPE
+tables, one modulation table per schedule, what images hold) is uploaded by `prepare`; after that
+the host sends a step's number.
+
+Shapes: Tv video tokens (keyframe tokens included), Ta audio tokens, U distinct timesteps of a step,
+S rows of the compiled graph's schedule tables (at least as many as there are steps).
+"""
 
 from dataclasses import dataclass
 
@@ -6,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError
-from ltx_neuron.backends.torchdist import Ranks
-from ltx_neuron.config import Bucket
+from ltx_neuron.backends.ranks import NotFiniteError, Ranks
+from ltx_neuron.config import Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
@@ -16,13 +23,16 @@ from ltx_neuron.models.rope import Rope, split_rope
 from ltx_neuron.models.signatures import LATENTS, PASSES
 from ltx_neuron.sampling import conditioning, latents
 from ltx_neuron.sampling.compat import Compat
+from ltx_neuron.sampling.conditioning import ImageCondition, VideoState
+from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.schedules import sigma_pairs
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.workspace import Workspace
+
+_STREAMS = ("video", "audio")
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledStep:
     """A compiled DiT step and the bucket it was compiled for."""
 
     bucket: Bucket
@@ -30,144 +40,160 @@ class Program:
 
 
 class StageRun:
-    """One stage on the ranks: uploads what stays the same, then sends a step number per step."""
+    """One stage on the ranks: `prepare`, `start`, a `step` for each number, `result`.
+
+    adaln  the weight set's host tensors, which the modulation table is computed from
+    """
 
     def __init__(
-        self, ranks: Ranks, bucket: Bucket, workspace: Workspace, adaln: dict, compat: Compat
+        self,
+        ranks: Ranks,
+        compiled: CompiledStep,
+        config: TransformerConfig,
+        dtype: torch.dtype,
+        adaln: dict[str, Tensor],
+        compat: Compat,
     ):
-        self.ranks, self.bucket, self.config, self.dtype = (
-            ranks,
-            bucket,
-            workspace.transformer,
-            workspace.dtype,
-        )
-        self.adaln, self.compat = adaln, compat
+        self.ranks, self.compiled, self.bucket = ranks, compiled, compiled.bucket
+        self.config, self.dtype, self.adaln, self.compat = config, dtype, adaln, compat
 
     def prepare(
         self,
         job: Job,
         stage: Stage,
-        contexts: list,
+        contexts: list[Contexts],
         video: Tensor,
         audio: Tensor,
-        generator,
-        images,
+        generator: torch.Generator,
+        images: list[tuple[ImageCondition, Tensor]],
     ) -> None:
-        """Noise initial latents (1, 128, F, h, w) and (1, 8, Ta, 16) and upload all that the steps
-        share."""
-        self.stage, self.sequence = stage, ["main"] * self.bucket.max_steps
-        first = self.compat.conditioning
+        """Noise the initial latents and upload all that the steps share.
+
+        video, audio  (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, or the stage before's latents
+        images        each with its latent (1, 128, 1, h, w) at this stage's size
+        """
+        self.stage, self.latent_shape = stage, tuple(video.shape[2:])
+        # What `step` runs at each number; guidance replaces it.
+        self.sequence = ["main"] * self.bucket.max_steps
+        compat_1_0_0 = self.compat.conditioning
+        # fp32 positions since ltx-core 1.1.3: bf16 ones put sound up to 28 ms off the picture.
         positions_dtype = self.dtype if self.compat.positions else torch.float32
-        state = conditioning.video_state(video, job.size.frame_rate, images, first, positions_dtype)
-        scale = stage.sigmas[0]
-        self.video = conditioning.noised(
-            state.latent, generator, scale, state.clean, state.denoise_mask, first
+        state = conditioning.video_state(
+            video, job.size.frame_rate, images, compat_1_0_0, positions_dtype
         )
-        self.audio = conditioning.noised(
-            latents.patchify_audio(audio), generator, scale, compat_1_0_0=first
-        )
+        self._noise(state, audio, generator, compat_1_0_0)
         masks = conditioning.distinct_masks(job.images)
-        rows, choice = conditioning.timestep_choice(
+        row_masks, choice = conditioning.timestep_choice(
             state.denoise_mask, masks, self.bucket.timesteps, self.dtype
         )
         self.ranks.put(
             self.bucket.name,
-            **self._schedule(stage, rows),
-            **self._ropes(state.positions, audio.shape[2]),
-            timestep_mask=choice,
-            denoise_mask=state.denoise_mask,
-            clean_latent=state.clean,
-            video_context=contexts[0].video,
-            audio_context=contexts[0].audio,
+            **self._schedule(stage, row_masks),
+            **self._rope_tables(state.positions, audio.shape[2]),
+            timestep_mask=choice,  # (Tv, U) one-hot
+            denoise_mask=state.denoise_mask,  # (Tv, 1)
+            clean_latent=state.clean,  # (1, Tv, 128)
+            video_context=contexts[0].video,  # (1, 1024, Dv)
+            audio_context=contexts[0].audio,  # (1, 1024, Da)
         )
         if self.bucket.guided:
-            self._guide(job, stage, contexts)
+            self._prepare_guidance(job.resolved_guidance, stage, contexts)
 
-    def _guide(self, job: Job, stage: Stage, contexts: list[Contexts]) -> None:
-        """Upload what guidance needs and name the step's passes; a pass that is not run is read
-        from "cond"."""
-        guidance, name, steps = job.resolved_guidance, self.bucket.name, len(stage.sigmas) - 1
-        enabled, always = (
-            guidance.enabled_steps(steps, self.bucket.max_steps),
-            torch.ones(self.bucket.max_steps, 2),
+    def _noise(
+        self, state: VideoState, audio: Tensor, generator: torch.Generator, compat_1_0_0: bool
+    ) -> None:
+        """Noised tokens, (1, Tv, 128) and (1, Ta, 128); the generator draws video first."""
+        sigma = self.stage.sigmas[0]
+        self.video = conditioning.noised(
+            state.latent, generator, sigma, state.clean, state.denoise_mask, compat_1_0_0
         )
-        self.ranks.put(name, guidance=guidance.weights(), enabled_steps=enabled)
-        runs, unread = [], {}
-        for kind in PASSES:
-            if kind not in guidance.passes():
-                unread |= {f"{kind}_{stream}": f"cond_{stream}" for stream in ("video", "audio")}
-                continue
-            reads = {"keep": f"keep_{kind}"}
-            self.ranks.put(
-                name,
-                "keep",
-                **{f"keep_{kind}": guidance.keep(kind, self.config.num_layers, self.dtype)},
-            )
-            if kind == "uncond":
-                for stream, context in (("video", contexts[1].video), ("audio", contexts[1].audio)):
-                    reads[f"{stream}_context"] = f"negative_{stream}_context"
-                    self.ranks.put(
-                        name, f"{stream}_context", **{f"negative_{stream}_context": context}
-                    )
-                if (
-                    self.compat.conditioning
-                ):  # the first release computes a skipped stream in this pass all the same
-                    reads["enabled_steps"] = "enabled_always"
-                    self.ranks.put(name, "enabled_steps", enabled_always=always)
-            runs.append(
-                (
-                    "pass",
-                    reads,
-                    {f"{stream}_x0": f"{kind}_{stream}" for stream in ("video", "audio")},
-                )
-            )
-        self.ranks.put(
-            name,
-            guided_video=torch.zeros_like(self.video),
-            guided_audio=torch.zeros_like(self.audio),
-        )
-        self.ranks.define(name, "guided", [*runs, ("guide", unread, {})])
-        self.ranks.define(name, "repeat", [("guide", unread, {})])
-        computed = [
-            any(stream.computes(step) for stream in guidance.streams) for step in range(steps)
-        ]
-        self.sequence = ["guided" if any_stream else "repeat" for any_stream in computed]
+        tokens = latents.patchify_audio(audio)
+        self.audio = conditioning.noised(tokens, generator, sigma, compat_1_0_0=compat_1_0_0)
 
-    def _schedule(self, stage: Stage, rows: Tensor) -> dict[str, Tensor]:
+    def _schedule(self, stage: Stage, row_masks: Tensor) -> dict[str, Tensor]:
+        """The sigmas (S, 2) and the modulation tables: (S, U, 17, Dv) and (S, 1, 17, Da)."""
         pairs = sigma_pairs(stage.sigmas, self.bucket.max_steps)
         tables = {
             f"{stream}_modulation": modulation_table(
                 self.adaln, self.config, stream, pairs[:, 0], masks, self.compat.cross_sigma
             )
-            for stream, masks in (("video", rows), ("audio", torch.ones(1)))
+            for stream, masks in (("video", row_masks), ("audio", torch.ones(1)))
         }
-        return {
-            "sigmas": pairs,
-            "step_numbers": torch.arange(self.bucket.max_steps, dtype=torch.int32),
-            **tables,
-        }
+        step_numbers = torch.arange(self.bucket.max_steps, dtype=torch.int32)
+        return {"sigmas": pairs, "step_numbers": step_numbers, **tables}
 
-    def _ropes(self, video_positions: Tensor, audio_tokens: int) -> dict[str, Tensor]:
+    def _rope_tables(self, video_positions: Tensor, audio_tokens: int) -> dict[str, Tensor]:
+        """Cosines and sines of the self attentions and of the audio-video attentions.
+
+        video_positions  (1, 3, Tv): seconds, pixel row, pixel column. Video and audio attend to
+        each other by time alone, at the audio's head size.
+        """
         config, audio_positions = self.config, latents.audio_positions(audio_tokens)
-        video_max, audio_max = (
-            config.positional_embedding_max_pos,
-            config.audio_positional_embedding_max_pos,
-        )
+        video_max = config.positional_embedding_max_pos
+        audio_max = config.audio_positional_embedding_max_pos
         cross_max = (max(video_max[0], audio_max[0]),)
         heads, theta = config.video.heads, config.positional_embedding_theta
+        video_width, audio_width = config.video.inner, config.audio.inner
+        video_times = video_positions[:, :1]
         tables = {
-            "video": split_rope(video_positions, video_max, config.video.inner, heads, theta),
-            "audio": split_rope(audio_positions, audio_max, config.audio.inner, heads, theta),
-            "video_cross": split_rope(
-                video_positions[:, :1], cross_max, config.audio.inner, heads, theta
-            ),
-            "audio_cross": split_rope(audio_positions, cross_max, config.audio.inner, heads, theta),
+            "video": split_rope(video_positions, video_max, video_width, heads, theta),
+            "audio": split_rope(audio_positions, audio_max, audio_width, heads, theta),
+            "video_cross": split_rope(video_times, cross_max, audio_width, heads, theta),
+            "audio_cross": split_rope(audio_positions, cross_max, audio_width, heads, theta),
         }
         return {
             f"{name}_{part}": getattr(rope, part)
             for name, rope in tables.items()
             for part in Rope._fields
         }
+
+    def _prepare_guidance(self, guidance: Guidance, stage: Stage, contexts: list[Contexts]) -> None:
+        """Upload what guidance needs, and define a step as a sequence of passes and their
+        combination. Where a pass is not run, its predictions are read from "cond": their weight
+        is 0."""
+        name, max_steps = self.bucket.name, self.bucket.max_steps
+        enabled = guidance.enabled_steps(stage.steps, max_steps)
+        self.ranks.put(name, guidance=guidance.weights(), enabled_steps=enabled)
+        passes, aliases = [], {}
+        for kind in PASSES:
+            predictions = {stream: f"{kind}_{stream}" for stream in _STREAMS}
+            if kind in guidance.passes():
+                reads = self._prepare_pass(kind, guidance, contexts)
+                writes = {f"{stream}_x0": alias for stream, alias in predictions.items()}
+                passes.append(("pass", reads, writes))
+            else:
+                aliases |= {predictions[stream]: f"cond_{stream}" for stream in _STREAMS}
+        # What a step that computes nothing repeats; the first step overwrites it.
+        zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
+        self.ranks.put(name, guided_video=zeros[0], guided_audio=zeros[1])
+        self.ranks.define(name, "guided", [*passes, ("guide", aliases, {})])
+        self.ranks.define(name, "repeat", [("guide", aliases, {})])
+        computed = [
+            any(stream.computes(step) for stream in guidance.streams) for step in range(stage.steps)
+        ]
+        self.sequence = ["guided" if any_stream else "repeat" for any_stream in computed]
+
+    def _prepare_pass(
+        self, kind: str, guidance: Guidance, contexts: list[Contexts]
+    ) -> dict[str, str]:
+        """Upload a pass's own tensors; returns which of them take the place of the shared ones."""
+        name = self.bucket.name
+        reads = {"keep": f"keep_{kind}"}
+        keep = guidance.keep(kind, self.config.num_layers, self.dtype)
+        self.ranks.put(name, "keep", **{f"keep_{kind}": keep})
+        if kind != "uncond":
+            return reads
+        negative = contexts[1]
+        for stream, context in (("video", negative.video), ("audio", negative.audio)):
+            reads[f"{stream}_context"] = f"negative_{stream}_context"
+            alias = {f"negative_{stream}_context": context}
+            self.ranks.put(name, f"{stream}_context", **alias)
+        if self.compat.conditioning:
+            # ltx-core 1.0.0 computes a skipped stream in this pass all the same.
+            reads["enabled_steps"] = "enabled_always"
+            always = torch.ones(self.bucket.max_steps, 2)
+            self.ranks.put(name, "enabled_steps", enabled_always=always)
+        return reads
 
     def start(self) -> None:
         """Put the noised latents where the steps find them."""
@@ -178,18 +204,21 @@ class StageRun:
         try:
             return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
         except NotFiniteError as error:
-            sigmas = self.stage.sigmas
+            sigma, sigma_next = self.stage.sigmas[number : number + 2]
+            dtype = str(self.dtype).removeprefix("torch.")
             raise RunError(
-                f"{error} after step {number + 1} of {len(sigmas) - 1} of {self.stage.name} (sigma"
-                f" {sigmas[number]:.4g} to {sigmas[number + 1]:.4g}): the weights or the inputs are"
-                f" broken, or {str(self.dtype).removeprefix('torch.')} is too narrow for them"
+                f"{error} after step {number + 1} of {self.stage.steps} of {self.stage.name} (sigma"
+                f" {sigma:.4g} to {sigma_next:.4g}): the weights or the inputs are broken, or"
+                f" {dtype} is too narrow for them"
             ) from None
 
-    def result(self, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-        """The latents (1, 128, F, h, w) and (1, 8, Ta, 16), which every rank must hold bit for bit
-        alike."""
-        hashes = self.ranks.hashes(*LATENTS)
-        if len(set(hashes)) != 1:
-            raise RunError(f"the ranks ended with different latents: {hashes}")
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The latents (1, 128, F, h, w) and (1, 8, Ta, 16).
+
+        Raises RunError unless every rank holds the same bits.
+        """
+        digests = self.ranks.hashes(*LATENTS)
+        if len(set(digests)) != 1:
+            raise RunError(f"the ranks ended with different latents: {digests}")
         video, audio = (self.ranks.get(self.bucket.name, name) for name in LATENTS)
-        return latents.unpatchify_video(video, shape), latents.unpatchify_audio(audio)
+        return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)

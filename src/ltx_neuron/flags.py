@@ -1,202 +1,250 @@
-"""Flags that the scripts share, spelled and checked in one place."""
+"""The flags of the scripts, spelled and checked in one place, and what they are turned into.
+
+A script parses its flags once, into a Job, Outputs, RunOptions and a Workspace; nothing below it
+sees an argparse.Namespace. A line of a prompts file goes the same way: its keys are job flags.
+"""
 
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from ltx_neuron.config import SUPPORTED_VERSION
+from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
+from ltx_neuron.generate import Outputs
 from ltx_neuron.job import UPSCALES, Job, Size, check_guidable
 from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS, Guidance
+from ltx_neuron.shard import ShardRequest
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are short: the mistake and, for an unknown flag, the nearest known
-    one."""
+    """A parser whose errors are short: the mistake and, for an unknown flag, the nearest one."""
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
-            self.error(
-                f"unknown: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else "")
-            )
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unknown: {' '.join(unknown)}{hint}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\nAll flags: python {sys.argv[0]} --help\n")
 
 
+# --- parsers --------------------------------------------------------------------------------------
+
+
 def parser(
     description: str, example: str, gemma: bool, required: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser with the flags common to all five scripts; abbreviations are off, so a typo is an
-    error."""
-    made = _Parser(
+    """A parser with the flags common to all five scripts.
+
+    Abbreviations are off, so that a typo is an error.
+
+    gemma     whether the script reads Gemma's folder too
+    required  whether the checkpoint (and Gemma's folder) must be named
+    """
+    parser = _Parser(
         description=description,
         epilog=f"example:\n  {example}",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
-        "--checkpoint-path",
-        "--distilled-checkpoint-path",
-        "--model-path",
-        type=Path,
-        required=required,
-        metavar="FILE",
-        help="the single-file LTX-2.3 checkpoint",
-    )
+    add = parser.add_argument
+    names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
+    help = "the single-file LTX-2.3 checkpoint"
+    add(*names, type=Path, required=required, metavar="FILE", help=help)
     if gemma:
-        made.add_argument(
-            "--gemma-root",
-            type=Path,
-            required=required,
-            metavar="DIR",
-            help="Gemma3-12B: weights and tokenizer",
-        )
-    made.add_argument(
-        "--artifacts-dir",
-        type=Path,
-        default=Path("artifacts"),
-        metavar="DIR",
-        help="where weights and graphs lie (default: artifacts)",
-    )
-    made.add_argument(
-        "--profile",
-        metavar="NAME",
-        help=f"hardware: {', '.join(PROFILES)} (default: this machine's own)",
-    )
-    made.add_argument(
-        "--profile-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one value of the profile, as in attention=matmul; repeatable",
-    )
-    made.add_argument(
-        "--tp-degree", type=int, metavar="N", help="tensor-parallel ranks (default: the profile's)"
-    )
-    made.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="weights and activations",
-    )
-    return made
+        help = "Gemma3-12B: weights and tokenizer"
+        add("--gemma-root", type=Path, required=required, metavar="DIR", help=help)
+    help = "where weights and graphs lie (default: artifacts)"
+    add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
+    help = f"hardware: {', '.join(PROFILES)} (default: this machine's own)"
+    add("--profile", metavar="NAME", help=help)
+    help = "change one value of the profile, as in attention=matmul; repeatable"
+    add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help)
+    help = "tensor-parallel ranks (default: the profile's)"
+    add("--tp-degree", type=int, metavar="N", help=help)
+    help = "weights and activations"
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help=help)
+    return parser
 
 
-def add_job(made: argparse.ArgumentParser) -> None:
-    """What one generation is asked to make: the flags that a line of a prompts file may have as
-    well."""
-    made.add_argument("--prompt")
-    made.add_argument("--negative-prompt", help="dev recipe only")
-    made.add_argument("--seed", type=int, default=Job.seed)
-    made.add_argument(
-        "--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only"
-    )
-    made.add_argument("--upscale", choices=list(UPSCALES), help="after a one-stage run")
-    add_size(made)
-    add_guidance(made)
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """What one generation is asked to make: the flags that a prompts file's line may have too."""
+    add = parser.add_argument
+    add("--prompt")
+    add("--negative-prompt", help="dev recipe only")
+    add("--seed", type=int, default=Job.seed)
+    add("--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only")
+    add("--upscale", choices=list(UPSCALES), help="after a one-stage run")
+    add_size(parser)
+    add_guidance(parser)
 
 
-def add_size(made: argparse.ArgumentParser) -> None:
+def add_size(parser: argparse.ArgumentParser) -> None:
     """The size of the video that comes out, in how many stages, and the images it holds."""
-    size = made.add_argument_group("size")
-    size.add_argument("--height", type=int, default=Size.height, help="pixels (default: 512)")
-    size.add_argument("--width", type=int, default=Size.width, help="pixels (default: 768)")
-    size.add_argument("--num-frames", type=int, default=Size.num_frames, help="8k+1 (default: 121)")
-    size.add_argument(
-        "--frame-rate",
-        "--fps",
-        type=float,
-        default=Size.frame_rate,
-        help="frames per second (default: 24)",
-    )
-    size.add_argument(
-        "--two-stage", action="store_true", help="half size first, then upsample x2 and refine"
-    )
-    size.add_argument(
-        "--image",
-        action="append",
-        nargs="+",
-        default=[],
-        metavar=("PATH", "FRAME_IDX [STRENGTH [CRF]]"),
-        help="hold an image at a frame (defaults: 0, 1.0, 33); repeatable",
-    )
-    size.add_argument(
-        "--recipe",
-        choices=["distilled", "dev"],
-        help="sampling the checkpoint was made for (default: from the file's name, else distilled)",
-    )
-    size.add_argument(
-        "--blocks-per-graph",
-        type=int,
-        metavar="N",
-        help="transformer blocks in one graph; 0: the whole step (default: the profile's)",
-    )
+    group = parser.add_argument_group("size")
+    add = group.add_argument
+    add("--height", type=int, default=Size.height, help="pixels (default: 512)")
+    add("--width", type=int, default=Size.width, help="pixels (default: 768)")
+    add("--num-frames", type=int, default=Size.num_frames, help="8k+1 (default: 121)")
+    help = "frames per second (default: 24)"
+    add("--frame-rate", "--fps", type=float, default=Size.frame_rate, help=help)
+    add("--two-stage", action="store_true", help="half size first, then upsample x2 and refine")
+    metavar = ("PATH", "FRAME_IDX [STRENGTH [CRF]]")
+    help = "hold an image at a frame (defaults: 0, 1.0, 33); repeatable"
+    add("--image", action="append", nargs="+", default=[], metavar=metavar, help=help)
+    help = "sampling the checkpoint was made for (default: from the file's name, else distilled)"
+    add("--recipe", choices=["distilled", "dev"], help=help)
 
 
-def add_loras(made: argparse.ArgumentParser) -> None:
+def add_graph_cut(parser: argparse.ArgumentParser) -> None:
+    """How a denoising step is cut into graphs: of the scripts that compile or run them."""
+    help = "transformer blocks in one graph; 0: the whole step (default: the profile's)"
+    parser.add_argument("--blocks-per-graph", type=int, metavar="N", help=help)
+
+
+def add_loras(parser: argparse.ArgumentParser) -> None:
     """The LoRAs merged into a weight set; at run time they name the set."""
-    for flag, meaning in (
-        ("--lora", "a LoRA in every stage"),
-        ("--distilled-lora", "dev recipe: the LoRA of stage 2"),
-    ):
-        made.add_argument(
-            flag,
-            action="append",
-            nargs="+",
-            default=[],
-            metavar=("PATH", "STRENGTH"),
-            help=f"{meaning} (strength 1.0); repeatable",
-        )
+    add, metavar = parser.add_argument, ("PATH", "STRENGTH")
+    help = "a LoRA in every stage (strength 1.0); repeatable"
+    add("--lora", action="append", nargs="+", default=[], metavar=metavar, help=help)
+    help = "dev recipe: the LoRA of stage 2 (strength 1.0); repeatable"
+    add("--distilled-lora", action="append", nargs="+", default=[], metavar=metavar, help=help)
 
 
-def loras(args: argparse.Namespace, flag: str) -> tuple[Lora, ...]:
-    found = []
-    for values in getattr(args, flag.strip("-").replace("-", "_"), []):
-        try:
-            path, strength = values[0], float(values[1]) if len(values) == 2 else 1.0
-        except ValueError:
-            raise UserError(f"{flag} {' '.join(values)}: STRENGTH is a number") from None
-        if len(values) > 2:
-            raise UserError(
-                f"{flag} takes PATH [STRENGTH], got {len(values)} values: {' '.join(values)}"
-            )
-        found.append(Lora(Path(path), strength))
-    return tuple(found)
+# Flag, the stream it is for, the field of StreamGuidance it sets, its type. Named as in
+# ltx-pipelines: the modality flags after the direction of attention that they weaken.
+_GUIDANCE_FLAGS = (
+    ("--video-cfg-guidance-scale", "video", "cfg_scale", float),
+    ("--video-stg-guidance-scale", "video", "stg_scale", float),
+    ("--video-stg-blocks", "video", "stg_blocks", int),
+    ("--video-rescale-scale", "video", "rescale_scale", float),
+    ("--a2v-guidance-scale", "video", "modality_scale", float),
+    ("--video-skip-step", "video", "skip_step", int),
+    ("--audio-cfg-guidance-scale", "audio", "cfg_scale", float),
+    ("--audio-stg-guidance-scale", "audio", "stg_scale", float),
+    ("--audio-stg-blocks", "audio", "stg_blocks", int),
+    ("--audio-rescale-scale", "audio", "rescale_scale", float),
+    ("--v2a-guidance-scale", "audio", "modality_scale", float),
+    ("--audio-skip-step", "audio", "skip_step", int),
+)
+
+
+def add_guidance(parser: argparse.ArgumentParser) -> None:
+    """Guidance of the dev recipe."""
+    group = parser.add_argument_group("guidance (dev recipe only; default: the model version's)")
+    for flag, _, field, kind in _GUIDANCE_FLAGS:
+        several = {"nargs": "*"} if field == "stg_blocks" else {}
+        group.add_argument(flag, type=kind, **several)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """How a generation runs, and the files that it takes besides the checkpoint."""
+    add = parser.add_argument
+    help = "one JSON object per line, flags as keys; models are loaded once for all"
+    add("--prompts-file", type=Path, metavar="FILE.jsonl", help=help)
+    help = "needed by --two-stage and --upscale"
+    add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
+    help = "needed by --upscale temporal|both"
+    add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help)
+    help = "encode the prompt on the profile's device, sharded; without it, on the host CPU"
+    add("--neuron-gemma", action="store_true", help=help)
+    help = "encode the prompt even if an earlier run left its contexts in the artifacts"
+    add("--no-prompt-cache", action="store_true", help=help)
+    help = "the first release's numerics; or only how it holds images"
+    add("--compat", choices=[name for name in COMPAT if name], help=help)
+    add("--warmup", action="store_true", help="a discarded first step per stage")
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """What a generation writes, and where it goes on from."""
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--output-path", type=Path, metavar="FILE.mp4")
+    help = "of a --prompts-file: 0001.mp4 and so on, results.json"
+    add("--output-dir", type=Path, metavar="DIR", help=help)
+    add("--save-frames", type=Path, metavar="DIR", help="every frame as PNG as well")
+    help = "every named intermediate"
+    add("--save-tensors", type=Path, metavar="FILE.safetensors", help=help)
+    help = (
+        "continue an interrupted run from the latents it kept beside --output-path, or decode those"
+        " of a --save-tensors FILE again"
+    )
+    add("--resume", nargs="?", const=True, metavar="FILE", help=help)
+    add("--perf-dump-path", type=Path, metavar="FILE.json", help="the latency report")
+
+
+def add_sharding(parser: argparse.ArgumentParser) -> None:
+    """What the shard scripts share: checking instead of writing, and another source of weights."""
+    add = parser.add_argument
+    help = (
+        "check finished folders against their manifests, and with --checkpoint-path bit for bit"
+        " against the source; write nothing"
+    )
+    add("--verify", action="store_true", help=help)
+    help = "instead of --checkpoint-path: a finished folder, to be cut for another tp or dtype"
+    add("--from-shards", type=Path, metavar="DIR", help=help)
+    help = "writing threads (default: one a file)"
+    add("--num-workers", type=int, metavar="N", help=help)
+
+
+# --- what parsed flags say ------------------------------------------------------------------------
 
 
 def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
-    """The workspace of parsed common flags, whose artifacts a script `writes` or only reads."""
+    """The checkpoint, profile and artifacts of the common flags.
+
+    writes  whether the script writes into the artifacts folder, which is then checked for it
+    """
     profile = resolve(args.profile, tuple(args.profile_set))
-    if writes and not getattr(args, "verify", False):
+    if writes:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
     blocks = getattr(args, "blocks_per_graph", None)
     if blocks is not None and blocks < 0:
         raise UserError(
             f"--blocks-per-graph {blocks} is negative; type 0 for the whole step in one graph"
         )
-    tp = profile.degree(args.tp_degree)
     return Workspace(
         args.checkpoint_path,
         profile,
         args.artifacts_dir,
-        tp,
+        profile.degree(args.tp_degree),
         args.dtype,
         getattr(args, "gemma_root", None),
         blocks,
-        loras(args, "--lora"),
-        loras(args, "--distilled-lora"),
+        loras(getattr(args, "lora", []), "--lora"),
+        loras(getattr(args, "distilled_lora", []), "--distilled-lora"),
     )
+
+
+def loras(flag_values: list[list[str]], flag: str) -> tuple[Lora, ...]:
+    """PATH [STRENGTH], for each time the flag was given."""
+    parsed = []
+    for values in flag_values:
+        if len(values) > 2:
+            raise UserError(
+                f"{flag} takes PATH [STRENGTH], got {len(values)} values: {' '.join(values)}"
+            )
+        try:
+            strength = float(values[1]) if len(values) == 2 else 1.0
+        except ValueError:
+            raise UserError(f"{flag} {' '.join(values)}: STRENGTH is a number") from None
+        parsed.append(Lora(Path(values[0]), strength))
+    return tuple(parsed)
 
 
 def size(args: argparse.Namespace) -> Size:
@@ -204,101 +252,200 @@ def size(args: argparse.Namespace) -> Size:
 
 
 def images(args: argparse.Namespace) -> tuple[ImageCondition, ...]:
-    """--image PATH [FRAME_IDX [STRENGTH [CRF]]], each."""
-    found = []
+    """PATH [FRAME_IDX [STRENGTH [CRF]]], for each --image."""
+    parsed = []
     for values in args.image:
+        words = " ".join(map(str, values))
         if len(values) > 4:
             raise UserError(
                 f"--image takes PATH [FRAME_IDX [STRENGTH [CRF]]], got {len(values)} values:"
-                f" {' '.join(values)}"
+                f" {words}"
             )
+        kinds = zip((int, float, int), values[1:], strict=False)
         try:
-            numbers = [
-                kind(value) for kind, value in zip((int, float, int), values[1:], strict=False)
-            ]
+            numbers = [kind(value) for kind, value in kinds]
         except ValueError:
             raise UserError(
-                f"--image {' '.join(values)}: FRAME_IDX and CRF are whole numbers, STRENGTH is a"
-                " number"
+                f"--image {words}: FRAME_IDX and CRF are whole numbers, STRENGTH is a number"
             ) from None
-        found.append(ImageCondition(values[0], *numbers))
-    return tuple(found)
+        parsed.append(ImageCondition(values[0], *numbers))
+    return tuple(parsed)
+
+
+def shard_request(args: argparse.Namespace) -> ShardRequest:
+    """What the flags of a shard script ask for. Raises UserError for flags that exclude others."""
+    if args.num_workers is not None and args.num_workers < 1:
+        raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
+    if args.from_shards and (args.checkpoint_path or args.verify):
+        raise UserError(
+            "--from-shards takes the place of --checkpoint-path and does not go with --verify;"
+            " leave one out"
+        )
+    if not (args.from_shards or args.checkpoint_path or args.verify):
+        raise UserError(
+            "which weights? Type --checkpoint-path FILE, or --from-shards DIR to cut finished ones"
+            " anew"
+        )
+    if not args.verify:
+        check_folder(args.artifacts_dir, "--artifacts-dir DIR")
+    profile = resolve(args.profile, tuple(args.profile_set))
+    return ShardRequest(
+        args.artifacts_dir,
+        profile.degree(args.tp_degree),
+        args.dtype,
+        args.verify,
+        args.from_shards,
+        args.num_workers,
+    )
 
 
 def recipe(args: argparse.Namespace) -> str:
-    """The recipe asked for; without one, what the file's name says, else distilled. The metadata
-    cannot tell them apart."""
+    """The recipe asked for; without one, what the file's name says, else distilled.
+
+    The checkpoint's metadata cannot tell them apart.
+    """
     if args.recipe:
         return args.recipe
     name = args.checkpoint_path.name.lower()
     guess = "dev" if "dev" in name and "distilled" not in name else "distilled"
-    print(
-        f"recipe: {guess} ({'from the file name' if guess in name else 'by default'}; --recipe says"
-        " otherwise)"
-    )
+    reason = "from the file name" if guess in name else "by default"
+    print(f"recipe: {guess} ({reason}; --recipe says otherwise)")
     return guess
 
 
-def add_sharding(made: argparse.ArgumentParser) -> None:
-    """What the shard scripts share: to check instead of to write, and where else weights may come
-    from."""
-    made.add_argument(
-        "--verify",
-        action="store_true",
-        help=(
-            "check finished folders against their manifests, and with --checkpoint-path bit for bit"
-            " against the source; write nothing"
-        ),
-    )
-    made.add_argument(
-        "--from-shards",
-        type=Path,
-        metavar="DIR",
-        help="instead of --checkpoint-path: a finished folder, to be cut for another tp or dtype",
-    )
-    made.add_argument(
-        "--num-workers", type=int, metavar="N", help="writing threads (default: one a file)"
-    )
-
-
-# Flag of each stream -> the field of StreamGuidance it sets. The modality flag is named after the
-# direction it weakens.
-_GUIDANCE = {
-    "{stream}-cfg-guidance-scale": ("cfg_scale", float),
-    "{stream}-stg-guidance-scale": ("stg_scale", float),
-    "{stream}-stg-blocks": ("stg_blocks", int),
-    "{stream}-rescale-scale": ("rescale_scale", float),
-    "{other}-guidance-scale": ("modality_scale", float),
-    "{stream}-skip-step": ("skip_step", int),
-}
-_STREAMS = (("video", "a2v"), ("audio", "v2a"))
-
-
-def add_guidance(made: argparse.ArgumentParser) -> None:
-    """Guidance of the dev recipe, named as in ltx-pipelines."""
-    group = made.add_argument_group("guidance (dev recipe only; defaults: the model version's)")
-    for stream, other in _STREAMS:
-        for flag, (field, kind) in _GUIDANCE.items():
-            many = {"nargs": "*"} if field == "stg_blocks" else {}
-            group.add_argument("--" + flag.format(stream=stream, other=other), type=kind, **many)
-
-
-def guidance(args: argparse.Namespace, version: str, recipe: str) -> Guidance | None:
-    """The guidance the flags ask for on top of the version's defaults; None without any such
-    flag."""
-    given, flags = {stream: {} for stream, _ in _STREAMS}, []
-    for stream, other in _STREAMS:
-        for flag, (field, _) in _GUIDANCE.items():
-            name = flag.format(stream=stream, other=other)
-            value = getattr(args, name.replace("-", "_"))
-            if value is not None:
-                given[stream][field] = tuple(value) if field == "stg_blocks" else value
-                flags.append(f"--{name}")
-    if not flags:
+def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:
+    """The guidance the flags ask for on top of the version's defaults; None without any."""
+    changes, given = {"video": {}, "audio": {}}, []
+    for flag, stream, field, _ in _GUIDANCE_FLAGS:
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            changes[stream][field] = tuple(value) if field == "stg_blocks" else value
+            given.append(flag)
+    if not given:
         return None
-    check_guidable(", ".join(flags), recipe)
-    streams = {
-        stream: dataclasses.replace(getattr(DEFAULTS[version], stream), **fields)
-        for stream, fields in given.items()
+    check_guidable(", ".join(given), recipe)
+    defaults = DEFAULTS[SUPPORTED_VERSION]
+    return Guidance(
+        video=dataclasses.replace(defaults.video, **changes["video"]),
+        audio=dataclasses.replace(defaults.audio, **changes["audio"]),
+    )
+
+
+def job(args: argparse.Namespace) -> Job:
+    """The job of the flags of `add_job`, whose recipe is settled."""
+    return Job(
+        prompt=args.prompt or "",
+        size=size(args),
+        seed=args.seed,
+        images=images(args),
+        num_inference_steps=args.num_inference_steps,
+        negative_prompt=args.negative_prompt,
+        recipe=args.recipe,
+        guidance=guidance(args, args.recipe),
+        upscale=args.upscale,
+    )
+
+
+def run_options(args: argparse.Namespace) -> RunOptions:
+    return RunOptions(
+        neuron_gemma=args.neuron_gemma,
+        compat=args.compat,
+        spatial_upsampler_path=args.spatial_upsampler_path,
+        temporal_upsampler_path=args.temporal_upsampler_path,
+        warmup=args.warmup,
+        # The cache keeps no hidden states, which --save-tensors writes.
+        cache_prompts=not (args.no_prompt_cache or args.save_tensors),
+    )
+
+
+def input_files(args: argparse.Namespace) -> dict[str, Path | None]:
+    """The files that a generation reads, by flag: no output may replace one."""
+    return {
+        "--checkpoint-path": args.checkpoint_path,
+        "--spatial-upsampler-path": args.spatial_upsampler_path,
+        "--temporal-upsampler-path": args.temporal_upsampler_path,
     }
-    return Guidance(**streams)
+
+
+def outputs(args: argparse.Namespace) -> Outputs:
+    return Outputs(
+        video=args.output_path,
+        folder=args.output_dir,
+        frames=args.save_frames,
+        tensors=args.save_tensors,
+        report=args.perf_dump_path,
+        resume=args.resume,
+    )
+
+
+# --- prompts files --------------------------------------------------------------------------------
+
+
+def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
+    """What makes a Job of a prompts file's line, on top of the command's own flags.
+
+    The line's keys are flags without their dashes; a list is several values, a list of lists the
+    flag several times; false and null are a flag that is not given.
+    """
+
+    def make(line: dict[str, Any]) -> Job:
+        values = dict(vars(args))
+        for key, value in line.items():
+            action = _job_flag(key)
+            if value is not None and value is not False:
+                values[action.dest] = _flag_value(action, value, values[action.dest])
+        return job(argparse.Namespace(**values))
+
+    return make
+
+
+@cache
+def _job_flags() -> dict[str, argparse.Action]:
+    """Every flag that a line may have, by its spelling without dashes at the front."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_job(parser)
+    options = parser._option_string_actions
+    return {name.removeprefix("--"): action for name, action in options.items()}
+
+
+def _job_flag(key: str) -> argparse.Action:
+    name = key.replace("_", "-")
+    if name not in _job_flags():
+        raise UserError(f"unknown key {key!r}; known: {', '.join(sorted(_job_flags()))}")
+    return _job_flags()[name]
+
+
+def _flag_value(action: argparse.Action, value: Any, before: Any) -> Any:
+    """What argparse would have made of a JSON value; `before` is the command's own value."""
+    flag = action.option_strings[0]
+    if action.nargs == 0:  # --two-stage
+        if value is not True:
+            raise UserError(f"{flag}: got {value!r}, wanted true or false")
+        return True
+    if action.nargs == "+":  # --image: repeatable, each with several values
+        nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+        repeats = value if nested else [value]
+        each = [one if isinstance(one, list) else [one] for one in repeats]
+        return [*before, *([_scalar(action, one) for one in values] for values in each if values)]
+    if action.nargs == "*":
+        return [_scalar(action, one) for one in (value if isinstance(value, list) else [value])]
+    return _scalar(action, value)
+
+
+def _scalar(action: argparse.Action, value: Any) -> Any:
+    """A JSON value as a flag's type; numbers may be spelled as text, as on a command line."""
+    flag, kind = action.option_strings[0], action.type
+    if kind is None:
+        if not isinstance(value, str) and action.nargs != "+":
+            raise UserError(f"{flag}: got {type(value).__name__} {value!r}, wanted text")
+        if isinstance(value, dict | list | bool):
+            raise UserError(f"{flag}: got {value!r}, wanted text and numbers")
+        if action.choices and value not in action.choices:
+            raise UserError(f"{flag}: got {value!r}, choose from {', '.join(action.choices)}")
+        return str(value)
+    try:
+        if isinstance(value, dict | list | bool):
+            raise ValueError
+        return kind(str(value))
+    except ValueError:
+        raise UserError(f"{flag}: invalid {kind.__name__} value: {value!r}") from None

@@ -26,17 +26,35 @@ from ltx_neuron.sampling.schedules import (
 
 RECIPES = ("distilled", "dev")
 FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
+# --upscale -> the latent upsamplers that run after a one-stage run, in their order.
 UPSCALES = {"spatial": ("spatial",), "temporal": ("temporal",), "both": ("spatial", "temporal")}
 
 
 class Stage(NamedTuple):
-    """One denoising run: its pixel size, its schedule, and whether it is guided."""
+    """One denoising run over a noise schedule at one pixel size.
+
+    sigmas     the noise levels from the first step's to 0: one more than there are steps
+    guided     each step runs several passes and combines their predictions (stage 1 of dev)
+    upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
+    refines    runs on the weights with --distilled-lora merged in (stage 2 of dev)
+    """
 
     name: str  # "stage_1" or "stage_2"
     height: int
     width: int
     sigmas: tuple[float, ...]
     guided: bool = False
+    upsampled: bool = False
+    refines: bool = False
+
+    @property
+    def key(self) -> str:
+        """What the names of its tensors begin with in --save-tensors: "s1" or "s2"."""
+        return self.name.replace("stage_", "s")
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
 
     @property
     def max_steps(self) -> int:
@@ -56,6 +74,7 @@ class Size:
     two_stage: bool = False
 
     def check(self) -> None:
+        """Raise UserError for a size the model cannot have, naming the nearest one it can."""
         unit = SPACE_SCALE * (2 if self.two_stage else 1)
         for name in ("height", "width"):
             value = getattr(self, name)
@@ -73,7 +92,7 @@ class Size:
                 f"--num-frames {self.num_frames} is not of the form 8k+1; nearest legal: {below} or"
                 f" {below + TIME_SCALE}"
             )
-        if not FRAME_RATES[0] <= self.frame_rate <= FRAME_RATES[1]:  # so is NaN
+        if not FRAME_RATES[0] <= self.frame_rate <= FRAME_RATES[1]:  # NaN is refused as well
             raise UserError(
                 f"--frame-rate {self.frame_rate:g} is not a number from {FRAME_RATES[0]} to"
                 f" {FRAME_RATES[1]}; type for example --frame-rate 24"
@@ -88,26 +107,26 @@ class Size:
         """Raise UserError for an image that is not there or cannot be held where it is asked to
         be."""
         for image in images:
-            said = f"--image {image.path}"
+            flag = f"--image {image.path}"
             if not Path(image.path).is_file():
                 raise UserError(
-                    f"{said}:"
+                    f"{flag}:"
                     f" {'that is a folder' if Path(image.path).is_dir() else 'no such file'}; pass"
                     " an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]"
                 )
             if not 0 <= image.frame_index < self.num_frames:
                 raise UserError(
-                    f"{said}: frame {image.frame_index} is outside the clip's"
+                    f"{flag}: frame {image.frame_index} is outside the clip's"
                     f" 0..{self.num_frames - 1}"
                 )
             if not 0 <= image.strength <= 1:
                 raise UserError(
-                    f"{said}: strength {image.strength:g} is outside 0..1 (1 keeps the image, 0"
+                    f"{flag}: strength {image.strength:g} is outside 0..1 (1 keeps the image, 0"
                     " ignores it)"
                 )
             if not 0 <= image.crf <= 51:
                 raise UserError(
-                    f"{said}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
+                    f"{flag}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
                 )
 
     def stages(self, recipe: str = "distilled", steps: int = 1) -> tuple[Stage, ...]:
@@ -120,7 +139,10 @@ class Size:
         if not self.two_stage:
             return (Stage("stage_1", self.height, self.width, sigmas, guided),)
         half = Stage("stage_1", self.height // 2, self.width // 2, sigmas, guided)
-        return (half, Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS))
+        full = Stage(
+            "stage_2", self.height, self.width, STAGE_2_SIGMAS, upsampled=True, refines=guided
+        )
+        return (half, full)
 
     def bucket(
         self, stage: Stage, images: tuple[ImageCondition, ...], timesteps: int | None = None
@@ -148,8 +170,7 @@ def check_guidable(what: str, recipe: str) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """One generation. `check` raises UserError for whatever can be known to be wrong before a model
-    loads."""
+    """What one generation is asked to make."""
 
     prompt: str
     size: Size = Size()
@@ -177,12 +198,17 @@ class Job:
         return self.size.stages(self.recipe, self.steps)
 
     @property
+    def refines(self) -> bool:
+        """Whether a stage needs the weights with the distilled LoRA."""
+        return any(stage.refines for stage in self.stages)
+
+    @property
     def resolved_guidance(self) -> Guidance:
         return self.guidance or DEFAULTS[SUPPORTED_VERSION]
 
     @property
     def upsamplers(self) -> dict[str, str]:
-        """The upsamplers this job needs, each with what needs it."""
+        """The latent upsamplers this job needs, each with the flag that needs it."""
         kinds = {"spatial": "--two-stage"} if self.size.two_stage else {}
         return kinds | dict.fromkeys(UPSCALES.get(self.upscale, ()), f"--upscale {self.upscale}")
 
@@ -202,6 +228,7 @@ class Job:
         return (self.prompt,)
 
     def check(self) -> None:
+        """Raise UserError for whatever can be known to be wrong before a model loads."""
         if not self.prompt.strip():
             raise UserError(
                 "--prompt is empty; type for example --prompt 'a golden retriever runs across a"
@@ -248,13 +275,3 @@ class Job:
             **dataclasses.asdict(self.size),
             **{k: v for k, v in dataclasses.asdict(self).items() if k != "size"},
         }
-
-
-def short_name(stage: Stage) -> str:
-    """stage_1 -> s1, as the tensors of --save-tensors are named."""
-    return stage.name.replace("stage_", "s")
-
-
-def refining(job: Job, stage: Stage) -> bool:
-    """Whether a stage runs on the weights with the distilled LoRA: stage 2 of the dev recipe."""
-    return job.recipe == "dev" and stage.name == "stage_2"

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ltx_neuron.decode_queue import UPSCALED
-from ltx_neuron.engine import Engine
+from ltx_neuron.decode_queue import UPSCALED, Result
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.host import media
-from ltx_neuron.job import Job, Size
+from ltx_neuron.host.video import check_output_path, write_video
+from ltx_neuron.job import UPSCALES, Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance
-from ltx_neuron.weights import lora
+from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
 
@@ -61,17 +60,14 @@ class LTXPipeline:
         compat: str | None = None,
         profile_set: tuple[str, ...] = (),
     ) -> "LTXPipeline":
-        """Open a sharded and compiled checkpoint; models load at the first call. loras: [(path,
-        strength), ...].
+        """Open a sharded and compiled checkpoint; models load at the first call.
 
-        profile_set: what --profile-set takes, ("attention=matmul", ...).
+        loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded
+        profile_set             what --profile-set takes, as in ("attention=matmul",)
+
         Raises UserError as the scripts do, with the command to type where an artifact is missing.
         """
         resolved = resolve(profile, tuple(profile_set))
-        merged = [
-            tuple(lora.Lora(Path(path), strength) for path, strength in given)
-            for given in (loras, distilled_loras)
-        ]
         workspace = Workspace(
             checkpoint_path,
             resolved,
@@ -79,18 +75,16 @@ class LTXPipeline:
             resolved.degree(tp_degree),
             dtype,
             gemma_root,
-            None,
-            *merged,
+            loras=tuple(Lora(Path(path), strength) for path, strength in loras),
+            distilled_loras=tuple(Lora(Path(path), strength) for path, strength in distilled_loras),
         )
-        engine = Engine(
-            workspace,
-            Recorder(),
-            neuron_gemma,
-            COMPAT[compat],
-            spatial_upsampler_path,
-            temporal_upsampler_path,
+        options = RunOptions(
+            neuron_gemma=neuron_gemma,
+            compat=compat,
+            spatial_upsampler_path=spatial_upsampler_path,
+            temporal_upsampler_path=temporal_upsampler_path,
         )
-        return cls(engine, recipe)
+        return cls(Engine(workspace, Recorder(), options), recipe)
 
     def __enter__(self) -> "LTXPipeline":
         return self
@@ -133,46 +127,49 @@ class LTXPipeline:
         if output_type not in ("np", "latent", "mp4"):
             raise UserError(f"output_type {output_type!r} is not known; known: np, latent, mp4")
         if output_type == "mp4":
-            media.check_writable(
-                require(
-                    output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'"
-                )
-            )
-        images = image if isinstance(image, list) else [ImageCondition(str(image))] if image else []
+            example = "Give output_path='out.mp4'"
+            require(output_path, "output_path", 'output_type="mp4"', example)
+            check_output_path(output_path)
         job = Job(
             prompt=prompt,
             size=Size(height, width, num_frames, frame_rate, two_stage),
             seed=seed,
-            images=tuple(images),
+            images=_conditions(image),
             num_inference_steps=num_inference_steps,
             negative_prompt=negative_prompt,
             recipe=self.recipe,
             guidance=guidance,
             upscale=upscale,
         )
-        callback = callback_on_step_end
-        self.engine.on_step_end = callback and (
-            lambda s, i: callback(self, i, s.sigmas[i], {"stage": s.name})
+        self.engine.on_step_end = callback_on_step_end and (
+            lambda stage, step: callback_on_step_end(
+                self, step, stage.sigmas[step], {"stage": stage.name}
+            )
         )
-        (result,) = self.engine.run(
-            [job], keep=True, decode=output_type != "latent", generator=generator
+        decode = output_type != "latent"
+        (result,) = self.engine.run([job], keep=True, decode=decode, generator=generator)
+        return _output(result, output_type, output_path)
+
+
+def _conditions(image: str | Path | list[ImageCondition] | None) -> tuple[ImageCondition, ...]:
+    if isinstance(image, list):
+        return tuple(image)
+    return (ImageCondition(str(image)),) if image else ()
+
+
+def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:
+    """What a call returns for a result."""
+    output = LTXPipelineOutput(frame_rate=result.frame_rate, sample_rate=result.sample_rate)
+    if output_type == "np":
+        output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
+    elif output_type == "mp4":
+        write_video(
+            output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate
         )
-        output = LTXPipelineOutput(frame_rate=result.frame_rate, sample_rate=result.sample_rate)
-        if output_type == "latent":
-            last = "s2" if two_stage else "s1"
-            video = next(
-                (UPSCALED[k] for k in ("temporal", "spatial") if upscale in (k, "both")),
-                f"{last}_video",
-            )
-            output.video_latent, output.audio_latent = (
-                result.tensors[video],
-                result.tensors[f"{last}_audio"],
-            )
-        elif output_type == "np":
-            output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
-        else:
-            media.write_video(
-                output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate
-            )
-            output.path = Path(output_path)
-        return output
+        output.path = Path(output_path)
+    else:
+        last = result.job.stages[-1].key
+        upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
+        output.video_latent = result.tensors[upscaled[-1] if upscaled else f"{last}_video"]
+        output.audio_latent = result.tensors[f"{last}_audio"]
+    return output

@@ -320,7 +320,7 @@ def _check(profile: Profile) -> None:
         "attention=nki needs a Neuron profile": (
             profile.attention == "nki" and profile.device != "neuron"
         ),
-        "start_method=forkserver is for device=cpu: a forked child cannot use an accelerator's runtime": (
+        "start_method=forkserver is for device=cpu: a forked child cannot use another's runtime": (
             profile.start_method == "forkserver" and profile.device != "cpu"
         ),
         f"the last of text_buckets must be {TEXT_TOKENS}, the longest prompt": (

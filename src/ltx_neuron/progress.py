@@ -1,8 +1,7 @@
-"""What a generation keeps on disk while it runs, so that --resume can go on from there to the same
-bits.
+"""A job under way, and what is kept of it on disk so that --resume can go on to the same bits.
 
 After every stage the contexts, the latents so far and the noise generator's state are written
-beside the output. A file of --save-tensors says the same of a finished run: with it the decoding
+beside the output. A --save-tensors file holds the latents of a finished run: with it the decoding
 alone can be run again.
 """
 
@@ -18,41 +17,36 @@ from torch import Tensor
 from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_tensors
-from ltx_neuron.job import Job, Stage, short_name
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
 
 SUFFIX = ".resume.safetensors"
-_JOB, _GENERATOR = "job", "generator_state"
-_KEPT = (
-    "attention_mask",
-    "video_context",
-    "audio_context",
-    "s1_video",
-    "s1_audio",
-    "upsampled",
-    "s2_video",
-    "s2_audio",
-)
-_CONTEXTS = (
-    ("video_context", "audio_context"),
-    ("negative_video_context", "negative_audio_context"),
-)
+_IDENTITY, _GENERATOR = "job", "generator_state"
+_STAGE_TENSORS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")
+_CONTEXTS = ("video_context", "audio_context")
+_NEGATIVE_CONTEXTS = ("negative_video_context", "negative_audio_context")
+_KEPT = ("attention_mask", *_CONTEXTS, *_STAGE_TENSORS)
 
 
 class JobRun:
-    """A job on its way: its contexts (prompt first), its noise generator, and its named tensors so
-    far."""
+    """A job under way.
+
+    contexts   of its prompt and, where a pass uses it, of its negative prompt
+    generator  draws the noise of all stages, one after the other, in the reference's order
+    tensors    the named intermediates so far (see docs: --save-tensors)
+    error      what ended this job alone, in a batch
+    """
 
     def __init__(
         self, job: Job, contexts: list[Contexts], generator: torch.Generator | None = None
     ):
-        self.job, self.contexts, self.failed = job, contexts, False
-        # One generator for all stages, drawn from in the reference's order.
+        self.job, self.contexts = job, contexts
         self.generator = generator or torch.Generator().manual_seed(job.seed)
+        self.error: Exception | None = None
         prompt = contexts[0]
-        self.tensors = {
+        self.tensors: dict[str, Tensor] = {
             "attention_mask": prompt.attention_mask,
             "video_context": prompt.video,
             "audio_context": prompt.audio,
@@ -61,95 +55,96 @@ class JobRun:
             self.tensors["hidden_states"] = prompt.hidden_states
 
     @property
-    def left(self) -> list[Stage]:
+    def stages_left(self) -> list[Stage]:
         """The stages that are still to be run."""
-        return [
-            stage for stage in self.job.stages if f"{short_name(stage)}_video" not in self.tensors
-        ]
+        return [stage for stage in self.job.stages if f"{stage.key}_video" not in self.tensors]
 
     def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
-        """Keep a stage's latents."""
-        self.tensors |= {f"{short_name(stage)}_video": video, f"{short_name(stage)}_audio": audio}
+        """Take a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
+        self.tensors[f"{stage.key}_video"] = video
+        self.tensors[f"{stage.key}_audio"] = audio
 
 
-def beside(output_path: Path) -> Path:
+def state_path(output_path: Path) -> Path:
     """Where the run that makes `output_path` keeps its state."""
     return output_path.with_suffix(SUFFIX)
 
 
-def write(path: Path, tensors: dict[str, Tensor], described: dict) -> None:
-    """Write named tensors with the job they are of."""
-    write_tensors(path, tensors, {_JOB: json.dumps(described)})
+def write_run_tensors(path: Path, tensors: dict[str, Tensor], identity: dict) -> None:
+    """Write named tensors with the identity of the run they are of."""
+    write_tensors(path, tensors, {_IDENTITY: json.dumps(identity)})
 
 
-def keep(path: Path, run: JobRun, described: dict) -> None:
-    """Write what `restore` needs."""
-    kept = {name: run.tensors[name] for name in _KEPT if name in run.tensors}
-    for names, contexts in zip(_CONTEXTS, run.contexts, strict=False):
-        kept |= dict(zip(names, (contexts.video, contexts.audio), strict=True))
-    write(path, kept | {_GENERATOR: run.generator.get_state()}, described)
+def save_state(path: Path, run: JobRun, identity: dict) -> None:
+    """Write what `restore_state` needs."""
+    tensors = {name: run.tensors[name] for name in _KEPT if name in run.tensors}
+    for names, contexts in zip((_CONTEXTS, _NEGATIVE_CONTEXTS), run.contexts, strict=False):
+        tensors |= dict(zip(names, (contexts.video, contexts.audio), strict=True))
+    write_run_tensors(path, tensors | {_GENERATOR: run.generator.get_state()}, identity)
 
 
-def restore(path: Path, job: Job, described: dict, dtype: torch.dtype) -> JobRun:
-    """The run as it was after its last finished stage. UserError for a file of another job, or of
-    none."""
+def restore_state(path: Path, job: Job, identity: dict, dtype: torch.dtype) -> JobRun:
+    """The run as it was after its last finished stage.
+
+    Raises UserError for a file of another job, one that somebody changed, and one that is none.
+    """
     file = TensorFile(path, "leave --resume out to begin anew")
-    try:
-        got = json.loads(file.metadata[_JOB])
-        different = artifacts.differences(json.loads(json.dumps(described)), got)
-    except (KeyError, ValueError, AttributeError, TypeError):
-        raise UserError(
-            f"--resume {path} is not what a run of generate_ltx23.py left; leave it out to begin"
-            " anew"
-        ) from None
-    if different:
-        said = "; ".join(f"{key}: got {got}, wanted {wanted}" for key, wanted, got in different)
-        raise UserError(
-            f"--resume {path} is of another run: {said}.\nType the flags of that run, or leave"
-            " --resume out"
-        )
-    tensors = {
-        name: file.read(name) for name in (*_KEPT, *_CONTEXTS[1], _GENERATOR) if name in file.shapes
-    }
-    _check(path, tensors, job, dtype)
-    # A finished run's file lacks what only further steps would take: the negative prompt and the
-    # generator.
+    _check_identity(path, file, identity)
+    names = (*_KEPT, *_NEGATIVE_CONTEXTS, _GENERATOR)
+    tensors = {name: file.read(name) for name in names if name in file.shapes}
+    _check_tensors(path, tensors, job, dtype)
+    # A finished run's --save-tensors file lacks the negative prompt and the generator, which only
+    # further steps would need.
     contexts = [
         Contexts(tensors[video], tensors[audio], tensors["attention_mask"], None)
-        for video, audio in _CONTEXTS
+        for video, audio in (_CONTEXTS, _NEGATIVE_CONTEXTS)
         if video in tensors
     ]
     run = JobRun(job, contexts)
     run.tensors |= {name: tensors[name] for name in _KEPT if name in tensors}
     if _GENERATOR in tensors:
         run.generator.set_state(tensors[_GENERATOR])
-    elif run.left:
+    elif run.stages_left:
         raise UserError(
-            f"--resume {path} lacks {run.left[0].name} and what is needed to run it; leave it out"
-            " to begin anew"
+            f"--resume {path} lacks {run.stages_left[0].name} and what is needed to run it; leave"
+            " it out to begin anew"
         )
     return run
 
 
-def _check(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
-    """Refuse tensors of other shapes or dtypes than the job's: somebody may have changed the
-    file."""
-    wanted = {}
+def _check_identity(path: Path, file: TensorFile, identity: dict) -> None:
+    try:
+        stored = json.loads(file.metadata[_IDENTITY])
+        # Through JSON, so that tuples and lists compare as equal.
+        differences = artifacts.differences(json.loads(json.dumps(identity)), stored)
+    except (KeyError, ValueError, AttributeError, TypeError):
+        raise UserError(
+            f"--resume {path} is not what a run of generate_ltx23.py left; leave it out to begin"
+            " anew"
+        ) from None
+    if differences:
+        listed = "; ".join(f"{key}: got {got}, wanted {want}" for key, want, got in differences)
+        raise UserError(
+            f"--resume {path} is of another run: {listed}.\nType the flags of that run, or leave"
+            " --resume out"
+        )
+
+
+def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
+    """Refuse tensors of other shapes or dtypes than the job's: somebody may have changed them."""
+    shapes = {}
     for stage in job.stages:
-        shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
+        video = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
         frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
-        wanted[f"{short_name(stage)}_video"] = (1, latents.VIDEO_CHANNELS, *shape)
-        wanted[f"{short_name(stage)}_audio"] = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
-    problems = [
-        f"{name}: missing"
-        for name in ("attention_mask", *_CONTEXTS[0], "s1_video", "s1_audio")
-        if name not in tensors
-    ]
-    for name, shape in wanted.items():
-        if name in tensors and (tuple(tensors[name].shape), tensors[name].dtype) != (shape, dtype):
+        shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *video)
+        shapes[f"{stage.key}_audio"] = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
+    needed = ("attention_mask", *_CONTEXTS, "s1_video", "s1_audio")
+    problems = [f"{name}: missing" for name in needed if name not in tensors]
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             problems.append(
-                f"{name}: {list(tensors[name].shape)} {tensors[name].dtype}, wanted {list(shape)}"
-                f" {dtype}"
+                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {dtype}"
             )
     if problems:
         listed = "\n  ".join(problems)
@@ -160,16 +155,15 @@ def _check(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype)
 
 
 @contextmanager
-def kept(path: Path) -> Iterator[None]:
-    """Within it a run keeps its state at `path`: it goes when all is well, and else is spoken
-    of."""
+def keeping_state(path: Path) -> Iterator[None]:
+    """While a run keeps its state at `path`: the file goes when all is well; where the run fails,
+    the user is told of it."""
     before = path.stat().st_mtime_ns if path.is_file() else None
     try:
         yield
     except BaseException:
         if path.is_file() and path.stat().st_mtime_ns != before:
-            print(
-                f"kept: {path}; the same command with --resume goes on from there", file=sys.stderr
-            )
+            message = f"kept: {path}; the same command with --resume goes on from there"
+            print(message, file=sys.stderr)
         raise
     path.unlink(missing_ok=True)

@@ -1,57 +1,75 @@
-"""What a shard script does once its flags are parsed: cut, verify, or cut finished rank files
-anew."""
+"""What a shard script does: cut a model's weights for the ranks, verify them, or cut finished rank
+files anew for another tp or dtype."""
 
-import argparse
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from ltx_neuron.doctor.checks import artifacts
+from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_folder
-from ltx_neuron.flags import workspace
-from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.rankfiles import RankSource, check_whole, verify
 from ltx_neuron.weights.sharder import cuts_of
+from ltx_neuron.weights.sharder import shard as write_rank_files
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
 
-def shard(
-    args: argparse.Namespace,
-    model: str,
-    make: Callable[[Workspace], list[Path]],
-    check: Callable[[Workspace], list[Path]],
-) -> None:
-    """What a shard script does once its flags are parsed."""
-    if args.num_workers is not None and args.num_workers < 1:
-        raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
-    if args.from_shards:
-        if args.checkpoint_path or args.verify:
-            raise UserError(
-                "--from-shards takes the place of --checkpoint-path and does not go with --verify;"
-                " leave one out"
-            )
-        check_folder(args.artifacts_dir, "--artifacts-dir DIR")
-        profile = resolve(args.profile, tuple(args.profile_set))
-        tp = profile.degree(args.tp_degree)
-        print(
-            "weights:"
-            f" {reshard(args.from_shards, args.artifacts_dir, model, tp, args.dtype, args.num_workers)}"
-        )
-    elif args.checkpoint_path:
-        found = (check if args.verify else make)(workspace(args))
-        for path in found:
-            print(f"{'whole, and bit for bit the source' if args.verify else 'weights'}: {path}")
-    elif args.verify:
-        _verify_all(args.artifacts_dir, model)
+@dataclass(frozen=True)
+class ShardRequest:
+    """What is asked of a shard script.
+
+    verify       check finished folders instead of writing
+    from_shards  a finished folder to be cut anew, instead of a checkpoint
+    workers      writing threads; one a file where None
+    """
+
+    artifacts_dir: Path
+    tp: int
+    dtype: str
+    verify: bool = False
+    from_shards: Path | None = None
+    workers: int | None = None
+
+
+def shard(model: str, workspace: Workspace | None, request: ShardRequest) -> None:
+    """Cut or verify the weights of `model`, "dit" or "gemma3", and print the folders.
+
+    workspace  of the checkpoint; None without one
+    """
+    if request.from_shards:
+        print(f"weights: {reshard(model, request)}")
+    elif not workspace:
+        _verify_finished(model, request.artifacts_dir)
+    elif request.verify:
+        for path in workspace.verify_dit() if model == "dit" else workspace.verify_gemma3():
+            print(f"whole, and bit for bit the source: {path}")
     else:
+        workers = request.workers
+        dit = model == "dit"
+        for path in workspace.shard_dit(workers) if dit else [workspace.shard_gemma3(workers)]:
+            print(f"weights: {path}")
+
+
+def reshard(model: str, request: ShardRequest) -> Path:
+    """Make the rank files of another tp or dtype from finished ones, without the checkpoint.
+
+    Returns their folder. Raises UserError where the finished ones cannot give that tp or dtype.
+    """
+    source, dtype = RankSource(request.from_shards), DTYPES[request.dtype]
+    if source.model.name != model:
         raise UserError(
-            "which weights? Type --checkpoint-path FILE, or --from-shards DIR to cut finished ones"
-            " anew"
+            f"{request.from_shards} holds weights of {source.model.name}, wanted {model}: use its"
+            " own shard script"
         )
+    source.check(request.tp, dtype)
+    identity = source.identity | {"tp": request.tp, "dtype": request.dtype}
+    path = artifacts.folder(request.artifacts_dir, identity)
+    cuts = cuts_of(source, request.tp, {})
+    if not write_rank_files(source, path, identity, request.tp, dtype, cuts, request.workers):
+        print(f"already there, nothing to do: {path}")
+    return path
 
 
-def _verify_all(artifacts_dir: Path, model: str) -> None:
+def _verify_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
     folders = artifacts.finished_weights(artifacts_dir, model)
     if not folders:
@@ -62,22 +80,3 @@ def _verify_all(artifacts_dir: Path, model: str) -> None:
     for path in folders:
         check_whole(path, verify(path))
         print(f"whole: {path} (with --checkpoint-path it is compared with the source as well)")
-
-
-def reshard(
-    folder: Path, artifacts_dir: Path, model: str, tp: int, dtype: str, workers: int | None = None
-) -> Path:
-    """Make the rank files of another tp or dtype from finished ones, without the checkpoint;
-    returns their folder."""
-    source = RankSource(folder)
-    if source.model.name != model:
-        raise UserError(
-            f"{folder} holds weights of {source.model.name}, wanted {model}: use its own shard"
-            " script"
-        )
-    source.check(tp, DTYPES[dtype])
-    identity = source.identity | {"tp": tp, "dtype": dtype}
-    path = artifacts.folder(artifacts_dir, identity)
-    if not shard(source, path, identity, tp, DTYPES[dtype], cuts_of(source, tp, {}), workers):
-        print(f"already there, nothing to do: {path}")
-    return path

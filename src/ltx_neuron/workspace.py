@@ -8,7 +8,8 @@ to type.
 import shlex
 import shutil
 import sys
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -17,17 +18,32 @@ from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import REGISTERS, Bucket, check_gemma_fits, gemma_config, transformer_config
+from ltx_neuron.config import (
+    REGISTERS,
+    Bucket,
+    check_gemma_fits,
+    digest,
+    gemma_config,
+    transformer_config,
+)
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
 from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
-from ltx_neuron.plan import check_fits, check_text_fits
+from ltx_neuron.plan import (
+    CoreMemory,
+    check_fits,
+    check_text_fits,
+    compiled_activations,
+    does_not_fit,
+)
 from ltx_neuron.profiles import Profile, require_runtime
+from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.text.cache import PromptCache
+from ltx_neuron.text.inputs import program_name
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
-from ltx_neuron.weights.rankfiles import check_whole, verify
+from ltx_neuron.weights.rankfiles import check_whole, rank_file, verify
 from ltx_neuron.weights.sharder import Cut, Layout, check_filled, compare, cuts_of, shard
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -52,21 +68,17 @@ class Workspace:
         loras: tuple[Lora, ...] = (),
         distilled_loras: tuple[Lora, ...] = (),
     ):
-        self.checkpoint_path, self.gemma_root = (
-            Path(checkpoint_path),
-            gemma_root and Path(gemma_root),
-        )
-        self.profile, self.artifacts, self.tp, self.dtype_name = (
-            profile,
-            Path(artifacts_dir),
-            tp,
-            dtype,
-        )
+        self.checkpoint_path = Path(checkpoint_path)
+        self.gemma_root = gemma_root and Path(gemma_root)
+        self.artifacts = Path(artifacts_dir)
+        self.profile, self.tp = profile, tp
+        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.blocks_per_graph = profile.cut if blocks_per_graph is None else blocks_per_graph
-        self.dtype, self.loras, self.distilled_loras = DTYPES[dtype], loras, distilled_loras
+        self.loras, self.distilled_loras = loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
+        self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
 
     @cached_property
     def gemma(self):
@@ -128,7 +140,7 @@ class Workspace:
         widths = self.transformer.video.inner, self.transformer.audio.inner
         return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)
 
-    # identities
+    # --- identities -------------------------------------------------------------------------------
 
     def _weights_identity(self, model: str, source: Source) -> dict:
         return {
@@ -172,7 +184,7 @@ class Workspace:
             "attention": self.profile.attention
         }
 
-    # making
+    # --- cutting rank files -----------------------------------------------------------------------
 
     def shard_dit(self, workers: int | None = None) -> list[Path]:
         """Write the DiT's rank files, once more with --distilled-lora if one is given; returns the
@@ -183,7 +195,7 @@ class Workspace:
         ]
 
     def shard_gemma3(self, workers: int | None = None) -> Path:
-        """Write the text encoder's, its projections' and the connectors' rank files; returns their
+        """Write the text encoder's, its projections' and the connectors' rank files; returns the
         folder."""
         return self._shard("gemma3", self.gemma_source, self._gemma3_cuts(), workers)
 
@@ -208,70 +220,64 @@ class Workspace:
         return cuts
 
     def _gemma3_cuts(self) -> list[Cut]:
-        self.gemma.check_tensor_parallel(self.tp)
-        layout = Layout(lambda weight: layers_first(weight, self.gemma.hidden_size), split=1)
-        cuts = cuts_of(
-            self.gemma_source,
-            self.tp,
-            {f"{m}_aggregate_embed.weight": layout for m in ("video", "audio")},
-        )
-        comm, wanted = TorchDistComm(self.tp), {}
-        for program in (
-            gemma3_program(
-                self.gemma,
-                self.transformer,
-                self.profile.text_buckets[0],
-                self.tp,
-                comm,
-                self.dtype,
-                False,
-            ),
-            connector_program(self.transformer, self.tp, comm, self.dtype, self.profile.attention),
-        ):
-            wanted |= program.weights()
-        sizes = {
-            "video": self.transformer.video_connector,
-            "audio": self.transformer.audio_connector,
-        }
+        config, gemma, comm = self.transformer, self.gemma, TorchDistComm(self.tp)
+        gemma.check_tensor_parallel(self.tp)
+        # The aggregate projections are stored layer by layer, as the encoder multiplies them.
+        by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
+        layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
+        cuts = cuts_of(self.gemma_source, self.tp, layouts)
+        tokens, attention = self.profile.text_buckets[0], self.profile.attention
+        encoder = gemma3_program(gemma, config, tokens, self.tp, comm, self.dtype, False)
+        connectors = connector_program(config, self.tp, comm, self.dtype, attention)
         host = {
-            f"{name}_connector.learnable_registers": (REGISTERS, size.inner)
-            for name, size in sizes.items()
+            "embed_tokens.weight": (gemma.vocab_size, gemma.hidden_size),
+            "video_connector.learnable_registers": (REGISTERS, config.video_connector.inner),
+            "audio_connector.learnable_registers": (REGISTERS, config.audio_connector.inner),
         }
-        check_filled(
-            cuts,
-            wanted,
-            {"embed_tokens.weight": (self.gemma.vocab_size, self.gemma.hidden_size), **host},
-        )
+        check_filled(cuts, encoder.weights() | connectors.weights(), host)
         return cuts
 
-    # verifying
+    # --- verifying rank files ---------------------------------------------------------------------
 
     def verify_dit(self) -> list[Path]:
         """Compare the DiT's finished rank files with their manifests and bit for bit with the
-        checkpoint."""
-        found = [
-            self.dit_weights(),
-            *([self.dit_weights(refining=True)] if self.distilled_loras else []),
-        ]
-        for path, source in zip(found, self._dit_sources, strict=True):
+        checkpoint. Raises UserError that lists what differs; returns the folders."""
+        paths = [self.dit_weights()]
+        if self.distilled_loras:
+            paths.append(self.dit_weights(refines=True))
+        for path, source in zip(paths, self._dit_sources, strict=True):
             self._verify(path, source, self._dit_cuts(source))
-        return found
+        return paths
 
     def verify_gemma3(self) -> list[Path]:
-        """The same for the text encoder."""
-        self._verify(path := self.gemma3_weights(), self.gemma_source, self._gemma3_cuts())
+        """Compare the text encoder's finished rank files with their manifest and bit for bit with
+        Gemma's files and the checkpoint. Raises UserError that lists what differs."""
+        path = self.gemma3_weights()
+        self._verify(path, self.gemma_source, self._gemma3_cuts())
         return [path]
 
     def _verify(self, path: Path, source: Source, cuts: list[Cut]) -> None:
         check_whole(path, verify(path) or compare(source, path, self.tp, self.dtype, cuts))
 
+    # --- compiling graphs -------------------------------------------------------------------------
+
     def compile_dit(self, buckets: list[Bucket]) -> list[Path]:
         """Trace the DiT step for each bucket that is not there yet; returns the folders."""
-        paths = [
-            self._compile(self._dit_identity(bucket), lambda b=bucket: self._dit_program(b))
-            for bucket in buckets
-        ]
-        return self._precompiled(paths)
+        comm = registry.comm(self.profile, self.tp)
+
+        def program(bucket: Bucket) -> Program:
+            return dit_program(
+                self.transformer,
+                bucket,
+                self.tp,
+                comm,
+                self.dtype,
+                self.blocks_per_graph,
+                self.profile.attention,
+            )
+
+        programs = [(self._dit_identity(b), partial(program, b)) for b in buckets]
+        return self._compile(programs)
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
@@ -284,124 +290,123 @@ class Workspace:
                 self.gemma, self.transformer, tokens, self.tp, comm, self.dtype, states
             )
 
-        paths = [
-            self._compile(self._gemma3_identity(n), lambda n=n: encoder(n))
-            for n in self.profile.text_buckets
-        ]
-        how = self.tp, comm, self.dtype, self.profile.attention
-        paths.append(
-            self._compile(
-                self._connectors_identity(), lambda: connector_program(self.transformer, *how)
+        def connectors() -> Program:
+            return connector_program(
+                self.transformer, self.tp, comm, self.dtype, self.profile.attention
             )
-        )
-        return self._precompiled(paths)
 
-    def _dit_program(self, bucket: Bucket) -> Program:
-        comm = registry.comm(self.profile, self.tp)
-        return dit_program(
-            self.transformer,
-            bucket,
-            self.tp,
-            comm,
-            self.dtype,
-            self.blocks_per_graph,
-            self.profile.attention,
-        )
+        buckets = self.profile.text_buckets
+        programs = [(self._gemma3_identity(n), partial(encoder, n)) for n in buckets]
+        return self._compile([*programs, (self._connectors_identity(), connectors)])
 
-    def _compile(self, identity: dict, make) -> Path:
-        path = artifacts.folder(self.artifacts, identity)
-        if not (path / artifacts.MANIFEST).is_file():
-            require_runtime(self.profile, self.tp)
-            registry.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
-        return path
-
-    def check_memory(self, size: Size, recipe: str, text: bool) -> None:
-        """Raise UserError where a generation does not fit the profile's memory. `text`: its prompt
-        is encoded on the ranks."""
-        gemma = self.gemma if text else None
-        check_fits(self.checkpoint, self.profile, size, self.tp, self.dtype_name, gemma, recipe)
+    def _compile(self, programs: list[tuple[dict, Callable[[], Program]]]) -> list[Path]:
+        """Compile each program of an identity that is not there yet; returns all folders."""
+        paths = []
+        for identity, make in programs:
+            path = artifacts.folder(self.artifacts, identity)
+            if not (path / artifacts.MANIFEST).is_file():
+                require_runtime(self.profile, self.tp)
+                registry.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
+            paths.append(path)
+        registry.precompile(paths, self.profile, self.tp, self.compiler_cache)
+        return paths
 
     @property
     def compiler_cache(self) -> Path:
         """Where compilers that run in the ranks keep what they made."""
         return self.artifacts / "compiled"
 
-    def _precompiled(self, paths: list[Path]) -> list[Path]:
-        registry.precompile(paths, self.profile, self.tp, self.compiler_cache)
-        return paths
+    # --- whether a generation fits the device -----------------------------------------------------
 
-    # finding
+    def check_plan_fits(self, size: Size, recipe: str, neuron_gemma: bool) -> None:
+        """Raise UserError where a generation does not fit, by the plan: its graphs are exported for
+        that. neuron_gemma: whether the prompt is encoded on the ranks."""
+        gemma = self.gemma if neuron_gemma else None
+        check_fits(self.checkpoint, self.profile, size, self.tp, self.dtype_name, gemma, recipe)
 
-    def dit_weights(self, refining: bool = False) -> Path:
-        """The DiT's rank files; `refining`: those of the dev recipe's stage 2."""
+    def check_compiled_fits(
+        self, manifests: list[Manifest], size: Size, recipe: str, neuron_gemma: bool
+    ) -> None:
+        """Raise UserError where a generation does not fit, by what was counted when its graphs were
+        compiled and by the sizes of its rank files: nothing is exported."""
+        if self.profile.memory_bytes_per_core is None:
+            return
+        memory = CoreMemory(
+            _rank_bytes(self.dit_weights()),
+            _rank_bytes(self.gemma3_weights()) if neuron_gemma else 0,
+            compiled_activations(manifests),
+        )
+        needed = memory.needed(self.profile)
+        if needed > self.profile.memory_bytes_per_core:
+            self.check_plan_fits(size, recipe, neuron_gemma)  # names a size that fits
+            advice = "Type a smaller size, a larger --tp-degree, or --dtype bfloat16"
+            raise does_not_fit(self.profile, size, self.tp, needed, advice)
+
+    # --- finding what was made --------------------------------------------------------------------
+
+    def dit_weights(self, refines: bool = False) -> Path:
+        """The folder of the DiT's rank files; `refines`: with --distilled-lora merged in."""
         flags = []
         for flag, loras in (("--lora", self.loras), ("--distilled-lora", self.distilled_loras)):
             for lora in loras:
                 flags += [flag, lora.path, lora.strength]
         command = self._command("shards/shard_backbone_weights.py", *flags)
-        source = self.refining_source if refining else self.dit_source
-        return artifacts.find(self.artifacts, self._weights_identity("dit", source), command)
+        source = self.refining_source if refines else self.dit_source
+        return self._find(self._weights_identity("dit", source), command)
 
     def gemma3_weights(self) -> Path:
+        """The folder of the text encoder's rank files."""
         command = self._command("shards/shard_gemma3_weights.py", gemma=True)
-        return artifacts.find(
-            self.artifacts, self._weights_identity("gemma3", self.gemma_source), command
-        )
+        return self._find(self._weights_identity("gemma3", self.gemma_source), command)
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
-        from ltx_neuron.text.inputs import program_name
-
         self.gemma.check_tensor_parallel(self.tp)
         identities = {program_name(n): self._gemma3_identity(n) for n in buckets}
         identities["connectors"] = self._connectors_identity()
         command = self._command("compile/compile_gemma3.py", gemma=True)
-        return {
-            name: Manifest(artifacts.find(self.artifacts, i, command))
-            for name, i in identities.items()
-        }
+        return {name: Manifest(self._find(i, command)) for name, i in identities.items()}
 
     def dit_program_for(
-        self, size: Size, stage: Stage, images: tuple, recipe: str
+        self, size: Size, stage: Stage, images: tuple[ImageCondition, ...], recipe: str
     ) -> tuple[Bucket, Manifest]:
         """The compiled step for a stage: the graph with the fewest distinct timesteps that are
-        enough."""
+        enough. Raises UserError with the command that compiles it."""
         needed = size.bucket(stage, images).timesteps
-        for timesteps in range(needed, needed + MAX_TIMESTEPS):
-            bucket = size.bucket(stage, images, timesteps)
-            if (
-                artifacts.folder(self.artifacts, self._dit_identity(bucket)) / artifacts.MANIFEST
-            ).is_file():
-                break
-        else:
-            bucket = size.bucket(stage, images)
-        extra = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
-        extra += ["--frame-rate", size.frame_rate, *(["--two-stage"] if size.two_stage else [])]
-        extra += ["--recipe", recipe]
+        candidates = [
+            size.bucket(stage, images, timesteps)
+            for timesteps in range(needed, needed + MAX_TIMESTEPS)
+        ]
+        bucket = next(filter(self._is_compiled, candidates), candidates[0])
+        flags = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
+        flags += ["--frame-rate", size.frame_rate, *(["--two-stage"] if size.two_stage else [])]
+        flags += ["--recipe", recipe]
         for image in images:
-            extra += ["--image", image.path, image.frame_index, image.strength]
-        command = self._command("compile/compile_transformer.py", *extra)
-        return bucket, Manifest(artifacts.find(self.artifacts, self._dit_identity(bucket), command))
+            flags += ["--image", image.path, image.frame_index, image.strength]
+        command = self._command("compile/compile_transformer.py", *flags)
+        return bucket, Manifest(self._find(self._dit_identity(bucket), command))
 
-    def _command(self, script: str, *extra, gemma: bool = False) -> str:
-        python = (
-            "python"
-            if shutil.which("python") == sys.executable
-            else _from_here(Path(sys.executable))
-        )
+    def _is_compiled(self, bucket: Bucket) -> bool:
+        folder = artifacts.folder(self.artifacts, self._dit_identity(bucket))
+        return (folder / artifacts.MANIFEST).is_file()
+
+    def _find(self, identity: dict, command: str) -> Path:
+        """The finished folder of an identity, checked once; UserError with the command to type."""
+        key = digest(identity)
+        if key not in self._found:
+            self._found[key] = artifacts.find(self.artifacts, identity, command)
+        return self._found[key]
+
+    def _command(self, script: str, *flags, gemma: bool = False) -> str:
+        """What to type to make something of this workspace with one of the five scripts."""
+        on_path = shutil.which("python") == sys.executable
+        python = "python" if on_path else _from_here(Path(sys.executable))
         words = [python, _from_here(ROOT / script), "--checkpoint-path", self.checkpoint_path]
         words += ["--gemma-root", self.gemma_root] if gemma else []
-        words += extra
-        words += [
-            "--tp-degree",
-            self.tp,
-            "--dtype",
-            self.dtype_name,
-            "--artifacts-dir",
-            self.artifacts,
-        ]
-        words += ["--profile", self.profile.name]
-        words += [word for setting in self.profile.settings for word in ("--profile-set", setting)]
+        words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
+        words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
+        for setting in self.profile.settings:
+            words += ["--profile-set", setting]
         if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.cut:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         return shlex.join(map(str, words))
@@ -410,3 +415,8 @@ class Workspace:
 def _from_here(path: Path) -> Path:
     """A path as it is typed in this folder."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _rank_bytes(folder: Path) -> int:
+    """Bytes of one rank's weights: its file, whose header is small beside them."""
+    return (folder / rank_file(0)).stat().st_size

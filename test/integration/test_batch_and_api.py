@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
-from helpers import rel
+from helpers import read_video, rel
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import Ranks
@@ -26,7 +26,6 @@ from ltx_neuron.batch import run as run_batch
 from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
-from ltx_neuron.host.media import read_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.progress import SUFFIX, keep

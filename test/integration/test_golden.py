@@ -10,12 +10,11 @@ import conftest
 import oracle
 import pytest
 import torch
-from helpers import rel
+from helpers import read_video, rel
 
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.engine import Engine
-from ltx_neuron.host.media import read_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import PHASES, Recorder

@@ -5,7 +5,8 @@ The closed packages are stood in for (test/nxd_stubs.py); compiler, runtime and 
 exercised. Run it with
 
     test/make_xla_venv.sh DIR
-    LTX_NEURON_NXD_SOURCE=<checkout of aws-neuron/neuronx-distributed> DIR/bin/python -m pytest test/integration/test_nxd.py
+    export LTX_NEURON_NXD_SOURCE=<checkout of aws-neuron/neuronx-distributed>
+    DIR/bin/python -m pytest test/integration/test_nxd.py
 """
 
 import json
@@ -208,7 +209,10 @@ def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_few
         other = cost(export_trace(program, "step", torch.float32))
     ours = manifest.cost()
     assert ours["collectives"] == 7 and other["collectives"] == 11
-    assert {**ours, "collectives": 0} == {**other, "collectives": 0}
+    same = ("collective_bytes", "flops")
+    assert {key: ours[key] for key in same} == {key: other[key] for key in same}
+    # The other backend has the buffers of its all-reduces besides.
+    assert 0 < ours["peak_bytes"] <= other["peak_bytes"]
 
 
 def test_what_differs_between_ranks_is_an_input(generated):
@@ -226,7 +230,7 @@ def test_what_differs_between_ranks_is_an_input(generated):
 def program_of(generated) -> str:
     """The program of the job's last stage, whose inputs are still on the cores."""
     tokens = generated.tensors["s2_video"].flatten(2).shape[2]
-    return next(name for name in generated.ranks.fields if name.startswith(f"v{tokens}-"))
+    return next(name for name in generated.ranks.programs if name.startswith(f"v{tokens}-"))
 
 
 def one_step(ranks: nxd.Ranks, program: str, **changed) -> Tensor:
@@ -430,13 +434,13 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
         ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
         assert (
             leaving() is None
-            and {*ranks.fields} == {second[0]}
+            and {*ranks.programs} == {second[0]}
             and [*ranks._sets[0].models.values()] == [kept]
         )
         watched = [weakref.ref(t) for t in ranks._sets[0].tensors[0].values()]
         del kept
         ranks.load(other, dict([first]), torch.float32)
-        assert [held.folder for held in ranks._sets] == [other] and {*ranks.fields} == {first[0]}
+        assert [held.folder for held in ranks._sets] == [other] and {*ranks.programs} == {first[0]}
         assert [ref() for ref in watched if ref() is not None] == []
 
 

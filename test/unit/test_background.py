@@ -1,4 +1,4 @@
-"""A function in a thread beside its caller: its result, its error, and its end."""
+"""BackgroundTask: its result, its error, how it is cancelled, and its number of threads."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ SOON = 2  # seconds; a function here is at its next check_cancelled within milli
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def no_thread_is_left():
     """Every test ends with the threads and the number of threads it began with."""
     count, threads = torch.get_num_threads(), set(threading.enumerate())
     yield
@@ -22,8 +22,8 @@ def nothing_is_left():
     torch.set_num_threads(count)
 
 
-def for_ever() -> None:
-    """So long that no test passes that waits for it."""
+def run_for_ever() -> None:
+    """Run until cancelled, or so long that a test that waits for it fails."""
     until = time.monotonic() + 10 * SOON
     while time.monotonic() < until:
         time.sleep(0.001)
@@ -36,82 +36,80 @@ def test_the_result_and_the_error_are_the_callers():
         BackgroundTask(lambda: 1 / 0).result()
 
 
-def test_it_runs_beside_its_caller():
-    told, heard = threading.Event(), threading.Event()
+def test_it_runs_at_the_same_time_as_its_caller():
+    asked, answered = threading.Event(), threading.Event()
 
     def answer() -> str:
-        assert told.wait(SOON)
-        heard.set()
+        assert asked.wait(SOON)
+        answered.set()
         return "answered"
 
-    with BackgroundTask(answer) as beside:
-        told.set()
-        assert heard.wait(SOON)
-    assert beside.result() == "answered"
+    with BackgroundTask(answer) as task:
+        asked.set()
+        assert answered.wait(SOON)
+    assert task.result() == "answered"
 
 
-def test_leaving_it_waits_and_raises_its_error():
+def test_leaving_the_block_waits_and_raises_the_functions_error():
     with pytest.raises(ZeroDivisionError), BackgroundTask(lambda: 1 / 0):
         pass
 
 
-def test_an_exception_that_leaves_it_ends_a_function_that_would_run_for_ever_and_says_nothing(
-    capsys,
-):
+def test_an_exception_that_leaves_the_block_cancels_the_function_silently(capsys):
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), BackgroundTask(for_ever):
+    with pytest.raises(KeyboardInterrupt), BackgroundTask(run_for_ever):
         raise KeyboardInterrupt
     assert time.monotonic() - began < SOON
     assert capsys.readouterr().err == ""
 
 
-def test_ending_it_ends_what_runs_beside_it_and_leaves_its_with_blocks():
+def test_cancelling_ends_nested_tasks_and_leaves_their_with_blocks():
     left = []
 
     def outer() -> None:
         try:
-            with BackgroundTask(for_ever), Workers() as workers:
+            with BackgroundTask(run_for_ever), Workers() as workers:
                 workers.run(lambda _: time.sleep(0.001), range(100_000))
         finally:
             left.append(True)
 
-    beside = BackgroundTask(outer)
+    task = BackgroundTask(outer)
     time.sleep(0.05)
-    beside.cancel()
+    task.cancel()
     assert left == [True]
 
 
-def test_ending_it_ends_one_that_waits_for_another():
+def test_a_task_that_waits_for_another_can_be_cancelled():
     def outer() -> None:
-        with BackgroundTask(for_ever):
+        with BackgroundTask(run_for_ever):
             pass
 
-    beside = BackgroundTask(outer)
+    task = BackgroundTask(outer)
     time.sleep(0.05)
     began = time.monotonic()
-    beside.cancel()
+    task.cancel()
     assert time.monotonic() - began < SOON
 
 
-def test_ctrl_c_while_it_is_waited_for_ends_it():
+def test_ctrl_c_while_waiting_cancels_the_task():
     interrupt = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
     interrupt.start()
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), BackgroundTask(for_ever):
+    with pytest.raises(KeyboardInterrupt), BackgroundTask(run_for_ever):
         pass
     assert time.monotonic() - began < SOON
     interrupt.join()
 
 
-def test_who_is_not_told_passes_every_checkpoint():
-    beside = BackgroundTask(for_ever)
+def test_cancelling_one_task_leaves_its_caller_and_other_tasks_alone():
+    task = BackgroundTask(run_for_ever)
     check_cancelled()
     with BackgroundTask(check_cancelled):
         check_cancelled()
-    beside.cancel()
+    task.cancel()
 
 
-def test_workers_that_are_made_beside_it_do_not_change_its_number_of_threads():
+def test_workers_made_meanwhile_do_not_change_its_number_of_threads():
     """Each makes its first operation while the workers' own number is the default of new
     threads."""
     torch.get_num_threads()

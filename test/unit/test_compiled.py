@@ -78,7 +78,7 @@ class Slow:
 
 
 def test_a_rank_may_be_late_while_it_compiles_and_not_in_what_was_compiled(toy, monkeypatch):
-    monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
+    monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
     with Ranks(TRACED, TP) as ranks:
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         ranks.put("toy", x=toy.x, table=toy.table)
@@ -194,7 +194,7 @@ def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation():
 
     with fake_process_group(2), torch.no_grad():
         before = module(*inputs)
-        compiled.put_kernel(module, lambda: kernel)
+        compiled.replace_attention(module, lambda: kernel)
         after = module(*inputs)
     assert len(calls) == 6
     assert all(rel(one, two) < 1e-2 for one, two in zip(after, before, strict=True))  # bf16
@@ -204,9 +204,9 @@ def test_no_kernel_is_made_for_a_graph_without_the_operation():
     def absent():
         raise ImportError("nkilib")
 
-    compiled.put_kernel(copy.deepcopy(block_graph("matmul").graph_module), absent)
+    compiled.replace_attention(copy.deepcopy(block_graph("matmul").graph_module), absent)
     with pytest.raises(ImportError, match="nkilib"):
-        compiled.put_kernel(copy.deepcopy(block_graph("nki").graph_module), absent)
+        compiled.replace_attention(copy.deepcopy(block_graph("nki").graph_module), absent)
 
 
 def test_a_rank_without_its_device_says_so():

@@ -1,18 +1,24 @@
-"""Images in, videos, frames and sound out; the conditioning image against ltx-pipelines' own
-function."""
+"""Conditioning images against ltx-pipelines' own function; MP4 files and PNG frames."""
 
 import os
-import wave
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from helpers import read_video
 from PIL import Image
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import media
+from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.host.video import (
+    BT709,
+    check_output_path,
+    exact_frame_rate,
+    write_frames,
+    write_video,
+)
 
 # An MP4's durations are whole milliseconds or whole ticks of 1/12288 s, each rounded on its own: 2
 # ms covers both.
@@ -54,7 +60,7 @@ def test_an_image_becomes_the_same_pixels_as_in_ltx_pipelines(tmp_path, size, cr
 
     path = saved(Image.fromarray(picture(*size)), tmp_path / "image.png")
     wanted = load_image_conditioning(str(path), 128, 192, dtype, torch.device("cpu"), crf)
-    got = media.load_image(path, 128, 192, crf, dtype)
+    got = load_image(path, 128, 192, crf, dtype)
     assert got.shape == (1, 3, 1, 128, 192)
     assert torch.equal(got, wanted)
 
@@ -66,14 +72,14 @@ def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path, mode, suffix):
     image = Image.fromarray(picture(64, 96)).convert(mode)
     path = saved(image, tmp_path / f"image.{suffix}")
     wanted = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1
-    assert torch.equal(media.load_image(path, 64, 96, crf=0)[0, :, 0], wanted)
+    assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], wanted)
 
 
 def test_a_sixteen_bit_grey_image_keeps_its_shades(tmp_path):
     shades = np.array(Image.fromarray(picture(64, 96)).convert("L"))
     path = saved(Image.fromarray(shades.astype(np.uint16) * 257), tmp_path / "image.png")
     assert torch.equal(
-        media.load_image(path, 64, 96, crf=0)[0, 0, 0], torch.from_numpy(shades) / 127.5 - 1
+        load_image(path, 64, 96, crf=0)[0, 0, 0], torch.from_numpy(shades) / 127.5 - 1
     )
 
 
@@ -83,9 +89,9 @@ def test_what_is_no_image_is_a_users_error(tmp_path):
     (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
     for path in (tmp_path, tmp_path / "text.png", tmp_path / "half.png"):
         with pytest.raises(UserError, match="cannot be read as an image.*\n.*--image FILE"):
-            media.load_image(path, 64, 96)
+            load_image(path, 64, 96)
     with pytest.raises(UserError, match="there is no image .*--image FILE"):
-        media.load_image(tmp_path / "absent.png", 64, 96)
+        load_image(tmp_path / "absent.png", 64, 96)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ def test_an_image_of_an_unusable_size_is_a_users_error(tmp_path, width, height, 
     path = saved(Image.new("1", (width, height)), tmp_path / "image.png")
     # A small target: should the bounds ever be lost, the last image then needs 1.6 GB, not 25.
     with pytest.raises(UserError, match=message):
-        media.load_image(path, 96, 128)
+        load_image(path, 96, 128)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +122,11 @@ def test_an_image_of_an_unusable_size_is_a_users_error(tmp_path, width, height, 
 )
 def test_a_video_and_its_sound_last_equally_long(tmp_path, frames, frame_rate, samples):
     path = tmp_path / "new folder" / "out.mp4"
-    media.write_video(path, clip(frames), frame_rate, sine(samples), 48000)
-    found = media.read_video(path)
-    seconds = float(frames / media.exact_frame_rate(frame_rate))
+    write_video(path, clip(frames), frame_rate, sine(samples), 48000)
+    found = read_video(path)
+    seconds = float(frames / exact_frame_rate(frame_rate))
     assert found["frame_count"] == frames
-    assert found["frame_rate"] == media.exact_frame_rate(frame_rate)
+    assert found["frame_rate"] == exact_frame_rate(frame_rate)
     assert found["video_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
     assert found["audio_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
     assert (found["width"], found["height"]) == (96, 64)
@@ -132,14 +138,14 @@ def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):
     import av
 
     frames, waveform = clip(17), sine(34000)
-    media.write_video(tmp_path / "out.mp4", frames, 24.0, waveform, 48000)
+    write_video(tmp_path / "out.mp4", frames, 24.0, waveform, 48000)
     with av.open(str(tmp_path / "out.mp4")) as container:
         shown = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
         container.seek(0)
         heard = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)[
             :, :34000
         ]
-        assert container.streams.video[0].codec_context.colorspace == media.BT709
+        assert container.streams.video[0].codec_context.colorspace == BT709
     assert np.abs(shown.astype(int) - frames.numpy().astype(int)).mean() < PICTURE_TOLERANCE
     assert np.corrcoef(heard[0], waveform[0])[0, 1] > SOUND_CORRELATION
 
@@ -147,7 +153,7 @@ def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):
 def test_the_same_video_is_written_in_the_same_bytes(tmp_path):
     # 192 wide: a width at which x264's macroblock tree, were it on, differs from run to run.
     for name in ("first.mp4", "second.mp4", "third.mp4", "fourth.mp4"):
-        media.write_video(tmp_path / name, clip(17, 128, 192), 24.0, sine(33120), 48000)
+        write_video(tmp_path / name, clip(17, 128, 192), 24.0, sine(33120), 48000)
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
 
 
@@ -157,7 +163,7 @@ def test_a_failed_video_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     # By then the video is encoded: a partial file exists.
     monkeypatch.setattr("av.AudioFrame", None)
     with pytest.raises(AttributeError):
-        media.write_video(path, clip(3), 24.0, sine(100), 48000)
+        write_video(path, clip(3), 24.0, sine(100), 48000)
     assert path.read_bytes() == b"an earlier result"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -178,14 +184,14 @@ def test_a_failed_video_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     ],
 )
 def test_a_broadcast_frame_rate_is_recognised(written, exact):
-    assert media.exact_frame_rate(written) == exact
+    assert exact_frame_rate(written) == exact
 
 
 def test_frames_are_written_as_lossless_pictures_without_those_of_a_longer_run(tmp_path):
     folder = tmp_path / "new" / "frames"
-    media.write_frames(folder, clip(5))
+    write_frames(folder, clip(5))
     (folder / "notes.txt").write_text("kept")
-    media.write_frames(folder, clip(3))
+    write_frames(folder, clip(3))
     assert sorted(os.listdir(folder)) == [
         "frame_00000.png",
         "frame_00001.png",
@@ -195,18 +201,9 @@ def test_frames_are_written_as_lossless_pictures_without_those_of_a_longer_run(t
     assert np.array_equal(np.array(Image.open(folder / "frame_00002.png")), clip(3)[2].numpy())
 
 
-def test_a_wav_holds_the_clipped_sixteen_bit_samples(tmp_path):
-    waveform = torch.tensor([[0.0, 0.5, 2.0], [-2.0, -0.5, 1.0]])
-    media.write_wav(tmp_path / "out.wav", waveform, 48000)
-    with wave.open(str(tmp_path / "out.wav")) as file:
-        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (2, 2, 48000)
-        samples = np.frombuffer(file.readframes(3), "<i2").reshape(3, 2).T
-    assert samples.tolist() == [[0, 16383, 32767], [-32767, -16383, 32767]]
-
-
 def test_a_path_that_can_be_written_is_accepted_and_nothing_is_created(tmp_path):
-    media.check_writable(tmp_path / "out.mp4")
-    media.check_writable(tmp_path / "new" / "folder" / "OUT.MP4")
+    check_output_path(tmp_path / "out.mp4")
+    check_output_path(tmp_path / "new" / "folder" / "OUT.MP4")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -221,8 +218,8 @@ def test_a_path_that_cannot_be_written_is_a_users_error(tmp_path, monkeypatch):
         (tmp_path / "file" / "out.mp4", "not a folder you may write to"),
     ]:
         with pytest.raises(UserError, match=message):
-            media.check_writable(path)
+            check_output_path(path)
     # Root may write everywhere, so a folder without permission is played.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UserError, match="not a folder you may write to.*--output-path"):
-        media.check_writable(tmp_path / "out.mp4")
+        check_output_path(tmp_path / "out.mp4")

@@ -7,7 +7,7 @@ import pytest
 
 from ltx_neuron import errors
 from ltx_neuron.backends.neuron_errors import TABLE, DeviceFailure, explained, failure, known
-from ltx_neuron.backends.rank import last_answer
+from ltx_neuron.backends.wire import failure_of
 from ltx_neuron.errors import UserError
 
 # What is said -> what it means, and a word of what to do. Texts as users of the runtime and the
@@ -119,8 +119,7 @@ def test_a_script_prints_it_without_a_traceback_and_exits_with_1(capsys):
 
 def test_a_rank_of_torchdist_on_a_neuron_core_says_the_same():
     error = RuntimeError('nrt_execute status=5 message="Timeout"')
-    assert last_answer(error, "neuron")["error"] == str(failure(error))
-    assert last_answer(error, "cpu")["error"].startswith(
-        "RuntimeError: nrt_execute"
-    )  # elsewhere the words mean nothing
-    assert not last_answer(error, "neuron")["user"] and issubclass(DeviceFailure, errors.RunError)
+    assert failure_of(error, "neuron").error == str(failure(error))
+    assert not failure_of(error, "neuron").refusal and issubclass(DeviceFailure, errors.RunError)
+    elsewhere = failure_of(error, "cpu").error  # where the words mean nothing
+    assert elsewhere.startswith("RuntimeError: nrt_execute")

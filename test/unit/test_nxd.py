@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.backends import nki, nxd_compile, registry
+from ltx_neuron.backends import export, nki, nxd_compile, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.parallel import RowLinear
@@ -80,10 +80,13 @@ def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor
     assert examples["x"].unique().numel() > 1 and all(t.all() for t in examples.values())
 
 
-def test_flops_are_counted_in_the_model_on_meta():
-    graph = toy()
-    graph.module.to(torch.bfloat16)
-    assert nxd_compile.flops(graph, FIELDS) == 2 * 3 * 4 * 16
+def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks():
+    program = Program({"toy": toy()}, {"main": (("toy", 0),)}, FIELDS)
+    cost = export.cost(export.trace(program, "toy", torch.bfloat16))
+    product = 3 * 16
+    assert cost["flops"] == 2 * 4 * product
+    # bf16: the product, and the product times the step
+    assert cost["peak_bytes"] == 2 * 2 * product
 
 
 def test_all_reduces_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():

@@ -563,7 +563,7 @@ file = TensorFile(folder / "rank0.safetensors", "")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if sys.argv[2] == "kept":
     rank = SimpleNamespace(weights={}, rank=0, device=torch.device("cpu"))
-    held = Rank._hold(rank, str(folder), file.shapes, torch.float32)
+    held = Rank._load_weights(rank, str(folder), file.shapes, torch.float32)
     assert held.keys() == file.shapes.keys()
 else:
     for name, tensor in file.tensors():

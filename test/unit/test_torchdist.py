@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ltx_neuron.backends import torchdist
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.rank import Shared
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal, finite
 from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.wire import SharedTensor
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Stage
@@ -364,7 +364,7 @@ def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explai
 def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
     with ready(toy) as ranks:
         pids = pids_of(ranks)
-        monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
+        monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(
             RankError, match="rank 0 of 2 failed: the process gives no sign of life for 2.0 s"
@@ -379,7 +379,7 @@ def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
 def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(
     toy, monkeypatch, number, said
 ):
-    monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
+    monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
     with ready(toy) as ranks:
         pids = pids_of(ranks)
         ranks.check()  # of ranks that live, nothing
@@ -394,7 +394,7 @@ def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(
 
 def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_run(toy, monkeypatch):
     """It lives, but does not come to the sum."""
-    monkeypatch.setattr(torchdist, "LATE_SECONDS", 2.0)
+    monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
     with ready(toy) as ranks:
         pids = pids_of(ranks)
         ours, unread = multiprocessing.Pipe()
@@ -445,7 +445,7 @@ def test_a_host_killed_at_any_moment_of_an_upload_leaves_no_shared_memory():
     for _ in range(KILLS):
         child = os.fork()
         while child == 0:
-            with Shared((8,), torch.int32):
+            with SharedTensor((8,), torch.int32):
                 pass
         time.sleep(choose.uniform(0.001, 0.003))
         os.kill(child, signal.SIGKILL)

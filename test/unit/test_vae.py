@@ -6,7 +6,7 @@ from helpers import generator, one_thread, randn, randomised, rel  # noqa: F401
 from torch import nn
 
 from ltx_neuron.host import vae, winograd
-from ltx_neuron.host.vae import FastVideoDecoder, unknown_parts
+from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
 
@@ -35,7 +35,9 @@ def ltx_decoder(**changes) -> nn.Module:
 
 @pytest.fixture(params=["tiles", "direct"])
 def method(request, monkeypatch):
-    monkeypatch.setattr(winograd, "pays", lambda shape, outputs: request.param == "tiles")
+    monkeypatch.setattr(
+        winograd, "winograd_is_faster", lambda shape, outputs: request.param == "tiles"
+    )
 
 
 @pytest.mark.parametrize("size", LATENTS, ids=str)
@@ -79,7 +81,7 @@ def test_the_released_decoder_is_known():
     from ltx_core.model.video_vae import VideoDecoderConfigurator
 
     with torch.device("meta"):
-        assert unknown_parts(VideoDecoderConfigurator.from_config(released_config())) == []
+        assert unknown_modules(VideoDecoderConfigurator.from_config(released_config())) == []
 
 
 def another_activation(decoder):

@@ -1,4 +1,4 @@
-"""What a decode is said to hold at once, against the kernel's peak of a process that decodes."""
+"""The counted peak of a decode against the kernel's figure for a process that decodes."""
 
 import os
 import subprocess
@@ -26,9 +26,17 @@ import ltx_core.model.video_vae.video_vae as video_vae
 
 torch.set_num_threads({THREADS})
 config = merge(released_config(), {{"vae": {{"decoder_base_channels": 32}}}})
-decoder = FastVideoDecoder(VideoDecoderConfigurator.from_config(config).bfloat16().eval().requires_grad_(False))
-decode = lambda *latent: torch.cat(list(video_vae.decode_video(torch.randn(1, 128, *latent), decoder, TilingConfig.default())))
-status = lambda line: int(Path("/proc/self/status").read_text().split(line + ":")[1].split()[0]) * 1024
+decoder = VideoDecoderConfigurator.from_config(config).bfloat16().eval().requires_grad_(False)
+decoder = FastVideoDecoder(decoder)
+
+def decode(*latent):
+    latent = torch.randn(1, 128, *latent)
+    torch.cat(list(video_vae.decode_video(latent, decoder, TilingConfig.default())))
+
+def status(field):
+    line = Path("/proc/self/status").read_text().split(field + ":")[1]
+    return int(line.split()[0]) * 1024
+
 decode(1, 1, 1)
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
@@ -39,12 +47,14 @@ print(status("VmHWM") - before + sum(tensor.nbytes for tensor in decoder.state_d
 
 # One tile; tiles in time and in width, where the chunks they are blended into count.
 @pytest.mark.parametrize("latent", [(3, 8, 12), (17, 2, 18)], ids=["one tile", "tiles"])
-def test_a_decode_holds_at_once_what_is_counted(latent):
+def test_the_peak_of_a_decode_is_the_counted_one(latent):
     """glibc's moving threshold is fixed: what it keeps of freed memory is not the decoder's."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "MALLOC_MMAP_THRESHOLD_": "262144"}
     command = [sys.executable, "-c", DECODE, *map(str, latent)]
-    found = int(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
-    assert found == pytest.approx(decode_bytes(CONFIG, latent, THREADS), rel=TOLERANCE)
+    measured = int(
+        subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    )
+    assert measured == pytest.approx(decode_bytes(CONFIG, latent, THREADS), rel=TOLERANCE)
 
 
 def test_of_a_longer_video_only_the_finished_frames_stay():

@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from helpers import randn, rel
 
 from ltx_neuron.host import winograd
-from ltx_neuron.host.winograd import Map, Workers, by_tiles, convolve, directly, pays
+from ltx_neuron.host.winograd import (
+    FeatureMap,
+    Workers,
+    convolve,
+    convolve_direct,
+    convolve_winograd,
+    winograd_is_faster,
+)
 
 # float32 rounds at 6e-8; F(4,3) along three axes multiplies that by its constants, to 1e-6 here. A
 # wrong constant leaves 1e-1.
@@ -19,7 +26,7 @@ def border(video):
     return torch.cat([video[:, :, :1], video, video[:, :, -1:]], dim=2)
 
 
-def of_map(source: Map, weight, bias, method, workers):
+def of_map(source: FeatureMap, weight, bias, method, workers):
     """A whole result, (F, H, W, Cout); what no piece wrote is not a number."""
     found = torch.full((*source.shape[:3], len(bias)), torch.nan)
 
@@ -31,10 +38,10 @@ def of_map(source: Map, weight, bias, method, workers):
     return found
 
 
-def filled(*shape: int) -> Map:
-    source = Map(*shape)
+def filled(*shape: int) -> FeatureMap:
+    source = FeatureMap(*shape)
     source.inner.copy_(randn(*shape))
-    source.repeat_ends()
+    source.repeat_end_frames()
     return source
 
 
@@ -47,7 +54,7 @@ def workers(request):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("method", [by_tiles, directly])
+@pytest.mark.parametrize("method", [convolve_winograd, convolve_direct])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (8, 4)])
 def test_a_convolution_equals_torchs(workers, method, size, inputs, outputs, monkeypatch):
@@ -65,7 +72,7 @@ def test_a_convolution_equals_torchs(workers, method, size, inputs, outputs, mon
 
 def test_the_same_convolution_gives_the_same_bits(workers):
     source, weight, bias = filled(9, 12, 20, 32), randn(16, 32, 3, 3, 3, seed=1), randn(16, seed=2)
-    first, second = (of_map(source, weight, bias, by_tiles, workers) for _ in range(2))
+    first, second = (of_map(source, weight, bias, convolve_winograd, workers) for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -83,12 +90,16 @@ def test_bfloat16_weights_are_taken_as_the_float32_numbers_they_are(workers):
     assert torch.equal(found, wanted)
 
 
-def test_tiles_pay_for_wide_channels_over_many_positions():
-    assert pays((25, 96, 128, 128), 128)
-    assert pays((13, 48, 64, 512), 512)
-    assert not pays((1, 4, 4, 512), 512), "the filters' transform costs more than it saves"
-    assert not pays((25, 96, 128, 8), 8), "the map's transforms cost more than they save"
-    assert not pays((25, 48, 64, 1024), 1024), "0.9 GB of transformed filters"
+def test_winograd_is_used_for_wide_channels_over_many_positions():
+    assert winograd_is_faster((25, 96, 128, 128), 128)
+    assert winograd_is_faster((13, 48, 64, 512), 512)
+    assert not winograd_is_faster((1, 4, 4, 512), 512), (
+        "the filters' transform costs more than it saves"
+    )
+    assert not winograd_is_faster((25, 96, 128, 8), 8), (
+        "the map's transforms cost more than they save"
+    )
+    assert not winograd_is_faster((25, 48, 64, 1024), 1024), "0.9 GB of transformed filters"
 
 
 def test_a_map_repeats_its_ends_and_has_zeros_around_every_frame():
@@ -107,7 +118,7 @@ def test_an_error_in_a_worker_is_raised(workers):
         raise RuntimeError("disk full")
 
     with pytest.raises(RuntimeError, match="disk full"):
-        by_tiles(filled(4, 4, 4, 2), randn(2, 2, 3, 3, 3), randn(2), write, workers)
+        convolve_winograd(filled(4, 4, 4, 2), randn(2, 2, 3, 3, 3), randn(2), write, workers)
 
 
 def test_workers_leave_torchs_threads_as_they_were():

@@ -1,8 +1,8 @@
-"""What runs an exported graph on a rank: its operations one by one, or torch.compile with the
+"""How a rank runs an exported graph: operation by operation, or compiled by torch.compile with the
 profile's backend.
 
-An exported graph takes its weights as inputs, so one compiled graph serves every group of blocks;
-and what was counted and checked in the file is what is compiled, with the same text on every rank.
+An exported graph takes its weights as inputs, so one compiled graph serves every group of blocks.
+What was counted and checked in the file is what is compiled, with the same text on every rank.
 With the backend "neuron" (TorchNeuron) this was not run; with inductor it is tested on CPUs.
 """
 
@@ -13,8 +13,10 @@ import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx
 
+from ltx_neuron.backends import nki
 from ltx_neuron.backends.export import GROUP, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.wire import RankSettings
 
 # One object for all graphs: some backends write into it, and another object would compile the same
 # graph again.
@@ -26,8 +28,8 @@ OPTIONS: dict[str, dict] = {
 
 
 class Compiled:
-    """A graph that torch.compile has at its first call; whatever would compile it once more is an
-    error from then on."""
+    """A graph that torch.compile compiles at its first call. A later call that would compile it
+    again, for another shape, stride or dtype, raises RuntimeError. `warm`: it is compiled."""
 
     def __init__(self, graph: Callable, backend: str):
         self.compiled = torch.compile(
@@ -45,28 +47,26 @@ class Compiled:
 
 
 def runner(graph: Callable, backend: str) -> Callable:
-    """What to call for a graph: itself, or its compiled form."""
+    """A graph as it is called with a compile backend: itself for "export", else Compiled."""
     return graph if backend == "export" else Compiled(graph, backend)
 
 
-def ready(module: fx.GraphModule, settings: dict) -> Callable:
-    """A program's graph as a rank calls it, with its weights and inputs."""
-    if settings["device"] == "neuron":
-        from ltx_neuron.backends.nki import native_attention
-
-        put_kernel(module, lambda: native_attention(settings["lnc"]))
-    return runner(module, settings["compile_backend"])
+def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
+    """A program's graph as a rank calls it: with its weights, then its inputs."""
+    if settings.device == "neuron":
+        replace_attention(module, lambda: nki.native_attention(settings.lnc))
+    return runner(module, settings.compile_backend)
 
 
-def put_kernel(module: fx.GraphModule, make: Callable[[], Callable]) -> None:
-    """Put a device's own kernel in the place of every ltx_neuron::attention_cte of a graph; made
-    only where there is one."""
+def replace_attention(module: fx.GraphModule, make_kernel: Callable[[], Callable]) -> None:
+    """Call a device's own kernel in the place of every ltx_neuron::attention_cte of a graph. The
+    kernel is made only if the graph has one: its package may not be installed."""
     nodes = [
         node
         for node in module.graph.nodes
         if node.target is torch.ops.ltx_neuron.attention_cte.default
     ]
-    kernel = make() if nodes else None
+    kernel = make_kernel() if nodes else None
     for node in nodes:
         node.target = kernel
     if nodes:
@@ -81,21 +81,22 @@ def graphs_compiled() -> int:
 
 
 def sum_of_ones(ones: Tensor) -> tuple[Tensor]:
-    """The first collective of a run, which every rank must join: one graph of one all-reduce."""
+    """Sum a tensor of ones over the ranks: the smallest graph with a collective."""
+    # `* 1`: TorchNeuron reduces intermediates, never a graph's input.
     return (functional.wait_tensor(functional.all_reduce(ones * 1, "sum", GROUP)),)
 
 
-def compile_only(folders: list[str], settings: dict) -> None:
-    """Compile every graph of programs for one of `tp` ranks, with no process group and no weights:
-    fills the compiler's cache.
+def compile_only(folders: list[str], settings: RankSettings) -> None:
+    """Fill the compiler's cache: compile every graph of the programs in `folders` for one rank,
+    with no other rank and no weights.
 
-    Run in a process of its own that has a rank's environment. With TorchNeuron this is for machines
-    without a device (TORCH_NEURONX_COMPILE_ONLY); there it was not run.
+    Runs in a process of its own that has a rank's environment. With TorchNeuron this is for
+    machines without a device (TORCH_NEURONX_COMPILE_ONLY); there it was not run.
     """
-    torch.set_num_threads(settings["threads"])
-    device = torch.device(settings["device"])
-    with fake_process_group(settings["tp"]), torch.no_grad():
-        runner(sum_of_ones, settings["compile_backend"])(torch.ones(1).to(device))
+    torch.set_num_threads(settings.threads)
+    device = torch.device(settings.device)
+    with fake_process_group(settings.tp), torch.no_grad():
+        runner(sum_of_ones, settings.compile_backend)(torch.ones(1).to(device))
         for manifest in map(Manifest, map(Path, folders)):
             for name in manifest.graphs:
                 module = manifest.load(name).graph_module

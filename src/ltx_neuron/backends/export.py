@@ -1,11 +1,10 @@
-"""torch.export graphs: a Program traced once for all ranks into files that other processes load,
-run and read.
+"""torch.export graphs: a Program traced once for all ranks into files that other processes load.
 
-The files hold ATen operations and functional collectives, no weights and no pickle. What a step
-costs (collectives, FLOPs, operations) is read from them.
+The files hold ATen operations and functional collectives, no weights and no pickle. What a call of
+a graph costs a rank is counted in the graph itself.
 """
 
-import hashlib
+import io
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltx_neuron.backends.manifest import graph_file
-from ltx_neuron.files import MANIFEST, write_json
+from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
+from ltx_neuron.files import MANIFEST, whole_file
 from ltx_neuron.models.programs import Program
 
 GROUP = "0"  # c10d's name of the default group, the same in every process
@@ -26,8 +25,8 @@ class TorchDistComm:
     """Comm over the default process group, in the form that TorchNeuron lowers: plain all-reduces
     only.
 
-    Statistics (one number per token: last dimension 1) travel in one flat buffer; activations
-    travel alone, because concatenating a 50 MB activation costs more than a launch.
+    Statistics, one number per token, travel in one flat buffer: their last dimension is 1.
+    Activations travel alone: concatenating one of 50 MB costs more than a launch.
     """
 
     def __init__(self, size: int):
@@ -59,9 +58,9 @@ def fake_process_group(size: int, rank: int = 0):
         dist.destroy_process_group()
 
 
-class _Named(nn.Module):
-    """A graph's module taking its named inputs as keywords and returning a plain tuple: what
-    torch.export can store."""
+class _Keywords(nn.Module):
+    """A graph's module with its named inputs as keywords and a plain tuple of outputs: torch.export
+    cannot store a NamedTuple of ours."""
 
     def __init__(self, module: nn.Module, inputs: type):
         super().__init__()
@@ -72,8 +71,11 @@ class _Named(nn.Module):
 
 
 def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.ExportedProgram:
-    """Export one graph of a program with meta tensors. Call inside a (fake or real) process
-    group."""
+    """Export one graph of a program with meta tensors: nothing is computed, no weight exists.
+
+    Call it inside a process group of the Comm's size, fake_process_group or a real one. Raises
+    RuntimeError for a graph that makes a tensor of its own.
+    """
     graph = program.graphs[name]
     example = {
         field: torch.empty(
@@ -81,7 +83,7 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
         )
         for field in graph.inputs._fields
     }
-    module = _Named(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
+    module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
     with torch.no_grad():
         exported = torch.export.export(module, (), example)
     kinds = torch.export.graph_signature.InputKind
@@ -89,17 +91,14 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
         spec.kind not in (kinds.PARAMETER, kinds.USER_INPUT)
         for spec in exported.graph_signature.input_specs
     ):
-        raise RuntimeError(
-            "the graph holds a tensor of its own; make it an input instead"
-        )  # traced on meta, it has no value
-    return _without_traces_of_the_tracer(exported)
+        # Traced on meta, such a tensor has no value.
+        raise RuntimeError("the graph holds a tensor of its own; make it an input instead")
+    return _without_origin(exported)
 
 
-def _without_traces_of_the_tracer(
-    exported: torch.export.ExportedProgram,
-) -> torch.export.ExportedProgram:
-    """Drop what ties a graph to where it was traced: source locations, and assertions that tensors
-    are on meta."""
+def _without_origin(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Drop what ties a graph to where it was traced: source locations, which would make equal
+    graphs differ, and assertions that tensors are on meta."""
     for node in list(exported.graph.nodes):
         if node.target == torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)
@@ -117,59 +116,82 @@ def _without_traces_of_the_tracer(
 def compile_program(program: Program, folder: Path, identity: dict, dtype: torch.dtype) -> None:
     """Trace every graph of a program into `folder` and, last, write the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
+    # A folder is finished as long as it has a manifest: not while its graphs are replaced.
     (folder / MANIFEST).unlink(missing_ok=True)
     graphs = {}
     for name, graph in program.graphs.items():
-        exported = trace(program, name, dtype)
-        file = graph_file(name)
-        _save(exported, folder / file)
-        graphs[name] = {
-            "file": file,
-            "sha256": hashlib.sha256((folder / file).read_bytes()).hexdigest(),
-            "parameters": {
-                _parameter(spec.target): list(exported.state_dict[spec.target].shape)
-                for spec in exported.graph_signature.input_specs
-                if spec.kind == torch.export.graph_signature.InputKind.PARAMETER
-            },
-            "inputs": list(graph.inputs._fields),
-            "outputs": list(graph.outputs._fields),
-            "cost": cost(exported),
+        exported, path = trace(program, name, dtype), folder / graph_file(name)
+        parameters = {
+            spec.target.removeprefix("module."): list(exported.state_dict[spec.target].shape)
+            for spec in exported.graph_signature.input_specs
+            if spec.kind == torch.export.graph_signature.InputKind.PARAMETER
         }
-    fields = {
-        name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")}
-        for name, field in program.fields.items()
-    }
-    content = {"identity": identity, "graphs": graphs, "runs": program.runs, "fields": fields}
-    write_json(folder / MANIFEST, content)
-
-
-def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
-    """What one call of a graph costs a rank, counted in the graph: all-reduces, their bytes, and
-    FLOPs."""
-    reduced = [
-        n.meta["val"]
-        for n in exported.graph.nodes
-        if n.target == torch.ops._c10d_functional.all_reduce.default
-    ]
-    arguments = [n.meta["val"] for n in exported.graph.nodes if n.op == "placeholder"]
-    with FlopCounterMode(display=False) as counter:
-        exported.graph_module(
-            *(torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments)
-        )
-    total = sum(t.numel() * t.dtype.itemsize for t in reduced)
-    return {
-        "collectives": len(reduced),
-        "collective_bytes": total,
-        "flops": counter.get_total_flops(),
-    }
-
-
-def _parameter(target: str) -> str:
-    return target.removeprefix("module.")
+        _save(exported, path)
+        graphs[name] = describe_graph(graph, path, parameters, cost(exported))
+    write_manifest(folder, identity, program, graphs)
 
 
 def _save(exported: torch.export.ExportedProgram, path: Path) -> None:
     exported._example_inputs = None  # torch would store them as a pickle
-    temporary = path.with_name(path.name + ".partial.pt2")
-    torch.export.save(exported, temporary)
-    temporary.replace(path)
+    # Given a path, torch writes its name into the file: equal graphs would have unequal digests.
+    content = io.BytesIO()
+    torch.export.save(exported, content)
+    with whole_file(path) as partial:
+        partial.write_bytes(content.getbuffer())
+
+
+def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
+    """What one call of a graph costs a rank, counted in the graph.
+
+    collectives       all-reduces
+    collective_bytes  bytes that a rank puts into them
+    flops             of matrix products and attention, as torch counts them: a multiply-add is two
+    peak_bytes        as peak_bytes() counts them
+    """
+    reduced = [
+        node.meta["val"]
+        for node in exported.graph.nodes
+        if node.target == torch.ops._c10d_functional.all_reduce.default
+    ]
+    arguments = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
+    with FlopCounterMode(display=False) as counter:
+        exported.graph_module(
+            *(torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments)
+        )
+    return {
+        "collectives": len(reduced),
+        "collective_bytes": sum(_nbytes(tensor) for tensor in reduced),
+        "flops": counter.get_total_flops(),
+        "peak_bytes": peak_bytes(exported),
+    }
+
+
+def peak_bytes(exported: torch.export.ExportedProgram) -> int:
+    """Most bytes of intermediate tensors that are alive at once when a graph's operations run in
+    their order. A tensor lives until its last use and the graph's outputs until the end; weights
+    and inputs are not counted. An operation that may return a view counts as none: 0 bytes."""
+    nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
+    position = {node: i for i, node in enumerate(nodes)}
+    freed_after = [0] * (len(nodes) + 1)  # the last entry is the end of the graph
+    alive = peak = 0
+    for index, node in enumerate(nodes):
+        value = node.meta.get("val")
+        size = _nbytes(value) if isinstance(value, Tensor) and not _is_view(node) else 0
+        # A user without a position is the graph's output.
+        last_use = max((position.get(user, len(nodes)) for user in node.users), default=index)
+        freed_after[last_use] += size
+        alive += size
+        peak = max(peak, alive)
+        alive -= freed_after[index]
+    return peak
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema) and any(
+        argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments
+    )
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

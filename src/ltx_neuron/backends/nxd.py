@@ -7,7 +7,6 @@ call, and `to_core`. Not run on hardware by us.
 """
 
 import gc
-import hashlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ltx_neuron.backends import ranks
 from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.backends.nxd_compile import WRAPPED, set_environment
-from ltx_neuron.backends.ranks import NotFiniteError, finite, part_of, whole_shape
+from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import weight_name
-from ltx_neuron.models.signatures import LATENTS, Field
 from ltx_neuron.profiles import Profile
-from ltx_neuron.weights.rankfiles import load, opened, rank_file
+from ltx_neuron.weights.rankfiles import AGAIN, load, opened, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -34,22 +33,26 @@ def to_core(tensor: Tensor, rank: int) -> Tensor:
 
 
 class _WeightSet:
-    """One copy of a model's weights on the cores, and the graphs bound to it."""
+    """One copy of a model's weights on the cores, and the graphs that are bound to it.
+
+    tensors  by rank, then by name; None until the first graph is bound
+    models   NxDModels by (program, graph)
+    """
 
     def __init__(self, folder: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype):
         self.folder, self.wanted, self.dtype = folder, wanted, dtype
-        self.tensors: list[dict[str, Tensor]] | None = None  # by rank
-        self.models: dict[tuple[str, str], object] = {}  # (program, graph) -> NxDModel
+        self.tensors: list[dict[str, Tensor]] | None = None
+        self.models: dict[tuple[str, str], object] = {}
         self.manifests: dict[str, Manifest] = {}
 
     def read(self, folder: Path, tp: int) -> list[dict[str, Tensor]]:
         """The rank files' tensors. Strict, because set_weights takes whatever it is given."""
+
+        def read_rank(rank: int) -> dict[str, Tensor]:
+            return load(folder / rank_file(rank), self.wanted, self.dtype)
+
         with ThreadPoolExecutor() as pool:
-            return [
-                *pool.map(
-                    lambda rank: load(folder / rank_file(rank), self.wanted, self.dtype), range(tp)
-                )
-            ]
+            return [*pool.map(read_rank, range(tp))]
 
     def bind(self, program: str, manifest: Manifest, graph: str, tp: int) -> None:
         """Load a graph and hand it the very tensors that the others have."""
@@ -57,17 +60,21 @@ class _WeightSet:
         if self.tensors is None:
             model.set_weights(self.read(self.folder, tp))
             self.tensors = model.weights
-        blocks = {name: first for calls in manifest.runs.values() for name, first in calls}
-        names = {p: weight_name(p, blocks[graph]) for p in manifest.graphs[graph]["parameters"]}
+        first_blocks = {name: first for calls in manifest.runs.values() for name, first in calls}
+        names = {
+            parameter: weight_name(parameter, first_blocks[graph])
+            for parameter in manifest.graphs[graph]["parameters"]
+        }
+        # Not by set_weights, which would upload another copy for each graph.
         model.weights = [
-            {WRAPPED + p: tensors[name] for p, name in names.items()} for tensors in self.tensors
+            {WRAPPED + parameter: tensors[name] for parameter, name in names.items()}
+            for tensors in self.tensors
         ]
         model.to_neuron()
         self.models[program, graph] = model
 
     def release(self, programs: set[str]) -> None:
-        """Let go of programs. NxD has no unload: device memory is free once nothing refers to
-        it."""
+        """Free programs. NxD has no unload: device memory is free once nothing refers to it."""
         for program in programs:
             self.manifests.pop(program, None)
         for key in [key for key in self.models if key[0] in programs]:
@@ -92,13 +99,13 @@ def _open(manifest: Manifest, graph: str, tp: int):
     return model
 
 
-class Ranks:
-    """The ranks of a run, all driven by this process, with the interface of torchdist.Ranks.
+class Ranks(ranks.Ranks):
+    """The ranks of a run, all driven by this process. Failures of the device are DeviceFailure.
 
-    Named tensors are lists of one tensor per rank that stay on the cores between runs.
+    A named tensor is a list of one tensor per rank, which stays on the cores between runs.
     """
 
-    # ranks of this process: the runtime's communicator cannot change size
+    # Ranks of this process: the runtime's communicator cannot change its size.
     _started: int | None = None
 
     def __init__(self, profile: Profile, tp: int):
@@ -111,106 +118,72 @@ class Ranks:
         set_environment(profile)
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp))
         self.tp, self.bytes_sent = tp, 0
-        self.fields: dict[str, dict[str, Field]] = {}
-        self.outputs: dict[str, set[str]] = {}
+        self.programs: dict[str, Manifest] = {}
         self._sets: list[_WeightSet] = []
         self._sequences: dict[tuple[str, str], list] = {}
         self._tensors: dict[str, list[Tensor]] = {}
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def close(self) -> None:
         self.unload()
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
-        """Load one weight set and the programs that share it. Strict: each tensor is used, each
-        weight is there.
-
-        What is loaded from there already stays; programs that are not asked for leave, and so does
-        another weight set of the same model. A set of another model stays beside it: who wants one
-        at a time calls `unload`.
-        """
-        wanted = {
-            name: shape
-            for manifest in programs.values()
-            for name, shape in manifest.weights().items()
-        }
-        for other in [
-            s for s in self._sets if s.folder != weights and s.wanted.keys() & wanted.keys()
-        ]:
-            self._drop(other)
-        held = next((s for s in self._sets if s.folder == weights), None) or _WeightSet(
-            weights, wanted, dtype
-        )
-        self._forget(held, {*held.manifests} - {*programs})
-        if held not in self._sets:
+        """As Ranks.load of ranks.py. What is loaded from the folder already stays, programs of it
+        that are not asked for leave, and so does another weight set of the same model."""
+        wanted = ranks.weights_of(programs)
+        for other in [*self._sets]:
+            if other.folder != weights and other.wanted.keys() & wanted.keys():
+                self._drop(other)
+        held = next((loaded for loaded in self._sets if loaded.folder == weights), None)
+        if held is None:
+            held = _WeightSet(weights, wanted, dtype)
             self._sets.append(held)
+        self._release(held, {*held.manifests} - {*programs})
         with explained():
             for program, manifest in programs.items():
-                self.fields[program], held.manifests[program] = manifest.fields, manifest
-                self.outputs[program] = {
-                    name for graph in manifest.graphs.values() for name in graph["outputs"]
-                }
+                self.programs[program] = held.manifests[program] = manifest
                 for graph in manifest.graphs:
                     if (program, graph) not in held.models:
                         held.bind(program, manifest, graph, self.tp)
 
     def replace_weights(self, weights: Path) -> None:
-        """Put another weight set of the same model in the loaded one's place, tensor by tensor: no
-        second copy."""
-        names = TensorFile(weights / rank_file(0), "run the shard script again").shapes.keys()
-        replaced = max(self._sets, key=lambda held: len(held.wanted.keys() & names))
+        names = TensorFile(weights / rank_file(0), AGAIN).shapes.keys()
+        held = max(self._sets, key=lambda loaded: len(loaded.wanted.keys() & names))
+        # Every file is checked before the first tensor is overwritten.
         files = [
-            opened(weights / rank_file(rank), replaced.wanted, replaced.dtype)
-            for rank in range(self.tp)
+            opened(weights / rank_file(rank), held.wanted, held.dtype) for rank in range(self.tp)
         ]
         for rank, file in enumerate(files):
             for name, tensor in file.tensors():
-                replaced.tensors[rank][name].copy_(
-                    tensor
-                )  # in place: the graphs hold these very tensors
-        replaced.folder = weights
+                # In place, tensor by tensor: the graphs hold these, and there is no second copy.
+                held.tensors[rank][name].copy_(tensor)
+        held.folder = weights
 
     def unload(self) -> None:
-        """Free the weights, the graphs and every named tensor."""
         self._tensors.clear()
         self._sequences.clear()
         for held in [*self._sets]:
             self._drop(held)
 
     def _drop(self, held: _WeightSet) -> None:
-        self._forget(held, {*held.manifests})
+        """Free a weight set with its programs."""
+        self._release(held, {*held.manifests})
         held.tensors = None
         self._sets.remove(held)
         gc.collect()
 
-    def _forget(self, held: _WeightSet, programs: set[str]) -> None:
+    def _release(self, held: _WeightSet, programs: set[str]) -> None:
         held.release(programs)
         for program in programs:
-            del self.fields[program], self.outputs[program]
+            del self.programs[program]
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
-        """Upload named tensors (whole ones: each rank takes its part). Shapes must be the
-        program's; dtypes become so.
-
-        `like` is the field that describes them when their own names are none, as those that a
-        sequence reads by alias.
-        """
         for name, tensor in tensors.items():
-            field = self.fields[program][like or name]
-            if tuple(tensor.shape) != (wanted := whole_shape(field, self.tp)):
-                raise ValueError(
-                    f"{program}.{name}: got shape {tuple(tensor.shape)}, wanted {wanted}"
-                )
-            self._put(
-                name, [part_of(field, tensor, rank).to(field.dtype) for rank in range(self.tp)]
-            )
+            field = self.programs[program].fields[like or name]
+            ranks.check_shape(program, name, field, tensor, self.tp)
+            parts = [ranks.part_of(field, tensor, rank) for rank in range(self.tp)]
+            self._upload(name, [part.to(field.dtype) for part in parts])
 
-    def _put(self, name: str, parts: list[Tensor]) -> None:
+    def _upload(self, name: str, parts: list[Tensor]) -> None:
         with explained():
             self._tensors[name] = [
                 to_core(part.contiguous(), rank) for rank, part in enumerate(parts)
@@ -218,79 +191,54 @@ class Ranks:
         self.bytes_sent += sum(part.nbytes for part in parts)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
-        """Name a sequence of a program's runs. Each is (run, reads, writes): where it takes an
-        input or leaves an output under another name than the graph's."""
         self._sequences[program, sequence] = runs
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        """Run a sequence once on the tensors the ranks hold; returns the milliseconds until the
-        last rank was done. NotFiniteError where it leaves latents with NaN or Inf.
-
-        Without `define`, a program's runs are sequences of their own names.
-        """
-        fields = self.fields[program]
         for name, number in numbers.items():
-            self._put(
-                name, [torch.full(fields[name].shape, number, dtype=fields[name].dtype)] * self.tp
-            )
-        held = next(held for held in self._sets if program in held.manifests)
+            field = self.programs[program].fields[name]
+            filled = torch.full(field.shape, number, dtype=field.dtype)
+            self._upload(name, [filled] * self.tp)
+        held = next(loaded for loaded in self._sets if program in loaded.manifests)
         manifest, start = held.manifests[program], time.perf_counter()
         for run, reads, writes in self._sequences.get((program, sequence), [(sequence, {}, {})]):
             for graph, _ in manifest.runs[run]:
                 self._call(held.models[program, graph], manifest, graph, reads, writes)
-        milliseconds = (
-            time.perf_counter() - start
-        ) * 1e3  # ranked mode returns when the last rank is done
-        written = [
-            name
-            for name in LATENTS
-            if name in {writes.get(name, name) for name in manifest.graphs[graph]["outputs"]}
-        ]
-        if broken := [name for name in written if not finite(self.get(program, name))]:
+        # The ranked mode returns when the last rank is done.
+        milliseconds = (time.perf_counter() - start) * 1e3
+        latents = ranks.latents_among(manifest.graphs[graph]["outputs"], writes)
+        if broken := [name for name in latents if not ranks.finite(self.get(program, name))]:
             raise NotFiniteError(broken)
         return milliseconds
 
     def _call(self, model, manifest: Manifest, graph: str, reads: dict, writes: dict) -> None:
         described, fields = manifest.graphs[graph], manifest.fields
         values = {name: self._tensors[reads.get(name, name)] for name in described["inputs"]}
-        for (
-            name,
-            parts,
-        ) in (
-            values.items()
-        ):  # NxD routes by names and shapes: another dtype would be read as this one
+        # NxD routes by names and shapes: another dtype would be read as if it were the graph's.
+        for name, parts in values.items():
             wanted = fields[name].shape, fields[name].dtype
             if any((tuple(part.shape), part.dtype) != wanted for part in parts):
                 raise RuntimeError(
                     f"{graph}.{name}: got {tuple(parts[0].shape)} {parts[0].dtype}, wanted {wanted}"
                 )
         with explained():
+            # One list per output, with a tensor per rank
             outputs = model(**values, model_name=described["tag"], forward_mode="ranked")
         names = [writes.get(name, name) for name in described["outputs"]]
-        self._tensors.update(zip(names, outputs, strict=True))  # [output][rank]
+        self._tensors.update(zip(names, outputs, strict=True))
 
     def get(self, program: str, name: str) -> Tensor:
-        """Download a named tensor: rank 0's, or all parts put together."""
-        split, parts = self.fields[program][name].split, self._tensors[name]
+        split, parts = self.programs[program].fields[name].split, self._tensors[name]
         with explained():
-            return (
-                parts[0].cpu()
-                if split is None
-                else torch.cat([part.cpu() for part in parts], dim=split)
-            )
+            if split is None:
+                return parts[0].cpu()
+            return torch.cat([part.cpu() for part in parts], dim=split)
+
+    def hashes(self, *names: str) -> list[str]:
+        return [
+            ranks.tensors_digest(self._tensors[name][rank] for name in names)
+            for rank in range(self.tp)
+        ]
 
     def check(self) -> None:
         """Nothing: the cores are driven from this process, none fails while it has nothing to
         do."""
-
-    def returns(self, program: str, name: str) -> bool:
-        """Whether a program hands back a tensor of that name."""
-        return name in self.outputs[program]
-
-    def hashes(self, *names: str) -> list[str]:
-        """Each rank's digest over the bits of its named tensors."""
-        hashers = [hashlib.sha256() for _ in range(self.tp)]
-        for name in names:
-            for hasher, part in zip(hashers, self._tensors[name], strict=True):
-                hasher.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return [hasher.hexdigest() for hasher in hashers]

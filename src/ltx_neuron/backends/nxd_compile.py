@@ -1,9 +1,9 @@
 """Graphs for NxD: one process traces a program for all ranks with ModelBuilder V2 and compiles it
-to files; nxd.py runs them.
+to files, which nxd.py runs.
 
-The same programs, fields and manifests as export.py; a graph is one NEFF in a file of NxD's own.
-neuronx-cc is behind the one call of `builder.compile`. Written from NxD 0.18's source; NxD is
-supported up to SDK 2.33, with torch 2.9.
+The programs and manifests are export.py's; a graph is one NEFF in a file of NxD's own. neuronx-cc
+is behind the one call of `builder.compile`. Written from NxD 0.18's source; NxD is supported up to
+SDK 2.33, with torch 2.9.
 """
 
 import inspect
@@ -12,18 +12,17 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from ltx_neuron.backends import nki
-from ltx_neuron.backends.manifest import graph_file, sha256
+from ltx_neuron.backends import export, nki
+from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, write_json
+from ltx_neuron.files import MANIFEST, whole_file
+from ltx_neuron.machine import package_version
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import Profile
@@ -34,18 +33,12 @@ WRAPPED = "module."  # prefix of a graph's parameters in the module that NxD tra
 
 def versions() -> dict[str, str | None]:
     """Installed versions of what makes and reads the graphs: NxD's files fit no other ones."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {package: package_version(package) for package in PACKAGES}
 
 
 def set_environment(profile: Profile) -> None:
-    """What the compiler and the runtime read from the environment, at their import. The user's own
-    values stay."""
+    """Set what the compiler and the runtime read from the environment when they are imported. The
+    user's own values stay. Raises UserError where they contradict what graphs are compiled for."""
     for name, value in profile.environment:
         os.environ.setdefault(name, value)
     lnc = os.environ.setdefault("NEURON_LOGICAL_NC_CONFIG", str(profile.lnc))
@@ -58,7 +51,7 @@ def set_environment(profile: Profile) -> None:
 
 class XlaComm:
     """Comm that sums all tensors of a call in one variadic all-reduce: over NxD's replica groups,
-    or those given."""
+    or those given. On meta tensors it is the identity, which counting needs no ranks for."""
 
     def __init__(self, size: int, groups: list[list[int]] | None = None):
         self.size, self.groups = size, groups
@@ -80,13 +73,15 @@ def _replica_groups() -> list[list[int]]:
 
 
 def traceable(graph: Graph) -> nn.Module:
-    """A graph's module with one keyword for each of its inputs: NxD reads the signature and refuses
-    **tensors."""
+    """A graph's module with one keyword for each of its inputs: NxD reads the signature of
+    `forward` and refuses **tensors."""
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.module(graph.inputs(**tensors)))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    # A class of its own: torch_neuronx may copy the module, and a forward bound to the first one
+    # would then use that one's weights.
     forward.__signature__ = inspect.Signature(
         [inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields)]
     )
@@ -96,8 +91,8 @@ def traceable(graph: Graph) -> nn.Module:
 
 
 def example_inputs(graph: Graph, fields: dict[str, Field]) -> dict[str, Tensor]:
-    """Distinct, non-constant tensors: NxD merges inputs that are one object, and a constant may be
-    folded."""
+    """Inputs to trace a graph with: distinct, since NxD merges inputs that are one object, and not
+    constant, since a constant may be folded into the graph."""
     generator = torch.Generator().manual_seed(0)
     drawn = {
         name: torch.rand(fields[name].shape, generator=generator) + 0.5
@@ -107,7 +102,8 @@ def example_inputs(graph: Graph, fields: dict[str, Field]) -> dict[str, Tensor]:
 
 
 def trace(program: Program, name: str, tag: str):
-    """A ModelBuilder that has traced one graph for all ranks. Call inside NxDParallelState."""
+    """A ModelBuilder that has traced one graph for all ranks. Call it inside NxDParallelState.
+    Raises RuntimeError for weights that the traced graph does not take."""
     from neuronx_distributed import ModelBuilder
 
     graph = program.graphs[name]
@@ -122,10 +118,11 @@ def trace(program: Program, name: str, tag: str):
 
 
 def compiler_flags(profile: Profile, model: str) -> str:
-    """neuronx-cc's flags for a model, which must say the --lnc that the runtime has."""
+    """neuronx-cc's flags for a model. Raises UserError unless their --lnc is the profile's, which
+    the runtime is started with."""
     flags = profile.flags(model)
-    said = {word.partition("=")[2] for word in shlex.split(flags) if word.startswith("--lnc")}
-    if said != {str(profile.lnc)}:
+    lnc = {word.partition("=")[2] for word in shlex.split(flags) if word.startswith("--lnc")}
+    if lnc != {str(profile.lnc)}:
         raise UserError(
             f"profile {profile.name}: compiler flags of {model} are {flags!r}, wanted"
             f" --lnc={profile.lnc} alone"
@@ -142,7 +139,7 @@ def compile_program(
     tp: int,
 ) -> None:
     """Trace and compile every graph of the program that `make()` returns into `folder` and, last,
-    write the manifest.
+    write the manifest. Raises UserError for a program that is cut into groups of blocks.
 
     ModelBuilder V2 never looks into the compile cache: a folder that has its manifest is not
     compiled again by the caller.
@@ -153,40 +150,26 @@ def compile_program(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     flags, graphs = compiler_flags(profile, identity["model"]), {}
+    program = make()
+    _check_calls(program)
+    # While the modules are on meta. The HLO does not show what is inside a kernel, nor what is
+    # alive at once, so both are counted in an exported graph: a minute for 48 blocks.
+    costs = {name: export.cost(export.trace(program, name, dtype)) for name in program.graphs}
     if profile.attention == "nki":
         nki.register_for_xla(profile.lnc)
     with (
         explained(),
         NxDParallelState(world_size=tp, tensor_model_parallel_size=tp, lnc_size=profile.lnc),
     ):
-        program = make()
-        _check_calls(program)
         for name in program.graphs:
-            graphs[name] = _compile(
-                program,
-                name,
-                f"{identity['model']}-{identity['bucket']}-{name}",
-                folder,
-                dtype,
-                flags,
-            )
-    fields = {
-        name: {**field._asdict(), "dtype": str(field.dtype).removeprefix("torch.")}
-        for name, field in program.fields.items()
-    }
-    content = {
-        "identity": identity,
-        "graphs": graphs,
-        "runs": program.runs,
-        "fields": fields,
-        "compiler_flags": flags,
-    }
-    write_json(folder / MANIFEST, content)
+            tag = f"{identity['model']}-{identity['bucket']}-{name}"
+            graphs[name] = _compile(program, name, tag, folder, flags, costs[name])
+    write_manifest(folder, identity, program, graphs, compiler_flags=flags)
 
 
 def _check_calls(program: Program) -> None:
     """A graph's weights are bound when it is loaded, so one that stands for several groups of
-    blocks would load as often."""
+    blocks would be loaded once for each of them."""
     called = [name for calls in program.runs.values() for name, _ in calls]
     if len(called) != len({*called}):
         raise UserError(
@@ -196,67 +179,43 @@ def _check_calls(program: Program) -> None:
 
 
 def _compile(
-    program: Program, name: str, tag: str, folder: Path, dtype: torch.dtype, flags: str
+    program: Program, name: str, tag: str, folder: Path, flags: str, cost: dict[str, int]
 ) -> dict:
-    """Trace and compile a graph; returns what the manifest says of it. Working files, with the log,
-    stay if it fails."""
-    graph, file, workdir = program.graphs[name], graph_file(name, "nxd"), folder / "neuronx-cc"
-    graph.module.to(dtype).eval().requires_grad_(False)
-    spent = flops(graph, program.fields)  # while it is on meta
+    """Trace and compile a graph; returns its entry of the manifest. If it fails, the compiler's
+    working files and log stay in the folder.
+
+    tag   NxD's name of the graph
+    cost  of a call, but for the collectives, which are counted in the graph's HLO
+    """
+    graph, path, workdir = program.graphs[name], folder / graph_file(name, "nxd"), "neuronx-cc"
     builder = trace(program, name, tag)
-    compiled = builder.compile(compiler_workdir=str(workdir), compiler_args=flags)
-    temporary = folder / f"{file}.partial"
-    compiled.save(str(temporary))
-    temporary.replace(folder / file)
-    shutil.rmtree(workdir)
-    return {
-        "file": file,
-        "sha256": sha256(folder / file),
-        "tag": tag,
-        "parameters": {
-            parameter: list(t.shape) for parameter, t in graph.module.named_parameters()
-        },
-        "inputs": list(graph.inputs._fields),
-        "outputs": list(graph.outputs._fields),
-        "cost": {**collectives(builder.trace_artifacts_collection[tag].hlo), "flops": spent},
+    compiled = builder.compile(compiler_workdir=str(folder / workdir), compiler_args=flags)
+    with whole_file(path) as partial:
+        compiled.save(str(partial))
+    shutil.rmtree(folder / workdir)
+    parameters = {
+        parameter: list(value.shape) for parameter, value in graph.module.named_parameters()
     }
+    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo)
+    return {**describe_graph(graph, path, parameters, cost), "tag": tag}
 
 
-_DTYPE_BYTES = {
-    2: 1,
-    3: 2,
-    4: 4,
-    5: 8,
-    10: 2,
-    11: 4,
-    12: 8,
-    16: 2,
-}  # XLA's numbers of S8 S16 S32 S64 F16 F32 F64 BF16
+# By XLA's numbers of S8, S16, S32, S64, F16, F32, F64, BF16
+_DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
 
 
 def collectives(hlo) -> dict[str, int]:
     """All-reduces of a graph and the bytes a rank puts into them, counted in its HLO."""
-    operations = [
-        i
+    reductions = [
+        instruction
         for computation in hlo.computations
-        for i in computation.instructions
-        if i.opcode == "all-reduce"
+        for instruction in computation.instructions
+        if instruction.opcode == "all-reduce"
     ]
-    shapes = [shape for i in operations for shape in i.shape.tuple_shapes or [i.shape]]
+    shapes = [shape for each in reductions for shape in each.shape.tuple_shapes or [each.shape]]
     # XLA keeps all-reduces in order by a scalar that travels with them and is no part of the model.
-    sent = sum(
-        math.prod(s.dimensions) * _DTYPE_BYTES[s.element_type] for s in shapes if s.dimensions
+    tensors = [shape for shape in shapes if shape.dimensions]
+    nbytes = sum(
+        math.prod(shape.dimensions) * _DTYPE_BYTES[shape.element_type] for shape in tensors
     )
-    return {"collectives": len(operations), "collective_bytes": sent}
-
-
-def flops(graph: Graph, fields: dict[str, Field]) -> int:
-    """FLOPs of one call of a graph on a rank. Counted in the model: the HLO does not show what is
-    inside a kernel."""
-    example = {
-        name: torch.empty(fields[name].shape, dtype=fields[name].dtype, device="meta")
-        for name in graph.inputs._fields
-    }
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        graph.module(graph.inputs(**example))
-    return counter.get_total_flops()
+    return {"collectives": len(reductions), "collective_bytes": nbytes}

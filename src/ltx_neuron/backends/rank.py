@@ -1,385 +1,336 @@
-"""A rank process: `serve` is its life, Rank what it holds. The host's side is in torchdist.py.
+"""A rank process: `serve` is its main function, Rank what it holds. The host's side is
+torchdist.py, the messages between them wire.py.
 
-A rank joins the process group, then answers the host's commands until the host closes the pipe. The
-same code drives a CPU, a GPU and a Neuron core: what differs is the profile's device, process group
-and compile backend. On CUDA and on TorchNeuron it was not run by us.
+The same code drives a CPU, a GPU and a Neuron core: what differs is the profile's device, process
+group and compile backend. On CUDA and on TorchNeuron it was not run by us.
 """
 
-import hashlib
-import json
-import math
-import mmap
+import gc
 import os
 import shutil
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends import compiled
+from ltx_neuron.backends import compiled, wire
 from ltx_neuron.backends.export import GROUP
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.neuron_errors import failure
-from ltx_neuron.backends.ranks import finite, part_of, whole_shape
-from ltx_neuron.errors import UserError
+from ltx_neuron.backends.ranks import finite, latents_among, part_of, tensors_digest, whole_shape
+from ltx_neuron.backends.wire import RankSettings, SharedTensor
 from ltx_neuron.models.programs import weight_name
-from ltx_neuron.models.signatures import LATENTS, Field
+from ltx_neuron.models.signatures import Field
 from ltx_neuron.weights.rankfiles import AGAIN, opened, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
-# until a process has imported torch and met the others: slow on a busy machine
-START_SECONDS = 120.0
-_PULSE_SECONDS = 0.5
-_CLOSING_SECONDS = 0.1  # within which everything of a killed process is closed
+_HEARTBEAT_SECONDS = 0.5
+_CLOSING_SECONDS = 0.1  # within which the system closes everything of a killed process
 
 
-class Shared:
-    """A shared-memory tensor, made by the host and opened by the ranks under its name.
+class Call(NamedTuple):
+    """A graph that is ready to be called, bound to its weights.
 
-    The name is that of the host's descriptor, and no file: what is left when processes are killed
-    is left to nobody, and the size of /dev/shm, 64 MB in many containers, does not matter.
+    inputs   (name, suffix) of the tensors it takes; the suffix names a group of blocks, and is
+             empty for what all groups share
+    outputs  names of the tensors it returns
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str | None = None):
-        size = max(1, math.prod(shape) * dtype.itemsize)
-        self._file = os.memfd_create("ltx-neuron") if name is None else os.open(name, os.O_RDWR)
-        if name is None:
-            os.truncate(self._file, size)
-        self.name = name or f"/proc/{os.getpid()}/fd/{self._file}"
-        self._memory = mmap.mmap(self._file, size)
-        self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape)).view(
-            shape
-        )
-
-    def __enter__(self) -> "Shared":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.tensor = None  # the buffer cannot be closed while a tensor lies on it
-        self._memory.close()
-        os.close(self._file)
+    graph: Callable
+    weights: list[Tensor]
+    inputs: list[tuple[str, str]]
+    outputs: list[str]
 
 
 class Rank:
-    """What one rank process holds: its weights, its programs and its named tensors.
+    """What one rank process holds: weights, programs and named tensors. Its public methods are the
+    host's commands; their results travel as JSON.
 
-    Nothing but copies and compiled graphs runs on the device: whatever is made, cut or looked at is
-    so on the host.
+    Nothing but copies and compiled graphs runs on the device: whatever is made, cut or looked at
+    is so on the host.
+
+    barrier      waits until every rank has called it
+    set_timeout  sets how long a collective may wait, in seconds
     """
 
     def __init__(
         self,
-        settings: dict,
+        settings: RankSettings,
         device: torch.device,
-        meet: Callable[[], None],
-        patience: Callable[[float], None],
+        barrier: Callable[[], None],
+        set_timeout: Callable[[float], None],
     ):
-        self.settings, self.rank, self.tp, self.device = (
-            settings,
-            settings["rank"],
-            settings["tp"],
-            device,
-        )
-        self._meet, self._set_patience, self._patience = meet, patience, None
-        self._synchronize, self._graphs = torch.get_device_module(device).synchronize, {}
+        self.settings, self.device = settings, device
+        self.rank, self.tp = settings.rank, settings.tp
+        self._barrier, self._set_timeout, self._timeout = barrier, set_timeout, None
+        self._synchronize = torch.get_device_module(device).synchronize
+        # Graphs hold no weights and survive unload: a model that comes again compiles nothing.
+        self._graphs: dict[tuple[str, str, str], Callable] = {}
         self._clear()
-        self._join()
+        self._first_collective()
+        self._compiled_at_start = self._compiled()
 
-    def _join(self) -> None:
-        """The first collective, with every rank there: a device's communicator is made by it, and
-        hangs without one."""
-        total = compiled.runner(compiled.sum_of_ones, self.settings["compile_backend"])
-        self._meet()
+    def _first_collective(self) -> None:
+        """Sum over all ranks once: a device makes its communicator in the first collective, which
+        hangs unless every rank joins it."""
+        total = compiled.runner(compiled.sum_of_ones, self.settings.compile_backend)
+        self._barrier()
         (summed,) = total(torch.ones(1).to(self.device))
         if summed.cpu().item() != self.tp:
             raise RuntimeError(f"ones of {self.tp} ranks sum to {summed.cpu().item()}")
-        self._meet()
-        self._compiled_before = self._compiled()
-
-    def _wait_at_most(self, seconds: float) -> None:
-        """How long another rank may be late for a sum: long where it may still compile, short in
-        what ran before."""
-        if seconds != self._patience:
-            self._set_patience(seconds)
-            self._patience = seconds
+        self._barrier()
 
     def _clear(self) -> None:
-        self.weights: dict[
-            frozenset[str], tuple[str, dict[str, Tensor]]
-        ] = {}  # of each model: folder and tensors
-        self.runs: dict[str, dict[str, list]] = {}
+        # By the names of a model's weights: the folder they are from, and the tensors.
+        self.weights: dict[frozenset[str], tuple[str, dict[str, Tensor]]] = {}
+        self.calls: dict[str, dict[str, list[Call]]] = {}  # program -> run
+        self.fields: dict[str, dict[str, Field]] = {}  # program -> name
         self.sequences: dict[tuple[str, str], list] = {}
-        self.fields: dict[str, dict[str, Field]] = {}
         self.tensors: dict[str, Tensor] = {}
 
-    def load(self, weights: str, wanted: dict, programs: dict, dtype: str) -> dict:
-        held = self._hold(weights, wanted, getattr(torch, dtype))
+    def load(self, weights: str, wanted: dict, programs: dict[str, str], dtype: str) -> dict:
+        """Load a folder of rank files and programs, given as folders, that share it.
+
+        wanted  this rank's shape of each weight
+        """
+        tensors = self._load_weights(weights, wanted, getattr(torch, dtype))
         for name, folder in programs.items():
             manifest = Manifest(Path(folder))
             self.fields[name] = manifest.fields
             graphs = {graph: self._graph(manifest, graph) for graph in manifest.graphs}
-            self.runs[name] = {
-                run: [self._bind(manifest, graphs, held, *call) for call in calls]
+            self.calls[name] = {
+                run: [_bind(manifest, graphs, tensors, *call) for call in calls]
                 for run, calls in manifest.runs.items()
             }
         return {}
 
     def _graph(self, manifest: Manifest, name: str) -> Callable:
-        """A graph ready to be called. It holds no weights and stays: a model that comes again
-        compiles nothing."""
         key = str(manifest.folder), name, manifest.graphs[name]["sha256"]
         if key not in self._graphs:
             self._graphs[key] = compiled.ready(manifest.load(name).graph_module, self.settings)
         return self._graphs[key]
 
-    def _hold(self, weights: str, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The weights of that folder on the device. A model's next set takes the place of the one
-        before it."""
+    def _load_weights(self, folder: str, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights of a folder on the device, in the place of the same model's, if it is
+        loaded: there is never a second copy of a model."""
         model = frozenset(wanted)
-        before, held = self.weights.get(model, (None, {}))
-        if before != weights:
-            for name, tensor in opened(
-                Path(weights) / rank_file(self.rank), wanted, dtype
-            ).tensors():
-                if name not in held:
-                    held[name] = tensor.to(
-                        self.device
-                    )  # on a CPU these are the file's own pages: no copy
-                elif held[name].device == tensor.device:
-                    held[name].set_(tensor)  # the graphs hold these very tensors
+        loaded_from, tensors = self.weights.get(model, (None, {}))
+        if loaded_from != folder:
+            file = opened(Path(folder) / rank_file(self.rank), wanted, dtype)
+            for name, tensor in file.tensors():
+                if name not in tensors:
+                    # On a CPU these are the file's own pages: no copy.
+                    tensors[name] = tensor.to(self.device)
+                elif tensors[name].device == tensor.device:
+                    tensors[name].set_(tensor)  # in place: calls hold these very tensors
                 else:
-                    held[name].copy_(tensor)
-            self.weights[model] = weights, held
-        return held
+                    tensors[name].copy_(tensor)
+            self.weights[model] = folder, tensors
+        return tensors
 
     def replace_weights(self, weights: str) -> dict:
         names = TensorFile(Path(weights) / rank_file(self.rank), AGAIN).shapes.keys()
-        model = min(
-            self.weights, key=lambda held: len(held ^ names)
-        )  # where none is the same, loading says what differs
-        held = self.weights[model][1]
-        self._hold(
-            weights,
-            {name: tuple(tensor.shape) for name, tensor in held.items()},
-            next(iter(held.values())).dtype,
-        )
+        # The nearest model: where none has just these names, loading says what differs.
+        model = min(self.weights, key=lambda loaded: len(loaded ^ names))
+        tensors = self.weights[model][1]
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._load_weights(weights, wanted, next(iter(tensors.values())).dtype)
         return {}
 
-    def _bind(
-        self, manifest: Manifest, graphs: dict, held: dict, name: str, first_block: int
-    ) -> tuple:
-        """A call: the graph's code, its weights in the graph's order, and the names it takes and
-        returns."""
-        described, fields = manifest.graphs[name], manifest.fields
-        weights = [held[weight_name(p, first_block)] for p in described["parameters"]]
-        inputs = [
-            (n, f"@{first_block}" if fields[n].per_block else "") for n in described["inputs"]
-        ]
-        return graphs[name], weights, inputs, described["outputs"]
+    def unload(self) -> dict:
+        self._clear()
+        gc.collect()
+        return {}
+
+    def put(self, program: str, name: str, like: str, memory: str, shape: list[int]) -> dict:
+        """Keep this rank's part of a whole tensor that lies in shared memory."""
+        field = self.fields[program][like]
+        with SharedTensor(tuple(shape), field.dtype, memory) as shared:
+            if field.per_block:
+                # One tensor per group of blocks: graphs take whole tensors, not views.
+                for first in range(0, shape[0], field.shape[0]):
+                    rows = shared.tensor[first : first + field.shape[0]]
+                    self.tensors[f"{name}{_group(first)}"] = self._copied(rows)
+            else:
+                self.tensors[name] = self._copied(part_of(field, shared.tensor, self.rank))
+        return {}
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy on the device: it takes no views, and shared memory is gone soon."""
+        return tensor.clone(memory_format=torch.contiguous_format).to(self.device)
 
     def define(self, program: str, sequence: str, runs: list) -> dict:
         self.sequences[program, sequence] = runs
         return {}
 
-    def unload(self) -> dict:
-        self._clear()
-        import gc
-
-        gc.collect()
-        return {}
-
-    def put(self, program: str, name: str, like: str, memory: str, shape: list[int]) -> dict:
-        field = self.fields[program][like]
-        with Shared(tuple(shape), field.dtype, memory) as shared:
-            if (
-                field.per_block
-            ):  # one tensor per group of blocks: graphs take whole tensors, not views
-                for first in range(0, shape[0], field.shape[0]):
-                    rows = shared.tensor[first : first + field.shape[0]]
-                    self.tensors[f"{name}@{first}"] = _copied(rows).to(self.device)
-            else:
-                self.tensors[name] = _copied(part_of(field, shared.tensor, self.rank)).to(
-                    self.device
-                )
-        return {}
-
     def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
+        """Run a sequence. The answer has the milliseconds until the device was done, and the names
+        of latents with NaN or Inf."""
         for name, number in numbers.items():
             field = self.fields[program][name]
             self.tensors[name] = torch.full(field.shape, number, dtype=field.dtype).to(self.device)
-        calls = self.sequences.get((program, sequence), [(sequence, {}, {})])
-        cold = [
-            graph
-            for run, _, _ in calls
-            for graph, *_ in self.runs[program][run]
-            if not _warm(graph)
+        runs = self.sequences.get((program, sequence), [(sequence, {}, {})])
+        launches = [
+            (call, reads, writes)
+            for run, reads, writes in runs
+            for call in self.calls[program][run]
         ]
-        self._wait_at_most(self.settings["compile_seconds" if cold else "late_seconds"])
+        self._limit_collectives(all(_is_compiled(call.graph) for call, _, _ in launches))
         self._synchronize()
-        start, launches = time.perf_counter(), 0
-        for run, reads, writes in calls:
-            for graph, weights, inputs, outputs in self.runs[program][run]:
-                values = (self.tensors[reads.get(name, name) + group] for name, group in inputs)
-                first = not _warm(graph)
-                results = graph(*weights, *values)
-                launches += 1
-                self._after_launch(launches, first)
-                self.tensors.update(
-                    zip((writes.get(name, name) for name in outputs), results, strict=True)
-                )
+        start = time.perf_counter()
+        for number, (call, reads, writes) in enumerate(launches, 1):
+            values = (self.tensors[reads.get(name, name) + group] for name, group in call.inputs)
+            first_time = not _is_compiled(call.graph)
+            results = call.graph(*call.weights, *values)
+            self._after_launch(number, first_time)
+            names = (writes.get(name, name) for name in call.outputs)
+            self.tensors.update(zip(names, results, strict=True))
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
-        latents = [
-            n for n in LATENTS if n in {writes.get(name, name) for name in outputs}
-        ]  # of the last graph
-        not_finite = [n for n in latents if not finite(self.tensors[n].cpu())]
+        latents = latents_among(call.outputs, writes)
+        not_finite = [name for name in latents if not finite(self.tensors[name].cpu())]
         return {"milliseconds": milliseconds, "not_finite": not_finite}
 
-    def _after_launch(self, launches: int, first: bool) -> None:
-        """Wait for the device where its queue may be full; and for all ranks after a graph's first
-        launch: one that ran ahead of another that still compiles would offer its collectives to the
-        wrong graph."""
-        drain = self.settings["drain_every"]
-        if first or drain and launches % drain == 0:
+    def _limit_collectives(self, all_compiled: bool) -> None:
+        """Set how late another rank may be: long where it may still compile, else short."""
+        settings = self.settings
+        seconds = settings.timeout_seconds if all_compiled else settings.compile_seconds
+        if seconds != self._timeout:
+            self._set_timeout(seconds)
+            self._timeout = seconds
+
+    def _after_launch(self, number: int, first_time: bool) -> None:
+        drain = self.settings.drain_every
+        # The queue of a device may be full after so many launches.
+        if first_time or drain and number % drain == 0:
             self._synchronize()
-        if first:
-            self._meet()
-
-    def compiled_graphs(self) -> dict:
-        return {"count": self._compiled() - self._compiled_before}
-
-    def _compiled(self) -> int:
-        return 0 if self.settings["compile_backend"] == "export" else compiled.graphs_compiled()
+        # A rank that ran ahead of one that still compiles would offer its collectives to the wrong
+        # graph.
+        if first_time:
+            self._barrier()
 
     def get(self, program: str, name: str, memory: str) -> dict:
+        """Copy a tensor to its place in the whole one, in shared memory."""
         field = self.fields[program][name]
-        if self.rank == 0 or field.split is not None:
-            with Shared(whole_shape(field, self.tp), field.dtype, memory) as shared:
+        if self.rank == 0 or field.split is not None:  # else every rank would write the same
+            with SharedTensor(whole_shape(field, self.tp), field.dtype, memory) as shared:
                 part_of(field, shared.tensor, self.rank).copy_(self.tensors[name].cpu())
         return {}
 
     def hash(self, names: list[str]) -> dict:
-        hasher = hashlib.sha256()
-        for name in names:
-            hasher.update(self.tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return {"hash": hasher.hexdigest()}
+        return {"hash": tensors_digest(self.tensors[name] for name in names)}
+
+    def compiled_graphs(self) -> dict:
+        return {"count": self._compiled() - self._compiled_at_start}
+
+    def _compiled(self) -> int:
+        return 0 if self.settings.compile_backend == "export" else compiled.graphs_compiled()
 
 
-def _warm(graph: Callable) -> bool:
-    """Whether calling a graph compiles nothing."""
+def _bind(
+    manifest: Manifest, graphs: dict[str, Callable], tensors: dict, name: str, first_block: int
+) -> Call:
+    """A call of a graph for the blocks from `first_block` on, with weights in the graph's order."""
+    described, fields = manifest.graphs[name], manifest.fields
+    weights = [tensors[weight_name(p, first_block)] for p in described["parameters"]]
+    inputs = [
+        (field, _group(first_block) if fields[field].per_block else "")
+        for field in described["inputs"]
+    ]
+    return Call(graphs[name], weights, inputs, described["outputs"])
+
+
+def _group(first_block: int) -> str:
+    """Suffix of the tensors that belong to the blocks from `first_block` on."""
+    return f"@{first_block}"
+
+
+def _is_compiled(graph: Callable) -> bool:
+    """Whether calling a graph compiles nothing; a graph that is interpreted never does."""
     return getattr(graph, "warm", True)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy of its own memory, contiguous: a device takes no views, and shared memory is gone
-    soon."""
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _pulse(pulses, rank: int, folder: str) -> None:
-    """Say that this process lives; end it when the host's has ended, in whatever way, and leave
-    nothing of the host's.
-
-    A process that is stopped, or whose machine hangs, says nothing. The thread of the commands need
-    not be free for it.
-    """
-    host = parent_process().sentinel
-    pulses[rank] = time.monotonic()
-    while not connection.wait([host], timeout=_PULSE_SECONDS):
-        pulses[rank] = time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
-def _device(settings: dict) -> torch.device:
-    """This rank's device. A Neuron process sees one core; a CUDA one sees all GPUs and takes its
-    own."""
-    if settings["device"] == "cuda":
-        torch.cuda.set_device(settings["rank"])
-        return torch.device("cuda", settings["rank"])
-    return torch.device(settings["device"])
-
-
-# What gloo says to a rank that lost another one; its own error is not the cause.
-_LOST_ANOTHER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "Broken pipe",
-)
-
-
-def serve(pipe: connection.Connection, settings: dict, pulses) -> None:
-    """A rank's life: join the group, then answer commands until the host closes the pipe. An error
-    is the last answer."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches every process of a terminal: the host ends its ranks
-    threading.Thread(
-        target=_pulse,
-        args=(pulses, settings["rank"], str(Path(settings["store"]).parent)),
-        daemon=True,
-    ).start()
+def serve(pipe: connection.Connection, settings: RankSettings, heartbeats) -> None:
+    """A rank process: join the group, then answer commands until the host closes the pipe. An error
+    is the last answer. Never returns."""
+    # Ctrl-C reaches every process of a terminal; it is the host that ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = Path(settings.store).parent
+    threading.Thread(target=_beat, args=(heartbeats, settings.rank, folder), daemon=True).start()
     try:
-        os.environ.update(settings["environment"])  # a fork server's children do not have it yet
-        torch.set_num_threads(settings["threads"])
-        store = dist.FileStore(settings["store"], settings["tp"])
-        dist.init_process_group(
-            settings["process_group"],
-            store=store,
-            rank=settings["rank"],
-            world_size=settings["tp"],
-            timeout=timedelta(seconds=START_SECONDS),
-        )
-        if dist.group.WORLD.group_name != GROUP:
-            raise RuntimeError(
-                f"the default process group is named {dist.group.WORLD.group_name!r}, graphs say"
-                f" {GROUP!r}"
-            )
-        # What the host's side of the ranks says to each other: the device's group carries tensors
-        # of the device alone.
-        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_SECONDS))
-
-        def meet() -> None:
-            dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
-
-        def set_patience(seconds: float) -> None:
-            for group in (dist.group.WORLD, host):
-                _set_pg_timeout(timedelta(seconds=seconds), group)
-
-        rank = Rank(settings, _device(settings), meet, set_patience)
-        pipe.send_bytes(b"{}")
+        os.environ.update(settings.environment)  # a fork server's children do not have it yet
+        torch.set_num_threads(settings.threads)
+        barrier, set_timeout = _join_group(settings)
+        rank = Rank(settings, _device(settings), barrier, set_timeout)
+        pipe.send_bytes(wire.encode_answer({}))
         with torch.no_grad():
             while True:
-                message = json.loads(pipe.recv_bytes())
-                answer = getattr(rank, message.pop("op"))(**message)
-                pipe.send_bytes(json.dumps(answer).encode())
-    except (
-        EOFError,
-        BrokenPipeError,
-        KeyboardInterrupt,
-    ):  # the host is done, or is ending the run, or was killed
+                op, arguments = wire.decode_command(pipe.recv_bytes())
+                pipe.send_bytes(wire.encode_answer(getattr(rank, op)(**arguments)))
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        # The host is done, or is ending the run, or was killed: then it cannot remove its folder.
         if connection.wait([parent_process().sentinel], timeout=_CLOSING_SECONDS):
-            shutil.rmtree(Path(settings["store"]).parent, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
-        pipe.send_bytes(json.dumps(last_answer(error, settings["device"])).encode())
+        pipe.send_bytes(wire.encode_answer(wire.failure_of(error, settings.device)))
     finally:
         os._exit(0)  # gloo's threads may wait for a rank that is gone
 
 
-def last_answer(error: BaseException, device: str) -> dict:
-    """What a rank says before it ends: its error in words where it has some, else its traceback."""
-    user, known = isinstance(error, UserError), failure(error) if device == "neuron" else None
-    text = str(known or error) if known or user else "".join(traceback.format_exception(error))
-    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_ANOTHER)
-    return {"error": text, "user": user, "blame": 3 if lost else 1}
+def _beat(heartbeats, rank: int, folder: Path) -> None:
+    """Show the host that this process lives; end it when the host's has ended, in whatever way,
+    and remove the host's temporary folder.
+
+    A thread of its own, because a command may take long. A process that is stopped, or whose
+    machine hangs, shows nothing.
+    """
+    host = parent_process().sentinel
+    heartbeats[rank] = time.monotonic()
+    while not connection.wait([host], timeout=_HEARTBEAT_SECONDS):
+        heartbeats[rank] = time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _join_group(settings: RankSettings) -> tuple[Callable[[], None], Callable[[float], None]]:
+    """Join the process group; returns Rank's `barrier` and `set_timeout`."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    dist.init_process_group(
+        settings.process_group,
+        store=dist.FileStore(settings.store, settings.tp),
+        rank=settings.rank,
+        world_size=settings.tp,
+        timeout=timedelta(seconds=wire.START_SECONDS),
+    )
+    if dist.group.WORLD.group_name != GROUP:
+        raise RuntimeError(
+            f"the default process group is named {dist.group.WORLD.group_name!r}, graphs say"
+            f" {GROUP!r}"
+        )
+    # The device's group carries tensors of the device alone: the host's side has one of its own.
+    host = dist.new_group(backend="gloo", timeout=timedelta(seconds=wire.START_SECONDS))
+
+    def barrier() -> None:
+        dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
+
+    def set_timeout(seconds: float) -> None:
+        for group in (dist.group.WORLD, host):
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+
+    return barrier, set_timeout
+
+
+def _device(settings: RankSettings) -> torch.device:
+    """This rank's device. A Neuron process sees one core; a CUDA one sees all GPUs."""
+    if settings.device == "cuda":
+        torch.cuda.set_device(settings.rank)
+        return torch.device("cuda", settings.rank)
+    return torch.device(settings.device)

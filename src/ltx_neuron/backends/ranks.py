@@ -1,29 +1,110 @@
-"""The ranks of a run, whatever drives them: the interface both backends keep, its errors and
-helpers."""
+"""The ranks of a run, whatever drives them: the interface of both backends, its errors and helpers.
 
+torchdist.Ranks has a process per rank; nxd.Ranks drives all cores from the host's process.
+"""
+
+import hashlib
 import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
+from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.models.signatures import Field
+from ltx_neuron.models.signatures import LATENTS, Field
 
 
-def whole_shape(field: Field, tp: int) -> tuple[int, ...]:
-    return tuple(size * tp if dim == field.split else size for dim, size in enumerate(field.shape))
+class Ranks(Protocol):
+    """The ranks of one run. A context manager: leaving it closes them, whatever happened.
 
+    Each rank holds weights, the graphs of programs, and named tensors on its device: what was
+    uploaded and what graphs returned. Every method raises RankError or DeviceFailure where a rank
+    fails; the ranks cannot be used after that.
 
-def part_of(field: Field, whole: Tensor, rank: int) -> Tensor:
-    """A rank's part of a whole tensor: a view."""
-    if field.split is None:
-        return whole
-    return whole.narrow(field.split, field.shape[field.split] * rank, field.shape[field.split])
+    tp          number of ranks
+    bytes_sent  bytes the host has handed to ranks so far. torchdist counts an uploaded tensor
+                once, since the ranks share its memory, and every command line once a rank; nxd
+                counts each rank's part of a tensor. Neither counts weights, which are read from
+                rank files, nor downloads.
+    programs    the loaded programs by name
+    """
 
+    tp: int
+    bytes_sent: int
+    programs: dict[str, Manifest]
 
-def finite(tensor: Tensor) -> bool:
-    """Whether every element is. Minimum and maximum pass NaN on, and take a twentieth of the time
-    of looking at each."""
-    return all(math.isfinite(bound) for bound in tensor.aminmax())
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @abstractmethod
+    def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
+        """Load a weight set and the programs that share it, beside what is loaded of other models.
+
+        weights  a folder of rank files, in `dtype`
+        Raises UserError where the files do not hold exactly the tensors that the programs take.
+        """
+
+    @abstractmethod
+    def replace_weights(self, weights: Path) -> None:
+        """Load a folder's weights in the place of the same model's; programs and tensors stay."""
+
+    @abstractmethod
+    def unload(self) -> None:
+        """Free every weight, program and named tensor."""
+
+    @abstractmethod
+    def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
+        """Upload whole tensors; each rank keeps its part, in the dtype of the program's field.
+
+        like  the field that describes the tensors, where they have names of their own: those that
+              a sequence reads under another name
+        Raises KeyError for an unknown field and ValueError for another shape than the field's: its
+        own times tp in the split dimension. Of a field per block, dimension 0 is a multiple.
+        """
+
+    @abstractmethod
+    def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
+        """Name a sequence of a program's runs, so that a step costs one short command.
+
+        runs  (run, reads, writes): `reads` maps an input to the tensor it is read from, `writes`
+              an output to the tensor it is stored as, where the names differ
+        """
+
+    @abstractmethod
+    def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
+        """Run a sequence once on the tensors that the ranks hold; returns the milliseconds until
+        the last rank was done. Without `define`, each run is a sequence of its own name.
+
+        numbers  inputs that are filled with one number, as in step=3
+        Raises NotFiniteError where the last graph leaves latents with NaN or Inf.
+        """
+
+    @abstractmethod
+    def get(self, program: str, name: str) -> Tensor:
+        """Download a named tensor, whole: rank 0's, or the parts of all ranks joined."""
+
+    def returns(self, program: str, name: str) -> bool:
+        """Whether a graph of a loaded program returns a tensor of that name."""
+        return name in self.programs[program].outputs
+
+    @abstractmethod
+    def hashes(self, *names: str) -> list[str]:
+        """Each rank's SHA-256 over the bits of its named tensors, in the order of the names."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise RankError if a rank has failed while it had nothing to do."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the ranks and free what they hold. Closing twice is allowed."""
 
 
 class RankError(RunError):
@@ -40,3 +121,52 @@ class NotFiniteError(RankError):
     def __init__(self, names: list[str]):
         super().__init__(f"NaN or Inf in {', '.join(names)}")
         self.names = names
+
+
+def whole_shape(field: Field, tp: int) -> tuple[int, ...]:
+    """Shape of a field's tensor with the parts of all ranks joined."""
+    return tuple(size * tp if dim == field.split else size for dim, size in enumerate(field.shape))
+
+
+def part_of(field: Field, whole: Tensor, rank: int) -> Tensor:
+    """A rank's part of a whole tensor: a view."""
+    if field.split is None:
+        return whole
+    return whole.narrow(field.split, field.shape[field.split] * rank, field.shape[field.split])
+
+
+def check_shape(program: str, name: str, field: Field, tensor: Tensor, tp: int) -> None:
+    """Raise ValueError unless a tensor to upload has its field's whole shape."""
+    wanted = whole_shape(field, tp)
+    if field.per_block:  # a graph of several blocks takes as many rows in each of its calls
+        wanted = (max(1, len(tensor) // wanted[0]) * wanted[0], *wanted[1:])
+    if tuple(tensor.shape) != wanted:
+        raise ValueError(f"{program}.{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
+
+
+def weights_of(programs: dict[str, Manifest]) -> dict[str, tuple[int, ...]]:
+    """Name and one rank's shape of every weight that the programs' calls take."""
+    return {
+        name: shape for manifest in programs.values() for name, shape in manifest.weights().items()
+    }
+
+
+def latents_among(outputs: Iterable[str], writes: dict[str, str]) -> list[str]:
+    """The latents that a graph leaves for the next step; `writes` as in Ranks.define."""
+    stored = {writes.get(name, name) for name in outputs}
+    return [name for name in LATENTS if name in stored]
+
+
+def tensors_digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 over the bits of tensors, one after the other."""
+    hasher = hashlib.sha256()
+    for tensor in tensors:
+        # numpy has no bfloat16: bytes are hashed, whatever the dtype
+        hasher.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or Inf."""
+    # Minimum and maximum pass NaN on, in a twentieth of the time that isfinite().all() takes.
+    return all(math.isfinite(bound) for bound in tensor.aminmax())

@@ -19,19 +19,18 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 
 def import_ltx_core() -> None:
-    """Make ltx_core.model.audio_vae importable, also where torchaudio is not. Call it before
-    importing that package.
+    """Make ltx_core.model.audio_vae importable where torchaudio is not. Call it before importing
+    that package.
 
-    ltx_core.model.audio_vae.ops imports torchaudio when it is itself imported, though only audio
-    *encoding* uses it; where torchaudio is missing or does not fit the installed torch, an empty
-    module takes its place.
+    ltx_core.model.audio_vae.ops imports torchaudio at its top, though only audio *encoding* uses
+    it. Where torchaudio is missing or does not fit the installed torch, an empty module takes its
+    place.
     """
     try:
         import torchaudio  # noqa: F401
     except Exception:
         stub = ModuleType("torchaudio")
-        # transformers and others ask importlib for the spec of what is already imported: None there
-        # is an error.
+        # transformers and others ask importlib for the spec of imported modules; None is an error.
         stub.__spec__ = ModuleSpec("torchaudio", loader=None)
         sys.modules["torchaudio"] = stub
 
@@ -40,9 +39,10 @@ class HostModels:
     """The models around the transformer. Each is built from its file at first use and kept until
     `release`.
 
-    Latents are normalised, (1, 128, F, h, w) for video and (1, 8, Ta, 16) for audio, of any
-    floating dtype. Every method raises UserError when a file is absent or its tensors are not those
-    its config describes.
+    Latents are those that the transformer works on, normalised by the VAE's per-channel statistics:
+    video (1, 128, F, h, w) with F = (frames - 1) / 8 + 1, h = height / 32 and w = width / 32; audio
+    (1, 8, Ta, 16). Any floating dtype is accepted. Every method raises UserError when a file is
+    absent or its tensors are not those that its config describes.
     """
 
     def __init__(
@@ -54,11 +54,14 @@ class HostModels:
         temporal_upsampler_path: str | Path | None = None,
         audio_dtype: torch.dtype = torch.float32,
     ):
-        """`config` is the checkpoint's parsed `config` metadata; video encoder and upsamplers run
-        in `dtype`.
+        """Nothing is read yet.
 
-        The released video decoder computes in float32, from weights as they are stored. Audio runs
-        in float32: bfloat16 is audible in the vocoder, and ltx-core's later releases do the same.
+        checkpoint_path  the checkpoint; holds every model but the upsamplers
+        config           the checkpoint's parsed `config` metadata
+        dtype            of the video encoder and the upsamplers. The released video decoder
+                         computes in float32, from weights as they are stored
+        *_path           the upsamplers' files; None where none was given
+        audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
         """
         self.checkpoint_path = checkpoint_path
         self.config = config
@@ -70,16 +73,17 @@ class HostModels:
 
     @torch.no_grad()
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The latent (1, 128, 1, H/32, W/32), in the models' dtype, of pixels (1, 3, 1, H, W) in
-        [-1, 1]."""
+        """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32) in
+        `self.dtype`."""
         return self.video_encoder(pixels.to(self.dtype))
 
     @torch.no_grad()
     def upsample(self, latent: torch.Tensor, kind: str = "spatial") -> torch.Tensor:
-        """The latent at twice the height and width ("spatial") or with 2F-1 frames ("temporal"), in
-        the models' dtype.
+        """Upsample a video latent (1, 128, F, h, w), in `self.dtype`.
 
-        As ltx_core.model.upsampler.upsample_video: the upsamplers work on un-normalised latents.
+        kind  "spatial": to (1, 128, F, 2h, 2w); "temporal": to (1, 128, 2F-1, h, w)
+
+        The upsamplers work on un-normalised latents: ltx_core.model.upsampler.upsample_video.
         """
         upsampler = self.spatial_upsampler if kind == "spatial" else self.temporal_upsampler
         latent = self.video_statistics.un_normalize(latent.to(self.dtype))
@@ -87,8 +91,10 @@ class HostModels:
 
     @torch.no_grad()
     def decode_video(self, latent: torch.Tensor) -> torch.Tensor:
-        """The frames, uint8 (8F-7, 32h, 32w, 3), of a video latent, decoded in the reference's
-        default tiles."""
+        """Decode a video latent (1, 128, F, h, w) to frames, uint8 (8F-7, 32h, 32w, 3).
+
+        Long or large videos are decoded in ltx-core's default tiles, which are blended.
+        """
         decoder = self.video_decoder
         from ltx_core.model.video_vae import TilingConfig, decode_video
 
@@ -103,7 +109,8 @@ class HostModels:
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
-        """The waveform, float32 (2, samples) in [-1, 1] at `sample_rate`, of an audio latent."""
+        """Decode an audio latent (1, 8, Ta, 16) to a stereo waveform, float32 (2, samples) in
+        [-1, 1], `sample_rate` samples per second."""
         decoder, vocoder = self.audio_decoder, self.vocoder
         from ltx_core.model.audio_vae import decode_audio
 
@@ -116,183 +123,166 @@ class HostModels:
 
     def release(self) -> None:
         """Drop every model built so far; the next use builds it again."""
-        for name in [
-            name for name, value in vars(self).items() if isinstance(value, torch.nn.Module)
-        ]:
+        built = [name for name, value in vars(self).items() if isinstance(value, torch.nn.Module)]
+        for name in built:
             delattr(self, name)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise UserError unless the files hold every tensor of the models of these names. Only
-        headers are read."""
+        """Raise UserError unless the files hold every tensor of the models of these names, such as
+        "video_decoder". Only headers are read."""
         for name in names:
-            self._part(name).empty()
+            self._spec(name).build_empty()
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        return self._part("video_encoder").load()
+        return self._spec("video_encoder").load()
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
-        """Ours if it is built as the released one; if not, ltx-core's own, in the models' dtype."""
-        decoder = self._part("video_decoder").load()
-        from ltx_neuron.host.vae import FastVideoDecoder, unknown_parts
+        """A FastVideoDecoder where the checkpoint's decoder is built as the released one, else
+        ltx-core's own in `self.dtype`."""
+        decoder = self._spec("video_decoder").load()
+        from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 
-        return decoder.to(self.dtype) if unknown_parts(decoder) else FastVideoDecoder(decoder)
+        return decoder.to(self.dtype) if unknown_modules(decoder) else FastVideoDecoder(decoder)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
-        return self._part("video_statistics").load()
+        return self._spec("video_statistics").load()
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        return self._part("audio_decoder").load()
+        return self._spec("audio_decoder").load()
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        return self._part("vocoder").load()
+        return self._spec("vocoder").load()
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:
-        return self._part("spatial_upsampler").load()
+        return self._spec("spatial_upsampler").load()
 
     @cached_property
     def temporal_upsampler(self) -> torch.nn.Module:
-        return self._part("temporal_upsampler").load()
+        return self._spec("temporal_upsampler").load()
 
-    def _part(self, name: str) -> "_Part":
-        """What the model of that name is made from."""
+    def _spec(self, name: str) -> "ModelSpec":
+        """Where the model of a property's name comes from, such as "audio_decoder"."""
         import_ltx_core()
         from ltx_core.model import audio_vae, upsampler, video_vae
         from ltx_core.model.video_vae.ops import PerChannelStatistics
 
+        if name.endswith("_upsampler"):
+            kind = name.removesuffix("_upsampler")
+            return ModelSpec(
+                path=self.upsampler_paths[kind],
+                flag=f"--{kind}-upsampler-path",
+                download=upsampler_download(kind),
+                from_config=upsampler.LatentUpsamplerConfigurator.from_config,
+                config=self.upsampler_config(kind),
+                prefixes={"": ""},
+                dtype=self.dtype,
+            )
+
         def statistics(config: dict) -> torch.nn.Module:
             return PerChannelStatistics(config["vae"]["latent_channels"])
 
-        if name.endswith("_upsampler"):
-            kind = name.removesuffix("_upsampler")
-            config, flag = self.upsampler_config(kind), f"--{kind}-upsampler-path"
-            build = upsampler.LatentUpsamplerConfigurator.from_config
-            return _Part(
-                self.upsampler_paths[kind],
-                flag,
-                upsampler_download(kind),
-                build,
-                config,
-                {"": ""},
-                self.dtype,
-            )
-        build, prefix, dtype = {
-            "video_encoder": (
-                video_vae.VideoEncoderConfigurator.from_config,
-                "vae.encoder.",
-                self.dtype,
-            ),
-            "video_decoder": (video_vae.VideoDecoderConfigurator.from_config, "vae.decoder.", None),
+        encoder = video_vae.VideoEncoderConfigurator.from_config
+        decoder = video_vae.VideoDecoderConfigurator.from_config
+        audio_decoder = audio_vae.AudioDecoderConfigurator.from_config
+        vocoder = audio_vae.VocoderConfigurator.from_config
+        from_config, prefix, dtype = {
+            "video_encoder": (encoder, "vae.encoder.", self.dtype),
+            "video_decoder": (decoder, "vae.decoder.", None),
             "video_statistics": (statistics, "vae.per_channel_statistics.", self.dtype),
-            "audio_decoder": (
-                audio_vae.AudioDecoderConfigurator.from_config,
-                "audio_vae.decoder.",
-                self.audio_dtype,
-            ),
-            "vocoder": (audio_vae.VocoderConfigurator.from_config, "vocoder.", self.audio_dtype),
+            "audio_decoder": (audio_decoder, "audio_vae.decoder.", self.audio_dtype),
+            "vocoder": (vocoder, "vocoder.", self.audio_dtype),
         }[name]
-        # The statistics lie beside the encoder and the decoder, not in them.
-        prefixes = {
-            "": prefix,
-            "per_channel_statistics.": prefix.partition(".")[0] + ".per_channel_statistics.",
-        }
-        return _Part(
-            self.checkpoint_path,
-            "--checkpoint-path",
-            CHECKPOINT_DOWNLOAD,
-            build,
-            self.config,
-            prefixes,
-            dtype,
+        # A checkpoint holds the statistics once for encoder and decoder, which both have a copy.
+        shared = prefix.partition(".")[0] + ".per_channel_statistics."
+        return ModelSpec(
+            path=self.checkpoint_path,
+            flag="--checkpoint-path",
+            download=CHECKPOINT_DOWNLOAD,
+            from_config=from_config,
+            config=self.config,
+            prefixes={"": prefix, "per_channel_statistics.": shared},
+            dtype=dtype,
         )
 
     def upsampler_config(self, kind: str) -> dict:
-        """The "spatial" or "temporal" upsampler file's own config, checked to be one of factor 2 of
-        that kind."""
+        """The config of the "spatial" or "temporal" upsampler's own file.
+
+        Raises UserError unless the file is an upsampler by factor 2 of that kind.
+        """
         path, flag = self.upsampler_paths[kind], f"--{kind}-upsampler-path"
+        download = upsampler_download(kind)
         if path is None:
             raise UserError(
                 f"{kind} upsampling needs its own model and got none: pass its file with {flag}"
-                f" FILE\nDownload it: {upsampler_download(kind)}"
+                f" FILE\nDownload it: {download}"
             )
-        text = TensorFile(
-            path, f"{upsampler_download(kind)}\nand pass it with {flag} FILE"
-        ).metadata.get("config", "{}")
+        file = TensorFile(path, f"{download}\nand pass it with {flag} FILE")
         try:
-            config = {**json.loads(text)}
+            config = {**json.loads(file.metadata.get("config", "{}"))}
         except (ValueError, TypeError) as error:
             raise UserError(
                 f"{path}: the 'config' metadata is not a JSON object: {error}\n"
-                f"Download it again: {upsampler_download(kind)}"
+                f"Download it again: {download}"
             ) from None
-        found = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
+        kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
         scale = config.get("spatial_scale", 2.0)
-        if found != [kind] or (kind == "spatial" and scale != 2.0):
-            got = (
-                f"a {' and '.join(found)} one (spatial scale {scale})"
-                if found
-                else "a file that describes none"
-            )
+        if kinds != [kind] or (kind == "spatial" and scale != 2.0):
+            got = "a file that describes none"
+            if kinds:
+                got = f"a {' and '.join(kinds)} one (spatial scale {scale})"
             raise UserError(
                 f"{flag} wants a {kind} latent upsampler of factor 2, got {got}: {path}\n"
-                f"pass the published {kind} x2 file with {flag} FILE: {upsampler_download(kind)}"
+                f"pass the published {kind} x2 file with {flag} FILE: {download}"
             )
         return config
 
 
-class _Part(NamedTuple):
-    """What a model is made from: its file and the flag that names it, the configurator and its
-    config, names and dtype.
+class ModelSpec(NamedTuple):
+    """Where one model comes from: its file, how it is built, and the names of its tensors there.
 
-    A dtype of None leaves every tensor as it is stored.
-
-    `prefixes` maps the start of a module's tensor names to their start in the file. The first one
-    is the module's own: what else the file holds under it is an error, while the per-channel
-    statistics may have entries nobody reads.
+    path         the safetensors file
+    flag         the command line's flag that names the file, for messages of errors
+    download     the command that downloads the file, for messages of errors
+    from_config  builds the module from `config`
+    config       the parsed metadata of the file
+    prefixes     start of a tensor's name in the module -> its start in the file. The first entry is
+                 the model's own part of the file, which must hold nothing else. The entry of the
+                 per-channel statistics may: a checkpoint has statistics that no model reads
+    dtype        of every tensor; None leaves each as it is stored
     """
 
     path: str | Path
     flag: str
     download: str
-    build: Callable[[dict], torch.nn.Module]
+    from_config: Callable[[dict], torch.nn.Module]
     config: dict
     prefixes: dict[str, str]
     dtype: torch.dtype | None
 
-    def empty(self) -> torch.nn.Module:
-        """The module without memory. Raises UserError unless the file holds every tensor of it, and
-        no other."""
+    def build_empty(self) -> torch.nn.Module:
+        """The module on the meta device.
+
+        Raises UserError unless the file holds all of its tensors, in their shapes, and no others.
+        """
         try:
             with torch.device("meta"):
-                module = self.build(self.config)
+                module = self.from_config(self.config)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"the config in {self.path} describes no such model: {type(error).__name__}:"
                 f" {error}\npass the published file with {self.flag} FILE: {self.download}"
             ) from None
-        wanted = {
-            _name_in_file(name, self.prefixes): tensor
+        expected = {
+            self._name_in_file(name): tuple(tensor.shape)
             for name, tensor in module.state_dict().items()
         }
-        own = next(iter(self.prefixes.values()))
-        found = self.file().shapes
-        problems = [f"missing {name}" for name in wanted if name not in found]
-        problems += [
-            f"unexpected {name}" for name in found if name.startswith(own) and name not in wanted
-        ]
-        problems += [
-            f"wrong shape {name}: got {found[name]}, wanted {tuple(tensor.shape)}"
-            for name, tensor in wanted.items()
-            if name in found and found[name] != tuple(tensor.shape)
-        ]
-        if not any(name in found for name in wanted):
-            problems = [f"none of its {len(wanted)} tensors is there"]
-        if problems:
+        if problems := self._problems(expected):
             listing = "\n  ".join(problems)
             raise UserError(
                 f"{self.path} does not hold the {type(module).__name__} its config describes:\n "
@@ -301,13 +291,15 @@ class _Part(NamedTuple):
         return module
 
     def load(self) -> torch.nn.Module:
-        """The module with every tensor from the file, in its dtype, ready for inference, which may
-        be stopped at any layer."""
-        module = self.empty()
-        file = self.file()
+        """The module with its tensors from the file, in inference mode.
+
+        Its forward can be cancelled before any layer (background.check_cancelled).
+        """
+        module = self.build_empty()
+        file = self._file()
 
         def read(name: str) -> torch.Tensor:
-            tensor = file.read(_name_in_file(name, self.prefixes))
+            tensor = file.read(self._name_in_file(name))
             return tensor.to(self.dtype or tensor.dtype)
 
         module.load_state_dict({name: read(name) for name in module.state_dict()}, assign=True)
@@ -315,11 +307,29 @@ class _Part(NamedTuple):
             layer.register_forward_pre_hook(check_cancelled)
         return module.eval().requires_grad_(False)
 
-    def file(self) -> TensorFile:
+    def _file(self) -> TensorFile:
         return TensorFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
 
+    def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
+        """What is wrong with the file's tensors, a line each, given the shapes by name expected."""
+        shapes = self._file().shapes
+        if not any(name in shapes for name in expected):
+            return [f"none of its {len(expected)} tensors is there"]
+        own_prefix = next(iter(self.prefixes.values()))
+        problems = [f"missing {name}" for name in expected if name not in shapes]
+        problems += [
+            f"unexpected {name}"
+            for name in shapes
+            if name.startswith(own_prefix) and name not in expected
+        ]
+        problems += [
+            f"wrong shape {name}: got {shapes[name]}, wanted {shape}"
+            for name, shape in expected.items()
+            if name in shapes and shapes[name] != shape
+        ]
+        return problems
 
-def _name_in_file(name: str, prefixes: dict[str, str]) -> str:
-    """The file's name of a module's tensor: the longest matching prefix replaced."""
-    prefix = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len)
-    return prefixes[prefix] + name.removeprefix(prefix)
+    def _name_in_file(self, name: str) -> str:
+        """The name in the file of a tensor of the module: its longest known prefix replaced."""
+        prefix = max((prefix for prefix in self.prefixes if name.startswith(prefix)), key=len)
+        return self.prefixes[prefix] + name.removeprefix(prefix)

@@ -1,7 +1,8 @@
-"""Float32 products on a CPU, by oneDNN.
+"""Float32 matrix products on a CPU, by oneDNN.
 
-torch gives them to MKL, which on CPUs that are not Intel's has half of oneDNN's rate or less
-(benchmarks/2026-11-21-vae-decode.md, benchmarks/2026-11-21-text-encode.md).
+torch gives float32 products to MKL, which has half of oneDNN's rate or less on CPUs that are not
+Intel's. The video decoder (host/winograd.py) and the text encoder (text/streamed.py) spend most of
+their time in such products. Figures: benchmarks of both.
 """
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., K) and weight (N, K), both float32, to (..., N)."""
+    """x (..., K) times the transpose of weight (N, K): (..., N). Both are float32."""
     if not torch.backends.mkldnn.is_available():
         return nn.functional.linear(x, weight)
-    return torch.ops.mkldnn._linear_pointwise(
-        x, weight, None, "none", [], ""
-    )  # as torch.compile calls it
+    # The operator that torch.compile's CPU backend puts in for a linear layer: no public call
+    # reaches oneDNN for float32.
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")

@@ -1,9 +1,9 @@
-"""The released video decoder, run faster on a CPU: ltx-core's modules and weights, and a forward of
-our own.
+"""The released video decoder, run faster on a CPU: ltx-core's modules and weights with another
+forward.
 
-Feature maps lie with their channels last, inside the border that convolutions read. A convolution
-hands over its result piece by piece, and what follows it (sum, norm, activation, depth to space) is
-done while the piece is in cache.
+Feature maps have their channels last and lie inside the border that convolutions read. A
+convolution hands over its result piece by piece, and what follows it (residual sum, PixelNorm,
+SiLU, depth to space) is done while the piece is in cache.
 """
 
 import torch
@@ -16,12 +16,11 @@ from ltx_core.model.video_vae.resnet import ResnetBlock3D, UNetMidBlock3D
 from ltx_core.model.video_vae.sampling import DepthToSpaceUpsample
 from torch import Tensor, nn
 
-from ltx_neuron.host.winograd import LARGEST_FILTERS, Map, Workers, convolve
+from ltx_neuron.host.winograd import LARGEST_FILTERS, FeatureMap, Workers, convolve
 
-EPS = 1e-8
-# What the released decoder is made of. A module of another type, or with other settings, is not
-# ours to run.
-_KNOWN = {
+EPS = 1e-8  # of PixelNorm
+# The modules of the released decoder, with the settings that the forward below computes.
+_RELEASED_MODULES = {
     VideoDecoder: lambda m: not m.causal and not m.timestep_conditioning,
     PerChannelStatistics: lambda m: True,
     CausalConv3d: lambda m: m.time_kernel_size == 3,
@@ -41,26 +40,28 @@ _KNOWN = {
 }
 
 
-def unknown_parts(decoder: nn.Module) -> list[str]:
-    """Name and type of every module of a decoder that the released one does not have; none if
-    `FastVideoDecoder` can run it."""
+def unknown_modules(decoder: nn.Module) -> list[str]:
+    """Name and type of every module that `FastVideoDecoder` cannot run: those that the released
+    decoder does not have. Empty for the released decoder."""
     return [
         f"{name or 'decoder'}: {type(module).__name__}({module.extra_repr()})"
         for name, module in decoder.named_modules()
-        if type(module) not in _KNOWN or not _KNOWN[type(module)](module)
+        if type(module) not in _RELEASED_MODULES or not _RELEASED_MODULES[type(module)](module)
     ]
 
 
 class FastVideoDecoder(VideoDecoder):
-    """A loaded ltx-core video decoder with another forward. Computes in float32 whatever the dtype
-    of its weights."""
+    """A loaded ltx-core video decoder with another forward, which differs in rounding only.
+
+    Computes in float32 whatever the dtype of its weights.
+    """
 
     def __init__(self, decoder: VideoDecoder):
-        """Takes over the decoder's modules. Raises ValueError where it is not built as the released
-        one."""
-        if unknown := unknown_parts(decoder):
+        """Take over the decoder's modules. Raises ValueError unless `unknown_modules` is empty."""
+        if unknown := unknown_modules(decoder):
             raise ValueError("not the released video decoder:\n  " + "\n  ".join(unknown))
         nn.Module.__init__(self)
+        # Shared and not copied; ltx-core's tiling reads the attributes too.
         self.__dict__.update(decoder.__dict__)
 
     @torch.no_grad()
@@ -70,126 +71,130 @@ class FastVideoDecoder(VideoDecoder):
         timestep: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Frames (B, 3, 8F-7, 32h, 32w), float32 in about [-1, 1], of normalised latents (B, 128,
-        F, h, w).
+        """Decode normalised latents (B, 128, F, h, w) to frames (B, 3, 8F-7, 32h, 32w), float32 in
+        about [-1, 1].
 
-        The released decoder uses neither timestep nor noise.
+        `timestep` and `generator` are in ltx-core's signature; the released decoder uses neither.
         """
         with Workers() as workers:
             latents = self.per_channel_statistics.un_normalize(sample.float())
-            return torch.stack([self._decoded(latent, workers) for latent in latents])
+            return torch.stack([self._decode(latent, workers) for latent in latents])
 
-    def _decoded(self, latent: Tensor, workers: Workers) -> Tensor:
+    def _decode(self, latent: Tensor, workers: Workers) -> Tensor:
+        """Decode one latent (128, F, h, w), un-normalised, to frames (3, 8F-7, 32h, 32w)."""
         channels, *size = latent.shape
-        source = Map(*size, channels)
+        source = FeatureMap(*size, channels)
         source.inner.copy_(latent.permute(1, 2, 3, 0))
-        source.repeat_ends()
+        source.repeat_end_frames()
         stage = _Stage(*size, self.conv_in.conv.out_channels, workers)
-        stage.enter(source, self.conv_in.conv)
+        stage.conv_in(source, self.conv_in.conv)
         for block in self.up_blocks:
             if isinstance(block, UNetMidBlock3D):
                 for residual in block.res_blocks:
-                    stage.residual(residual)
+                    stage.add_residual(residual)
             else:
-                stage = stage.upsampled(block)
-        return unpatchify(
-            stage.left(self.conv_out.conv).permute(3, 0, 1, 2)[None], self.patch_size
-        )[0]
+                stage = stage.upsample(block)
+        pixels = stage.conv_out(self.conv_out.conv).permute(3, 0, 1, 2)
+        return unpatchify(pixels[None], self.patch_size)[0]
 
 
 class _Stage:
-    """What lies between two upsamplings: the features, and their activation, which is what the next
-    convolution reads."""
+    """Feature maps between two upsamplings, all (F, H, W, C).
+
+    features  the sum of the residual blocks so far
+    active    their PixelNorm and SiLU, which the next convolution reads
+    middle    the same between the two convolutions of a residual block
+    """
 
     def __init__(self, frames: int, height: int, width: int, channels: int, workers: Workers):
-        self.features, self.active, self.middle = (
-            Map(frames, height, width, channels) for _ in range(3)
-        )
+        self.features = FeatureMap(frames, height, width, channels)
+        self.active = FeatureMap(frames, height, width, channels)
+        self.middle = FeatureMap(frames, height, width, channels)
         self.workers = workers
 
-    def enter(self, source: Map, conv: nn.Conv3d) -> None:
-        """Begin with the convolution of a map."""
+    def conv_in(self, source: FeatureMap, conv: nn.Conv3d) -> None:
+        """Fill the first stage's features with the convolution of the latent, `source`."""
 
-        def write(f: slice, r: slice, piece: Tensor) -> None:
-            self.features.inner[f, r] = piece
-            _activate(piece, self.active.inner[f, r])
+        def write(frames: slice, rows: slice, piece: Tensor) -> None:
+            self.features.inner[frames, rows] = piece
+            _activate(piece, self.active.inner[frames, rows])
 
         convolve(source, conv.weight, conv.bias, write, self.workers)
-        self._repeat_ends()
+        self._repeat_end_frames()
 
-    def residual(self, block: ResnetBlock3D) -> None:
-        """Add a residual block's result to the features."""
+    def add_residual(self, block: ResnetBlock3D) -> None:
+        """features += conv2(silu(norm(conv1(silu(norm(features))))))"""
 
-        def write_middle(f: slice, r: slice, piece: Tensor) -> None:
-            _activate(piece, self.middle.inner[f, r])
+        def write_middle(frames: slice, rows: slice, piece: Tensor) -> None:
+            _activate(piece, self.middle.inner[frames, rows])
 
-        def write(f: slice, r: slice, piece: Tensor) -> None:
-            _activate(self.features.inner[f, r].add_(piece), self.active.inner[f, r])
+        def write(frames: slice, rows: slice, piece: Tensor) -> None:
+            features = self.features.inner[frames, rows].add_(piece)
+            _activate(features, self.active.inner[frames, rows])
 
         first, second = block.conv1.conv, block.conv2.conv
         convolve(self.active, first.weight, first.bias, write_middle, self.workers)
-        self.middle.repeat_ends()
+        self.middle.repeat_end_frames()
         convolve(self.middle, second.weight, second.bias, write, self.workers)
-        self._repeat_ends()
+        self._repeat_end_frames()
 
-    def upsampled(self, block: DepthToSpaceUpsample) -> "_Stage":
-        """The next stage. Output channel (c, p1, p2, p3) of the convolution is channel c at one of
-        a position's p1 x p2 x p3.
+    def upsample(self, block: DepthToSpaceUpsample) -> "_Stage":
+        """The next stage: a convolution, whose output channels become positions.
 
-        With a stride of 2 in time the first frame goes. This stage's activation is dropped, to make
-        room.
+        With a stride of (p1, p2, p3), output channel (c, i1, i2, i3) of the convolution is channel
+        c at one of the p1 x p2 x p3 positions that take the place of one. A stride of 2 in time
+        gives 2F frames, of which the first is dropped.
         """
-        del self.active, self.middle
+        del self.active, self.middle  # room for the next stage, which is up to 8 times as large
         frames, height, width, inputs = self.features.shape
         time, down, across = block.stride
         parts = time * down * across
-        weight, bias = (
-            t.unflatten(0, (-1, parts)).transpose(0, 1)
-            for t in (block.conv.conv.weight, block.conv.conv.bias)
-        )
+        # Channels are ordered (c, part); as (part, c) some parts can be convolved alone.
+        weight = block.conv.conv.weight.unflatten(0, (-1, parts)).transpose(0, 1)
+        bias = block.conv.conv.bias.unflatten(0, (-1, parts)).transpose(0, 1)
         channels = weight.shape[1]
         stage = _Stage(
             frames * time - (time - 1), height * down, width * across, channels, self.workers
         )
-        together = max(1, LARGEST_FILTERS // (inputs * channels))
-        for first in range(0, parts, together):
+        parts_at_once = max(1, LARGEST_FILTERS // (inputs * channels))
+        for first in range(0, parts, parts_at_once):
 
             def write(f: slice, r: slice, piece: Tensor, first: int = first) -> None:
                 for part, content in enumerate(piece.split(channels, dim=-1), first):
                     t, y, x = part // (down * across), part // across % down, part % across
                     start, stop = (frame * time + t - (time - 1) for frame in (f.start, f.stop))
-                    if start < 0:
+                    if start < 0:  # the first frame, which is dropped
                         start, content = start + time, content[1:]
-                    at = (
+                    positions = (
                         slice(start, stop, time),
                         slice(r.start * down + y, r.stop * down, down),
                         slice(x, None, across),
                     )
-                    stage.features.inner[at] = content
-                    _activate(content, stage.active.inner[at])
+                    stage.features.inner[positions] = content
+                    _activate(content, stage.active.inner[positions])
 
-            some = slice(first, first + together)
+            some = slice(first, first + parts_at_once)
             convolve(
                 self.features, weight[some].flatten(0, 1), bias[some].flatten(), write, self.workers
             )
-        stage._repeat_ends()
+        stage._repeat_end_frames()
         return stage
 
-    def left(self, conv: nn.Conv3d) -> Tensor:
-        """The convolution (F, H, W, Cout) of the active features."""
-        found = torch.empty(*self.active.shape[:3], conv.out_channels)
+    def conv_out(self, conv: nn.Conv3d) -> Tensor:
+        """The convolution (F, H, W, Cout) of the last stage's active features."""
+        pixels = torch.empty(*self.active.shape[:3], conv.out_channels)
 
-        def write(f: slice, r: slice, piece: Tensor) -> None:
-            found[f, r] = piece
+        def write(frames: slice, rows: slice, piece: Tensor) -> None:
+            pixels[frames, rows] = piece
 
         convolve(self.active, conv.weight, conv.bias, write, self.workers)
-        return found
+        return pixels
 
-    def _repeat_ends(self) -> None:
-        self.features.repeat_ends()
-        self.active.repeat_ends()
+    def _repeat_end_frames(self) -> None:
+        self.features.repeat_end_frames()
+        self.active.repeat_end_frames()
 
 
 def _activate(piece: Tensor, out: Tensor) -> None:
-    """PixelNorm and SiLU of (..., C)."""
+    """Write PixelNorm and SiLU of (..., C) to `out`."""
     torch.ops.aten.silu.out(F.rms_norm(piece, piece.shape[-1:], eps=EPS), out=out)

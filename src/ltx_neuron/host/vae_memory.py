@@ -1,8 +1,9 @@
-"""How much memory a video decode holds at once, from the shapes of vae.py and winograd.py: nothing
-is loaded or computed.
+"""Peak host memory of a video decode, counted from shapes; nothing is loaded or computed.
 
-What is counted is what lives when: the maps of a stage, the convolution at work, and the frames
-that tiles are blended into.
+The plan compares it with the host's memory ("to decode") before a job starts. It follows vae.py and
+winograd.py step by step instead of using a formula: which stage holds most depends on the size, on
+where ltx-core's tiles end and on the number of threads, and the sum lies within 1 to 10 % of the
+measured peak, from 0.2 GB for a tiny decoder to the released sizes (benchmarks of video decode).
 """
 
 from math import prod
@@ -12,126 +13,136 @@ from ltx_core.model.video_vae import TilingConfig, VideoDecoder, VideoDecoderCon
 from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from torch import nn
 
-from ltx_neuron.host.winograd import LARGEST_FILTERS, POINTS, TILE, pays, piece_of, tiles_of
+from ltx_neuron.host.winograd import (
+    LARGEST_FILTERS,
+    POINTS,
+    TILE,
+    piece_size,
+    tile_counts,
+    winograd_is_faster,
+)
 
-_FLOAT = 4
-_STORED = 2  # bytes of a weight: the checkpoint's bfloat16, which stays so
+_FLOAT32 = 4  # bytes of a number
+_STORED = 2  # bytes of a weight: the checkpoint's bfloat16, which is kept
 
 
 def decode_bytes(config: dict, latent: tuple[int, int, int], threads: int) -> int:
-    """Most bytes at once, weights included, of decoding a latent (F, h, w) to uint8 frames in the
-    reference's default tiles.
+    """Peak bytes, weights included, of decoding a latent (F, h, w) to uint8 frames.
 
-    `config` is the checkpoint's; `threads` convolve at the same time.
+    config   the checkpoint's parsed `config` metadata
+    threads  cores that convolve at the same time, each with its scratch memory
+
+    Follows ltx-core's `decode_video` with its default tiling. Tiles of one time span are blended
+    into two float32 arrays: frames and blending weights. Where the next span begins, the frames
+    before it are divided by their weights, converted to bytes and kept.
     """
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
     weights = sum(tensor.numel() for tensor in decoder.state_dict().values()) * _STORED
     scale = decoder.video_downscale_factors
-    frame = 3 * latent[1] * scale.height * latent[2] * scale.width  # numbers
+    frame = 3 * latent[1] * scale.height * latent[2] * scale.width  # numbers of one frame
     tiles = decoder._prepare_tiles(
         torch.empty(1, 1, *latent, device="meta"), TilingConfig.default()
     )
-    # Tiles of the same time are blended into a chunk of frames and one of weights, beside those of
-    # the tiles before; what no later tile touches is divided (the whole chunk is), made into bytes
-    # and kept.
-    most = finished = divided = before = start = 0
+    # Bytes of: frames that are done; the span blended before, after its division; the same before
+    # it. `start` is the span's first frame.
+    peak = finished = divided = previous = start = 0
     for group in decoder._group_tiles_by_temporal_slice(tiles):
         span = group[0].out_coords[2]
-        chunk = _FLOAT * frame * (span.stop - span.start)
-        both = 2 * (before + chunk)
+        current = _FLOAT32 * frame * (span.stop - span.start)
+        blending = 2 * (previous + current)
         working = max(
-            _Tile(decoder, [part.stop - part.start for part in tile.in_coords[2:]], threads).most
+            _TilePeak(
+                decoder, [part.stop - part.start for part in tile.in_coords[2:]], threads
+            ).peak
             for tile in group
         )
-        most = max(most, finished + divided + both + working)
-        if before:
+        peak = max(peak, finished + divided + blending + working)
+        if previous:
             leaving = frame * (span.start - start)
-            most = max(most, finished + both + before + max(divided, 2 * _FLOAT * leaving))
-            finished, divided = finished + leaving, before
-        before, start = chunk, span.start
-    most = max(most, finished + 4 * before + max(divided, 2 * before))
-    return weights + max(most, 2 * (finished + before // _FLOAT))
+            converting = max(divided, 2 * _FLOAT32 * leaving)
+            peak = max(peak, finished + blending + previous + converting)
+            finished, divided = finished + leaving, previous
+        previous, start = current, span.start
+    peak = max(peak, finished + 4 * previous + max(divided, 2 * previous))
+    return weights + max(peak, 2 * (finished + previous // _FLOAT32))
 
 
-class _Tile:
-    """One call of FastVideoDecoder, step by step; `most` is the most bytes at once."""
+class _TilePeak:
+    """Peak bytes of one call of FastVideoDecoder with a latent (F, h, w), as attribute `peak`."""
 
     def __init__(self, decoder: VideoDecoder, latent: list[int], threads: int):
-        self.threads, self.most, self.memory = threads, 0, {}
+        self.threads, self.peak = threads, 0
+        self.scratch: dict[str, int] = {}  # name -> bytes of all workers, see Workers.scratch
         shape = (*latent, decoder.conv_in.conv.in_channels)
-        self.kept = 2 * _FLOAT * prod(shape) + _map(
-            shape
-        )  # the latent, and what the first convolution reads
-        shape = self._convolve(
-            shape, decoder.conv_in.conv, 3 * _map((*latent, decoder.conv_in.conv.out_channels))
-        )
+        # The latent, un-normalised, and what the first convolution reads live to the end.
+        self.kept = 2 * _FLOAT32 * prod(shape) + _map_bytes(shape)
+        shape = (*latent, decoder.conv_in.conv.out_channels)
+        self._convolution((*latent, decoder.conv_in.conv.in_channels), shape[3], self._maps(shape))
         for block in decoder.up_blocks:
             if isinstance(block, UNetMidBlock3D):
-                for residual in block.res_blocks:
-                    self._convolve(shape, residual.conv1.conv, 3 * _map(shape))
+                for _ in block.res_blocks:  # both convolutions have the stage's channels
+                    self._convolution(shape, shape[3], self._maps(shape))
             else:
                 shape = self._upsample(shape, block)
-        found = _FLOAT * prod(
-            self._convolve(shape, decoder.conv_out.conv, 3 * _map(shape), whole=True)
-        )
-        self._hold(3 * _map(shape) + 2 * found)  # and its pixels in their places
-        self._hold(3 * found)  # and stacked, blended
+        outputs = decoder.conv_out.conv.out_channels
+        pixels = _FLOAT32 * prod(shape[:3]) * outputs
+        self._convolution(shape, outputs, self._maps(shape) + pixels)
+        self._hold(self._maps(shape) + 2 * pixels)  # unpatchify copies them
+        self._hold(3 * pixels)  # stacked and blended, without the maps
+
+    @staticmethod
+    def _maps(shape: tuple[int, ...]) -> int:
+        """The three maps of a stage."""
+        return 3 * _map_bytes(shape)
 
     def _upsample(self, shape: tuple[int, ...], block: nn.Module) -> tuple[int, ...]:
-        """The next stage's shape; both stages' features are there while it is computed."""
+        """Count an upsampling, which holds this stage's features and the next stage's maps. Returns
+        the next stage's shape."""
         (frames, height, width, inputs), (time, down, across) = shape, block.stride
-        channels = block.conv.conv.out_channels // (time * down * across)
+        parts = time * down * across
+        channels = block.conv.conv.out_channels // parts
         larger = (frames * time - (time - 1), height * down, width * across, channels)
-        at_once = min(time * down * across, max(1, LARGEST_FILTERS // (inputs * channels)))
-        weight = _FLOAT * block.conv.conv.weight.numel() // (time * down * across) * at_once
-        self._convolution(shape, at_once * channels, _map(shape) + 3 * _map(larger) + weight)
+        parts_at_once = min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
+        weight = _FLOAT32 * block.conv.conv.weight.numel() // parts * parts_at_once
+        others = _map_bytes(shape) + self._maps(larger) + weight
+        self._convolution(shape, parts_at_once * channels, others)
         return larger
 
-    def _convolve(
-        self, shape: tuple[int, ...], conv: nn.Module, maps: int, whole: bool = False
-    ) -> tuple[int, ...]:
-        """Count a convolution beside the maps; `whole`: its result is one more. Returns the
-        result's shape."""
-        result = (*shape[:3], conv.out_channels)
-        self._convolution(shape, conv.out_channels, maps + whole * _FLOAT * prod(result))
-        return result
-
-    def _convolution(self, shape: tuple[int, ...], outputs: int, beside: int) -> None:
-        inputs, weight = shape[3], _FLOAT * 27 * shape[3] * outputs
-        if not pays(
-            shape, outputs
-        ):  # the map without border, the result, and oneDNN's own arrangement of all of it
+    def _convolution(self, shape: tuple[int, ...], outputs: int, others: int) -> None:
+        """Count a convolution of a map (F, H, W, Cin) while `others` bytes are held as well."""
+        inputs = shape[3]
+        weight = _FLOAT32 * 27 * inputs * outputs
+        if not winograd_is_faster(shape, outputs):
+            # The map without its border and the result; oneDNN arranges all of it once more.
             frames, height, width, _ = shape
-            self._hold(
-                beside
-                + 2
-                * (
-                    weight
-                    + _FLOAT * ((frames + 2) * height * width * inputs + prod(shape[:3]) * outputs)
-                )
-            )
+            borderless = _FLOAT32 * (frames + 2) * height * width * inputs
+            result = _FLOAT32 * prod(shape[:3]) * outputs
+            self._hold(others + 2 * (weight + borderless + result))
             return
-        (_, _, wide), (groups, rows) = tiles_of(shape), piece_of(shape, self.threads)
-        tiles, across = groups * rows * wide, TILE * wide + 2
-        self._keep("filters", POINTS * inputs * outputs)
-        for name, numbers in {
-            "values": max(POINTS * tiles * inputs, 4 * 36 * tiles * outputs),
-            "products": POINTS * tiles * outputs,
-            "one": max(6 * groups * (TILE * rows + 2) * across * inputs, 16 * 6 * tiles * outputs),
-            "two": max(36 * groups * rows * across * inputs, TILE**3 * tiles * outputs),
-        }.items():
-            self._keep(name, self.threads * numbers)
-        self._hold(beside + 2 * weight)  # as float32, and its taps together
+        tiles_w, (piece_f, piece_h) = tile_counts(shape)[2], piece_size(shape, self.threads)
+        tiles, across = piece_f * piece_h * tiles_w, TILE * tiles_w + 2
+        # Each buffer serves the input transform (..., inputs) and the output transform
+        # (..., outputs), and stays as long as the longest that was asked for.
+        rows = TILE * piece_h + 2
+        points = max(POINTS * tiles * inputs, 4 * 36 * tiles * outputs)
+        one = max(6 * piece_f * rows * across * inputs, 16 * 6 * tiles * outputs)
+        two = max(36 * piece_f * piece_h * across * inputs, TILE**3 * tiles * outputs)
+        self._keep_scratch("filters", POINTS * inputs * outputs)
+        self._keep_scratch("points", self.threads * points)
+        self._keep_scratch("products", self.threads * POINTS * tiles * outputs)
+        self._keep_scratch("one", self.threads * one)
+        self._keep_scratch("two", self.threads * two)
+        self._hold(others + 2 * weight)  # as float32, and reordered for its transform
 
-    def _keep(self, name: str, numbers: int) -> None:
-        """A worker's memory stays, as long as the longest that was asked for."""
-        self.memory[name] = max(self.memory.get(name, 0), _FLOAT * numbers)
+    def _keep_scratch(self, name: str, numbers: int) -> None:
+        self.scratch[name] = max(self.scratch.get(name, 0), _FLOAT32 * numbers)
 
     def _hold(self, size: int) -> None:
-        self.most = max(self.most, self.kept + sum(self.memory.values()) + size)
+        """Count a moment at which `size` bytes are held besides what is kept."""
+        self.peak = max(self.peak, self.kept + sum(self.scratch.values()) + size)
 
 
-def _map(shape: tuple[int, ...]) -> int:
-    """Bytes of a winograd.Map of that shape, border included."""
-    return _FLOAT * prod(count * TILE + 2 for count in tiles_of(shape)) * shape[3]
+def _map_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a winograd.FeatureMap (F, H, W, C), border included."""
+    return _FLOAT32 * prod(count * TILE + 2 for count in tile_counts(shape)) * shape[3]

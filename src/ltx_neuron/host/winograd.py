@@ -1,10 +1,16 @@
-"""3x3x3 convolution with an eighth of the multiplications: Winograd's F(4,3) in time, height and
-width.
+"""3x3x3 convolution with an eighth of the multiplications: Winograd's F(4, 3) along three axes.
 
 Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (arXiv:1509.09308), in three
-dimensions: 6 x 6 x 6 = 216 products give 4 x 4 x 4 = 64 outputs of a channel pair, 3.375 an output
-where a direct convolution takes 27. All of it is torch: sums of strided views around one batched
-matrix product.
+dimensions instead of two. A tile of 6 x 6 x 6 inputs gives 4 x 4 x 4 outputs. With that paper's
+names, along each axis:
+
+    U = G g      the filter transform: 3 taps to 6 points           `_transform_filters`
+    V = B^T d    the input transform: 6 inputs to 6 points          `_transform_input`
+    M = U V      products, summed over input channels: one matrix product per point
+    Y = A^T M    the output transform: 6 points to 4 outputs        `_transform_output`
+
+That is 6^3 = 216 products for 64 outputs of a channel pair, 3.375 an output where a direct
+convolution takes 27. All of it is torch: sums of strided views around matrix products.
 """
 
 import itertools
@@ -20,8 +26,9 @@ from torch import Tensor, add, sub
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.products import product
 
-TILE, POINTS = 4, 6**3  # outputs of a tile along an axis; products of a tile
-TAPS = [  # F(4,3)'s filter transform: three taps along an axis to six points
+TILE = 4  # outputs of a tile along an axis: the paper's m
+POINTS = 6**3  # products of a tile: the paper's (m + r - 1)^3 with r = 3 taps
+FILTER_TRANSFORM = [  # the paper's G for F(4, 3)
     [1 / 4, 0, 0],
     [-1 / 6, -1 / 6, -1 / 6],
     [-1 / 6, 1 / 6, -1 / 6],
@@ -32,67 +39,67 @@ TAPS = [  # F(4,3)'s filter transform: three taps along an axis to six points
 # Tiles that one core takes at a time: enough for efficient matrix products, few enough that the
 # sums around them stay in cache.
 TILES_AT_ONCE = 128
-LARGEST_FILTERS = (
-    512 * 512
-)  # channel pairs; 216 numbers for each are 226 MB, the most that is worth holding
+# Channel pairs of a convolution. 216 numbers for each are 226 MB, the most that is worth holding.
+LARGEST_FILTERS = 512 * 512
 
-# Takes (frames, rows) of a result and its content there, (f, r, W, C), which is overwritten when
-# the call returns.
-Write = Callable[[slice, slice, Tensor], None]
+# Takes frames and rows of a result and its content there, (frames, rows, W, C). The content is
+# overwritten when the call returns.
+WritePiece = Callable[[slice, slice, Tensor], None]
 
 
-class Map:
-    """A feature map (F, H, W, C), float32, inside the border that a convolution reads.
+class FeatureMap:
+    """A feature map (F, H, W, C), float32, inside the border that a 3x3x3 convolution reads.
 
-    The border: zeros around every frame, the first and the last frame once more. `padded` also has
-    room for whole tiles.
+    inner   the map itself, (F, H, W, C): a view of `padded`
+    padded  the map with its border: zeros around every frame, the first and the last frame once
+            more (ltx-core's padding in time), and room for whole tiles
     """
 
     def __init__(self, frames: int, height: int, width: int, channels: int):
         self.shape = (frames, height, width, channels)
-        whole = [-(-size // TILE) * TILE + 2 for size in (frames, height, width)]
-        self.padded = torch.zeros(*whole, channels)
+        padded_size = [count * TILE + 2 for count in tile_counts(self.shape)]
+        self.padded = torch.zeros(*padded_size, channels)
         self.inner = self.padded[1 : 1 + frames, 1 : 1 + height, 1 : 1 + width]
 
-    def repeat_ends(self) -> None:
-        """Renew the border after writing to `inner`."""
+    def repeat_end_frames(self) -> None:
+        """Copy the first and the last frame into the border; needed after writing to `inner`."""
         frames = self.shape[0]
         self.padded[0] = self.padded[1]
         self.padded[frames + 1] = self.padded[frames]
 
 
 class Workers:
-    """A thread for each core, with memory of its own that is used again: fresh pages cost more than
-    the sums written to them.
+    """One thread per core, each with scratch memory that is used again and again: fresh pages cost
+    more than the sums written to them.
 
-    Each computes pieces of a result on one core, from cache. The same calls shared out operation by
-    operation between the cores of a busy machine take several times as long, as each operation
-    waits for the slowest core.
+    Each thread computes pieces of a result on one core, from that core's cache. torch's own way,
+    which shares each operation out between the cores, takes several times as long on a busy
+    machine, as every operation waits for the slowest core.
     """
 
     def __init__(self):
         self.count = torch.get_num_threads()
         self._memory = threading.local()
         self._threads = ThreadPoolExecutor(self.count)
-        all_there = threading.Barrier(self.count)
+        all_started = threading.Barrier(self.count)
 
         def start() -> None:
-            # the first call in a thread sets the default, and would undo the next line later
+            # The first call in a thread sets that thread's number to the default, which would undo
+            # the next line if it came later.
             torch.get_num_threads()
             torch.set_num_threads(1)
-            all_there.wait()
+            all_started.wait()
 
         try:
             for started in [self._threads.submit(start) for _ in range(self.count)]:
                 started.result()
-        except BaseException:  # stopped half-way
-            all_there.abort()
+        except BaseException:  # Ctrl-C, or a thread that could not be started
+            all_started.abort()
             self._threads.shutdown()
             raise
         finally:
-            torch.set_num_threads(
-                self.count
-            )  # what a worker sets is also the default of threads that start later
+            # What a worker sets is also the default of threads that start later.
+            torch.set_num_threads(self.count)
 
     def __enter__(self) -> "Workers":
         return self
@@ -101,137 +108,170 @@ class Workers:
         self._threads.shutdown(cancel_futures=True)
 
     def run(self, function: Callable, items: Iterable) -> None:
-        """Call the function with every item."""
+        """Call the function with every item. Raises the first error of a call, or Cancelled."""
         for _ in self._threads.map(torch.no_grad()(function), items):
             check_cancelled()
 
-    def memory(self, name: str, *shape: int) -> Tensor:
-        """A float32 tensor of that shape and any content, over what the same name gave this thread
-        before."""
-        held, size = vars(self._memory), math.prod(shape)
-        if name not in held or held[name].numel() < size:
-            held.pop(name, None)
-            held[name] = torch.empty(size)
-        return held[name][:size].view(shape)
+    def scratch(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised float32 tensor of the calling thread.
+
+        It lies where the thread's tensor of the same name lay before.
+        """
+        buffers, size = vars(self._memory), math.prod(shape)
+        if name not in buffers or buffers[name].numel() < size:
+            buffers.pop(name, None)  # freed first, so that both never exist
+            buffers[name] = torch.empty(size)
+        return buffers[name][:size].view(shape)
 
 
-def convolve(source: Map, weight: Tensor, bias: Tensor, write: Write, workers: Workers) -> None:
-    """Write the convolution of a map with (Cout, Cin, 3, 3, 3) and (Cout), piece by piece and in
-    any order."""
-    method = by_tiles if pays(source.shape, weight.shape[0]) else directly
+def convolve(
+    source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
+) -> None:
+    """Convolve a map (F, H, W, Cin) with weight (Cout, Cin, 3, 3, 3) and bias (Cout), in float32.
+
+    The result (F, H, W, Cout) is handed to `write` piece by piece, in any order, each piece once,
+    while it is in cache. Chooses the faster of the two methods below.
+    """
+    faster = winograd_is_faster(source.shape, weight.shape[0])
+    method = convolve_winograd if faster else convolve_direct
     method(source, weight.float(), bias.float(), write, workers)
 
 
-def pays(shape: Sequence[int], outputs: int) -> bool:
-    """Whether tiles cost less than a direct convolution of a map of that shape: products, filter
-    and map transforms.
+def winograd_is_faster(shape: Sequence[int], outputs: int) -> bool:
+    """Whether `convolve_winograd` takes less time than `convolve_direct` for a map (F, H, W, Cin)
+    and `outputs` channels.
 
-    The factors are times measured on one core, in units of a direct convolution's multiplication;
-    that of the products, 5, is 3 to 5 the fewer the channels.
+    Compares the products, filter transforms and map transforms with a direct convolution. The
+    factors are times measured on one core, in units of a direct convolution's multiplication. That
+    of the products, 5, was 3 to 5, less for fewer channels.
     """
     *sizes, inputs = shape
-    pairs, tiled = inputs * outputs, math.prod(-(-size // TILE) * TILE for size in sizes)
+    pairs = inputs * outputs
+    tiled = math.prod(count * TILE for count in tile_counts(shape))
     narrow, large = min(inputs, outputs) < 32, pairs > LARGEST_FILTERS
     cost = pairs * (5 * tiled + 16000) + tiled * (180 * inputs + 110 * outputs)
     return not narrow and not large and cost < 27 * pairs * math.prod(sizes)
 
 
-def directly(source: Map, weight: Tensor, bias: Tensor, write: Write, workers: Workers) -> None:
-    """The convolution by torch; then its frames are shared out."""
+def convolve_direct(
+    source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
+) -> None:
+    """`convolve` by torch's conv3d; the workers share the result's frames."""
     frames, height, width, _ = source.shape
     # Channels first and without the zeros: few positions under many channels are 3 times slower the
     # other way.
-    planes = (
-        source.padded[: frames + 2, 1 : 1 + height, 1 : 1 + width].permute(3, 0, 1, 2).contiguous()
-    )
-    found = F.conv3d(planes[None], weight, bias, padding=(0, 1, 1))[0].permute(1, 2, 3, 0)
-    workers.run(
-        lambda at: write(slice(at, at + 1), slice(0, height), found[at : at + 1]), range(frames)
-    )
+    inputs = source.padded[: frames + 2, 1 : 1 + height, 1 : 1 + width]
+    inputs = inputs.permute(3, 0, 1, 2).contiguous()  # (Cin, F + 2, H, W)
+    outputs = F.conv3d(inputs[None], weight, bias, padding=(0, 1, 1))[0].permute(1, 2, 3, 0)
+
+    def write_frame(index: int) -> None:
+        frame = slice(index, index + 1)
+        write(frame, slice(0, height), outputs[frame])
+
+    workers.run(write_frame, range(frames))
 
 
-def by_tiles(source: Map, weight: Tensor, bias: Tensor, write: Write, workers: Workers) -> None:
-    """The convolution in the Winograd domain, some tiles at a time."""
+def convolve_winograd(
+    source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
+) -> None:
+    """`convolve` by Winograd's F(4, 3); the workers share the result's tiles."""
     outputs, inputs = weight.shape[:2]
-    filters = _transformed(weight, workers)
+    filters = _transform_filters(weight, workers)
     frames, height, width, _ = source.shape
-    long, tall, wide = tiles_of(source.shape)
-    groups, rows = piece_of(source.shape, workers.count)
+    tiles_f, tiles_h, tiles_w = tile_counts(source.shape)
+    piece_f, piece_h = piece_size(source.shape, workers.count)
 
-    def piece(corner: tuple[int, int]) -> None:
-        first, top = (TILE * at for at in corner)
-        n, t = min(groups, long - corner[0]), min(rows, tall - corner[1])
-        part = source.padded[first : first + TILE * n + 2, top : top + TILE * t + 2]
-        values = _enter(part, workers)
-        products = workers.memory("products", POINTS, n * t * wide, outputs)
-        for point, tiles in enumerate(values.view(POINTS, -1, inputs)):
-            products[point] = product(tiles, filters[point])
-        found = _leave(products.view(6, 6, 6, n, t, wide, outputs), bias, workers)[
-            : frames - first, : height - top, :width
-        ]
-        write(slice(first, first + len(found)), slice(top, top + found.shape[1]), found)
+    def compute_piece(corner: tuple[int, int]) -> None:
+        # The last piece along an axis may be smaller.
+        n_f, n_h = min(piece_f, tiles_f - corner[0]), min(piece_h, tiles_h - corner[1])
+        frame, row = TILE * corner[0], TILE * corner[1]
+        part = source.padded[frame : frame + TILE * n_f + 2, row : row + TILE * n_h + 2]
+        points = _transform_input(part, workers)
+        products = workers.scratch("products", POINTS, n_f * n_h * tiles_w, outputs)
+        for point, values in enumerate(points.view(POINTS, -1, inputs)):
+            products[point] = product(values, filters[point])
+        products = products.view(6, 6, 6, n_f, n_h, tiles_w, outputs)
+        piece = _transform_output(products, bias, workers)
+        piece = piece[: frames - frame, : height - row, :width]  # without what fills up tiles
+        write(slice(frame, frame + len(piece)), slice(row, row + piece.shape[1]), piece)
 
-    workers.run(piece, itertools.product(range(0, long, groups), range(0, tall, rows)))
+    corners = itertools.product(range(0, tiles_f, piece_f), range(0, tiles_h, piece_h))
+    workers.run(compute_piece, corners)
 
 
-def tiles_of(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Tiles along the three axes of a map (F, H, W, C)."""
+def tile_counts(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Tiles along time, height and width of a map (F, H, W, C); the last ones may be partly
+    empty."""
     return tuple(-(-size // TILE) for size in shape[:3])
 
 
-def piece_of(shape: Sequence[int], workers: int) -> tuple[int, int]:
+def piece_size(shape: Sequence[int], workers: int) -> tuple[int, int]:
     """Tiles in time and in height that a worker takes at a time; in width it takes all."""
-    long, tall, wide = tiles_of(shape)
-    at_once = min(TILES_AT_ONCE, -(-long * tall * wide // (2 * workers)))
-    return _even(long, at_once // (wide * tall)), _even(tall, at_once // wide)
+    tiles_f, tiles_h, tiles_w = tile_counts(shape)
+    # Two pieces or more for every worker, so that none waits long for the last one.
+    at_once = min(TILES_AT_ONCE, -(-tiles_f * tiles_h * tiles_w // (2 * workers)))
+    frames = _equal_parts(tiles_f, at_once // (tiles_w * tiles_h))
+    return frames, _equal_parts(tiles_h, at_once // tiles_w)
 
 
-def _even(size: int, most: int) -> int:
-    """The length of equal parts of a size, each at most so long, or one."""
-    return -(-size // -(-size // max(1, most)))
+def _equal_parts(size: int, longest: int) -> int:
+    """Cut a size into equal parts of at most `longest`, or of 1: the length of a part."""
+    return -(-size // -(-size // max(1, longest)))
 
 
-def _transformed(weight: Tensor, workers: Workers) -> Tensor:
-    """(Cout, Cin, 3, 3, 3) as (216, Cout, Cin): points in the order width, height, time."""
+def _transform_filters(weight: Tensor, workers: Workers) -> Tensor:
+    """U (216, Cout, Cin) of weight (Cout, Cin, 3, 3, 3); points in the order width, height,
+    time."""
     outputs, inputs = weight.shape[:2]
-    axis = torch.tensor(TAPS)
+    axis = torch.tensor(FILTER_TRANSFORM)
+    # The three transforms as one matrix (216, 27).
     matrix = torch.einsum("wc,hb,ta->whtabc", axis, axis, axis).reshape(POINTS, 27)
     taps = weight.reshape(-1, 27)
-    return torch.mm(matrix, taps.T, out=workers.memory("filters", POINTS, outputs * inputs)).view(
-        POINTS, outputs, inputs
-    )
+    filters = workers.scratch("filters", POINTS, outputs * inputs)
+    return torch.mm(matrix, taps.T, out=filters).view(POINTS, outputs, inputs)
 
 
-def _enter(part: Tensor, workers: Workers) -> Tensor:
-    """What multiplies the filters, (6, 6, 6, n, t, w, C), of a part (4n + 2, 4t + 2, 4w + 2, C) of
-    a padded map."""
+def _transform_input(part: Tensor, workers: Workers) -> Tensor:
+    """V (6, 6, 6, n, t, w, C), points in the order width, height, time, of a part
+    (4n + 2, 4t + 2, 4w + 2, C) of a padded map: n x t x w tiles, which overlap by 2."""
     n, t, w = (size // TILE for size in part.shape[:3])
     channels = part.shape[3]
-    in_time = workers.memory("one", 6, n, TILE * t + 2, TILE * w + 2, channels)
-    _enter_axis([part[i : i + TILE * n - 3 : TILE] for i in range(6)], in_time)
-    in_height = workers.memory("two", 6, 6, n, t, TILE * w + 2, channels)
-    _enter_axis([in_time[:, :, i : i + TILE * t - 3 : TILE] for i in range(6)], in_height)
-    values = workers.memory("values", 6, 6, 6, n, t, w, channels)
-    _enter_axis([in_height[..., i : i + TILE * w - 3 : TILE, :] for i in range(6)], values)
-    return values
+    # View i of each axis has the i-th input of every tile. Each step puts the axis of its points
+    # first.
+    in_time = workers.scratch("one", 6, n, TILE * t + 2, TILE * w + 2, channels)
+    _transform_input_axis([part[i : i + TILE * n - 3 : TILE] for i in range(6)], in_time)
+    in_height = workers.scratch("two", 6, 6, n, t, TILE * w + 2, channels)
+    _transform_input_axis([in_time[:, :, i : i + TILE * t - 3 : TILE] for i in range(6)], in_height)
+    points = workers.scratch("points", 6, 6, 6, n, t, w, channels)
+    _transform_input_axis(
+        [in_height[..., i : i + TILE * w - 3 : TILE, :] for i in range(6)], points
+    )
+    return points
 
 
-def _leave(products: Tensor, bias: Tensor, workers: Workers) -> Tensor:
-    """The part (4n, 4t, 4w, C) of the result, of products (6, 6, 6, n, t, w, C)."""
+def _transform_output(products: Tensor, bias: Tensor, workers: Workers) -> Tensor:
+    """The result (4n, 4t, 4w, C), bias included, of M (6, 6, 6, n, t, w, C).
+
+    Overwrites `products`: scratch memory is shared with `_transform_input`, which is done by then.
+    """
     *_, n, t, w, channels = products.shape
-    in_time = workers.memory("values", 4, 6, 6, n, t, w, channels)
-    _leave_axis(products.unbind(2), in_time)
-    in_height = workers.memory("one", 4, 4, 6, n, t, w, channels)
-    _leave_axis(in_time.unbind(2), in_height)
-    in_width = workers.memory("two", 4, 4, 4, n, t, w, channels)
-    _leave_axis(in_height.unbind(2), in_width)
-    piece = workers.memory("products", n, TILE, t, TILE, w, TILE, channels)
+    in_time = workers.scratch("points", 4, 6, 6, n, t, w, channels)
+    _transform_output_axis(products.unbind(2), in_time)
+    in_height = workers.scratch("one", 4, 4, 6, n, t, w, channels)
+    _transform_output_axis(in_time.unbind(2), in_height)
+    in_width = workers.scratch("two", 4, 4, 4, n, t, w, channels)
+    _transform_output_axis(in_height.unbind(2), in_width)
+    piece = workers.scratch("products", n, TILE, t, TILE, w, TILE, channels)
+    # (width, height, time, n, t, w, C) to (n, time, t, height, w, width, C)
     add(in_width.permute(3, 2, 4, 1, 5, 0, 6), bias, out=piece)
     return piece.view(TILE * n, TILE * t, TILE * w, channels)
 
 
-def _enter_axis(x: Sequence[Tensor], out: Tensor) -> None:
-    """F(4,3)'s input transform: six pixels along an axis to six points, with few sums."""
+def _transform_input_axis(x: Sequence[Tensor], out: Tensor) -> None:
+    """The paper's B^T for F(4, 3) along one axis: six inputs to six points.
+
+    Rows 1 and 2, and rows 3 and 4, differ only in signs, so each pair shares its two sums.
+    """
     add(x[4], x[2], alpha=-5, out=out[0]).add_(x[0], alpha=4)
     add(x[4], x[2], alpha=-4, out=out[1])
     add(x[3], x[1], alpha=-4, out=out[2])
@@ -244,8 +284,8 @@ def _enter_axis(x: Sequence[Tensor], out: Tensor) -> None:
     add(x[5], x[3], alpha=-5, out=out[5]).add_(x[1], alpha=4)
 
 
-def _leave_axis(x: Sequence[Tensor], out: Tensor) -> None:
-    """F(4,3)'s output transform: six points to four pixels along an axis, with few sums."""
+def _transform_output_axis(x: Sequence[Tensor], out: Tensor) -> None:
+    """The paper's A^T for F(4, 3) along one axis: six points to four outputs, with shared sums."""
     add(x[1], x[2], out=out[0])
     add(x[3], x[4], out=out[2])
     out[0].add_(out[2])

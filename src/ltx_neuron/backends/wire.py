@@ -1,0 +1,135 @@
+"""The wire between the host and its rank processes. Both sides (torchdist.py, rank.py) write and
+read it with what is here.
+
+host to rank  a command, one JSON line on a pipe: {"op": method of Rank, its arguments}
+rank to host  {"result": what the method returned}, or {"failure": ...}, after which the rank ends
+tensors       in shared memory that the host makes and a command names
+heartbeats    an array of doubles, one a rank: time.monotonic() when it last showed that it lives
+"""
+
+import json
+import math
+import mmap
+import os
+import traceback
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+
+import torch
+
+from ltx_neuron.backends.neuron_errors import failure
+from ltx_neuron.errors import UserError
+
+# Until a process has imported torch and met the others: slow on a busy machine.
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What a rank is told when it starts.
+
+    lnc              physical cores of one logical NeuronCore
+    drain_every      launches after which a rank waits for its device; 0 never
+    environment      variables that must be set before torch is imported
+    store            the file over which the process group meets, in the run's temporary folder
+    timeout_seconds  how long a rank may keep the others waiting in a collective
+    compile_seconds  the same where one may still compile what it runs
+    """
+
+    rank: int
+    tp: int
+    process_group: str
+    device: str
+    lnc: int
+    compile_backend: str
+    drain_every: int
+    threads: int
+    environment: dict[str, str]
+    store: str = ""
+    timeout_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+
+class SharedTensor:
+    """A tensor in shared memory, made by the host and opened by the ranks under its name.
+
+    The name is that of the host's descriptor, and no file: when processes are killed nothing stays
+    behind, and the size of /dev/shm, 64 MB in many containers, does not matter.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str | None = None):
+        count = math.prod(shape)
+        size = max(1, count * dtype.itemsize)  # mmap refuses an empty file
+        self._file = os.memfd_create("ltx-neuron") if name is None else os.open(name, os.O_RDWR)
+        if name is None:
+            os.truncate(self._file, size)
+        self.name = name or f"/proc/{os.getpid()}/fd/{self._file}"
+        self._memory = mmap.mmap(self._file, size)
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=count).view(shape)
+
+    def __enter__(self) -> "SharedTensor":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.tensor = None  # the buffer cannot be closed while a tensor lies on it
+        self._memory.close()
+        os.close(self._file)
+
+
+class Blame(IntEnum):
+    """What became of a failed rank. Where several fail, the smallest value began it: the others
+    may have failed because of that rank."""
+
+    ENDED = 0  # its process is gone
+    RAISED = 1  # an error of its own
+    FROZEN = 2  # no heartbeat
+    LOST_PEER = 3  # it only lost another rank in a collective
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank failed. `refusal` says that the user can mend it: a UserError."""
+
+    error: str
+    blame: Blame
+    refusal: bool = False
+
+
+# What gloo says to a rank that lost another one; its own error is not the cause.
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "Broken pipe",
+)
+
+
+def failure_of(error: BaseException, device: str) -> Failure:
+    """A rank's error as the host reports it: in words where they say all, else its traceback."""
+    refusal, known = isinstance(error, UserError), failure(error) if device == "neuron" else None
+    text = str(known or error) if known or refusal else "".join(traceback.format_exception(error))
+    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
+    return Failure(text, Blame.LOST_PEER if lost else Blame.RAISED, refusal)
+
+
+def encode_command(op: str, **arguments) -> bytes:
+    return json.dumps({"op": op, **arguments}).encode()
+
+
+def decode_command(line: bytes) -> tuple[str, dict]:
+    """The method of Rank to call, and its keyword arguments."""
+    arguments = json.loads(line)
+    return arguments.pop("op"), arguments
+
+
+def encode_answer(answer: dict | Failure) -> bytes:
+    message = {"failure": asdict(answer)} if isinstance(answer, Failure) else {"result": answer}
+    return json.dumps(message).encode()
+
+
+def decode_answer(line: bytes) -> dict | Failure:
+    message = json.loads(line)
+    if "result" in message:
+        return message["result"]
+    described = message["failure"]
+    return Failure(**{**described, "blame": Blame(described["blame"])})

@@ -1,0 +1,128 @@
+"""Conditioning images: read from any file that Pillow knows, as the pixels that the video encoder
+takes."""
+
+import hashlib
+import math
+import warnings
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ltx_neuron.errors import UserError
+
+# Pillow's own bound between a large photograph and a decompression bomb.
+MAX_IMAGE_PIXELS = 89_478_485
+# The shortest and the longest side that libx264 takes: one 2x2 block of colour, and 16384.
+MIN_SIDE, MAX_SIDE = 2, 16384
+
+
+def load_image(
+    path: str | Path, height: int, width: int, crf: int = 33, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The image as pixels (1, 3, 1, height, width) in [-1, 1], as
+    ltx_pipelines.utils.media_io.load_image_conditioning.
+
+    One H.264 round trip at `crf` gives it the texture of the video frames the model was trained on
+    (0 skips it); then it is scaled to fill height x width and cropped around its centre. Alpha is
+    dropped, EXIF rotation is not applied. Raises UserError when `path` is not a readable image, or
+    one too small or too large to use.
+    """
+    image = _decode_image(path)
+    if crf != 0:
+        image = _h264_round_trip(image, crf)
+    size = _filling_size(path, image, height, width)
+    pixels = torch.tensor(image, dtype=torch.float32).permute(2, 0, 1)[None]
+    pixels = torch.nn.functional.interpolate(
+        pixels, size=size, mode="bilinear", align_corners=False
+    )
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    pixels = pixels[:, :, None, top : top + height, left : left + width]
+    return (pixels / 127.5 - 1.0).to(dtype)
+
+
+def check_image(path: str | Path, height: int = 1, width: int = 1) -> None:
+    """Raise UserError where `load_image(path, height, width)` would; nothing is returned."""
+    _filling_size(path, _decode_image(path), height, width)
+
+
+def content_digest(path: str | Path) -> str:
+    """SHA-256 of the file's bytes, which identifies a picture whatever its name is.
+
+    "unreadable" where the file cannot be read: `check_image` raises the error with its reason.
+    """
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return "unreadable"
+
+
+def _decode_image(path: str | Path) -> np.ndarray:
+    """Read an image file as uint8 (H, W, 3). UserError for what is no usable image."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(path) as image:
+                picture = np.array(_eight_bit(image).convert("RGB"))
+        except FileNotFoundError:
+            raise UserError(
+                f"there is no image {path}: pass an existing file with --image FILE"
+            ) from None
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise UserError(
+                f"{path} is too large: {error}\npass a smaller image with --image FILE"
+            ) from None
+        except (OSError, SyntaxError, ValueError) as error:
+            raise UserError(
+                f"{path} cannot be read as an image: {error}\npass another with --image FILE"
+            ) from None
+    height, width = picture.shape[:2]
+    if min(height, width) < MIN_SIDE or max(height, width) > MAX_SIDE:
+        raise UserError(
+            f"{path} has a size no video can have: got {width}x{height} pixels, wanted"
+            f" {MIN_SIDE} to {MAX_SIDE} on each side; pass another with --image FILE"
+        )
+    return picture
+
+
+def _filling_size(path: str | Path, image: np.ndarray, height: int, width: int) -> tuple[int, int]:
+    """Height and width of the image when scaled, in its own shape, to cover height x width."""
+    scale = max(height / image.shape[0], width / image.shape[1])
+    size = math.ceil(image.shape[0] * scale), math.ceil(image.shape[1] * scale)
+    if size[0] * size[1] > MAX_IMAGE_PIXELS:
+        raise UserError(
+            f"{path} is too narrow to fill {width}x{height}: got {image.shape[1]}x{image.shape[0]}"
+            " pixels, wanted a shape closer to the video's; crop it and pass it again with --image"
+            " FILE"
+        )
+    return size
+
+
+def _eight_bit(image):
+    """Scale a 16-bit grey image to 8 bits, since Pillow's own conversion clips it to white."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
+
+
+def _h264_round_trip(image: np.ndarray, crf: int) -> np.ndarray:
+    """Encode a picture, uint8 (H, W, 3), in H.264 and decode it; odd sides lose a pixel."""
+    import av
+
+    height, width = image.shape[0] // 2 * 2, image.shape[1] // 2 * 2
+    file = BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream(
+            "libx264", rate=1, options={"crf": str(crf), "preset": "veryfast"}
+        )
+        stream.height, stream.width = height, width
+        frame = av.VideoFrame.from_ndarray(
+            np.ascontiguousarray(image[:height, :width]), format="rgb24"
+        )
+        container.mux(stream.encode(frame.reformat(format="yuv420p")))
+        container.mux(stream.encode())
+    file.seek(0)
+    with av.open(file) as container:
+        return next(container.decode(video=0)).to_ndarray(format="rgb24")

@@ -1,0 +1,130 @@
+"""Results as files: an MP4 with H.264 video and AAC sound, and frames as PNG pictures."""
+
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ltx_neuron import files
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.background import check_cancelled
+
+# x264's bytes depend on its thread count, so that is fixed. Its macroblock tree reads memory it
+# never wrote where the width is not a multiple of 256 (seen with PyAV 18.1): switched off, the same
+# frames make the same bytes every time.
+X264_THREADS = 4
+X264_OPTIONS = {"mbtree": "0"}
+# AVColorSpace, AVColorPrimaries and AVColorTransferCharacteristic of ITU-R BT.709; AVColorRange of
+# 16..235.
+BT709, LIMITED_RANGE = 1, 1
+
+
+def check_output_path(path: str | Path) -> None:
+    """Raise UserError unless an MP4 can be written to `path`. Creates nothing, so that it can be
+    called before any work is done."""
+    if Path(path).suffix.lower() != ".mp4":
+        raise UserError(
+            f'the output is an MP4 file, got the name "{path}": pass --output-path FILE.mp4'
+        )
+    files.check_writable(Path(path), "--output-path FILE.mp4")
+
+
+def exact_frame_rate(frame_rate: float) -> Fraction:
+    """The rate as a fraction of frames per second.
+
+    Rounded broadcast rates become exact: 29.97 is 30000/1001; 23.976 and 23.98 are 24000/1001.
+    """
+    if float(frame_rate).is_integer():
+        return Fraction(int(frame_rate))
+    broadcast = Fraction(math.ceil(frame_rate) * 1000, 1001)
+    # Written with two decimals a broadcast rate is off by up to 1.7e-4; the integer rate above it
+    # is off by 1e-3.
+    if abs(frame_rate / broadcast - 1) < 2e-4:
+        return broadcast
+    return Fraction(frame_rate).limit_denominator(1001)
+
+
+def write_video(
+    path: str | Path,
+    frames: torch.Tensor,
+    frame_rate: float,
+    waveform: torch.Tensor,
+    sample_rate: int,
+) -> None:
+    """Write an MP4 with H.264 video and AAC stereo sound; the same input gives the same bytes.
+
+    The file appears only when whole; a failure leaves an older file of that name as it was.
+
+    frames       uint8 (N, H, W, 3), H and W even
+    frame_rate   frames per second, see `exact_frame_rate`
+    waveform     float32 (2, samples) in [-1, 1]; cut, or filled with silence, to the length of the
+                 video, as the lengths of decoded video and sound differ by some milliseconds
+    sample_rate  samples of `waveform` per second
+    """
+    import av
+
+    rate = exact_frame_rate(frame_rate)
+    samples = round(len(frames) / rate * sample_rate)
+    sound = _to_int16(
+        torch.nn.functional.pad(waveform, (0, max(0, samples - waveform.shape[1])))[:, :samples]
+    )
+    # max_interleave_delta 0: the muxer waits for both streams however far apart they are handed
+    # over.
+    options = {"movflags": "+faststart", "max_interleave_delta": "0"}
+    with (
+        files.whole_file(path) as partial,
+        av.open(str(partial), "w", format="mp4", options=options) as container,
+    ):
+        video_stream = _add_video_stream(container, rate, frames.shape[1], frames.shape[2])
+        audio_stream = container.add_stream("aac", rate=sample_rate, layout="stereo")
+        for picture in frames.numpy():
+            check_cancelled()
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            container.mux(
+                video_stream.encode(frame.reformat(format="yuv420p", dst_colorspace=BT709))
+            )
+        container.mux(video_stream.encode())
+        frame = av.AudioFrame.from_ndarray(
+            sound.T.reshape(1, -1).copy(), format="s16", layout="stereo"
+        )
+        frame.sample_rate, frame.pts = sample_rate, 0
+        container.mux(audio_stream.encode(frame))
+        container.mux(audio_stream.encode())
+
+
+def write_frames(folder: str | Path, frames: torch.Tensor) -> None:
+    """Write frames, uint8 (N, H, W, 3), as frame_00000.png and so on.
+
+    Pictures with higher numbers, which an earlier and longer run left there, are removed.
+    """
+    from PIL import Image
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"frame_{index:05d}.png" for index in range(len(frames))]
+    for name, picture in zip(names, frames.numpy(), strict=True):
+        with files.whole_file(folder / name) as partial:
+            Image.fromarray(picture).save(partial, format="PNG")
+    for stale in set(folder.glob("frame_[0-9][0-9][0-9][0-9][0-9].png")) - {
+        folder / name for name in names
+    }:
+        stale.unlink()
+
+
+def _add_video_stream(container, rate: Fraction, height: int, width: int):
+    """Add an H.264 stream. Its colour space is declared, because players otherwise guess it from
+    the picture's size."""
+    stream = container.add_stream("libx264", rate=rate, options=X264_OPTIONS)
+    stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+    context = stream.codec_context
+    context.thread_count = X264_THREADS
+    context.colorspace = context.color_primaries = context.color_trc = BT709
+    context.color_range = LIMITED_RANGE
+    return stream
+
+
+def _to_int16(waveform: torch.Tensor) -> np.ndarray:
+    """The waveform as 16-bit samples, of the same shape."""
+    return (waveform.clip(-1.0, 1.0) * 32767.0).to(torch.int16).numpy()

@@ -1,0 +1,348 @@
+"""What a generation needs and how fast it could be, before anyone pays for a compile. Reads
+headers, loads no weights.
+
+`python -m ltx_neuron.plan` prints it.
+
+FLOPs, collectives and activations are counted in the real graphs: head, one block and tail are
+exported at full width on the meta device, and blocks repeat. What is assumed rather than counted is
+in ASSUMED, and named in the output.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.config import GEMMA_3_12B, GemmaConfig, TransformerConfig, transformer_config
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Size, Stage
+from ltx_neuron.models.programs import Program, dit_program, gemma3_program
+from ltx_neuron.profiles import Profile
+from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.weights.checkpoint import Checkpoint, Source
+from ltx_neuron.weights.sharding import HOST, MODELS, local_shape, rule
+from ltx_neuron.weights.tensorfile import DTYPES
+
+ASSUMED = {
+    # Compiled graphs, scratch, runtime; published peaks suggest 1 to 3 GB.
+    "runtime_bytes_per_core": 2 * 2**30,
+    "sdpa": "attention scores are never held (a flash kernel)",
+}
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage's step. Times are the least that the chip's documented limits allow; None where
+    they are not known."""
+
+    name: str
+    height: int
+    width: int
+    steps: int
+    video_tokens: int
+    audio_tokens: int
+    flops_per_step: int
+    ideal_step_ms: float | None
+    compute_ms: float | None
+    memory_ms: float | None
+    collectives_ms: float | None
+    collectives_per_step: dict  # {"count", "bytes"} of one rank
+    activation_bytes_per_core: int
+    upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
+    bytes_to_device_per_step: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A generation on a profile. Byte counts are per rank (logical core) where they say so."""
+
+    profile: str
+    tp: int
+    dtype: str
+    block_weight_bytes_per_rank: int
+    dit_weight_bytes_per_rank: int
+    gemma3_weight_bytes_per_rank: int
+    flops_per_step: int  # of the last stage, like the next three
+    ideal_step_ms: float | None
+    collectives_per_step: dict
+    hbm_bytes_per_core: int  # the DiT, in turn with Gemma3
+    hbm_bytes_per_core_resident: int  # both at once
+    hbm_limit_bytes_per_core: int | None
+    fits: bool | None
+    fits_resident: bool | None
+    nearest_that_fits: str | None
+    host_bytes_to_load: (
+        int  # at most: every rank's file of the larger model, read before it goes to the device
+    )
+    host_bytes_to_decode: int  # with this machine's threads
+    host_limit_bytes: int | None
+    disk_bytes: int
+    assumed: dict
+    stages: list[StagePlan]
+
+
+@dataclass(frozen=True)
+class CoreMemory:
+    """Bytes that a generation takes of one logical core's memory, beside the runtime's own.
+
+    transformer, text_encoder  one rank's weights; 0 for a text encoder on the host
+    activations                the largest step's intermediates and uploaded tensors
+    """
+
+    transformer: int
+    text_encoder: int
+    activations: int
+
+    @property
+    def in_turn(self) -> int:
+        """With one model on the device at a time."""
+        step = self.transformer + self.activations
+        return max(step, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
+
+    @property
+    def resident(self) -> int:
+        """With both models on the device."""
+        weights = self.transformer + self.text_encoder
+        return weights + self.activations + ASSUMED["runtime_bytes_per_core"]
+
+    def needed(self, profile: Profile) -> int:
+        return self.resident if profile.resident else self.in_turn
+
+
+def compiled_activations(manifests: Iterable[Manifest]) -> int:
+    """Activations (see CoreMemory) of compiled programs, from what was counted when compiling."""
+    return max(
+        max(manifest.cost(run)["peak_bytes"] for run in manifest.runs) + manifest.upload_bytes()
+        for manifest in manifests
+    )
+
+
+def check_fits(
+    checkpoint: Checkpoint,
+    profile: Profile,
+    size: Size,
+    tp: int,
+    dtype: str,
+    gemma: GemmaConfig | None,
+    recipe: str,
+) -> None:
+    """Raise UserError, naming the nearest size that fits, where a generation needs more memory than
+    a core of the profile has. Nothing is loaded.
+
+    gemma  the text encoder's config; None where prompts are encoded on the host
+    """
+    if profile.memory_bytes_per_core is None:
+        return
+    result = plan(checkpoint, profile, size, tp, dtype, gemma, recipe)
+    resident = profile.resident and gemma is not None
+    if result.fits and (result.fits_resident or not resident):
+        return
+    needed = result.hbm_bytes_per_core_resident if resident else result.hbm_bytes_per_core
+    if result.fits:
+        advice = "Type --profile-set resident=false: one model at a time fits"
+    elif result.nearest_that_fits:
+        advice = f"The nearest size that fits: {result.nearest_that_fits}"
+    else:
+        advice = "No length of that size fits; type a larger --tp-degree, or --dtype bfloat16"
+    raise does_not_fit(profile, size, tp, needed, advice)
+
+
+def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str) -> UserError:
+    """The error of a generation that needs `needed` bytes of a core."""
+    limit = profile.memory_bytes_per_core
+    return UserError(
+        f"{size.height}x{size.width}, {size.num_frames} frames at tp {tp} needs"
+        f" {needed / 1e9:.1f} GB a core, {profile.name} has {limit / 1e9:.1f} GB"
+        f" (LNC={profile.lnc}).\n{advice}. All figures: python -m ltx_neuron.plan, with the same"
+        " flags"
+    )
+
+
+def check_text_fits(
+    profile: Profile, tp: int, dtype: str, gemma: GemmaConfig, config: TransformerConfig
+) -> None:
+    """Raise UserError where the text encoder alone needs more memory than a core has."""
+    limit = profile.memory_bytes_per_core
+    if limit is None:
+        return
+    with fake_process_group(tp):
+        needed = _gemma_bytes(gemma, config, tp, DTYPES[dtype]) + ASSUMED["runtime_bytes_per_core"]
+    if needed > limit:
+        raise UserError(
+            f"the text encoder at tp {tp} needs {needed / 1e9:.1f} GB a core, {profile.name} has"
+            f" {limit / 1e9:.1f} GB (LNC={profile.lnc}).\nType a larger --tp-degree, or generate"
+            " without --neuron-gemma"
+        )
+
+
+def plan(
+    checkpoint: Checkpoint,
+    profile: Profile,
+    size: Size,
+    tp: int,
+    dtype: str,
+    gemma: GemmaConfig | None = GEMMA_3_12B,
+    recipe: str = "distilled",
+    steps: int = 30,
+) -> Plan:
+    """Plan a generation. Raises UserError for sizes and degrees that do not fit the model.
+
+    gemma  the text encoder's config; None for a prompt that is encoded on the host
+    steps  of stage 1 of the dev recipe
+    """
+    from ltx_neuron.host.vae_memory import decode_bytes  # imports ltx-core: not needed for flags
+
+    size.check()
+    config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
+    config.check_tensor_parallel(tp)
+    if gemma:
+        gemma.check_tensor_parallel(tp)
+
+    def stage_plans(of: Size) -> list[StagePlan]:
+        with fake_process_group(tp):
+            return [
+                _stage(config, of, stage, profile, tp, torch_dtype)
+                for stage in of.stages(recipe, steps)
+            ]
+
+    stages, weights = stage_plans(size), _dit_bytes(checkpoint, tp, torch_dtype)
+    gemma_bytes = embeddings = 0
+    if gemma:
+        with fake_process_group(tp):
+            gemma_bytes = _gemma_bytes(gemma, config, tp, torch_dtype)
+        embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
+    memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
+    last, limit = stages[-1], profile.memory_bytes_per_core
+    fits = None if limit is None else memory.in_turn <= limit
+    nearest = None
+    if fits is False:
+        room = limit - weights["rank"] - ASSUMED["runtime_bytes_per_core"]
+        nearest = _nearest(size, last, room, lambda of: _activations(stage_plans(of)))
+    latent = video_latent_shape(size.height, size.width, size.num_frames)
+    return Plan(
+        profile=profile.name,
+        tp=tp,
+        dtype=dtype,
+        block_weight_bytes_per_rank=weights["blocks"],
+        dit_weight_bytes_per_rank=weights["rank"],
+        gemma3_weight_bytes_per_rank=gemma_bytes,
+        flops_per_step=last.flops_per_step,
+        ideal_step_ms=last.ideal_step_ms,
+        collectives_per_step=last.collectives_per_step,
+        hbm_bytes_per_core=memory.in_turn,
+        hbm_bytes_per_core_resident=memory.resident,
+        hbm_limit_bytes_per_core=limit,
+        fits=fits,
+        fits_resident=None if limit is None else memory.resident <= limit,
+        nearest_that_fits=nearest,
+        host_bytes_to_load=tp * max(weights["rank"], gemma_bytes),
+        host_bytes_to_decode=decode_bytes(checkpoint.config, latent, profile.host_threads),
+        host_limit_bytes=profile.host_memory_bytes,
+        disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
+        assumed=ASSUMED,
+        stages=stages,
+    )
+
+
+def _activations(stages: list[StagePlan]) -> int:
+    return max(stage.activation_bytes_per_core + stage.upload_bytes for stage in stages)
+
+
+def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of one rank's weights, of its blocks alone, and of what stays on the host; from the
+    header and the sharding table."""
+    model = MODELS["dit"]
+    source, totals = Source(model, [checkpoint]), {"rank": 0, "blocks": 0, "host": 0}
+    for name in source.where:
+        split = rule(model, name)
+        shape = local_shape(source.shape(name), split, tp, name)
+        size = math.prod(shape) * dtype.itemsize
+        totals["host" if split == HOST else "rank"] += size
+        if name.startswith("transformer_blocks."):
+            totals["blocks"] += size
+    return totals
+
+
+def _gemma_bytes(gemma: GemmaConfig, config: TransformerConfig, tp: int, dtype: torch.dtype) -> int:
+    """Bytes of one rank's text encoder and projections."""
+    program = gemma3_program(gemma, config, 128, tp, TorchDistComm(tp), dtype, states=False)
+    return sum(p.numel() * dtype.itemsize for p in program.graphs["gemma3"].module.parameters())
+
+
+def _stage(
+    config: TransformerConfig,
+    size: Size,
+    stage: Stage,
+    profile: Profile,
+    tp: int,
+    dtype: torch.dtype,
+) -> StagePlan:
+    bucket = size.bucket(stage, ())
+    program = dit_program(config, bucket, tp, TorchDistComm(tp), dtype, 1, profile.attention)
+    exported = {name: trace(program, name, dtype) for name in program.graphs if name != "guide"}
+    costs = {name: cost(graph) for name, graph in exported.items()}
+    calls = [name for name, _ in next(iter(program.runs.values()))]
+    flops, collectives, collective_bytes = (
+        sum(costs[name][key] for name in calls)
+        for key in ("flops", "collectives", "collective_bytes")
+    )
+    parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
+    weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
+    compute_ms = memory_ms = collectives_ms = None
+    if profile.chip:
+        compute_ms = flops * tp / profile.flops(tp) * 1e3
+        memory_ms = weight_bytes * tp / profile.memory_bytes_per_second(tp) * 1e3
+        # A ring all-reduce moves 2 (tp - 1) / tp of its bytes in and out of each rank.
+        moved = collective_bytes * tp * 2 * (tp - 1) / tp
+        collectives_ms = moved / profile.link_bytes_per_second(tp) * 1e3
+    return StagePlan(
+        name=stage.name,
+        height=stage.height,
+        width=stage.width,
+        steps=stage.steps,
+        video_tokens=bucket.video_tokens,
+        audio_tokens=bucket.audio_tokens,
+        flops_per_step=flops * tp,
+        ideal_step_ms=profile.chip and max(compute_ms, memory_ms),
+        compute_ms=compute_ms,
+        memory_ms=memory_ms,
+        collectives_ms=collectives_ms,
+        collectives_per_step={"count": collectives, "bytes": collective_bytes},
+        activation_bytes_per_core=max(each["peak_bytes"] for each in costs.values()),
+        upload_bytes=_upload_bytes(program),
+        bytes_to_device_per_step=program.fields["step"].dtype.itemsize,
+    )
+
+
+def _upload_bytes(program: Program) -> int:
+    """Bytes of one rank's tensors that are uploaded: what no graph returns, and the latents."""
+    kept = {name for graph in program.graphs.values() for name in graph.inputs._fields}
+    kept -= {
+        name
+        for graph in program.graphs.values()
+        for name in graph.outputs._fields
+        if not name.endswith("_latent")
+    }
+    return sum(
+        torch.Size(program.fields[name].shape).numel() * program.fields[name].dtype.itemsize
+        for name in kept
+    )
+
+
+def _nearest(
+    size: Size, stage: StagePlan, room: int, activations: Callable[[Size], int]
+) -> str | None:
+    """The longest clip of this height and width whose activations fit into `room` bytes."""
+    per_token = (stage.activation_bytes_per_core + stage.upload_bytes) / stage.video_tokens
+    tokens_per_frame = stage.video_tokens // ((size.num_frames - 1) // 8 + 1)
+    # A first guess: it leaves out what does not grow with the tokens.
+    latent_frames = int(room / per_token) // tokens_per_frame
+    for count in range(latent_frames, 0, -1):
+        shorter = dataclasses.replace(size, num_frames=8 * (count - 1) + 1)
+        if activations(shorter) <= room:
+            return f"{size.height}x{size.width}, {shorter.num_frames} frames"
+    return None

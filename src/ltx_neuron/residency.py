@@ -1,0 +1,133 @@
+"""Which model is on the ranks: the text encoder, then the transformer, one at a time unless the
+profile keeps both.
+
+The ranks start when the first model is needed. Both stages and all jobs share one copy of the
+transformer's weights; the weights with the distilled LoRA take the place of the plain ones.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from ltx_neuron.backends import registry
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.errors import UserError
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text import inputs
+from ltx_neuron.text.encoders import RankTextEncoder
+from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.workspace import Workspace
+
+
+class Residency:
+    """Starts the ranks of a workspace and loads models into them; `close` ends them."""
+
+    def __init__(self, workspace: Workspace, recorder: Recorder):
+        self.workspace, self.recorder = workspace, recorder
+        self.ranks: Ranks | None = None
+        # What of the transformer is on the ranks: its weight set, and its programs by name.
+        self._weights: Path | None = None
+        self._programs: frozenset[str] = frozenset()
+        self._host_tensors: dict[str, Tensor] = {}  # of the weight set that is on the ranks
+
+    @contextmanager
+    def text_encoder(self, prompts: list[list[list[int]]]) -> Iterator[RankTextEncoder]:
+        """The sharded Gemma3 and the connectors, while the block runs.
+
+        prompts  the token ids of every job's prompts: they decide which buckets are loaded
+        """
+        workspace = self.workspace
+        with self.recorder.phase("load_gemma3"):
+            self._start()
+            if self._weights and not workspace.profile.resident:
+                self._unload()
+            groups = [group for job in prompts for group in inputs.passes(job)]
+            known = workspace.profile.text_buckets
+            buckets = tuple({inputs.bucket_for(group, known) for group in groups})
+            weights = workspace.gemma3_weights()
+            with _remedy(weights):
+                self.ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
+            encoder = RankTextEncoder(
+                self.ranks,
+                weights,
+                workspace.gemma,
+                workspace.transformer,
+                buckets,
+                workspace.dtype,
+            )
+        yield encoder
+        with self.recorder.phase("unload_gemma3"):
+            if not workspace.profile.resident:
+                self._unload()
+
+    def load_transformer(self, programs: dict[str, Manifest]) -> None:
+        """Have the transformer on the ranks with at least these programs, by bucket name."""
+        if self._weights and programs.keys() <= self._programs:
+            return
+        weights = self.workspace.dit_weights()
+        with self.recorder.phase("load_transformer"):
+            self._start()
+            with _remedy(weights):
+                self.ranks.load(weights, programs, self.workspace.dtype)
+        if self._weights != weights:
+            self._host_tensors = {}
+        self._weights, self._programs = weights, frozenset(programs)
+
+    def use_weights(self, refines: bool) -> dict[str, Tensor]:
+        """Have the plain weights, or those with the distilled LoRA, in the loaded transformer.
+
+        Returns the set's host tensors (AdaLN), which never go to a device.
+        """
+        weights = self.workspace.dit_weights(refines)
+        if self._weights != weights:
+            with self.recorder.phase("load_transformer"), _remedy(weights):
+                self.ranks.replace_weights(weights)
+            self._weights, self._host_tensors = weights, {}
+        if not self._host_tensors:
+            file = load_host(weights)
+            self._host_tensors = {name: file.read(name) for name in file.shapes}
+        return self._host_tensors
+
+    def unload_transformer(self) -> None:
+        """Free the device, and the host memory that the ranks take."""
+        if self.ranks:
+            with self.recorder.phase("unload_transformer"):
+                self.close()
+
+    def poll(self) -> None:
+        """Raise the error of a rank that has ended or frozen while it had nothing to do."""
+        if self.ranks:
+            self.ranks.check()
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self.ranks:
+            self.ranks.close()
+        self.ranks = None
+        self._forget()
+
+    def _start(self) -> None:
+        workspace = self.workspace
+        if not self.ranks:
+            self.ranks = registry.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
+
+    def _unload(self) -> None:
+        self.ranks.unload()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._weights, self._programs, self._host_tensors = None, frozenset(), {}
+
+
+@contextmanager
+def _remedy(weights: Path) -> Iterator[None]:
+    """Say what to type where the ranks refuse their files."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"{error}\nDelete {weights} and type the same again: it says how to make it"
+        ) from None

@@ -1,0 +1,116 @@
+"""What a manifest says of a program, and that a file is hashed once a process."""
+
+import hashlib
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ltx_neuron.backends import manifest
+from ltx_neuron.backends.export import (
+    TorchDistComm,
+    compile_program,
+    cost,
+    fake_process_group,
+    peak_bytes,
+    trace,
+)
+from ltx_neuron.backends.manifest import Manifest, sha256
+from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.signatures import Field
+
+ROWS = Field((4, 8), torch.float32)
+BYTES = 4 * 8 * 4  # of one tensor of the toy
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    video_latent: Tensor
+
+
+class Outputs(NamedTuple):
+    y: Tensor
+    video_latent: Tensor
+
+
+class Chain(nn.Module):
+    """As many tensors alive at once as there are summands."""
+
+    def __init__(self, summands: int, tp: int = 1):
+        super().__init__()
+        self.summands, self.comm = summands, TorchDistComm(tp)
+
+    def forward(self, inputs: Inputs) -> Outputs:
+        summands = [inputs.x * (number + 2) for number in range(self.summands)]
+        total = summands[0]
+        for summand in summands[1:]:
+            total = total + summand
+        (total,) = self.comm.sum(total)
+        return Outputs(total.view(8, 4).view(4, 8) * 2, inputs.video_latent * 2)
+
+
+def program(*summands: int) -> Program:
+    graphs = {f"chain{n}": Graph(Chain(n), Inputs, Outputs) for n in summands}
+    runs = {"main": (*((name, 0) for name in graphs), ("chain2", 0))}
+    return Program(graphs, runs, dict.fromkeys(Inputs._fields + Outputs._fields, ROWS))
+
+
+@pytest.mark.parametrize(("summands", "alive"), [(1, 2), (2, 3), (3, 4), (5, 6)])
+def test_peak_bytes_are_those_of_the_tensors_that_are_alive_at_once(summands, alive):
+    """All summands and the first sum; with one summand, itself and what is returned of it."""
+    made = program(summands)
+    assert peak_bytes(trace(made, f"chain{summands}", torch.float32)) == alive * BYTES
+
+
+def test_the_cost_of_a_run_is_the_sum_over_its_calls_and_the_largest_peak(tmp_path):
+    made = program(2, 5)
+    compile_program(made, tmp_path, {}, torch.float32)
+    costs = {name: cost(trace(made, name, torch.float32)) for name in made.graphs}
+    total = Manifest(tmp_path).cost()
+    assert total.keys() == {"collectives", "collective_bytes", "flops", "peak_bytes"}
+    assert total["peak_bytes"] == costs["chain5"]["peak_bytes"] == 6 * BYTES
+    assert total["flops"] == 2 * costs["chain2"]["flops"] + costs["chain5"]["flops"]
+
+
+def test_what_no_graph_returns_is_uploaded_and_so_are_the_latents(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    assert Manifest(tmp_path).upload_bytes() == 2 * BYTES  # x, and the latent that is returned too
+
+
+def test_a_graph_s_file_is_the_same_whenever_and_wherever_it_is_made(tmp_path):
+    for folder in ("one", "two"):
+        compile_program(program(2), tmp_path / folder, {}, torch.float32)
+    one, two = ((tmp_path / folder / "chain2.pt2").read_bytes() for folder in ("one", "two"))
+    assert one == two
+
+
+def test_a_graph_has_the_collectives_of_its_comm():
+    with fake_process_group(2):
+        made = Program({"chain": Graph(Chain(1, 2), Inputs, Outputs)}, {}, program(1).fields)
+        counted = cost(trace(made, "chain", torch.float32))
+    assert (counted["collectives"], counted["collective_bytes"]) == (1, BYTES)
+
+
+def test_a_file_is_hashed_once_a_process_and_again_when_it_changed(tmp_path, monkeypatch):
+    path, hashed = tmp_path / "graph.pt2", []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(
+        manifest.hashlib, "file_digest", lambda file, kind: hashed.append(1) or digest(file, kind)
+    )
+    path.write_bytes(b"one")
+    assert {sha256(path) for _ in range(3)} == {hashlib.sha256(b"one").hexdigest()}
+    assert len(hashed) == 1
+    path.write_bytes(b"two")
+    os.utime(path, ns=(0, 1))  # as if time had passed
+    assert sha256(path) == hashlib.sha256(b"two").hexdigest()
+    path.write_bytes(b"three")
+    os.utime(path, ns=(0, 1))
+    assert sha256(path) == hashlib.sha256(b"three").hexdigest()
+    other = tmp_path / "other"
+    other.write_bytes(b"three, replaced"[:5])
+    os.utime(other, ns=(0, 1))
+    other.replace(path)  # another inode
+    assert sha256(path) == hashlib.sha256(b"three").hexdigest()
+    assert len(hashed) == 4
