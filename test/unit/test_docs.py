@@ -54,7 +54,7 @@ def flags_of(*script: str) -> frozenset[str]:
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert process.returncode == 0, f"{script}: {process.stderr[-2000:]}"
     options = re.findall(r"^ +(-.*)$", process.stdout, re.MULTILINE)
