@@ -327,7 +327,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
 
     def check_memory() -> str:
         text = request.gemma_root is not None
-        examination.workspace().check_memory(request.size, request.recipe, text=text)
+        examination.workspace().check_plan_fits(request.size, request.recipe, text)
         return (
             f"fits the {gb(limit)} of a core, by the plan's arithmetic (python -m ltx_neuron.plan)"
         )
