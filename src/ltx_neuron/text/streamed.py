@@ -2,7 +2,7 @@
 run, as the files' own pages, and fp32 activations are multiplied with bf16 weights.
 
 Copies would need fresh memory, which on a virtual machine costs ten times what filling it does
-(benchmarks/text-encode.md). So nothing that the page cache holds is copied, and bf16
+(benchmarks/text_encode.md). So nothing that the page cache holds is copied, and bf16
 weights of an fp32 product are cast piece by piece, in the CPU's cache.
 """
 

@@ -2,7 +2,7 @@
 
 A page that is read through the cache has to be allocated, filled, copied or mapped, and later
 evicted: that costs more processor time than all else that sharding does with a byte
-(benchmarks/trust.md). What the cache holds already is faster there than on any disk.
+(benchmarks/shard_full_size.md). What the cache holds already is faster there than on any disk.
 """
 
 import ctypes
