@@ -4,6 +4,7 @@ code that made them."""
 import hashlib
 import json
 import zipfile
+from fnmatch import fnmatch
 from functools import partial
 
 import pytest
@@ -25,6 +26,7 @@ from ltx_neuron.config import TEXT_TOKENS, Bucket, gemma_config, transformer_con
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.lint import compare_ranks, fx
+from ltx_neuron.models import signatures
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import (
     Graph,
@@ -216,6 +218,18 @@ def test_outputs_have_the_shapes_and_dtypes_of_their_fields(graphs, manifests):
                 name,
                 field,
             )
+
+
+def test_every_field_has_its_meaning_in_the_modules_table(manifests):
+    starts = [
+        line[2:28].strip(" ,") for line in signatures.__doc__.splitlines() if line[:2] == "  "
+    ]
+    patterns = [pattern for start in starts if start for pattern in start.split(", ")]
+    fields = {field for manifest, _ in manifests.values() for field in manifest.fields}
+    assert {f for f in fields if not any(fnmatch(f, pattern) for pattern in patterns)} == set()
+    assert {
+        pattern for pattern in patterns if not any(fnmatch(f, pattern) for f in fields)
+    } == set()
 
 
 def test_no_input_holds_modulation_per_token(manifests):

@@ -4,7 +4,8 @@ shape of every field.
 A field's name means the same tensor in every graph, so running a model is: call a graph with the
 named values it asks for, keep the named values it returns. Example inputs, uploads, manifests and
 tests all derive from here. To add an input, name it in the graph's NamedTuple, give it a shape in
-the function of its model at the end of this file (dit_fields, ...), and say here what it means.
+the function of its model at the end of this file (dit_fields, ...), and say what it means in the
+table below.
 
 Fields of the DiT. Tv, Ta video and audio tokens, S text tokens, Dv, Da widths, C channels of a
 latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, steps = max_steps:
@@ -21,15 +22,15 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
   *_hidden                  (1, T, D), the streams between the blocks
   *_context                 (1, S, D), the text, from the connectors
-  video_cos, ... audio_sin  RoPE of a stream's self-attention, (1, heads of a rank, T, half a head)
+  *_cos, *_sin              RoPE of a stream's self-attention, (1, heads of a rank, T, half a head)
   *_cross_cos, *_cross_sin  RoPE of the audio-video attentions, by seconds alone, with audio's heads
 
 Fields of guidance, which runs the model several times a step with other contexts and perturbations
 and combines the predictions:
 
   *_x0                      (1, T, C), clean latents that a pass predicts
-  cond_*, uncond_*, perturbed_*, isolated_*
-                            `*_x0` of the four PASSES, as inputs of the combination
+  cond_*, uncond_*,
+  perturbed_*, isolated_*   `*_x0` of the four PASSES, as inputs of the combination
   guided_*                  the combined prediction, in and out: a skipped step repeats it
   keep                      (blocks, 4), which attentions of a block a pass computes: self-attention
                             of video, of audio, audio to video, video to audio; 0 leaves it out
