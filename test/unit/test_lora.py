@@ -211,10 +211,8 @@ def test_names_without_the_prefix_mean_the_same(tiny, tmp_path):
         for name, tensor in load_file(tiny.lora).items()
     }
     save_file(bare, tmp_path / "bare.safetensors")
-    wanted, got = (
-        merged(tiny, (tiny.lora, STRENGTH)),
-        merged(tiny, (tmp_path / "bare.safetensors", STRENGTH)),
-    )
+    wanted = merged(tiny, (tiny.lora, STRENGTH))
+    got = merged(tiny, (tmp_path / "bare.safetensors", STRENGTH))
     assert [
         name for name in wanted.locations if not same_bits(wanted.tensor(name), got.tensor(name))
     ] == []

@@ -249,9 +249,8 @@ def test_a_stopped_run_leaves_nothing_under_a_final_name_and_is_continued(
     read = count_reads(source, folder)
     assert "continuing an interrupted run" in capsys.readouterr().out
     assert content(folder) == content(whole)
-    assert read < 0.2 * sum(
-        source.nbytes(name) for name in source.names
-    )  # only what had not been done
+    whole_source = sum(source.nbytes(name) for name in source.names)
+    assert read < 0.2 * whole_source  # only what had not been done
 
 
 def count_reads(source, folder) -> int:
@@ -321,9 +320,8 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, 
         child = os.fork()
         if child == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress bar
-            tqdm.set_lock(
-                threading.RLock()
-            )  # the bars' own is this process's too, and would stay locked by a killed child
+            # The bars' own lock is this process's too: a killed child would leave it locked.
+            tqdm.set_lock(threading.RLock())
             write(source, folder)
             os._exit(0)
         time.sleep(choose.uniform(0, lasts))
@@ -371,11 +369,8 @@ def test_two_runs_do_not_write_one_folder_at_once(source, tmp_path, monkeypatch)
 
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(source, tmp_path, monkeypatch):
-    total = (
-        sum(line["bytes"] for line in file_entries(tmp_path / "a").values())
-        if write(source, tmp_path / "a")
-        else 0
-    )
+    write(source, tmp_path / "a")
+    total = sum(entry["bytes"] for entry in file_entries(tmp_path / "a").values())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=total - 1))
     with pytest.raises(
@@ -433,13 +428,10 @@ def test_a_disk_that_fills_up_leaves_nothing_under_a_final_name_and_the_run_is_r
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            os, "posix_fallocate", cannot
-        )  # a file system that cannot keep room for a file
+        patch.setattr(os, "posix_fallocate", cannot)  # a file system that cannot keep room
         fill_meanwhile(patch, small_disk, left=4096)
-        with pytest.raises(
-            OSError, match="No space left"
-        ):  # errors.run says so without a traceback: test_bad_input
+        # errors.run says so without a traceback: test_bad_input.
+        with pytest.raises(OSError, match="No space left"):
             write(source, folder)
     assert all(name.endswith(PARTIAL) or name == JOURNAL for name in names(folder))
     (small_disk / "other").unlink()
@@ -507,9 +499,9 @@ def test_strict_loading_lists_every_problem_at_once(tmp_path):
             {"kept": (2, 3), "recast": (4,), "reshaped": (3,), "lost": (1,), "lost too": (1,)},
             torch.float32,
         )
-    said = str(error.value).splitlines()
-    assert said[0] == f"{path} does not hold this model's weights:"
-    assert [line.strip() for line in said[1:]] == [
+    message = str(error.value).splitlines()
+    assert message[0] == f"{path} does not hold this model's weights:"
+    assert [line.strip() for line in message[1:]] == [
         "missing: lost",
         "missing: lost too",
         "recast: (4,) BF16, wanted (4,) F32",
@@ -539,11 +531,7 @@ def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, mo
         },
     }
     save_file(values, tmp_path / "all.safetensors")
-    for group in (
-        1,
-        100,
-        64 * 2**20,
-    ):  # each tensor alone, some together, all together: more than one call reads into
+    for group in (1, 100, 64 * 2**20):  # each tensor alone, some together, all together
         monkeypatch.setattr(tensorfile, "_GROUP_BYTES", group)
         read = dict(TensorFile(tmp_path / "all.safetensors", "").tensors())
         assert (
@@ -559,10 +547,8 @@ def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, mo
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_leaves_no_thread(tmp_path):
     save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "a.safetensors")
-    file, threads = (
-        TensorFile(tmp_path / "a.safetensors", "the one at home"),
-        threading.active_count(),
-    )
+    file = TensorFile(tmp_path / "a.safetensors", "the one at home")
+    threads = threading.active_count()
     os.truncate(file.path, file.size - 4)
     with pytest.raises(UserError, match="within a tensor.*\n.*the one at home"):
         dict(file.tensors())
@@ -694,11 +680,8 @@ def test_ten_thousand_damaged_headers_manifests_and_truncated_files_are_all_refu
             "scale": torch.tensor(2.0),
         },
     )
-    wanted, rank, manifest = (
-        {"a.weight": (2, 3), "b.bias": (4,), "scale": ()},
-        tmp_path / rank_file(0),
-        tmp_path / MANIFEST,
-    )
+    wanted = {"a.weight": (2, 3), "b.bias": (4,), "scale": ()}
+    rank, manifest = tmp_path / rank_file(0), tmp_path / MANIFEST
     right = {path: path.read_bytes() for path in (rank, manifest)}
     header = 8 + int.from_bytes(right[rank][:8], "little")
     described, choose = json.loads(right[manifest]), random.Random(3)

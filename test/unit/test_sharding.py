@@ -205,10 +205,8 @@ def whole_again(name, split, parts, arranged):
 
 def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(sharded):
     ranks = [load_file(sharded.folder / rank_file(rank)) for rank in range(TP)]
-    host, rules = (
-        load_file(sharded.folder / HOST_FILE),
-        {n: sharded.source.split(n) for n in sharded.source.locations},
-    )
+    host = load_file(sharded.folder / HOST_FILE)
+    rules = {name: sharded.source.split(name) for name in sharded.source.locations}
     on_ranks = {name for name, split in rules.items() if split != HOST}
     assert all(set(rank) == on_ranks for rank in ranks)
     assert set(host) == set(rules) - on_ranks and host
@@ -229,10 +227,8 @@ def test_ranks_hold_different_parts(sharded):
 
 
 def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, layouts, tiny):
-    gemma, config = (
-        gemma_config(tiny.gemma_root),
-        transformer_config(Checkpoint(tiny.checkpoint).config),
-    )
+    gemma = gemma_config(tiny.gemma_root)
+    config = transformer_config(Checkpoint(tiny.checkpoint).config)
     how = TP, SingleRank(), torch.float32
     programs = {
         "dit": [dit_program(config, Bucket(6, 4, 1, 3), *how, blocks_per_graph=config.num_layers)],

@@ -52,9 +52,8 @@ def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(
         for index, layer in enumerate(layers):
             for name, value in layer.state_dict().items():
                 assert torch.equal(value.to(dtype), tensors[f"layers.{index}.{name}"].to(dtype))
-            assert (
-                layer.input_layernorm.weight.dtype == dtype
-            )  # vectors are cast, whatever the matrices are
+            # Vectors are cast, whatever the matrices are.
+            assert layer.input_layernorm.weight.dtype == dtype
         assert all(parameter.is_meta for parameter in layers.parameters())
 
 

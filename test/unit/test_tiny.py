@@ -202,10 +202,8 @@ def test_ltx_core_loads_every_part_strictly(made, request):
     from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
 
     assets = request.getfixturevalue(made)
-    weights, config = (
-        load_file(assets.checkpoint),
-        json.loads(metadata(assets.checkpoint)["config"]),
-    )
+    weights = load_file(assets.checkpoint)
+    config = json.loads(metadata(assets.checkpoint)["config"])
     transformer = {
         name: tensor for name, tensor in part(weights, DIFFUSION).items() if "connector" not in name
     }
@@ -263,10 +261,8 @@ def test_transformers_reads_the_layer_types_and_both_ropes_from_the_published_co
 
     config = AutoConfig.from_pretrained(tiny.gemma_root).text_config
     assert config.layer_types == ["sliding_attention", "full_attention"] * 2
-    full, sliding = (
-        config.rope_parameters["full_attention"],
-        config.rope_parameters["sliding_attention"],
-    )
+    full = config.rope_parameters["full_attention"]
+    sliding = config.rope_parameters["sliding_attention"]
     assert (full["rope_theta"], full["rope_type"], full["factor"]) == (1e6, "linear", 8.0)
     assert (sliding["rope_theta"], sliding["rope_type"]) == (1e4, "default")
 
@@ -338,10 +334,8 @@ def test_the_image_is_a_picture_of_odd_proportions(tiny):
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(tiny, tmp_path):
-    again, different = (
-        make_tiny(tmp_path / "again"),
-        make_tiny(tmp_path / "different", TinySizes(seed=2)),
-    )
+    again = make_tiny(tmp_path / "again")
+    different = make_tiny(tmp_path / "different", TinySizes(seed=2))
     files = sorted(
         path.relative_to(tiny.image.parent)
         for path in tiny.image.parent.rglob("*")

@@ -55,11 +55,8 @@ def checkpoint_weights(config: dict, sizes: TinySizes) -> "dict[str, Tensor]":
     for prefix, shapes in (*_transformer_parts(config, sizes), *_vae_parts(config)):
         for name, weight in random_weights(shapes, generator).items():
             # Encoder and decoder share one set of statistics, stored beside them.
-            owner = (
-                prefix.partition(".")[0] + "."
-                if name.startswith("per_channel_statistics.")
-                else prefix
-            )
+            shared = name.startswith("per_channel_statistics.")
+            owner = prefix.partition(".")[0] + "." if shared else prefix
             weights.setdefault(owner + name, weight)
     weights |= _vocoder_weights(config, generator)
     return {
