@@ -12,6 +12,7 @@ from ltx_neuron import plan
 from ltx_neuron.doctor.__main__ import main
 from ltx_neuron.doctor.sdk import SDKS, nxd_support, release_of
 from ltx_neuron.doctor.system import System, output_of
+from ltx_neuron.errors import UserError
 from ltx_neuron.machine import Machine, probe
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -550,6 +551,11 @@ def test_a_check_that_falls_over_is_a_finding(doctor, monkeypatch):
     assert code == 0 and any(
         "could not be looked at to the end: ZeroDivisionError" in f["text"] for f in others
     )
+
+
+def test_a_malformed_flag_is_an_error_and_not_a_finding(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="FRAME_IDX and CRF are whole numbers"):
+        main(["--image", "a.png", "first"], *Trn2().build(tmp_path, monkeypatch))
 
 
 def test_the_table_ends_with_a_verdict(tmp_path, monkeypatch, capsys):

@@ -232,7 +232,7 @@ def test_sampling_memory_takes_little_time_and_ends_with_the_phase():
         (sampler,) = (thread for thread in threading.enumerate() if thread.name == "peak-memory")
         clock = time.pthread_getcpuclockid(sampler.ident)
         time.sleep(1)
-        assert time.clock_gettime(clock) < 0.2  # 0.01 to 0.02; the rest is room for a busy machine
+        assert time.clock_gettime(clock) < 0.2  # generous: the machine may be busy
     assert [thread.name for thread in threading.enumerate()] == names
 
 

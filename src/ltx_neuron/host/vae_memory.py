@@ -2,8 +2,8 @@
 
 The plan compares it with the host's memory ("to decode") before a job starts. It follows vae.py and
 winograd.py step by step instead of using a formula: which stage holds most depends on the size, on
-where ltx-core's tiles end and on the number of threads, and the sum lies within 1 to 10 % of the
-measured peak, from 0.2 GB for a tiny decoder to the released sizes (benchmarks of video decode).
+where ltx-core's tiles end and on the number of threads. The sum lies within 1 to 10 % of the
+measured peak, at the sizes of its test and at the released ones.
 """
 
 from math import prod
