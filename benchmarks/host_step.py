@@ -56,8 +56,8 @@ from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import released_config, tiny_config
 from ltx_neuron.tiny.weights import DIFFUSION, random_weight, save
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.rankfiles import load_host
-from ltx_neuron.weights.sharder import cuts_of, shard
+from ltx_neuron.weights.rankfiles import open_host_file
+from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.workspace import Workspace
@@ -126,8 +126,10 @@ class Ours:
         self.engine = Engine(self.workspace, Recorder())
         source = Source(MODELS["dit"], [self.workspace.checkpoint])
         self.weights = folder / "weights"
-        shard(source, self.weights, {"model": "dit", "tp": tp}, tp, DTYPE, cuts_of(source, tp, {}))
-        host = load_host(self.weights)
+        shard_weights(
+            source, self.weights, {"model": "dit", "tp": tp}, tp, DTYPE, shard_specs(source, tp, {})
+        )
+        host = open_host_file(self.weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
         self.buckets = {
             case: job.size.bucket(job.stages[0], job.images) for case, job in cases.items()

@@ -43,7 +43,7 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.tiny import make_tiny
 from ltx_neuron.weights.checkpoint import Checkpoint
-from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
 SIZES = (
@@ -101,7 +101,7 @@ class Running:
         self.workspace.shard_dit()
         self.workspace.compile_dit([size.bucket(size.stages()[0], ()) for size in sizes])
         weights = self.workspace.dit_weights()
-        host = load_host(weights)
+        host = open_host_file(weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
         self.steps = {
             size: CompiledStep(

@@ -28,7 +28,7 @@ from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.checkpoint import Checkpoint
-from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
 
@@ -66,7 +66,7 @@ def take_step(request: dict) -> None:
     torch.set_num_threads(profile.host_threads)
     bucket, manifest = workspace.dit_program_for(job.size, stage, (), job.recipe)
     weights = workspace.dit_weights()
-    host = load_host(weights)
+    host = open_host_file(weights)
     shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
     frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
     contexts = Contexts(
