@@ -114,11 +114,12 @@ def main() -> None:
             f"{which:9} memory"
             f" {subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}"
         )
-    made, video = {which: decoder(which) for which in DECODERS}, latent(args)
+    decoders = {which: decoder(which) for which in DECODERS}
+    video = latent(args)
     seconds, frames = {which: [] for which in DECODERS}, {}
     for repeat in range(args.repeats):
         for which in DECODERS:
-            frames[which], taken = decoded(made[which], video)
+            frames[which], taken = decoded(decoders[which], video)
             seconds[which].append(taken)
             print(f"{which:9} run {repeat + 1} {taken:8.2f} s", flush=True)
     error = (frames["ours"].double() - frames["ltx-core"]).square().mean().item()
