@@ -1,10 +1,10 @@
-"""Sound decoded beside pictures, as profiles with a device of their own do it, against one after
-the other.
+"""Sound and pictures decoded at the same time, as profiles with their own device do, against one
+after the other.
 
-    PYTHONPATH=src python benchmarks/decode_overlap.py --height 256 --width 384 --num-frames 25
+    python benchmarks/decode_overlap.py --height 256 --width 384 --num-frames 25
 
 Released sizes, random weights, float32, in one process and in turn; the medians count, and the bits
-must be the same. The last line is how many times faster both are beside each other.
+must be the same. The last line is how many times faster both are at the same time.
 """
 
 import argparse
@@ -26,19 +26,19 @@ FRAME_RATE = 24
 
 
 def audio_models() -> list[torch.nn.Module]:
-    """The released audio decoder and vocoder."""
+    """The released audio decoder and vocoder, with random weights."""
     import_ltx_core()
     from ltx_core.model.audio_vae import AudioDecoderConfigurator, VocoderConfigurator
 
-    made = []
+    models = []
     for configurator in (AudioDecoderConfigurator, VocoderConfigurator):
         model = configurator.from_config(released_config())
         weights = random_weights(model.state_dict(), torch.Generator().manual_seed(0))
         model.load_state_dict(
             {name: weight.float() for name, weight in weights.items()}, assign=True
         )
-        made.append(model.eval().requires_grad_(False))
-    return made
+        models.append(model.eval().requires_grad_(False))
+    return models
 
 
 def main() -> None:
@@ -52,7 +52,6 @@ def main() -> None:
         "--repeats", type=int, default=3, help="timed runs of each (default %(default)s)"
     )
     args = parser.parse_args()
-    torch.get_num_threads()
     torch.set_num_threads(os.cpu_count())
     video_decoder, (audio_decoder, vocoder) = decoder("ours"), audio_models()
     video, frames = latent(args), audio_latent_frames(args.num_frames, FRAME_RATE)
@@ -76,28 +75,29 @@ def main() -> None:
         return pictures(), sound()
 
     def beside() -> tuple:
-        with BackgroundTask(sound) as other:
-            seen = pictures()
-        return seen, other.result()
+        with BackgroundTask(sound) as task:
+            frames = pictures()
+        return frames, task.result()
 
     print(
         f"{args.height}x{args.width}x{args.num_frames}, {os.cpu_count()} cores, torch"
         f" {torch.__version__}, load average {os.getloadavg()[0]:.1f}"
     )
     sound()
-    seconds, found = {in_turn: [], beside: []}, {}
+    seconds = {in_turn: [], beside: []}
+    results = {}
     for _ in range(args.repeats):
         for way, times in seconds.items():
             began = time.perf_counter()
-            found[way] = way()
+            results[way] = way()
             times.append(time.perf_counter() - began)
-    if not all(torch.equal(a, b) for a, b in zip(found[in_turn], found[beside], strict=True)):
+    if not all(torch.equal(a, b) for a, b in zip(results[in_turn], results[beside], strict=True)):
         sys.exit("the bits differ")
     medians = [statistics.median(times) for times in seconds.values()]
     for way, times in seconds.items():
         print(
             f"{way.__name__:8} {statistics.median(times):7.2f} s  "
-            + " ".join(f"{one:.2f}" for one in times)
+            + " ".join(f"{value:.2f}" for value in times)
         )
     print(f"the same bits; {medians[0] / medians[1]:.2f} times as fast beside each other")
 

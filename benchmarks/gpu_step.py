@@ -1,7 +1,7 @@
 """A denoising step of the full DiT on one GPU, beside ltx-core's own transformer in the same
 process.
 
-    PYTHONPATH=src python benchmarks/gpu_step.py
+    python benchmarks/gpu_step.py
 
 Random weights in bfloat16, made on the device once: both run on the very same tensors. Ours goes
 the way of the profile: its graphs are exported, read back and compiled, and a rank's own code runs
@@ -14,7 +14,7 @@ three-way rule.
 
 Without a GPU the same runs small on a CPU, which proves the way and measures nothing worth keeping:
 
-    PYTHONPATH=src python benchmarks/gpu_step.py --profile cpu --tiny --blocks 2 --sizes 64x64x9
+    python benchmarks/gpu_step.py --profile cpu --tiny --blocks 2 --sizes 64x64x9
     --steps 2
 """
 
@@ -22,43 +22,38 @@ import argparse
 import dataclasses
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
+import torch.distributed as dist
+from lib.sections import Failed, rel, three_way
+from lib.sizes import parse_size
+from torch import Tensor
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from scale import parsed  # noqa: E402
-from sections import Failed, rel, three_way  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from ltx_neuron import errors  # noqa: E402
-from ltx_neuron.backends import registry  # noqa: E402
-from ltx_neuron.backends.manifest import Manifest  # noqa: E402
-from ltx_neuron.backends.rank import Rank  # noqa: E402
-from ltx_neuron.backends.torchdist import rank_settings  # noqa: E402
-from ltx_neuron.backends.wire import SharedTensor  # noqa: E402
-from ltx_neuron.config import TEXT_TOKENS, transformer_config  # noqa: E402
-from ltx_neuron.denoise import StageRun  # noqa: E402
-from ltx_neuron.errors import UserError  # noqa: E402
-from ltx_neuron.host.models import import_ltx_core  # noqa: E402
-from ltx_neuron.job import Job, Size  # noqa: E402
-from ltx_neuron.models.modulation import host_weights  # noqa: E402
-from ltx_neuron.models.programs import dit_program  # noqa: E402
-from ltx_neuron.profiles import Profile, require_runtime, resolve  # noqa: E402
-from ltx_neuron.sampling import latents  # noqa: E402
-from ltx_neuron.sampling.compat import COMPAT  # noqa: E402
-from ltx_neuron.text.encoders import Contexts  # noqa: E402
-from ltx_neuron.tiny import TinySizes  # noqa: E402
-from ltx_neuron.tiny.config import merge, released_config, tiny_config  # noqa: E402
-from ltx_neuron.tiny.weights import random_weight  # noqa: E402
+from ltx_neuron import errors
+from ltx_neuron.backends import registry
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.rank import Rank
+from ltx_neuron.backends.torchdist import rank_settings
+from ltx_neuron.backends.wire import SharedTensor
+from ltx_neuron.config import TEXT_TOKENS, transformer_config
+from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.job import Job, Size
+from ltx_neuron.models.modulation import host_weights
+from ltx_neuron.models.programs import dit_program
+from ltx_neuron.profiles import Profile, require_runtime, resolve
+from ltx_neuron.sampling import latents
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import merge, released_config, tiny_config
+from ltx_neuron.tiny.weights import random_weight
 
 SIZES = ("384x512x25", "512x768x121", "1024x1536x121")
 AIM_MS, AIM_SIZE = 350.0, "512x768x121"  # a step on one H200
@@ -77,20 +72,19 @@ class Model:
         import_ltx_core()
         from ltx_core.model.transformer import LTXModelConfigurator, X0Model
 
-        self.config, self.device, self.dtype = transformer_config(content), device, dtype
+        self.config = transformer_config(content)
+        self.device, self.dtype = device, dtype
         with torch.device("meta"):
             model = LTXModelConfigurator.from_config(content)
         generator = torch.Generator(device).manual_seed(0)
         with device:
             weights = {
-                n: random_weight(n, like, generator).bfloat16().to(dtype)
-                for n, like in model.state_dict().items()
+                name: random_weight(name, like, generator).bfloat16().to(dtype)
+                for name, like in model.state_dict().items()
             }
         model.load_state_dict(weights, assign=True)
-        self.transformer, self.tensors = (
-            X0Model(model.eval().requires_grad_(False)),
-            model.state_dict(),
-        )
+        self.transformer = X0Model(model.eval().requires_grad_(False))
+        self.tensors = model.state_dict()
 
     def compile_blocks(self, backend: str) -> None:
         """Compile every block of ltx-core's transformer: they are alike, so that is one graph,
@@ -105,18 +99,18 @@ class Case:
     """A step of one size: what both take, on the device."""
 
     def __init__(self, model: Model, size: Size):
-        self.model, self.size, self.job = model, size, Job("contexts are given", size)
-        self.stage, config = self.job.stages[0], model.config
+        self.model, self.size = model, size
+        self.job = Job("contexts are given", size)
+        self.stage = self.job.stages[0]
         self.bucket = size.bucket(self.stage, (), 1)
-        self.number = (
-            len(self.stage.sigmas) - 2
-        )  # the last step, to sigma 0: what it leaves is the prediction itself
+        # The last step, to sigma 0, leaves the prediction itself.
+        self.number = len(self.stage.sigmas) - 2
+        config = model.config
         generator = torch.Generator().manual_seed(1)
 
         def random(*shape: int) -> Tensor:
-            return (
-                torch.randn(shape, generator=generator).bfloat16().to(model.dtype)
-            )  # the same numbers in every dtype
+            # bfloat16 holds them, so they are the same numbers in every dtype
+            return torch.randn(shape, generator=generator).bfloat16().to(model.dtype)
 
         self.shape = latents.video_latent_shape(size.height, size.width, size.num_frames)
         self.video = random(1, self.bucket.video_tokens, config.in_channels)
@@ -139,9 +133,8 @@ class Case:
         device = self.model.device
 
         def state(latent: Tensor, middles: Tensor) -> LatentState:
-            bounds = torch.stack([middles, middles], dim=-1).to(
-                device
-            )  # of which the model takes the middle
+            # the model takes the middle of each pair of bounds
+            bounds = torch.stack([middles, middles], dim=-1).to(device)
             return LatentState(
                 latent.to(device),
                 torch.ones(*latent.shape[:2], 1, device=device),
@@ -156,27 +149,26 @@ class Case:
             "audio_state": state(self.audio, latents.audio_positions(self.bucket.audio_tokens)),
         }
         contexts = self.contexts.video.to(device), self.contexts.audio.to(device)
-        denoise, euler = (
-            simple_denoising_func(*contexts, self.model.transformer),
-            EulerDiffusionStep(),
-        )
+        denoise = simple_denoising_func(*contexts, self.model.transformer)
+        euler = EulerDiffusionStep()
         sigmas = torch.tensor(self.stage.sigmas, device=device)
 
         def step() -> dict[str, Tensor]:
             with torch.compiler.set_stance(stance):
-                found = denoise(**states, sigmas=sigmas, step_index=self.number)
+                predictions = denoise(**states, sigmas=sigmas, step_index=self.number)
             return {
                 name: euler.step(states[f"{name}_state"].latent, x0, sigmas, self.number)
-                for name, x0 in zip(("video", "audio"), found, strict=True)
+                for name, x0 in zip(("video", "audio"), predictions, strict=True)
             }
 
         return step
 
-    def ours(self, here: "Here") -> Callable[[], dict[str, Tensor]]:
-        """Our step: the rank's command that a generation sends, on the latents that stand there."""
-        workspace = SimpleNamespace(transformer=self.model.config, dtype=self.model.dtype)
-        adaln = {name: self.model.tensors[name].cpu() for name in host_weights(self.model.config)}
-        run = StageRun(here, self.bucket, workspace, adaln, COMPAT[None])
+    def ours(self, local: "LocalRank") -> Callable[[], dict[str, Tensor]]:
+        """Our step: the command that a generation sends to a rank, on the rank's own latents."""
+        config, dtype = self.model.config, self.model.dtype
+        adaln = {name: self.model.tensors[name].cpu() for name in host_weights(config)}
+        compiled = CompiledStep(self.bucket, local.programs[self.bucket.name])
+        run = StageRun(local, compiled, config, dtype, adaln, COMPAT[None])
         empty = (
             torch.zeros(1, latents.VIDEO_CHANNELS, *self.shape),
             torch.zeros(1, latents.AUDIO_CHANNELS, self.bucket.audio_tokens, latents.MEL_BINS),
@@ -187,19 +179,19 @@ class Case:
         run.video, run.audio = self.video, self.audio
         run.start()
         start = {
-            f"{name}_latent": here.rank.tensors[f"{name}_latent"] for name in ("video", "audio")
+            f"{name}_latent": local.rank.tensors[f"{name}_latent"] for name in ("video", "audio")
         }
 
         def step() -> dict[str, Tensor]:
-            here.rank.tensors.update(start)
-            here.rank.run(self.bucket.name, "main", {"step": self.number})
-            return {name: here.rank.tensors[f"{name}_latent"] for name in ("video", "audio")}
+            local.rank.tensors.update(start)
+            local.rank.run(self.bucket.name, "main", {"step": self.number})
+            return {name: local.rank.tensors[f"{name}_latent"] for name in ("video", "audio")}
 
         return step
 
 
-class Here:
-    """A rank of the profile in this process: rank.py's own code, on weights that are there
+class LocalRank:
+    """A rank of the profile in this process: backends/rank.py on weights that are on the device
     already."""
 
     def __init__(self, profile: Profile, model: Model, folders: dict[str, Path]):
@@ -209,10 +201,11 @@ class Here:
             barrier=lambda: None,
             set_timeout=lambda seconds: None,
         )
+        self.programs = {name: Manifest(folder) for name, folder in folders.items()}
         wanted = {
             name: shape
-            for folder in folders.values()
-            for name, shape in Manifest(folder).weights().items()
+            for manifest in self.programs.values()
+            for name, shape in manifest.weights().items()
         }
         self.rank.weights[frozenset(wanted)] = (
             "random",
@@ -280,17 +273,17 @@ def checked(
     """Two blocks: our step against ltx-core's in float32, and in bfloat16 by the three-way rule.
     Failed where they differ."""
     content = merge(content, {"transformer": {"num_layers": CHECKED_BLOCKS}})
-    found: dict = {}
+    results: dict = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = Model(content, device, dtype)
         case = Case(model, size)
         folders = compiled(model, [case], profile, folder)
         with Group(profile, folder):
-            found[dtype] = {
-                "ours": on_host(case.ours(Here(profile, model, folders))()),
+            results[dtype] = {
+                "ours": on_host(case.ours(LocalRank(profile, model, folders))()),
                 "theirs": on_host(case.theirs("force_eager")()),
             }
-    exact = found[torch.float32]
+    exact = results[torch.float32]
     off = {name: rel(exact["ours"][name], exact["theirs"][name]) for name in exact["ours"]}
     lines = [
         f"{CHECKED_BLOCKS} blocks, one step, float32: ours is "
@@ -300,8 +293,8 @@ def checked(
     if not max(off.values()) < FP32:
         raise Failed(f"our step is not ltx-core's: allowed is {FP32:g}", lines)
     rows = three_way(
-        found[torch.bfloat16]["ours"],
-        found[torch.bfloat16]["theirs"],
+        results[torch.bfloat16]["ours"],
+        results[torch.bfloat16]["theirs"],
         exact["theirs"],
         ("video", "audio"),
     )
@@ -362,9 +355,9 @@ class Row:
         return statistics.median(self.times)
 
 
-def measured(case: Case, here: Here, steps: int) -> dict[str, Row]:
+def measured(case: Case, local: LocalRank, steps: int) -> dict[str, Row]:
     """Every form at a size: the first step of each, then so many in turn."""
-    forms = (case.ours(here), case.theirs("default"), case.theirs("force_eager"))
+    forms = (case.ours(local), case.theirs("default"), case.theirs("force_eager"))
     rows = {name: Row(step, case.model.device) for name, step in zip(FORMS, forms, strict=True)}
     for _ in range(steps):
         for row in rows.values():
@@ -398,7 +391,7 @@ def run(args: argparse.Namespace, profile: Profile) -> None:
         f" blocks{' (tiny)' if args.tiny else ''}, bfloat16; a large matrix product runs at"
         f" {rate / 1e12:.3g} TF/s"
     )
-    sizes = [parsed(text) for text in args.sizes]
+    sizes = [parse_size(text) for text in args.sizes]
     with tempfile.TemporaryDirectory() as folder:
         try:
             print(
@@ -423,12 +416,12 @@ def run(args: argparse.Namespace, profile: Profile) -> None:
         )
         ratios = {}
         with Group(profile, Path(folder)):
-            here = Here(profile, model, folders)
+            local = LocalRank(profile, model, folders)
             model.compile_blocks(
                 "eager" if profile.compile_backend == "export" else profile.compile_backend
             )
             for case, text in zip(cases, args.sizes, strict=True):
-                rows = measured(case, here, args.steps)
+                rows = measured(case, local, args.steps)
                 flops = Manifest(folders[case.bucket.name]).cost()["flops"]
                 print(*table(case.size, flops, rate, rows), sep="\n", flush=True)
                 ratios[text] = rows["ltx-core compiled"].median / rows["ours"].median
@@ -442,9 +435,9 @@ def run(args: argparse.Namespace, profile: Profile) -> None:
                         f"<!-- {text}: {rows['ours'].median:.1f} ms, the aim on one H200 is"
                         f" {AIM_MS:g} ms -->"
                     )
-    said = ", ".join(f"{ratio:.2f} at {text}" for text, ratio in ratios.items())
+    by_size = ", ".join(f"{ratio:.2f} at {text}" for text, ratio in ratios.items())
     print(
-        f"times as fast as ltx-core compiled: {said}"
+        f"times as fast as ltx-core compiled: {by_size}"
         + ("" if device.type == "cuda" else f" (no GPU: {NONE})")
     )
 

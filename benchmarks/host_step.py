@@ -1,7 +1,7 @@
 """What the host does in a warm denoising step, ours beside the Neuron peer's, in one run: the DiT
 without its blocks.
 
-    PYTHONPATH=src python benchmarks/host_step.py --peer DIR
+    PYTHONPATH=PEER python benchmarks/host_step.py --peer
 
 Both have the released widths and the same random bf16 weights; the transformer blocks, which a
 device computes, are left out. Ours runs the engine's own loop on a rank process that holds the
@@ -18,8 +18,8 @@ contrib/models/LTX-2.3, commit cd966e6): check it out yourself, for example
     git clone https://github.com/aws-neuron/neuronx-distributed-inference nxdi && cd nxdi
     git fetch origin pull/63/head && git checkout cd966e6
 
-and pass the folder that holds its pipeline.py: --peer nxdi/contrib/models/LTX-2.3/src. Nothing of
-it is part of this project.
+and name the folder of its pipeline.py: PYTHONPATH=nxdi/contrib/models/LTX-2.3/src. Nothing of it is
+part of this project.
 """
 
 import argparse
@@ -28,42 +28,39 @@ import io
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from ltx_neuron.backends import registry  # noqa: E402
-from ltx_neuron.backends.export import TorchDistComm  # noqa: E402
-from ltx_neuron.backends.manifest import Manifest  # noqa: E402
-from ltx_neuron.config import TEXT_TOKENS, transformer_config  # noqa: E402
-from ltx_neuron.denoise import StageRun  # noqa: E402
-from ltx_neuron.engine import Engine  # noqa: E402
-from ltx_neuron.host.models import import_ltx_core  # noqa: E402
-from ltx_neuron.job import Job, Size  # noqa: E402
-from ltx_neuron.models.programs import Program, dit_program  # noqa: E402
-from ltx_neuron.profiles import resolve  # noqa: E402
-from ltx_neuron.report.recorder import Recorder  # noqa: E402
-from ltx_neuron.sampling import latents  # noqa: E402
-from ltx_neuron.sampling.compat import COMPAT  # noqa: E402
-from ltx_neuron.sampling.conditioning import ImageCondition  # noqa: E402
-from ltx_neuron.text.encoders import Contexts  # noqa: E402
-from ltx_neuron.tiny import TinySizes  # noqa: E402
-from ltx_neuron.tiny.config import released_config, tiny_config  # noqa: E402
-from ltx_neuron.tiny.weights import DIFFUSION, random_weight, save  # noqa: E402
-from ltx_neuron.weights.checkpoint import Source  # noqa: E402
-from ltx_neuron.weights.rankfiles import load_host  # noqa: E402
-from ltx_neuron.weights.sharder import cuts_of, shard  # noqa: E402
-from ltx_neuron.weights.sharding import MODELS  # noqa: E402
-from ltx_neuron.weights.tensorfile import TensorFile  # noqa: E402
-from ltx_neuron.workspace import Workspace  # noqa: E402
+from ltx_neuron.backends import registry
+from ltx_neuron.backends.export import TorchDistComm
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.config import TEXT_TOKENS, transformer_config
+from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.engine import Engine
+from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.job import Job, Size
+from ltx_neuron.models.programs import Program, dit_program
+from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling import latents
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import released_config, tiny_config
+from ltx_neuron.tiny.weights import DIFFUSION, random_weight, save
+from ltx_neuron.weights.checkpoint import Source
+from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.weights.sharder import cuts_of, shard
+from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.workspace import Workspace
 
 SIZES = {"384x512x25": Size(384, 512, 25), "512x768x121": Size(512, 768, 121)}
 TINY_SIZES = {"64x64x9": Size(64, 64, 9)}
@@ -123,13 +120,12 @@ class Ours:
     """The engine's denoising loop on ranks that hold the step's head and tail."""
 
     def __init__(self, checkpoint: Path, folder: Path, tp: int, cases: dict[str, Job]):
-        self.tp, self.cases = tp, cases
+        self.tp = tp
+        self.cases = cases
         self.workspace = Workspace(checkpoint, resolve("cpu"), folder / "artifacts", tp, "bfloat16")
         self.engine = Engine(self.workspace, Recorder())
-        source, self.weights = (
-            Source(MODELS["dit"], [self.workspace.checkpoint]),
-            folder / "weights",
-        )
+        source = Source(MODELS["dit"], [self.workspace.checkpoint])
+        self.weights = folder / "weights"
         shard(source, self.weights, {"model": "dit", "tp": tp}, tp, DTYPE, cuts_of(source, tp, {}))
         host = load_host(self.weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
@@ -163,34 +159,37 @@ class Ours:
     def prepare(self, case: str) -> None:
         """What a stage uploads before its steps."""
         job, config = self.cases[case], self.workspace.transformer
-        self.stage = job.stages[0]
         shape = latents.video_latent_shape(job.size.height, job.size.width, job.size.num_frames)
         frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
         video = torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=DTYPE)
         audio = torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=DTYPE)
         images = [(image, randn(1, latents.VIDEO_CHANNELS, 1, *shape[1:])) for image in job.images]
-        width = config.video.inner, config.audio.inner
+        widths = config.video.inner, config.audio.inner
         contexts = Contexts(
-            *(randn(1, TEXT_TOKENS, size) for size in width), torch.ones(1, TEXT_TOKENS), None
+            *(randn(1, TEXT_TOKENS, width) for width in widths), torch.ones(1, TEXT_TOKENS), None
         )
         self.run = TimedStage(
-            self.ranks, self.buckets[case], self.workspace, self.adaln, COMPAT[None]
+            self.ranks,
+            CompiledStep(self.buckets[case], self.programs[self.buckets[case].name]),
+            config,
+            DTYPE,
+            self.adaln,
+            COMPAT[None],
         )
         self.run.prepare(
-            job, self.stage, [contexts], video, audio, torch.Generator().manual_seed(0), images
+            job, job.stages[0], [contexts], video, audio, torch.Generator().manual_seed(0), images
         )
 
     def steps(self) -> Steps:
         """A schedule's warm steps, each from the end of the one before it to its own end."""
-        ends, self.run.device_ms = [], []
+        ends = []  # of every step: the time, and the bytes it sent
+        self.run.device_ms = []
         counters = self.engine.recorder.counters
         self.engine.on_step_end = lambda *_: ends.append(
             (time.perf_counter(), counters.bytes_to_device_per_step)
         )
-        unseen = contextlib.redirect_stderr(io.StringIO())  # the progress bar is drawn all the same
-        with unseen, self.engine.recorder.phase("denoise_stage_1"):
-            self.run.start()
-            self.engine._steps(self.run, self.stage)
+        with contextlib.redirect_stderr(io.StringIO()):  # the progress bar is drawn all the same
+            self.engine._steps(self.run)
         walls = [
             (after - before) * 1e3 for (before, _), (after, _) in zip(ends, ends[1:], strict=False)
         ]
@@ -202,14 +201,11 @@ class Peer:
     """The peer's host work. Its pipeline.py needs no Neuron; the device it drives here returns
     velocities at once.
 
-    `whole`: after it has made its inputs whole, which expanded ones are not.
+    `whole`: the device makes its inputs contiguous first, as one must that takes no expanded views.
     """
 
-    def __init__(
-        self, folder: Path, model: torch.nn.Module, config: dict, cases: dict[str, Job], whole: bool
-    ):
-        sys.path.insert(0, str(folder))
-        import pipeline
+    def __init__(self, model: torch.nn.Module, config: dict, cases: dict[str, Job], whole: bool):
+        import pipeline  # the peer's
 
         self.whole = whole
         self.euler = pipeline.NeuronLTX23Pipeline.denoise_step
@@ -225,7 +221,7 @@ class Peer:
     def _device(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         if self.whole:
             inputs = [tensor.contiguous() for tensor in inputs]
-        self.handed.append(sum(tensor.numel() * tensor.itemsize for tensor in inputs))
+        self.input_bytes.append(sum(tensor.numel() * tensor.itemsize for tensor in inputs))
         return self.velocities
 
     def prepare(self, case: str) -> None:
@@ -233,10 +229,8 @@ class Peer:
         from ltx_core import tools
 
         self.job = job = self.cases[case]
-        size, shape = (
-            job.size,
-            latents.video_latent_shape(job.size.height, job.size.width, job.size.num_frames),
-        )
+        size = job.size
+        shape = latents.video_latent_shape(size.height, size.width, size.num_frames)
         video = tools.VideoLatentTools(
             target_shape=tools.VideoLatentShape(1, latents.VIDEO_CHANNELS, *shape),
             fps=size.frame_rate,
@@ -251,7 +245,9 @@ class Peer:
                 1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS
             ),
         )
-        states = [made.create_initial_state(device="cpu", dtype=DTYPE) for made in (video, audio)]
+        states = [
+            stream.create_initial_state(device="cpu", dtype=DTYPE) for stream in (video, audio)
+        ]
         self.positions = [state.positions for state in states]
         self.samples = [randn(*state.latent.shape) for state in states]
         self.velocities = tuple(randn(*state.latent.shape) for state in states)
@@ -269,12 +265,13 @@ class Peer:
 
     def steps(self) -> Steps:
         """A schedule's warm steps."""
-        sigmas, milliseconds, self.handed = torch.tensor(self.job.stages[0].sigmas), [], []
+        sigmas = torch.tensor(self.job.stages[0].sigmas)
+        milliseconds, self.input_bytes = [], []
         for sigma, following in zip(sigmas, sigmas[1:], strict=False):
             began = time.perf_counter()
             self._step(sigma, following)
             milliseconds.append((time.perf_counter() - began) * 1e3)
-        return Steps(milliseconds[1:], self.handed[1:])
+        return Steps(milliseconds[1:], self.input_bytes[1:])
 
     def _step(self, sigma: Tensor, following: Tensor) -> None:
         from ltx_core.model.transformer.modality import Modality
@@ -305,9 +302,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--peer",
-        type=Path,
-        metavar="DIR",
-        help="the folder of the peer's pipeline.py; without it, ours alone",
+        action="store_true",
+        help="measure the peer, whose pipeline.py is on PYTHONPATH; without it, ours alone",
     )
     parser.add_argument(
         "--tp-degree",
@@ -339,20 +335,20 @@ def main() -> None:
             if args.peer:
                 model = loaded(checkpoint, config)
                 sides |= {
-                    "peer": Peer(args.peer, model, config, cases, whole=False),
-                    "peer, inputs whole": Peer(args.peer, model, config, cases, whole=True),
+                    "peer": Peer(model, config, cases, whole=False),
+                    "peer, inputs whole": Peer(model, config, cases, whole=True),
                 }
             print(
                 f"TP={args.tp_degree}, {os.cpu_count()} cores, torch {torch.__version__}, ltx-core"
                 f" {version('ltx-core')}, load average {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-            found = {case: measured(case, sides, args.repeats) for case in cases}
+            medians = {case: measured(case, sides, args.repeats) for case in cases}
     if not args.peer:
         print("no --peer: ours alone, no ratio")
         return
     times, sizes = (
-        min(medians["peer"][i] / medians["ours"][i] for medians in found.values()) for i in (0, 1)
+        min(of_case["peer"][i] / of_case["ours"][i] for of_case in medians.values()) for i in (0, 1)
     )
     print(
         f"at least {times:.0f} times less time on the host and {sizes:.0f} times fewer bytes to the"
@@ -368,8 +364,8 @@ def measured(case: str, sides: dict, repeats: int) -> dict[str, tuple[float, flo
         side.steps()  # cold: caches, allocations, the first run of the graphs
     for _ in range(repeats):
         for name, side in sides.items():
-            for kept, more in zip(steps[name], side.steps(), strict=True):
-                kept.extend(more)
+            for values, new in zip(steps[name], side.steps(), strict=True):
+                values.extend(new)
     medians = {}
     for name, (milliseconds, sent) in steps.items():
         medians[name] = statistics.median(milliseconds), statistics.median(sent)

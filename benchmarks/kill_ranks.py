@@ -1,7 +1,7 @@
-"""Kill -9 of each rank at random moments of a generation at TP=4: how soon it is said, what is
-left, and what --resume makes.
+"""Kill -9 of each rank at random moments of a generation at TP=4: how soon the run ends with an
+error, what is left behind, and whether --resume gives the same bytes.
 
-python benchmarks/kill_ranks.py --folder DIR [--kills 10] [--ranks 0 1 2 3] [--seed 1]
+    python benchmarks/kill_ranks.py --folder DIR [--kills 10] [--ranks 0 1 2 3] [--seed 1]
 
 Tiny assets are made, sharded and compiled in the folder. Prints one line a kill and the verdict
 last; exits 1 if a run took more than 10 s to end, left a process or shared memory, or was resumed
@@ -12,6 +12,7 @@ import argparse
 import io
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,13 +20,18 @@ import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
+
+from safetensors.torch import load_file
+
+from ltx_neuron.tiny import TinyAssets, make_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-
+GENERATE = ROOT / "src/generate_ltx23.py"
 TP, LIMIT_SECONDS = 4, 10
-# of the ranks' life has passed when they denoise: they start slowly, and a tiny model steps fast
-_DENOISING = 0.85
+# The share of the ranks' life after which they denoise: starting them takes most of it, and a tiny
+# model's steps are fast.
+DENOISING = 0.85
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--two-stage"]
 PREPARE = {
     "shards/shard_backbone_weights.py": [],
@@ -36,8 +42,10 @@ PREPARE = {
 
 
 def ranks() -> dict[str, int]:
-    """The rank processes of this process, by name (ltx-rank0 and so on are in the order of their
-    pids)."""
+    """The pids of this process's rank processes, by rank; empty unless all of them run.
+
+    They are the grandchildren of this process, started in the order of their ranks.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -54,7 +62,7 @@ def ranks() -> dict[str, int]:
 
 
 class Watch(threading.Thread):
-    """How long a run's ranks are there."""
+    """Measures how long a run's ranks exist."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -70,7 +78,7 @@ class Watch(threading.Thread):
 
 
 class Killer(threading.Thread):
-    """Kills one rank some time after all four have started."""
+    """Kills one rank `after` seconds after all four have started."""
 
     def __init__(self, rank: int, after: float):
         super().__init__(daemon=True)
@@ -78,13 +86,106 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         began = time.monotonic()
-        while not (found := ranks()) and time.monotonic() - began < 60:
+        while not ranks() and time.monotonic() - began < 60:
             time.sleep(0.02)
         time.sleep(self.after)
-        found = ranks()
-        if found:
-            os.kill(found[self.rank], signal.SIGKILL)
+        pids = ranks()
+        if pids:
+            os.kill(pids[self.rank], signal.SIGKILL)
             self.killed_at = time.monotonic()
+
+
+class Run(NamedTuple):
+    """One generation: the bytes of its video and tensors, or the first line of its error."""
+
+    video: bytes | None
+    tensors: dict[str, bytes] | None
+    error: str | None
+
+
+class Generator:
+    """Runs generate_ltx23.py on tiny assets, in this process: its ranks are then grandchildren."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.assets: TinyAssets = make_tiny(folder / "assets")
+        self.common = ["--checkpoint-path", self.assets.checkpoint, "--profile", "cpu"]
+        self.common += ["--artifacts-dir", folder / "artifacts"]
+        self.common += ["--tp-degree", TP, "--dtype", "float32"]
+        for script, flags in PREPARE.items():
+            gemma = [self.assets.gemma_root] if flags == ["--gemma-root"] else []
+            command = [sys.executable, ROOT / script, *self.common, *flags, *gemma]
+            subprocess.run(list(map(str, command)), check=True, capture_output=True)
+
+    def run(self, name: str, *more: str) -> Run:
+        """Generate into the folder `name`. Without hidden_states among the tensors: a run's kept
+        state has none, so a resumed run does not save them."""
+        folder = self.folder / name
+        flags = ["--gemma-root", self.assets.gemma_root, "--neuron-gemma"]
+        flags += ["--spatial-upsampler-path", self.assets.spatial_upsampler]
+        flags += ["--prompt", "a red fox", "--output-path", folder / "fox.mp4"]
+        flags += ["--save-tensors", folder / "fox.safetensors"]
+        sys.argv = list(map(str, [GENERATE, *self.common, *SIZE, *flags, *more]))
+        printed = io.StringIO()
+        try:
+            with redirect_stdout(io.StringIO()), redirect_stderr(printed):
+                runpy.run_path(str(GENERATE), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                *_, message = printed.getvalue().rpartition("error: ")
+                return Run(None, None, message.splitlines()[0])
+        tensors = load_file(folder / "fox.safetensors")
+        tensors.pop("hidden_states", None)
+        return Run(
+            (folder / "fox.mp4").read_bytes(),
+            {name: tensor.numpy().tobytes() for name, tensor in tensors.items()},
+            None,
+        )
+
+
+class Verdict:
+    """What all kills together showed."""
+
+    def __init__(self):
+        self.kills, self.slowest, self.bad = 0, 0.0, []
+
+    def __str__(self) -> str:
+        return f"{self.kills} kills, slowest error {self.slowest:.2f} s, bad: {self.bad or 'none'}"
+
+
+def kill_once(
+    generator: Generator, name: str, killer: Killer, wanted: Run, verdict: Verdict
+) -> bool:
+    """Run once with that killer, then resume; prints a line. False where the kill came too late:
+    the ranks had ended."""
+    shared = set(os.listdir("/dev/shm"))
+    killer.start()
+    run = generator.run(name)
+    ended = time.monotonic()
+    killer.join()
+    if killer.killed_at is None:
+        print(f"{name}: {killer.after:.2f} s, no rank left to kill; once more")
+        verdict.bad += [name] if run != wanted else []
+        return False
+    seconds, orphans = ended - killer.killed_at, ranks()
+    has_state = (generator.folder / name / "fox.resume.safetensors").is_file()
+    resumed = generator.run(name, "--resume") if run.error else run
+    left = set(os.listdir("/dev/shm")) - shared
+    print(
+        f"{name}: killed after {killer.after:.2f} s; {run.error or 'had done its part'}; said after"
+        f" {seconds:.2f} s; {len(orphans)} processes and {len(left)} shared memories left; resumed"
+        f" from {'its state' if has_state else 'the beginning'} to"
+        f" {'the same bytes' if resumed == wanted else 'OTHER BYTES'}",
+        flush=True,
+    )
+    verdict.kills += 1
+    late = False
+    if run.error:
+        verdict.slowest = max(verdict.slowest, seconds)
+        late = seconds > LIMIT_SECONDS
+    if resumed != wanted or orphans or left or late:
+        verdict.bad.append(name)
+    return True
 
 
 def main() -> None:
@@ -96,114 +197,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", choices=range(TP), default=list(range(TP)))
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-
-    from safetensors.torch import load_file
-
-    from ltx_neuron.errors import RunError
-    from ltx_neuron.tiny import make_tiny
-
-    assets = make_tiny(options.folder / "assets")
-    common = [
-        "--checkpoint-path",
-        assets.checkpoint,
-        "--artifacts-dir",
-        options.folder / "artifacts",
-        "--tp-degree",
-        TP,
-        "--dtype",
-        "float32",
-        "--profile",
-        "cpu",
-    ]
-    for script, more in PREPARE.items():
-        gemma = [assets.gemma_root] if more == ["--gemma-root"] else []
-        command = [sys.executable, ROOT / script, *common, *more, *gemma]
-        subprocess.run(
-            list(map(str, command)),
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    sys.path.insert(0, str(ROOT / "src"))
-    import generate_ltx23
-    from ltx_neuron.generate import generate
-
-    def run(name: str, *more: str) -> tuple[bytes, dict[str, bytes]]:
-        """One generation in this process; returns the bytes of its video and of its tensors.
-
-        Without hidden_states: they are not part of a run's kept state, so a resumed one does not
-        save them.
-        """
-        folder = options.folder / name
-        flags = [
-            "--gemma-root",
-            assets.gemma_root,
-            "--spatial-upsampler-path",
-            assets.spatial_upsampler,
-            "--neuron-gemma",
-            "--prompt",
-            "a red fox",
-            "--output-path",
-            folder / "fox.mp4",
-            "--save-tensors",
-            folder / "fox.safetensors",
-        ]
-        sys.argv = list(map(str, ["generate_ltx23.py", *common, *SIZE, *flags, *more]))
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            generate(generate_ltx23.arguments())
-        tensors = load_file(folder / "fox.safetensors")
-        bits = {name: t.numpy().tobytes() for name, t in tensors.items() if name != "hidden_states"}
-        return (folder / "fox.mp4").read_bytes(), bits
-
-    run("warm-up")
+    generator = Generator(options.folder)
+    generator.run("warm-up")
     watch = Watch()
     watch.start()
-    wanted = run("undisturbed")
+    wanted = generator.run("undisturbed")
     watch.join()
-    choose = random.Random(options.seed)
+    random_moment = random.Random(options.seed).uniform
     print(f"in an undisturbed run the ranks are there for {watch.seconds:.1f} s")
-    slowest, bad, count = 0.0, [], 0
+    verdict = Verdict()
     for rank in options.ranks:
         number = 0
         while number < options.kills:
-            begin = watch.seconds * (_DENOISING if number % 2 else 0)  # every second kill
-            name, killer = (
-                f"rank{rank}-{number}",
-                Killer(rank, choose.uniform(begin, watch.seconds)),
-            )
-            shm = set(os.listdir("/dev/shm"))
-            killer.start()
-            try:
-                got, error = run(name), None
-            except RunError as caught:
-                got, error = None, str(caught).splitlines()[0]
-            ended = time.monotonic()
-            killer.join()
-            if killer.killed_at is None:  # it was too late: the ranks had done their part
-                print(f"{name}: {killer.after:.2f} s, no rank left to kill; once more")
-                bad += [name] if got != wanted else []
-                continue
-            count, number = count + 1, number + 1
-            seconds, orphans = ended - killer.killed_at, ranks()
-            state = (options.folder / name / "fox.resume.safetensors").is_file()
-            same = run(name, "--resume") == wanted if got is None else got == wanted
-            left = set(os.listdir("/dev/shm")) - shm
-            slowest = max(slowest, seconds) if got is None else slowest
-            start, end = (
-                "its state" if state else "the beginning",
-                ("the same bytes" if same else "OTHER BYTES"),
-            )
-            print(
-                f"{name}: killed after {killer.after:.2f} s; {error or 'had done its part'}; said"
-                f" after {seconds:.2f} s; {len(orphans)} processes and {len(left)} shared memories"
-                f" left; resumed from {start} to {end}",
-                flush=True,
-            )
-            if not same or orphans or left or (got is None and seconds > LIMIT_SECONDS):
-                bad.append(name)
-    print(f"{count} kills, slowest error {slowest:.2f} s, bad: {bad or 'none'}")
-    raise SystemExit(bool(bad))
+            # Every second kill comes while the ranks denoise.
+            begin = watch.seconds * (DENOISING if number % 2 else 0)
+            killer = Killer(rank, random_moment(begin, watch.seconds))
+            number += kill_once(generator, f"rank{rank}-{number}", killer, wanted, verdict)
+    print(verdict)
+    raise SystemExit(bool(verdict.bad))
 
 
 if __name__ == "__main__":

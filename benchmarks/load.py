@@ -32,12 +32,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from full_size import make
+from lib.full_size import write_sparse_checkpoint
 
 from ltx_neuron.artifacts import LAYOUT
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.rankfiles import opened, rank_file
-from ltx_neuron.weights.sharder import cuts_of, shard
+from ltx_neuron.weights.rankfiles import open_rank_file, rank_file
+from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -60,14 +60,18 @@ class RandomSource(Source):
 
 
 def rank_files(folder: Path, blocks: int, tp: int) -> list[Path]:
-    checkpoint = make(folder / "sparse.safetensors", blocks)
+    """Write the rank files of a DiT of so many blocks, with random bytes; returns their paths."""
+    checkpoint = write_sparse_checkpoint(folder / "sparse.safetensors", blocks)
     source = RandomSource(MODELS["dit"], [TensorFile(checkpoint, "")])
     identity = {"kind": "weights", "model": "dit", "tp": tp, "dtype": "bfloat16", "layout": LAYOUT}
-    shard(source, folder / "weights", identity, tp, torch.bfloat16, cuts_of(source, tp, {}))
+    shard_weights(
+        source, folder / "weights", identity, tp, torch.bfloat16, shard_specs(source, tp, {})
+    )
     return [folder / "weights" / rank_file(rank) for rank in range(tp)]
 
 
 def plain(path: Path, buffer: mmap.mmap) -> None:
+    """Read the file into one buffer, again and again the same."""
     file = os.open(path, os.O_RDONLY)
     offset = 0
     while count := os.preadv(file, [buffer], offset):
@@ -76,8 +80,13 @@ def plain(path: Path, buffer: mmap.mmap) -> None:
 
 
 def ours(path: Path, wanted: dict) -> dict[str, torch.Tensor]:
+    """The tensors of a rank file as a rank of the cpu profile loads them; `wanted` has their
+    shapes."""
     return touched(
-        {name: tensor.to("cpu") for name, tensor in opened(path, wanted, torch.bfloat16).tensors()}
+        {
+            name: tensor.to("cpu")
+            for name, tensor in open_rank_file(path, wanted, torch.bfloat16).tensors()
+        }
     )
 
 
@@ -88,18 +97,19 @@ def safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def touched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Mapped tensors, now certainly in memory: a byte of every page was looked at."""
+    """The mapped tensors, after a byte of every page was read: all pages are in memory."""
     for tensor in tensors.values():
         tensor.view(torch.uint8).flatten()[:: mmap.PAGESIZE].sum()
     return tensors
 
 
 def serve(pipe, path: Path) -> None:
-    """A process of its own for each rank: reads its file in the way it is told, and says from when
-    to when."""
+    """Run as a process for each rank: read the file in the way received from the pipe, and send
+    when the read began and ended and how many bytes came from the disk."""
     torch.set_num_threads(1)
-    buffer, wanted = mmap.mmap(-1, BUFFER_BYTES), TensorFile(path, "").shapes
-    plain(path, buffer)  # the buffer is there from now on
+    buffer = mmap.mmap(-1, BUFFER_BYTES)
+    wanted = TensorFile(path, "").shapes
+    plain(path, buffer)  # gives the buffer its memory
     pipe.send("ready")
     ways = {
         "plain": lambda: plain(path, buffer),
@@ -112,9 +122,9 @@ def serve(pipe, path: Path) -> None:
         except EOFError:  # the benchmark has ended
             return
         before, began = fetched(), time.perf_counter()
-        held = ways[way]()
+        tensors = ways[way]()
         pipe.send((began, time.perf_counter(), fetched() - before))
-        del held
+        del tensors  # not in the time: unmapping
 
 
 def drop(path: Path) -> None:
@@ -181,7 +191,8 @@ def measure(paths: list[Path], repeats: int) -> None:
         pipes.append(here)
     for pipe in pipes:
         pipe.recv()
-    ways, found = ["plain", "ours", "safetensors"], {}
+    ways = ["plain", "ours", "safetensors"]
+    rates: dict[tuple[int, str, str], list[float]] = {}  # of processes, cache and way
     for _ in range(repeats):
         ways = [*ways[1:], ways[0]]
         for ranks in dict.fromkeys((1, len(paths))):
@@ -189,16 +200,16 @@ def measure(paths: list[Path], repeats: int) -> None:
                 for path in paths[:ranks]:
                     drop(path)
                 for cache in ("cold", "warm"):
-                    found.setdefault((ranks, cache, way), []).append(
+                    rates.setdefault((ranks, cache, way), []).append(
                         rate(pipes[:ranks], way, cache, size)
                     )
     print("processes  cache  way            GB/s  every run")
-    for (ranks, cache, way), rates in sorted(found.items()):
-        runs = " ".join(f"{one:.2f}" for one in rates)
-        print(f"{ranks:9}  {cache:5}  {way:11}  {statistics.median(rates):6.2f}  {runs}")
+    for (ranks, cache, way), measured in sorted(rates.items()):
+        runs = " ".join(f"{value:.2f}" for value in measured)
+        print(f"{ranks:9}  {cache:5}  {way:11}  {statistics.median(measured):6.2f}  {runs}")
     for cache in ("warm", "cold"):
         for ranks in dict.fromkeys((1, len(paths))):
-            medians = {way: statistics.median(found[ranks, cache, way]) for way in ways}
+            medians = {way: statistics.median(rates[ranks, cache, way]) for way in ways}
             print(
                 f"{cache}, {ranks} at once: ours / plain ="
                 f" {medians['ours'] / medians['plain']:.2f}, ours / safetensors ="

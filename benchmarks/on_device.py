@@ -1,6 +1,7 @@
-"""Prove and measure this toolkit on the machine at hand: one command, one Markdown report.
+"""Check and measure this toolkit on the machine at hand: one command, one Markdown report.
 
-    python benchmarks/on_device.py --checkpoint-path CKPT --gemma-root DIR --spatial-upsampler-path FILE
+    python benchmarks/on_device.py --checkpoint-path CKPT --gemma-root DIR \\
+        --spatial-upsampler-path FILE
 
 Doctor; a tiny model compiled, run and compared with the CPU; two blocks at full width, compared;
 and, where the checkpoint is given, the full model: sharded, compiled, one step compared, whole
@@ -30,25 +31,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from lib.one_step import write_inputs
+from lib.sections import Failed, NotRun, Section, cell, markdown, rel, restored, run_all, three_way
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ltx_neuron import errors, files, flags
+from ltx_neuron.artifacts import code_digest
+from ltx_neuron.doctor.finding import gb
+from ltx_neuron.doctor.system import System
+from ltx_neuron.files import write_json
+from ltx_neuron.job import Size
+from ltx_neuron.profiles import Profile, resolve
+from ltx_neuron.report import table
+from ltx_neuron.tiny import TinyAssets, TinySizes, assets_in, make_tiny
+from ltx_neuron.workspace import Workspace
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-
-import torch  # noqa: E402
-from one_step import write_inputs  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from sections import Failed, NotRun, Section, cell, markdown, rel, restored, run_all, three_way  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from ltx_neuron import errors, files, flags  # noqa: E402
-from ltx_neuron.artifacts import code_digest  # noqa: E402
-from ltx_neuron.doctor.finding import gb  # noqa: E402
-from ltx_neuron.doctor.system import System  # noqa: E402
-from ltx_neuron.files import write_json  # noqa: E402
-from ltx_neuron.job import Size  # noqa: E402
-from ltx_neuron.profiles import Profile, resolve  # noqa: E402
-from ltx_neuron.report import table  # noqa: E402
-from ltx_neuron.tiny import TinyAssets, TinySizes, assets_in, make_tiny  # noqa: E402
-from ltx_neuron.workspace import Workspace  # noqa: E402
 
 PROMPT = "waves crash on the shore"
 TINY_SIZE = Size(height=64, width=64, num_frames=9, two_stage=True)
@@ -56,15 +56,19 @@ TINY_SIZE = Size(height=64, width=64, num_frames=9, two_stage=True)
 # stays tiny.
 WIDE = TinySizes(layers=2, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1)
 WIDE_SIZE = Size(height=384, width=512, num_frames=25)
-SCRIPT_SECONDS = (
-    3 * 3600
-)  # published compiles take up to half an hour; what takes longer than this hangs
-SAMPLE_SECONDS = 0.5  # between two looks at the cores' memory
-SHOWN_LINES = 15  # of what a failed script said
+# Published compiles take up to half an hour; what takes longer than this hangs.
+SCRIPT_SECONDS = 3 * 3600
+SAMPLE_SECONDS = 0.5  # between two readings of the cores' memory
+SHOWN_LINES = 15  # of a failed script's output
 
 
-class How(NamedTuple):
-    """On what a script runs: the flags --profile, --profile-set and --dtype."""
+def profile_settings(settings: tuple[str, ...]) -> list[str]:
+    """Settings as --profile-set flags."""
+    return [word for setting in settings for word in ("--profile-set", setting)]
+
+
+class Target(NamedTuple):
+    """What a script runs on: the flags --profile, --profile-set and --dtype."""
 
     profile: str
     settings: tuple[str, ...]
@@ -72,16 +76,10 @@ class How(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        return [
-            "--profile",
-            self.profile,
-            *(w for s in self.settings for w in ("--profile-set", s)),
-            "--dtype",
-            self.dtype,
-        ]
+        return ["--profile", self.profile, *profile_settings(self.settings), "--dtype", self.dtype]
 
 
-FP32, BF16 = How("cpu", (), "float32"), How("cpu", (), "bfloat16")
+FP32, BF16 = Target("cpu", (), "float32"), Target("cpu", (), "bfloat16")
 
 
 class Model(NamedTuple):
@@ -95,9 +93,9 @@ class Model(NamedTuple):
     artifacts: Path
 
 
-class Done(NamedTuple):
-    """What a script left: what it printed, its seconds, and the most memory that each core was seen
-    to use."""
+class Run(NamedTuple):
+    """A finished script: its output, its seconds, and the largest memory seen of each core, in
+    bytes."""
 
     output: str
     seconds: float
@@ -121,28 +119,25 @@ class Bench:
         return self.profile.degree(self.args.tp_degree)
 
     @property
-    def device(self) -> How:
-        return How(self.profile.name, self.profile.settings, self.args.dtype)
+    def device(self) -> Target:
+        return Target(self.profile.name, self.profile.settings, self.args.dtype)
 
     def need_device(self) -> None:
         if self.profile.device != "neuron":
             raise NotRun("no Neuron device")
 
-    def run(self, log: str, *command: object, codes: tuple[int, ...] = (0,)) -> Done:
-        """A Python script of this repository in its own process; what it says goes to logs/. Failed
-        on another exit code."""
+    def run(self, log: str, *command: object, codes: tuple[int, ...] = (0,)) -> Run:
+        """Run a Python script of this repository in its own process, its output in logs/. Failed
+        where its exit code is not among `codes`."""
         path = self.folder / "logs" / f"{log}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, *map(str, command)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         began = time.perf_counter()
-        with open(path, "w") as said, CoreMemory(self.system) as memory:
+        with open(path, "w") as log_file, CoreMemory(self.system) as memory:
             try:
                 code = subprocess.run(
-                    words,
+                    [sys.executable, *map(str, command)],
                     cwd=ROOT,
-                    env=environment,
-                    stdout=said,
+                    stdout=log_file,
                     stderr=subprocess.STDOUT,
                     timeout=SCRIPT_SECONDS,
                 ).returncode
@@ -154,123 +149,89 @@ class Bench:
         if code not in codes:
             last = "\n".join(output.replace("\r", "\n").strip().splitlines()[-SHOWN_LINES:])
             raise Failed(f"{log} ended with exit code {code} ({path}):\n{last}")
-        return Done(output, time.perf_counter() - began, memory.most)
+        return Run(output, time.perf_counter() - began, memory.most)
 
-    # what the scripts are asked
-
-    def shard(self, model: Model, how: How, gemma: bool) -> float:
-        common = ["--checkpoint-path", model.checkpoint, *self._common(model, how)]
-        done = self.run(
-            f"{model.name}-shard-dit-{how.dtype}",
-            ROOT / "shards/shard_backbone_weights.py",
-            *common,
-        )
+    def shard(self, model: Model, target: Target, gemma: bool) -> float:
+        """Seconds to shard the DiT, and with `gemma` the text encoder."""
+        common = self._common(model, target)
+        name = f"{model.name}-shard-dit-{target.dtype}"
+        seconds = self.run(name, ROOT / "shards/shard_backbone_weights.py", *common).seconds
         if gemma:
-            more = self.run(
-                f"{model.name}-shard-gemma3-{how.dtype}",
-                ROOT / "shards/shard_gemma3_weights.py",
-                *common,
-                "--gemma-root",
-                model.gemma_root,
-            )
-            return done.seconds + more.seconds
-        return done.seconds
+            name = f"{model.name}-shard-gemma3-{target.dtype}"
+            common += ["--gemma-root", model.gemma_root]
+            seconds += self.run(name, ROOT / "shards/shard_gemma3_weights.py", *common).seconds
+        return seconds
 
-    def compile(self, model: Model, how: How, gemma: bool) -> tuple[float, float]:
+    def compile(self, model: Model, target: Target, gemma: bool) -> tuple[float, float]:
         """Seconds for the DiT's graphs and for the text encoder's."""
-        common, name = (
-            ["--checkpoint-path", model.checkpoint, *self._common(model, how)],
-            f"{how.profile}-{how.dtype}",
-        )
-        script = ROOT / "compile/compile_transformer.py"
-        done = self.run(
-            f"{model.name}-compile-dit-{name}",
-            script,
+        common = self._common(model, target)
+        suffix = f"{target.profile}-{target.dtype}"
+        dit = self.run(
+            f"{model.name}-compile-dit-{suffix}",
+            ROOT / "compile/compile_transformer.py",
             *common,
-            *_size(model.size),
-            "--recipe",
-            "distilled",
+            *size_flags(model.size),
         )
         if not gemma:
-            return done.seconds, 0.0
-        more = self.run(
-            f"{model.name}-compile-gemma3-{name}",
+            return dit.seconds, 0.0
+        text = self.run(
+            f"{model.name}-compile-gemma3-{suffix}",
             ROOT / "compile/compile_gemma3.py",
             *common,
             "--gemma-root",
             model.gemma_root,
         )
-        return done.seconds, more.seconds
+        return dit.seconds, text.seconds
 
-    def generate(self, model: Model, how: How, name: str) -> tuple[Done, dict[str, Tensor], dict]:
-        """A video through generate_ltx23.py: the process, every named tensor, and the latency
-        report."""
+    def generate(
+        self, model: Model, target: Target, name: str
+    ) -> tuple[Run, dict[str, Tensor], dict]:
+        """Run generate_ltx23.py: the run, every named tensor, and the latency report."""
         out = self.folder / f"{model.name}-{name}"
-        done = self.run(
-            f"{model.name}-generate-{name}",
-            ROOT / "src/generate_ltx23.py",
-            "--neuron-gemma",
-            "--checkpoint-path",
-            model.checkpoint,
-            "--gemma-root",
-            model.gemma_root,
-            *self._common(model, how),
-            *_size(model.size),
-            "--recipe",
-            "distilled",
-            *(["--spatial-upsampler-path", model.upsampler] if model.upsampler else []),
-            "--prompt",
-            PROMPT,
-            "--output-path",
-            out / "video.mp4",
-            "--save-tensors",
-            out / "tensors.safetensors",
-            "--perf-dump-path",
-            out / "perf.json",
-        )
-        return done, load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
+        flags = [*self._common(model, target), *size_flags(model.size)]
+        flags += ["--neuron-gemma", "--gemma-root", model.gemma_root, "--prompt", PROMPT]
+        flags += ["--spatial-upsampler-path", model.upsampler] if model.upsampler else []
+        flags += ["--output-path", out / "video.mp4", "--perf-dump-path", out / "perf.json"]
+        flags += ["--save-tensors", out / "tensors.safetensors"]
+        run = self.run(f"{model.name}-generate-{name}", ROOT / "src/generate_ltx23.py", *flags)
+        return run, load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
 
-    def _common(self, model: Model, how: How) -> list:
-        return [*how.flags, "--tp-degree", self.tp, "--artifacts-dir", model.artifacts]
+    def _common(self, model: Model, target: Target) -> list:
+        """The flags that every script takes."""
+        return [
+            *("--checkpoint-path", model.checkpoint, "--artifacts-dir", model.artifacts),
+            *("--tp-degree", self.tp, *target.flags),
+        ]
 
-    def step(self, model: Model, how: How, inputs: Path) -> dict[str, Tensor]:
+    def step(self, model: Model, target: Target, inputs: Path) -> dict[str, Tensor]:
         """The latents after one step (one_step.py), by a process of its own."""
-        name = f"{model.name}-step-{how.profile}-{how.dtype}"
-        asked, output = self.folder / f"{name}.json", self.folder / f"{name}.safetensors"
-        content = {
+        name = f"{model.name}-step-{target.profile}-{target.dtype}"
+        request = self.folder / f"{name}.json"
+        output = self.folder / f"{name}.safetensors"
+        paths = {
             "checkpoint": model.checkpoint,
             "artifacts": model.artifacts,
             "inputs": inputs,
             "output": output,
         }
-        content = {key: str(path) for key, path in content.items()} | {
-            "size": dataclasses.asdict(model.size),
-            "tp": self.tp,
-        }
-        write_json(
-            asked, content | {"profile": how.profile, "settings": how.settings, "dtype": how.dtype}
-        )
-        self.run(name, ROOT / "benchmarks/one_step.py", asked)
+        content = {key: str(path) for key, path in paths.items()}
+        content |= {"size": dataclasses.asdict(model.size), "tp": self.tp}
+        content |= {"profile": target.profile, "settings": target.settings, "dtype": target.dtype}
+        write_json(request, content)
+        self.run(name, ROOT / "benchmarks/lib/one_step.py", request)
         return load_file(output)
 
 
-def _size(size: Size) -> list:
-    words = [
-        "--height",
-        size.height,
-        "--width",
-        size.width,
-        "--num-frames",
-        size.num_frames,
-        "--frame-rate",
-        size.frame_rate,
-    ]
-    return words + (["--two-stage"] if size.two_stage else [])
+def size_flags(size: Size) -> list:
+    """The flags of a distilled generation of that size, for compile_transformer.py and generate."""
+    flags = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
+    flags += ["--frame-rate", size.frame_rate, "--recipe", "distilled"]
+    return flags + (["--two-stage"] if size.two_stage else [])
 
 
 class CoreMemory:
-    """Watches what the driver says each core's memory holds, as long as the block runs. `most` is
-    empty without a driver."""
+    """Reads from the driver how much of each core's memory is used, as long as the `with` block
+    runs. `most` has the largest bytes by core; it is empty without a driver."""
 
     def __init__(self, system: System):
         self.system, self.most, self._stop = system, {}, threading.Event()
@@ -292,27 +253,18 @@ class CoreMemory:
                 self.most[core] = max(used, self.most.get(core, 0))
 
 
-# The sections
-# --------------------------------------------------------------------------------------------------
-
-
 def doctor(bench: Bench) -> list[str]:
-    flags = [
-        "--profile",
-        bench.profile.name,
-        "--json",
-        *(w for s in bench.profile.settings for w in ("--profile-set", s)),
-    ]
+    """The doctor's findings; Failed where one of them blocks a run."""
+    flags = ["--profile", bench.profile.name, "--json", *profile_settings(bench.profile.settings)]
     flags += ["--checkpoint-path", bench.args.checkpoint_path] if bench.args.checkpoint_path else []
     flags += ["--gemma-root", bench.args.gemma_root] if bench.args.gemma_root else []
     flags += ["--tp-degree", bench.tp, "--artifacts-dir", bench.args.artifacts_dir]
     output = bench.run("doctor", "-m", "ltx_neuron.doctor", *flags, codes=(0, 1)).output
-    said, _ = json.JSONDecoder().raw_decode(
-        output, output.index("{\n")
-    )  # libraries may warn before and after it
+    # Libraries may print warnings before and after the JSON.
+    report, _ = json.JSONDecoder().raw_decode(output, output.index("{\n"))
     lines = ["| | check | |", "|---|---|---|"]
-    lines += [f"| {f['state']} | {f['check']} | {cell(f['text'])} |" for f in said["findings"]]
-    if not said["can_run"]:
+    lines += [f"| {f['state']} | {f['check']} | {cell(f['text'])} |" for f in report["findings"]]
+    if not report["can_run"]:
         raise Failed("something blocks: python -m ltx_neuron.doctor says what to type", lines)
     return lines
 
@@ -361,10 +313,10 @@ def tiny_compiles(bench: Bench) -> list[str]:
 def wide_compiles(bench: Bench) -> list[str]:
     if bench.args.skip_wide:
         raise NotRun("--skip-wide")
-    made = make_tiny(bench.folder / "wide", WIDE)
+    assets = make_tiny(bench.folder / "wide", WIDE)
     lines = [
         f"Checkpoint of {WIDE.layers} blocks, {WIDE.video_inner} and {WIDE.audio_inner} channels: "
-        f"{gb(made.checkpoint.stat().st_size)}."
+        f"{gb(assets.checkpoint.stat().st_size)}."
     ]
     return lines + _shard_and_compile(bench, wide(bench), gemma=False)
 
@@ -398,10 +350,10 @@ def one_step(bench: Bench, model: Model) -> list[str]:
     inputs = bench.folder / f"{model.name}-inputs.safetensors"
     write_inputs(inputs, model.checkpoint, model.size)
     on_cpu = {}
-    for how in (FP32, BF16):
-        bench.shard(model, how, gemma=False)
-        bench.compile(model, how, gemma=False)
-        on_cpu[how] = bench.step(model, how, inputs)
+    for target in (FP32, BF16):
+        bench.shard(model, target, gemma=False)
+        bench.compile(model, target, gemma=False)
+        on_cpu[target] = bench.step(model, target, inputs)
     device = bench.step(model, bench.device, inputs)
     return three_way(device, on_cpu[BF16], on_cpu[FP32], ("video", "audio"))
 
@@ -426,10 +378,10 @@ def tiny_video(bench: Bench) -> list[str]:
     model = tiny(bench)
     runs = [bench.generate(model, bench.device, f"device-{number}") for number in (1, 2)]
     on_cpu = {}
-    for how in (FP32, BF16):
-        bench.shard(model, how, gemma=True)
-        bench.compile(model, how, gemma=True)
-        on_cpu[how] = bench.generate(model, how, f"cpu-{how.dtype}")[1]
+    for target in (FP32, BF16):
+        bench.shard(model, target, gemma=True)
+        bench.compile(model, target, gemma=True)
+        on_cpu[target] = bench.generate(model, target, f"cpu-{target.dtype}")[1]
     first, second = (tensors for _, tensors, _ in runs)
     lines = [
         f"End to end {runs[0][2]['end_to_end_seconds']:.1f} s, again"
@@ -464,12 +416,11 @@ def resident(bench: Bench) -> list[str]:
     )
 
 
-def _measured(bench: Bench, how: How, name: str) -> list[str]:
-    """A video, and after it a second one that finds warm caches: their times, and the cores'
-    memory."""
+def _measured(bench: Bench, target: Target, name: str) -> list[str]:
+    """Two videos, the second one with warm caches: their times and the cores' memory."""
     model, lines = full(bench), []
     for number in (1, 2):
-        done, _, perf = bench.generate(model, how, f"{name}-{number}")
+        run, _, perf = bench.generate(model, target, f"{name}-{number}")
         phases: dict[str, float] = {}
         for phase in perf["phases"]:
             phases[phase["name"]] = phases.get(phase["name"], 0.0) + phase["seconds"]
@@ -477,7 +428,7 @@ def _measured(bench: Bench, how: How, name: str) -> list[str]:
         first = next(times[0] for times in steps.values() if times)
         lines += [
             (
-                f"Run {number}: {done.seconds:.1f} s with the start of the process,"
+                f"Run {number}: {run.seconds:.1f} s with the start of the process,"
                 f" {perf['end_to_end_seconds']:.1f} s end to end."
             ),
             (
@@ -505,10 +456,10 @@ def _measured(bench: Bench, how: How, name: str) -> list[str]:
                 else "not counted, this profile has no peak."
             )
         )
-        if done.memory:
+        if run.memory:
             lines.append(
                 "Device memory at most, by core: "
-                + ", ".join(f"{core} {gb(used)}" for core, used in done.memory.items())
+                + ", ".join(f"{core} {gb(used)}" for core, used in run.memory.items())
                 + "."
             )
         else:
@@ -517,12 +468,10 @@ def _measured(bench: Bench, how: How, name: str) -> list[str]:
     return [*lines, "```", table.table(perf), "```"]
 
 
-_TINY, _WIDE, _SHARD, _COMPILE = (
-    "tiny: shard and compile",
-    "two blocks: shard and compile",
-    "full: shard",
-    "full: compile",
-)
+_TINY = "tiny: shard and compile"
+_WIDE = "two blocks: shard and compile"
+_SHARD = "full: shard"
+_COMPILE = "full: compile"
 SECTIONS = (
     Section("doctor", doctor),
     Section(_TINY, tiny_compiles),
@@ -541,6 +490,7 @@ SECTIONS = (
 
 
 def facts_of(bench: Bench) -> dict[str, str]:
+    """What the report says of the run above its table: machine, versions, code, command."""
     names = (
         "torch",
         "neuronx-cc",
@@ -570,47 +520,40 @@ def facts_of(bench: Bench) -> dict[str, str]:
 
 
 def arguments() -> argparse.Namespace:
-    made = flags.parser(
+    parser = flags.parser(
         __doc__,
         "python benchmarks/on_device.py --profile cpu --skip-wide",
         gemma=True,
         required=False,
     )
-    made.add_argument(
+    parser.add_argument(
         "--spatial-upsampler-path",
         type=Path,
         metavar="FILE",
         help="the full model then runs both stages",
     )
-    made.add_argument(
+    parser.add_argument(
         "--work-dir",
         type=Path,
         default=Path("outputs/on-device"),
         metavar="DIR",
         help="state.json, table.md, logs and what the runs leave (default: outputs/on-device)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--skip-wide",
         action="store_true",
         help="leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)",
     )
-    made.add_argument("--anew", action="store_true", help="forget what is finished")
-    flags.add_size(made)
-    return made.parse_args()
+    parser.add_argument("--anew", action="store_true", help="forget what is finished")
+    flags.add_size(parser)
+    return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    for name in (
-        "work_dir",
-        "artifacts_dir",
-        "checkpoint_path",
-        "gemma_root",
-        "spatial_upsampler_path",
-    ):
-        setattr(
-            args, name, getattr(args, name) and getattr(args, name).absolute()
-        )  # scripts run in the repository's folder
+    paths = ("work_dir", "artifacts_dir", "checkpoint_path", "gemma_root", "spatial_upsampler_path")
+    for name in paths:  # scripts run in the repository's folder
+        setattr(args, name, getattr(args, name) and getattr(args, name).absolute())
     bench = Bench(args, resolve(args.profile, tuple(args.profile_set)))
     files.check_folder(args.work_dir, "--work-dir DIR")
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -631,7 +574,7 @@ def main() -> None:
 
     done = run_all(SECTIONS, bench, restored(path, identity, args.anew), keep)
     keep(done)
-    failed = [name for name, said in done.items() if said["status"] == "failed"]
+    failed = [name for name, result in done.items() if result["status"] == "failed"]
     print(f"report: {report_path}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     if failed:
         sys.exit(1)

@@ -1,7 +1,7 @@
 """How step time and memory grow with tokens and ranks: measured on a CPU at tiny width, and by the
 plan at full width.
 
-    PYTHONPATH=src python benchmarks/scale.py
+    python benchmarks/scale.py
 
 A tiny checkpoint is sharded and compiled for every size and TP degree, and steps run on rank
 processes as in a generation. The sizes take turns, one step each, and the medians count; the first
@@ -26,27 +26,25 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
+from lib.full_size import write_sparse_checkpoint
+from lib.sizes import parse_size, video_tokens
+from matplotlib.figure import Figure
 
-import torch  # noqa: E402
-from full_size import make  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-
-from ltx_neuron import errors  # noqa: E402
-from ltx_neuron.backends import registry  # noqa: E402
-from ltx_neuron.config import TEXT_TOKENS  # noqa: E402
-from ltx_neuron.denoise import StageRun  # noqa: E402
-from ltx_neuron.job import Job, Size  # noqa: E402
-from ltx_neuron.plan import plan  # noqa: E402
-from ltx_neuron.profiles import PROFILES  # noqa: E402
-from ltx_neuron.sampling import latents  # noqa: E402
-from ltx_neuron.sampling.compat import COMPAT  # noqa: E402
-from ltx_neuron.text.encoders import Contexts  # noqa: E402
-from ltx_neuron.tiny import make_tiny  # noqa: E402
-from ltx_neuron.weights.checkpoint import Checkpoint  # noqa: E402
-from ltx_neuron.weights.rankfiles import load_host  # noqa: E402
-from ltx_neuron.workspace import Workspace  # noqa: E402
+from ltx_neuron import errors
+from ltx_neuron.backends import registry
+from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.job import Job, Size
+from ltx_neuron.plan import plan
+from ltx_neuron.profiles import PROFILES
+from ltx_neuron.sampling import latents
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.tiny import make_tiny
+from ltx_neuron.weights.checkpoint import Checkpoint
+from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.workspace import Workspace
 
 SIZES = (
     "192x256x25",
@@ -79,7 +77,8 @@ class Growth(NamedTuple):
 
 
 def growth(what: str, series: dict[int, float], allowed: float, least: float = 0.0) -> list[Growth]:
-    """Between successive entries of {tokens: value}; values below `least` say nothing."""
+    """The growth between successive entries of {tokens: value}. Values of at most `least` are left
+    out: too small to measure."""
     points = [(tokens, value) for tokens, value in sorted(series.items()) if value > least]
     return [
         Growth(
@@ -92,48 +91,30 @@ def growth(what: str, series: dict[int, float], allowed: float, least: float = 0
     ]
 
 
-def parsed(text: str) -> Size:
-    """A size from HEIGHTxWIDTHxFRAMES."""
-    try:
-        height, width, frames = map(int, text.split("x"))
-    except ValueError:
-        raise errors.UserError(
-            f"--sizes {text}: wanted HEIGHTxWIDTHxFRAMES, as in 384x512x25"
-        ) from None
-    size = Size(height, width, frames)
-    size.check()
-    return size
-
-
-def tokens_of(size: Size) -> int:
-    return size.bucket(size.stages()[0], ()).video_tokens
-
-
 class Running:
-    """A TP degree on the tiny checkpoint: its rank processes, and a step of every size compiled for
-    it."""
+    """The rank processes of one TP degree, on the tiny checkpoint, with a step of every size
+    compiled for it."""
 
     def __init__(self, checkpoint: Path, artifacts: Path, tp: int, sizes: list[Size]):
-        self.workspace, self.tp, self.programs = (
-            Workspace(checkpoint, PROFILES["cpu"], artifacts, tp, "float32"),
-            tp,
-            {},
-        )
+        self.workspace = Workspace(checkpoint, PROFILES["cpu"], artifacts, tp, "float32")
+        self.tp = tp
         self.workspace.shard_dit()
         self.workspace.compile_dit([size.bucket(size.stages()[0], ()) for size in sizes])
         weights = self.workspace.dit_weights()
         host = load_host(weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
-        for size in sizes:
-            self.programs[size] = self.workspace.dit_program_for(
-                size, size.stages()[0], (), "distilled"
+        self.steps = {
+            size: CompiledStep(
+                *self.workspace.dit_program_for(size, size.stages()[0], (), "distilled")
             )
+            for size in sizes
+        }
         others = set(active_children())
         self.ranks = registry.ranks(self.workspace.profile, tp, self.workspace.compiler_cache)
         self.pids = [process.pid for process in set(active_children()) - others]
         self.ranks.load(
             weights,
-            {bucket.name: manifest for bucket, manifest in self.programs.values()},
+            {step.bucket.name: step.manifest for step in self.steps.values()},
             torch.float32,
         )
         self.base = self._memory("VmRSS")
@@ -141,7 +122,8 @@ class Running:
     def step(self, size: Size) -> dict[str, float]:
         """Upload what a stage of that size uploads and run its first step: milliseconds of both,
         and the ranks' bytes."""
-        bucket, job = self.programs[size][0], Job("contexts are given", size)
+        compiled = self.steps[size]
+        job = Job("contexts are given", size)
         for pid in self.pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
         generator = torch.Generator().manual_seed(0)
@@ -151,20 +133,20 @@ class Running:
             torch.ones(1),
             None,
         )
-        stage, frames = job.stages[0], latents.audio_latent_frames(size.num_frames, size.frame_rate)
+        stage = job.stages[0]
+        shape = latents.video_latent_shape(size.height, size.width, size.num_frames)
+        frames = latents.audio_latent_frames(size.num_frames, size.frame_rate)
         empty = (
-            torch.zeros(
-                1,
-                latents.VIDEO_CHANNELS,
-                *latents.video_latent_shape(size.height, size.width, size.num_frames),
-            ),
+            torch.zeros(1, latents.VIDEO_CHANNELS, *shape),
             torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS),
         )
         began, sent = time.perf_counter(), self.ranks.bytes_sent
-        run = StageRun(self.ranks, bucket, self.workspace, self.adaln, COMPAT[None])
+        config, dtype = self.workspace.transformer, self.workspace.dtype
+        run = StageRun(self.ranks, compiled, config, dtype, self.adaln, COMPAT[None])
         run.prepare(job, stage, [contexts], *empty, generator, [])
         run.start()
-        prepared, uploaded = time.perf_counter(), self.ranks.bytes_sent - sent
+        prepared = time.perf_counter()
+        uploaded = self.ranks.bytes_sent - sent
         run.step(0)
         ended = time.perf_counter()
         return {
@@ -175,13 +157,13 @@ class Running:
         }
 
     def _memory(self, line: str) -> int:
-        """Bytes of a line of every rank's /proc/PID/status, summed: VmRSS is what is held, VmHWM
-        its peak."""
-        said = (
-            dict(row.split(":", 1) for row in Path(f"/proc/{p}/status").read_text().splitlines())
-            for p in self.pids
+        """Bytes of a line of /proc/PID/status, summed over the ranks: VmRSS is resident memory,
+        VmHWM its peak."""
+        tables = (
+            dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines())
+            for pid in self.pids
         )
-        return sum(int(of[line].split()[0]) * 1024 for of in said)
+        return sum(int(status[line].split()[0]) * 1024 for status in tables)
 
 
 def measured(folder: Path, sizes: list[Size], degrees: list[int], rounds: int) -> list[dict]:
@@ -193,22 +175,21 @@ def measured(folder: Path, sizes: list[Size], degrees: list[int], rounds: int) -
         for tp in degrees:
             running.append(Running(checkpoint, folder / "artifacts", tp, sizes))
             stack.enter_context(running[-1].ranks)
-        found = {(size, of.tp): [] for size in sizes for of in running}
+        turns = {(size, ranks.tp): [] for size in sizes for ranks in running}
         for turn in range(1 + rounds):
             for size in sizes:
-                for of in running:
-                    found[size, of.tp].append(of.step(size))
+                for ranks in running:
+                    turns[size, ranks.tp].append(ranks.step(size))
             print(
                 f"turn {turn + 1} of {1 + rounds}{' (cold)' if not turn else ''} done", flush=True
             )
     rows = []
-    for (size, tp), turns in found.items():
-        cold, warm = turns[0], turns[1:]
+    for (size, tp), (cold, *warm) in turns.items():
         rows.append(
             {
                 "size": f"{size.height}x{size.width}x{size.num_frames}",
                 "tp": tp,
-                "video_tokens": tokens_of(size),
+                "video_tokens": video_tokens(size),
                 "step_ms": statistics.median(turn["step_ms"] for turn in warm),
                 "steps_ms": [turn["step_ms"] for turn in warm],
                 "cold_step_ms": cold["step_ms"],
@@ -221,12 +202,14 @@ def measured(folder: Path, sizes: list[Size], degrees: list[int], rounds: int) -
 
 
 def planned(folder: Path, sizes: list[Size], degrees: list[int]) -> list[dict]:
-    """The same by the plan: the released width and depth in bf16 on one Trainium2 chip."""
-    checkpoint, rows = Checkpoint(make(folder / "ltx-2.3-sparse.safetensors")), []
+    """Every size at every degree by the plan: the released width and depth in bf16 on one Trainium2
+    chip."""
+    checkpoint = Checkpoint(write_sparse_checkpoint(folder / "ltx-2.3-sparse.safetensors"))
+    rows = []
     for tp in degrees:
         for size in sizes:
-            made = plan(checkpoint, PROFILES["trn2.3xlarge"], size, tp, "bfloat16", gemma=None)
-            stage = made.stages[-1]
+            estimate = plan(checkpoint, PROFILES["trn2.3xlarge"], size, tp, "bfloat16", gemma=None)
+            stage = estimate.stages[-1]
             rows.append(
                 {
                     "size": f"{size.height}x{size.width}x{size.num_frames}",
@@ -237,7 +220,7 @@ def planned(folder: Path, sizes: list[Size], degrees: list[int]) -> list[dict]:
                     "activation_bytes_per_core": stage.activation_bytes_per_core,
                     "upload_bytes": stage.upload_bytes,
                     "collective_bytes": stage.collectives_per_step["bytes"],
-                    "fits": made.fits,
+                    "fits": estimate.fits,
                 }
             )
     return rows
@@ -261,8 +244,8 @@ LIMITS = {
 
 
 def growths(tables: dict[str, list[dict]]) -> list[Growth]:
-    """Of every column that has a limit, at every degree."""
-    found = []
+    """The growth of every column that has a limit, at every degree."""
+    rows = []
     for kind, limits in LIMITS.items():
         for column, limit in limits.items():
             for tp in dict.fromkeys(row["tp"] for row in tables[kind]):
@@ -270,8 +253,8 @@ def growths(tables: dict[str, list[dict]]) -> list[Growth]:
                     row["video_tokens"]: row[column] for row in tables[kind] if row["tp"] == tp
                 }
                 least = LEAST_BYTES if column == "memory_bytes" else 0
-                found += growth(f"{kind} {column}, tp {tp}", series, limit + SLACK[kind], least)
-    return found
+                rows += growth(f"{kind} {column}, tp {tp}", series, limit + SLACK[kind], least)
+    return rows
 
 
 def plot(tables: dict[str, list[dict]], path: Path) -> None:
@@ -366,34 +349,35 @@ def printed(tables: dict[str, list[dict]]) -> str:
 
 
 def conclude(tables: dict[str, list[dict]], out: Path) -> bool:
-    """Write and print what was found; whether anything grows too fast."""
-    found = growths(tables)
+    """Write the tables with their growth, draw and print them. True where anything grows too
+    fast."""
+    rates = growths(tables)
     out.parent.mkdir(parents=True, exist_ok=True)
-    content = {**tables, "growth": [one._asdict() for one in found]}
+    content = {**tables, "growth": [rate._asdict() for rate in rates]}
     out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     plot(tables, out.with_suffix(".png"))
     print(printed(tables), "", sep="\n")
     for kind, limits in LIMITS.items():
         for column in limits:
-            of = [one for one in found if one.what.startswith(f"{kind} {column},")]
-            if not of:
+            of_column = [rate for rate in rates if rate.what.startswith(f"{kind} {column},")]
+            if not of_column:
                 print(f"{kind} {column}: too small at these sizes to say how it grows")
                 continue
-            largest = max(of, key=lambda one: one.exponent)
+            largest = max(of_column, key=lambda rate: rate.exponent)
             print(
                 f"{largest.what}: grows at most as tokens ^ {largest.exponent:.2f}"
                 f" ({largest.tokens[0]:,} to {largest.tokens[1]:,}), allowed {largest.allowed:g}"
             )
-    faster = [one for one in found if one.exceeded]
-    for one in faster:
+    faster = [rate for rate in rates if rate.exceeded]
+    for rate in faster:
         print(
-            f"grows too fast: {one.what}, {one.tokens[0]:,} to {one.tokens[1]:,} tokens: ^"
-            f" {one.exponent:.2f}, allowed {one.allowed:g}",
+            f"grows too fast: {rate.what}, {rate.tokens[0]:,} to {rate.tokens[1]:,} tokens: ^"
+            f" {rate.exponent:.2f}, allowed {rate.allowed:g}",
             file=sys.stderr,
         )
     step, memory = (
         max(
-            (one.exponent for one in found if one.what.startswith(f"measured {column},")),
+            (rate.exponent for rate in rates if rate.what.startswith(f"measured {column},")),
             default=math.nan,
         )
         for column in ("step_ms", "memory_bytes")
@@ -429,7 +413,7 @@ def main(argv: list[str] | None = None) -> None:
         help="PREFIX.json, PREFIX.png",
     )
     args = parser.parse_args(argv)
-    sizes = sorted(map(parsed, args.sizes), key=tokens_of)
+    sizes = sorted(map(parse_size, args.sizes), key=video_tokens)
     print(
         f"{os.cpu_count()} cores, torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}"
     )

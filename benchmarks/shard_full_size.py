@@ -4,8 +4,8 @@ turn in the same run.
     python benchmarks/shard_full_size.py --folder DIR [--blocks N] [--tp-degree 4] [--rounds 3]
         [--memory as-it-is] [--content random]
 
-The source is sparse (full_size.py), so both read zeros from memory and write real bytes; both end
-when these are on the disk. With --content random both sources are on the disk too, and are read
+The source is sparse (lib/full_size.py), so both read zeros from memory and write real bytes; both
+end when these are on the disk. With --content random both sources are on the disk too, and are read
 from there. Both begin with the memory full of cached pages. On a virtual machine that matters:
 deleted files give memory back to the host, and who is the first to touch it again pays for it, more
 than for the work. With --memory as-it-is both begin ten seconds after the files before them were
@@ -25,13 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from full_size import make
+from lib.full_size import write_sparse_checkpoint
 from tqdm import tqdm
 
 from ltx_neuron.weights.tensorfile import TensorFile
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTS = "import sys; sys.path.insert(0, 'src'); import ltx_neuron.flags, ltx_neuron.workspace"
+IMPORTS = "import ltx_neuron.flags, ltx_neuron.workspace"  # what the shard script imports
 
 
 def timed(command: list) -> tuple[float, float]:
@@ -59,15 +59,14 @@ def fill_memory(folder: Path) -> None:
             pass
 
 
-def settled(_: Path) -> None:
-    """Wait until the memory of deleted files has gone back to the host, so that both find it
-    gone."""
+def wait_for_host(_: Path) -> None:
+    """Wait until the memory of deleted files has gone back to the virtual machine's host."""
     time.sleep(10)
 
 
 def fill(path: Path, start: int) -> None:
-    """Give a file content from there on, in place of a hole, and leave none of it in the system's
-    cache."""
+    """Overwrite a sparse file from `start` to its end with random bytes, and drop them from the
+    page cache."""
     block = memoryview(os.urandom(64 * 2**20))
     with open(path, "r+b", buffering=0) as file:
         left = file.seek(0, os.SEEK_END) - start
@@ -79,7 +78,7 @@ def fill(path: Path, start: int) -> None:
 
 
 def copied(folder: Path, size: int, content: str, prepare: Callable[[Path], None]) -> float:
-    """Seconds that `cp` and `sync` take for so many bytes."""
+    """Seconds that `cp` and `sync` take for `size` bytes."""
     source, copy = folder / "source", folder / "copy"
     with open(source, "wb") as file:
         file.truncate(size)
@@ -87,7 +86,8 @@ def copied(folder: Path, size: int, content: str, prepare: Callable[[Path], None
         fill(source, 0)
     prepare(folder)
     seconds = timed(["cp", "--sparse=never", source, copy])[0] + timed(["sync", copy])[0]
-    source.unlink(), copy.unlink()
+    source.unlink()
+    copy.unlink()
     return seconds
 
 
@@ -113,13 +113,14 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    checkpoint = make(args.folder / "ltx-2.3-sparse.safetensors", args.blocks)
+    checkpoint = write_sparse_checkpoint(args.folder / "ltx-2.3-sparse.safetensors", args.blocks)
     if args.content == "random":
         fill(checkpoint, 8 + len(TensorFile(checkpoint, "").header))
-    size, seconds = checkpoint.stat().st_size, time.perf_counter() - began
+    size = checkpoint.stat().st_size
+    seconds = time.perf_counter() - began
     print(f"{args.content} checkpoint: {size} bytes, {args.blocks} blocks, {seconds:.1f} s")
 
-    _, own = timed([sys.executable, "-c", IMPORTS])
+    _, imports_gb = timed([sys.executable, "-c", IMPORTS])
     artifacts = args.folder / "artifacts"
     script = ROOT / "shards/shard_backbone_weights.py"
     flags = [
@@ -132,8 +133,9 @@ def main() -> None:
         "--profile",
         "cpu",
     ]
-    prepare = fill_memory if args.memory == "full" else settled
-    sharding, copying, peak, written = [], [], 0.0, 0
+    prepare = fill_memory if args.memory == "full" else wait_for_host
+    sharding, copying = [], []  # seconds of each round
+    peak, written = 0.0, 0
     for _ in tqdm(range(args.rounds), unit="round"):
         prepare(args.folder)
         seconds, memory = timed([sys.executable, script, *flags])
@@ -149,13 +151,14 @@ def main() -> None:
         path.unlink(missing_ok=True)
     for name, size in files.items():
         print(f"  {name}: {size / 1e9:.3f} GB")
-    for name, found in (("shard", sharding), ("cp and sync", copying)):
-        rate = written / 1e9 / statistics.median(found)
+    for name, times in (("shard", sharding), ("cp and sync", copying)):
+        rate = written / 1e9 / statistics.median(times)
         print(
-            f"{name}: {', '.join(f'{seconds:.1f}' for seconds in found)} s, median {rate:.3f} GB/s"
+            f"{name}: {', '.join(f'{seconds:.1f}' for seconds in times)} s, median {rate:.3f} GB/s"
         )
     print(
-        f"peak memory {peak:.2f} GB; imports alone {own:.2f} GB, so {peak - own:.2f} GB of its own"
+        f"peak memory {peak:.2f} GB; imports alone {imports_gb:.2f} GB, so"
+        f" {peak - imports_gb:.2f} GB of its own"
     )
     ratios = [shard / copy for shard, copy in zip(sharding, copying, strict=True)]
     print(

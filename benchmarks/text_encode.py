@@ -1,7 +1,7 @@
 """Encoding a prompt on this machine: our host fallback beside ltx-core's 1024 padded tokens,
 released widths, random weights.
 
-    PYTHONPATH=src python benchmarks/text_encode.py
+    python benchmarks/text_encode.py
 
 Both take the same token ids and the same bf16 weights of Gemma3, the projections and both
 connectors, and compute in float32 (--dtype). A release has 48 layers of Gemma3 and 8 blocks in each
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -26,23 +25,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config  # noqa: E402
-from ltx_neuron.host.models import import_ltx_core  # noqa: E402
-from ltx_neuron.text.encoders import Contexts, HostTextEncoder  # noqa: E402
-from ltx_neuron.tiny import TinySizes  # noqa: E402
-from ltx_neuron.tiny.config import merge, released_config, tiny_config  # noqa: E402
-from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config  # noqa: E402
-from ltx_neuron.tiny.gemma import gemma_weights  # noqa: E402
-from ltx_neuron.tiny.weights import DIFFUSION, random_weights  # noqa: E402
-from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files  # noqa: E402
-from ltx_neuron.weights.sharding import MODELS  # noqa: E402
-from ltx_neuron.weights.tensorfile import DTYPES  # noqa: E402
+from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
+from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.text.encoders import Contexts, HostTextEncoder
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import merge, released_config, tiny_config
+from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
+from ltx_neuron.tiny.gemma import gemma_weights
+from ltx_neuron.tiny.weights import DIFFUSION, random_weights
+from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.weights.tensorfile import DTYPES
 
 LAYERS, BLOCKS = 6, 1  # an eighth of the release's 48 and 8
 RELEASED = TinySizes(
@@ -87,10 +84,11 @@ class Reference:
         from transformers import Gemma3ForConditionalGeneration
 
         self.clock = clock
-        made = Gemma3ForConditionalGeneration.from_pretrained(
+        model = Gemma3ForConditionalGeneration.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True
         )
-        self.gemma, self.processor = made.eval().model, processor(checkpoint.config, folder)
+        self.gemma = model.eval().model
+        self.processor = processor(checkpoint.config, folder)
         weights = {}
         for name in self.processor.state_dict():
             prefix = next(prefix for prefix in PUBLISHED if name.startswith(prefix))
@@ -144,7 +142,7 @@ class Ours(HostTextEncoder):
             return super().encode(prompts)
 
     def read(self) -> None:
-        """Read what an encoding reads of the layers and blocks, and run nothing."""
+        """Read the weights of all layers and blocks, as an encoding does, without running them."""
         lists = [
             self.encoder.layers,
             *(c.transformer_1d_blocks for c in self.connectors.children()),
@@ -178,11 +176,13 @@ def write_release(folder: Path, tiny: bool) -> Path:
     content = tiny_gemma_config(sizes)
     (folder / "config.json").write_text(json.dumps(content))
     save_file(gemma_weights(content, sizes.seed), folder / "model.safetensors", {"format": "pt"})
-    made = random_weights(processor(config, folder).state_dict(), torch.Generator().manual_seed(0))
+    random = random_weights(
+        processor(config, folder).state_dict(), torch.Generator().manual_seed(0)
+    )
     weights = {}
-    for name in list(made):
+    for name in list(random):
         prefix = next(prefix for prefix in PUBLISHED if name.startswith(prefix))
-        weights[PUBLISHED[prefix] + name.removeprefix(prefix)] = made.pop(name).bfloat16()
+        weights[PUBLISHED[prefix] + name.removeprefix(prefix)] = random.pop(name).bfloat16()
     save_file(
         weights,
         folder / "checkpoint.safetensors",
@@ -224,7 +224,8 @@ def main() -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> None:
-    dtype, clocks = DTYPES[args.dtype], {"reference": Clock(), "ours": Clock()}
+    dtype = DTYPES[args.dtype]
+    clocks = {"reference": Clock(), "ours": Clock()}
     checkpoint = Checkpoint(write_release(folder, args.tiny))
     files = [checkpoint, *gemma_files(folder)]
     gemma, config = gemma_config(folder), transformer_config(checkpoint.config)

@@ -1,7 +1,7 @@
 """Video decode on this machine: our decoder beside ltx-core's own, released sizes, random weights,
 float32.
 
-    PYTHONPATH=src python benchmarks/vae_decode.py --height 384 --width 512 --num-frames 25
+    python benchmarks/vae_decode.py --height 384 --width 512 --num-frames 25
 
 Both decode the same latents in the reference's default tiles, in turn, in one process; the medians
 count. Peak memory is that of a process of its own for each, weights and imports included. The last
@@ -36,28 +36,29 @@ def decoder(which: str) -> torch.nn.Module:
     from ltx_neuron.host.vae import FastVideoDecoder
 
     with torch.device("meta"):
-        made = VideoDecoderConfigurator.from_config(released_config())
+        model = VideoDecoderConfigurator.from_config(released_config())
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if which == "ltx-core" else torch.bfloat16
-    for name, tensor in made.state_dict().items():
+    for name, tensor in model.state_dict().items():
         weight = random_weight(name, torch.empty(tensor.shape), generator).bfloat16().to(dtype)
-        made.load_state_dict({name: weight}, strict=False, assign=True)
-    made.eval().requires_grad_(False)
-    return made if which == "ltx-core" else FastVideoDecoder(made)
+        model.load_state_dict({name: weight}, strict=False, assign=True)
+    model.eval().requires_grad_(False)
+    return model if which == "ltx-core" else FastVideoDecoder(model)
 
 
 def latent(size: argparse.Namespace) -> torch.Tensor:
+    """Random latents (1, 128, F, h, w) for a video of that height, width and num_frames."""
     shape = (1, 128, (size.num_frames - 1) // 8 + 1, size.height // 32, size.width // 32)
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def decoded(made: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Frames in [-1, 1], and the seconds they took."""
+def decoded(model: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Frames (1, 3, F, H, W) in [-1, 1], and the seconds they took."""
     from ltx_core.model.video_vae import TilingConfig
 
     start = time.perf_counter()
     with torch.no_grad():
-        frames = torch.cat(list(made.tiled_decode(video, TilingConfig.default())), dim=2)
+        frames = torch.cat(list(model.tiled_decode(video, TilingConfig.default())), dim=2)
     return frames, time.perf_counter() - start
 
 
@@ -89,14 +90,16 @@ def main() -> None:
         import_ltx_core()
         from ltx_neuron.host.vae_memory import decode_bytes
 
-        imported, made = peak_gb(), decoder(args.memory_of)
-        loaded, video = peak_gb(), latent(args)
-        decoded(made, video)
+        imported = peak_gb()
+        model = decoder(args.memory_of)
+        loaded = peak_gb()
+        video = latent(args)
+        decoded(model, video)
         planned = decode_bytes(released_config(), tuple(video.shape[2:]), args.threads) / 1e9
-        said = f", {planned:.2f} GB of them by the plan" if args.memory_of == "ours" else ""
+        by_plan = f", {planned:.2f} GB of them by the plan" if args.memory_of == "ours" else ""
         print(
             f"{loaded:.2f} GB loaded, {peak_gb():.2f} GB at most, {peak_gb() - imported:.2f} GB"
-            f" without the imports{said}"
+            f" without the imports{by_plan}"
         )
         return
 

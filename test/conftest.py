@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+# ATEN_CPU_CAPABILITY stands for an older CPU. oneDNN must see the same one: PyTorch's attention in
+# bf16 otherwise finds AMX there, and then has no AVX-512 to pack its operands with.
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
 SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth of it on two cores
 
 

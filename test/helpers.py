@@ -4,6 +4,7 @@ run in this process.
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ from ltx_neuron.weights.rankfiles import file_names
 import_ltx_core()  # before any test imports the parts of ltx-core that want torchaudio
 
 STREAMS = ("video", "audio")
+FP32_ROUNDING = 2**-24  # the most that one operation rounds by, relative to its result
+BF16_ROUNDING = 2**-8
 # The default size; one whose head and axis counts divide nothing evenly; one whose RoPE has two
 # left-over entries.
 SIZES = {
@@ -70,6 +73,28 @@ def furthest(got: Tensor, wanted: Tensor) -> float:
     return (got.double() - wanted.double()).abs().max().item()
 
 
+def fp32_bound(*summands: int) -> float:
+    """How far two fp32 evaluations of a chain of sums may be apart, relative to the result's norm.
+
+    summands: how many each of the sums that follow one another has (matrix products, norms,
+    averages over keys). Partial sums of k summands of random sign grow as sqrt(k), and an addition
+    rounds by up to u = 2**-24 of its partial sum, at random: a sum of n is off by about
+    u * sqrt(n / 2). Sums that follow one another add in quadrature, and two evaluations differ by
+    sqrt(2) times that. Four times this figure holds over thousands of comparisons. The CPU does not
+    enter: its vectors, blocks and threads choose the order of a sum alone. Source: Higham and Mary,
+    "A new approach to probabilistic rounding error analysis", 2019.
+    """
+    return 4 * FP32_ROUNDING * math.sqrt(sum(summands))
+
+
+def block_summands(width: int, keys: int = TEXT_TOKENS, attentions: int = 3) -> tuple[int, ...]:
+    """Summands of the sums that follow one another in a transformer block of a width: per attention
+    a norm, q/k/v, the q/k norms, scores of at most the width, keys and the output; then a norm and
+    the feed-forward. One attention is the text's, over `keys`; the others have fewer than 64."""
+    attention = (width,) * 5
+    return attention * attentions + (keys,) + (64,) * (attentions - 1) + (width, width, 4 * width)
+
+
 def made_config(
     sizes: TinySizes = SIZES["4 heads of 8"], **transformer
 ) -> tuple[dict, TransformerConfig]:
@@ -97,9 +122,9 @@ class Held(NamedTuple):
     """Which video tokens are held, and how: what a stage's state says of them."""
 
     denoise_mask: Tensor  # (Tv, 1)
-    clean: Tensor  # (1, Tv, C)
+    clean_latent: Tensor  # (1, Tv, C)
     masks: Tensor  # (U,), 1 first
-    choice: Tensor  # (Tv, U), one-hot
+    timestep_mask: Tensor  # (Tv, U), one-hot
 
 
 def step_inputs(
@@ -133,9 +158,9 @@ def step_inputs(
         "audio_latent": randn(1, audio_tokens, config.audio_in_channels, seed=2),
         "video_context": randn(1, TEXT_TOKENS, config.video.inner, seed=3),
         "audio_context": randn(1, TEXT_TOKENS, config.audio.inner, seed=4),
-        "timestep_mask": held.choice,
+        "timestep_mask": held.timestep_mask,
         "denoise_mask": held.denoise_mask,
-        "clean_latent": held.clean,
+        "clean_latent": held.clean_latent,
     }
     for name, where, max_pos, size in (
         ("video", positions, video_max, config.video),

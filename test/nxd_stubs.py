@@ -276,7 +276,7 @@ class MetaNeff:
         self.serialized_graph_def = graph
 
     def SerializeToString(self) -> bytes:
-        said = [
+        described = [
             {
                 "shape": t.shape,
                 "dtype": t.data_type,
@@ -288,7 +288,7 @@ class MetaNeff:
             }
             for t in self.input_tensors
         ]
-        return json.dumps(said).encode()
+        return json.dumps(described).encode()
 
 
 class Flattener:

@@ -143,7 +143,9 @@ class Denoising:
         from ltx_pipelines.utils.helpers import combined_image_conditionings, denoise_audio_video
         from ltx_pipelines.utils.types import PipelineComponents
 
-        images = [ImageConditioningInput(str(path), *how) for path, *how in self.job.images]
+        images = [
+            ImageConditioningInput(str(path), *placement) for path, *placement in self.job.images
+        ]
         states = denoise_audio_video(
             output_shape=VideoPixelShape(
                 1, self.job.num_frames, height, width, self.job.frame_rate

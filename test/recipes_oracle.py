@@ -81,8 +81,8 @@ def fused_state(assets, loras: tuple) -> dict[str, Tensor]:
 
 
 def contexts(assets, prompt: str) -> tuple[Tensor, Tensor]:
-    found = _encoded(assets, prompt)
-    return found["video_context"], found["audio_context"]
+    encoded = _encoded(assets, prompt)
+    return encoded["video_context"], encoded["audio_context"]
 
 
 @cache
@@ -223,13 +223,13 @@ def semantics(release: str):
 def _as_enabled(original):
     """The negative pass says nothing of `enabled`: give it what the step's conditional pass said of
     the same state."""
-    said: list[tuple] = []
+    latest: list[tuple] = []
 
     def modality_from_latent_state(state, context, sigma, enabled=None):
         if enabled is not None:
-            said[:] = [*said[-1:], (state, enabled)]
+            latest[:] = [*latest[-1:], (state, enabled)]
         else:
-            enabled = next((value for known, value in said if known is state), True)
+            enabled = next((value for known, value in latest if known is state), True)
         return original(state, context, sigma, enabled)
 
     return modality_from_latent_state

@@ -92,7 +92,7 @@ class StageRun:
             **self._rope_tables(state.positions, audio.shape[2]),
             timestep_mask=choice,  # (Tv, U) one-hot
             denoise_mask=state.denoise_mask,  # (Tv, 1)
-            clean_latent=state.clean,  # (1, Tv, 128)
+            clean_latent=state.clean_latent,  # (1, Tv, 128)
             video_context=contexts[0].video,  # (1, 1024, Dv)
             audio_context=contexts[0].audio,  # (1, 1024, Da)
         )
@@ -105,7 +105,7 @@ class StageRun:
         """Noised tokens, (1, Tv, 128) and (1, Ta, 128); the generator draws video first."""
         sigma = self.stage.sigmas[0]
         self.video = conditioning.noised(
-            state.latent, generator, sigma, state.clean, state.denoise_mask, compat_1_0_0
+            state.latent, generator, sigma, state.clean_latent, state.denoise_mask, compat_1_0_0
         )
         tokens = latents.patchify_audio(audio)
         self.audio = conditioning.noised(tokens, generator, sigma, compat_1_0_0=compat_1_0_0)

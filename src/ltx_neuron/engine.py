@@ -279,7 +279,7 @@ class Engine:
 
     @cached_property
     def tokenizer(self):
-        return inputs.tokenizer(self.workspace.gemma_root)
+        return inputs.load_tokenizer(self.workspace.gemma_root)
 
     @cached_property
     def host_encoder(self) -> HostTextEncoder:

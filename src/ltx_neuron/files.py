@@ -1,5 +1,8 @@
-"""Small files that must be whole or not there, and files that somebody else may have written."""
+"""Writing files so that they are whole or absent, reading files that others may have written, and
+checking early that an output can be written.
+"""
 
+import glob
 import json
 import os
 import secrets
@@ -11,22 +14,29 @@ from torch import Tensor
 
 from ltx_neuron.errors import UserError
 
-MANIFEST = "manifest.json"  # of every finished folder, written last
+MANIFEST = "manifest.json"  # of every finished folder; written last
 MAX_JSON_BYTES = 64 * 2**20  # the manifest of the released weights has 0.5 MB
+_MAX_NAME_BYTES = 200  # file systems allow 255, and whole_file's temporary names are longer
+_PARTIAL = ".partial"
 
 
 @contextmanager
 def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
-    """A temporary file beside `path` to write to: it takes the name at the end, when it is on the
-    disk, and is removed if the writing fails. Every file that must be whole is written by this.
+    """The path of a temporary file beside `path` to write to. On leaving the context it is synced
+    to the disk and renamed to `path`, replacing what was there; on an error it is removed.
 
-    The temporary name is this call's own, so that two processes never write into one file.
-    suffix  what the temporary name must end with, for writers that look at it
+    This is the only way in which this package writes a file whole. (sharder.py's rank files, which
+    a later run goes on with, keep a .partial name of their own until they are finished.)
+
+    The temporary name is unique to this call: of two writers at once each writes its own file, and
+    the one that ends last is kept. A process that is killed leaves its temporary file behind.
+
+    suffix  what the temporary name must end with, for writers that choose a format by it
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
-    partial = path.with_name(f".{path.name}.{unique}.partial{suffix}")
+    partial = path.with_name(f".{path.name}.{unique}{_PARTIAL}{suffix}")
     try:
         yield partial
         with open(partial, "rb") as file:
@@ -36,14 +46,21 @@ def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files that killed writers of `path` left. Only for a caller that knows
+    (by a lock) that nobody is writing it now."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}*"):
+        leftover.unlink(missing_ok=True)
+
+
 def write_json(path: Path, content: dict) -> None:
-    """Write a JSON object; it appears under its name only when whole."""
+    """Write a JSON object through whole_file."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors that are in memory as safetensors; the file appears only when whole."""
+    """Write a safetensors file through whole_file."""
     from safetensors.torch import save
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -52,7 +69,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object of bounded size. UserError for anything else, also for what is not there."""
+    """The JSON object of a file. UserError where the file is missing, larger than MAX_JSON_BYTES,
+    or holds anything else."""
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise UserError(f"{path} has {size} bytes, wanted at most {MAX_JSON_BYTES} of JSON")
@@ -64,20 +82,16 @@ def read_json(path: Path) -> dict:
     return content
 
 
-# File systems allow 255; a file in the making has a longer name.
-_NAME_BYTES = 200
-
-
 def check_writable(path: Path, flag: str) -> None:
-    """Raise UserError, before any work is done, where a file could not be written to `path`.
-    Creates nothing.
+    """Raise UserError where a file could not be written to `path`, so that a long run finds out
+    before it begins. Creates nothing.
 
-    `flag` is what the user types to choose another place, with the kind of value it takes.
+    flag  what the user types to choose another place, with its kind of value: "--output FILE"
     """
     path = Path(path)
     if os.path.isdir(path):
         raise UserError(f"{path} is a folder, wanted a file: pass a name inside it with {flag}")
-    if len(os.fsencode(path.name)) > _NAME_BYTES:
+    if len(os.fsencode(path.name)) > _MAX_NAME_BYTES:
         raise UserError(
             f"{path.name}: a file name this long cannot be written; pass a shorter one with {flag}"
         )
@@ -85,8 +99,12 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
-    """The same for files in a folder, which is made when it is not there. `path` is what the user
-    named, else the folder."""
+    """Raise UserError where files could not be written to `folder`, which may be missing if it
+    could be made. Creates nothing.
+
+    flag  what the user types to choose another place, with its kind of value
+    path  what the user named, if that is not the folder: the message names it
+    """
     nearest = next(
         parent
         for parent in (folder.absolute(), *folder.absolute().parents)

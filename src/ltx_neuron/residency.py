@@ -18,7 +18,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text import inputs
 from ltx_neuron.text.encoders import RankTextEncoder
-from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
 
@@ -44,7 +44,7 @@ class Residency:
             self._start()
             if self._weights and not workspace.profile.resident:
                 self._unload()
-            groups = [group for job in prompts for group in inputs.passes(job)]
+            groups = [group for job in prompts for group in inputs.pack_prompts(job)]
             known = workspace.profile.text_buckets
             buckets = tuple({inputs.bucket_for(group, known) for group in groups})
             weights = workspace.gemma3_weights()
@@ -87,7 +87,7 @@ class Residency:
                 self.ranks.replace_weights(weights)
             self._weights, self._host_tensors = weights, {}
         if not self._host_tensors:
-            file = load_host(weights)
+            file = open_host_file(weights)
             self._host_tensors = {name: file.read(name) for name in file.shapes}
         return self._host_tensors
 

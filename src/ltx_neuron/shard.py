@@ -7,8 +7,7 @@ from pathlib import Path
 from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.rankfiles import RankSource, check_whole, verify
-from ltx_neuron.weights.sharder import cuts_of
-from ltx_neuron.weights.sharder import shard as write_rank_files
+from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -36,7 +35,9 @@ def shard(model: str, workspace: Workspace | None, request: ShardRequest) -> Non
     workspace  of the checkpoint; None without one
     """
     if request.from_shards:
-        print(f"weights: {reshard(model, request)}")
+        folder, tp, dtype = request.from_shards, request.tp, request.dtype
+        path = reshard(folder, request.artifacts_dir, model, tp, dtype, request.workers)
+        print(f"weights: {path}")
     elif not workspace:
         _verify_finished(model, request.artifacts_dir)
     elif request.verify:
@@ -49,22 +50,24 @@ def shard(model: str, workspace: Workspace | None, request: ShardRequest) -> Non
             print(f"weights: {path}")
 
 
-def reshard(model: str, request: ShardRequest) -> Path:
-    """Make the rank files of another tp or dtype from finished ones, without the checkpoint.
+def reshard(
+    folder: Path, artifacts_dir: Path, model: str, tp: int, dtype: str, workers: int | None = None
+) -> Path:
+    """Make the rank files of another tp or dtype from a finished folder, without the checkpoint.
 
     Returns their folder. Raises UserError where the finished ones cannot give that tp or dtype.
     """
-    source, dtype = RankSource(request.from_shards), DTYPES[request.dtype]
+    source = RankSource(folder)
     if source.model.name != model:
         raise UserError(
-            f"{request.from_shards} holds weights of {source.model.name}, wanted {model}: use its"
-            " own shard script"
+            f"{folder} holds weights of {source.model.name}, wanted {model}: use its own shard"
+            " script"
         )
-    source.check(request.tp, dtype)
-    identity = source.identity | {"tp": request.tp, "dtype": request.dtype}
-    path = artifacts.folder(request.artifacts_dir, identity)
-    cuts = cuts_of(source, request.tp, {})
-    if not write_rank_files(source, path, identity, request.tp, dtype, cuts, request.workers):
+    source.check(tp, DTYPES[dtype])
+    identity = source.identity | {"tp": tp, "dtype": dtype}
+    path = artifacts.folder(artifacts_dir, identity)
+    specs = shard_specs(source, tp, {})
+    if not shard_weights(source, path, identity, tp, DTYPES[dtype], specs, workers):
         print(f"already there, nothing to do: {path}")
     return path
 

@@ -39,12 +39,24 @@ from ltx_neuron.plan import (
 )
 from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.sampling.conditioning import ImageCondition
-from ltx_neuron.text.cache import PromptCache
-from ltx_neuron.text.inputs import program_name
+from ltx_neuron.text.cache import (
+    HOST_ENCODER_CODE,
+    RANK_ENCODER_CODE,
+    PromptCache,
+    encoder_identity,
+)
+from ltx_neuron.text.inputs import gemma3_program_name
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.rankfiles import check_whole, rank_file, verify
-from ltx_neuron.weights.sharder import Cut, Layout, check_filled, compare, cuts_of, shard
+from ltx_neuron.weights.sharder import (
+    Layout,
+    ShardSpec,
+    check_specs,
+    compare,
+    shard_specs,
+    shard_weights,
+)
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -120,23 +132,22 @@ class Workspace:
         }
 
     def prompt_cache(self, neuron_gemma: bool) -> PromptCache:
-        """Contexts that earlier runs left."""
-        where = (
-            {"on": "ranks", "tp": self.tp, "profile": self.profile.name}
-            if neuron_gemma
-            else {"on": "host"}
+        """The contexts of earlier runs with this encoder, on the ranks (`neuron_gemma`) or on the
+        host."""
+        profile, device = self.profile, {"device": "host"}
+        if neuron_gemma:
+            graphs = registry.identity(profile, "gemma3")
+            device = {"device": "ranks", "tp": self.tp, "profile": profile.name, **graphs}
+        code = RANK_ENCODER_CODE if neuron_gemma else HOST_ENCODER_CODE
+        identity = encoder_identity(
+            weights=self.gemma_source.fingerprint,
+            gemma_config=self.gemma.digest,
+            transformer_config=self.transformer.digest,
+            dtype=self.dtype_name,
+            code=artifacts.code_digest(profile.backend, *code),
+            threads=(profile.host_threads, profile.rank_threads(self.tp)),
+            device=device | {"profile_set": list(profile.settings)},
         )
-        identity = {
-            "encoder": self.gemma_source.fingerprint,
-            "dtype": self.dtype_name,
-            "torch": torch.__version__,
-            "code": artifacts.code_digest(
-                self.profile.backend, "text", "host/products", "weights/tensorfile"
-            ),
-            "profile_set": list(self.profile.settings),
-            "threads": [self.profile.host_threads, self.profile.rank_threads(self.tp)],
-            **where,
-        }
         widths = self.transformer.video.inner, self.transformer.audio.inner
         return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)
 
@@ -190,42 +201,44 @@ class Workspace:
         """Write the DiT's rank files, once more with --distilled-lora if one is given; returns the
         folders."""
         return [
-            self._shard("dit", source, self._dit_cuts(source), workers)
+            self._shard("dit", source, self._dit_specs(source), workers)
             for source in self._dit_sources
         ]
 
     def shard_gemma3(self, workers: int | None = None) -> Path:
         """Write the text encoder's, its projections' and the connectors' rank files; returns the
         folder."""
-        return self._shard("gemma3", self.gemma_source, self._gemma3_cuts(), workers)
+        return self._shard("gemma3", self.gemma_source, self._gemma3_specs(), workers)
 
     @property
     def _dit_sources(self) -> list[MergedSource]:
         return [self.dit_source, *([self.refining_source] if self.distilled_loras else [])]
 
-    def _shard(self, model: str, source: Source, cuts: list[Cut], workers: int | None) -> Path:
+    def _shard(
+        self, model: str, source: Source, specs: list[ShardSpec], workers: int | None
+    ) -> Path:
         identity = self._weights_identity(model, source)
         path = artifacts.folder(self.artifacts, identity)
-        if not shard(source, path, identity, self.tp, self.dtype, cuts, workers):
+        if not shard_weights(source, path, identity, self.tp, self.dtype, specs, workers):
             print(f"already there, nothing to do (--verify checks every byte): {path}")
         return path
 
-    def _dit_cuts(self, source: Source) -> list[Cut]:
-        cuts = cuts_of(source, self.tp, {})
+    def _dit_specs(self, source: Source) -> list[ShardSpec]:
+        specs = shard_specs(source, self.tp, {})
         bucket = Size().bucket(Size().stages("distilled")[0], ())
         program = dit_program(
             self.transformer, bucket, self.tp, TorchDistComm(self.tp), self.dtype, 1
         )
-        check_filled(cuts, program.weights(), host_weights(self.transformer))
-        return cuts
+        check_specs(specs, program.weights(), host_weights(self.transformer))
+        return specs
 
-    def _gemma3_cuts(self) -> list[Cut]:
+    def _gemma3_specs(self) -> list[ShardSpec]:
         config, gemma, comm = self.transformer, self.gemma, TorchDistComm(self.tp)
         gemma.check_tensor_parallel(self.tp)
         # The aggregate projections are stored layer by layer, as the encoder multiplies them.
         by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
         layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
-        cuts = cuts_of(self.gemma_source, self.tp, layouts)
+        specs = shard_specs(self.gemma_source, self.tp, layouts)
         tokens, attention = self.profile.text_buckets[0], self.profile.attention
         encoder = gemma3_program(gemma, config, tokens, self.tp, comm, self.dtype, False)
         connectors = connector_program(config, self.tp, comm, self.dtype, attention)
@@ -234,8 +247,8 @@ class Workspace:
             "video_connector.learnable_registers": (REGISTERS, config.video_connector.inner),
             "audio_connector.learnable_registers": (REGISTERS, config.audio_connector.inner),
         }
-        check_filled(cuts, encoder.weights() | connectors.weights(), host)
-        return cuts
+        check_specs(specs, encoder.weights() | connectors.weights(), host)
+        return specs
 
     # --- verifying rank files ---------------------------------------------------------------------
 
@@ -246,18 +259,18 @@ class Workspace:
         if self.distilled_loras:
             paths.append(self.dit_weights(refines=True))
         for path, source in zip(paths, self._dit_sources, strict=True):
-            self._verify(path, source, self._dit_cuts(source))
+            self._verify(path, source, self._dit_specs(source))
         return paths
 
     def verify_gemma3(self) -> list[Path]:
         """Compare the text encoder's finished rank files with their manifest and bit for bit with
         Gemma's files and the checkpoint. Raises UserError that lists what differs."""
         path = self.gemma3_weights()
-        self._verify(path, self.gemma_source, self._gemma3_cuts())
+        self._verify(path, self.gemma_source, self._gemma3_specs())
         return [path]
 
-    def _verify(self, path: Path, source: Source, cuts: list[Cut]) -> None:
-        check_whole(path, verify(path) or compare(source, path, self.tp, self.dtype, cuts))
+    def _verify(self, path: Path, source: Source, specs: list[ShardSpec]) -> None:
+        check_whole(path, verify(path) or compare(source, path, self.tp, self.dtype, specs))
 
     # --- compiling graphs -------------------------------------------------------------------------
 
@@ -362,7 +375,7 @@ class Workspace:
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
-        identities = {program_name(n): self._gemma3_identity(n) for n in buckets}
+        identities = {gemma3_program_name(n): self._gemma3_identity(n) for n in buckets}
         identities["connectors"] = self._connectors_identity()
         command = self._command("compile/compile_gemma3.py", gemma=True)
         return {name: Manifest(self._find(i, command)) for name, i in identities.items()}

@@ -27,7 +27,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.tiny.config import merge
 from ltx_neuron.tiny.weights import save
-from ltx_neuron.weights.rankfiles import load
+from ltx_neuron.weights.rankfiles import load_rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -938,7 +938,7 @@ def test_a_rank_file_of_other_tensors_is_one_error_that_lists_them_all(tmp_path)
     save(tmp_path / "rank0.safetensors", tensors | {"recast": torch.zeros(4).bfloat16()})
     wanted = {"kept": (2, 3), "misshapen": (3, 2), "missing": (5,), "recast": (4,)}
     with pytest.raises(UserError) as error:
-        load(tmp_path / "rank0.safetensors", wanted, torch.float32)
+        load_rank_file(tmp_path / "rank0.safetensors", wanted, torch.float32)
     for line in (
         "missing: missing",
         "unexpected: extra",

@@ -28,7 +28,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.progress import SUFFIX, keep
+from ltx_neuron.progress import SUFFIX, save_state
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
 
@@ -268,7 +268,7 @@ def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(
         and isinstance(second.error, ZeroDivisionError)
         and second.job.seed == 1
     )
-    assert ran == ["beside"] * 3  # while this thread looks after the ranks
+    assert ran == ["background"] * 3  # while this thread looks after the ranks
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_an_error_while_decoding_that_ends_the_run_does_so(
     broken_decoder(overlapping.engine, monkeypatch, 1, error)
     with pytest.raises(type(error), match=str(error)):
         list(overlapping.engine.run(jobs(3), isolate=isolate))
-    assert overlapping.engine._ranks is None
+    assert overlapping.engine.residency.ranks is None
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def decoding_long(overlapping, monkeypatch):
 
 
 def decodes_beside() -> bool:
-    return any(thread.name == "beside" for thread in threading.enumerate())
+    return any(thread.name == "background" for thread in threading.enumerate())
 
 
 def breaking(engine, number: int) -> list[float]:
@@ -311,7 +311,7 @@ def breaking(engine, number: int) -> list[float]:
 
     def send(stage, step):
         if step == 2 and decodes_beside() and not sent:
-            os.kill(engine._ranks._processes[1].pid, number)
+            os.kill(engine.residency.ranks._processes[1].pid, number)
             sent.append(time.monotonic())
 
     engine.on_step_end = send
@@ -343,7 +343,7 @@ def test_a_rank_that_fails_while_it_waits_for_the_host_ends_the_run_soon(
     decode = engine.host.decode_video
 
     def breaking(latent):
-        os.kill(engine._ranks._processes[1].pid, number)
+        os.kill(engine.residency.ranks._processes[1].pid, number)
         sent.append(time.monotonic())
         return decode(latent)
 
@@ -367,7 +367,7 @@ def test_a_clip_that_is_complete_when_a_rank_fails_is_handed_over(overlapping):
             until = time.monotonic() + SOON
             while decodes_beside() and time.monotonic() < until:
                 time.sleep(0.01)
-            engine._ranks._processes[1].kill()
+            engine.residency.ranks._processes[1].kill()
 
     engine.on_step_end = kill
     engine.on_stage_end = made.append
@@ -415,7 +415,7 @@ def test_a_state_that_is_not_the_lines_own_is_not_taken_up(overlapping, tmp_path
     engine, (job, other), made = overlapping.engine, jobs(2), []
     state = tmp_path / ("0001" + SUFFIX)
     if content:
-        engine.on_stage_end = lambda run: keep(state, run, other.describe())
+        engine.on_stage_end = lambda run: save_state(state, run, other.describe())
         list(engine.run([other], keep=True, decode=False))
     else:
         state.write_bytes(content)
@@ -450,7 +450,7 @@ def test_ctrl_c_ends_what_is_decoded_beside_at_once(overlapping, monkeypatch):
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         list(engine.run(jobs(2)))
-    assert time.monotonic() - began < SCRIPT_SECONDS / 10 and engine._ranks is None
+    assert time.monotonic() - began < SCRIPT_SECONDS / 10 and engine.residency.ranks is None
 
 
 def test_a_batch_that_is_killed_resumes_and_loses_nothing(batch, setup, tiny, tmp_path):

@@ -14,7 +14,7 @@ from helpers import read_video, rel
 
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.denoise import StageRun
-from ltx_neuron.engine import Engine
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import PHASES, Recorder
@@ -281,9 +281,8 @@ def engine(setup, assets) -> Engine:
     workspace = Workspace(
         assets.checkpoint, resolve("cpu"), setup.artifacts, setup.tp, setup.dtype, assets.gemma_root
     )
-    return Engine(
-        workspace, Recorder(), neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler
-    )
+    options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
+    return Engine(workspace, Recorder(), options)
 
 
 def differing(a: dict, b: dict) -> set[str]:
@@ -299,12 +298,13 @@ def test_ranks_that_end_with_different_latents_are_an_error():
     ranks = SimpleNamespace(
         hashes=lambda *names: ["a", "a", "b", "a"], get=lambda *_: torch.zeros(1, 1, 128)
     )
-    workspace = SimpleNamespace(transformer=None, dtype=torch.float32)
-    run = StageRun(ranks, SimpleNamespace(name="v1"), workspace, {}, COMPAT[None])
+    compiled = SimpleNamespace(bucket=SimpleNamespace(name="v1"))
+    run = StageRun(ranks, compiled, None, torch.float32, {}, COMPAT[None])
+    run.latent_shape = (1, 1, 1)
     with pytest.raises(RuntimeError, match="different latents"):
-        run.result((1, 1, 1))
+        run.result()
     ranks.hashes = lambda *names: ["a"] * 4
-    run.result((1, 1, 1))
+    run.result()
 
 
 def test_a_warm_step_sends_only_a_command_to_the_device(scripts, tiny):

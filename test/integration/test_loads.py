@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ltx_neuron.backends.torchdist import Ranks
-from ltx_neuron.engine import Engine
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class Watched(Recorder):
-    """A recorder that also notes when phases begin."""
+    """A recorder that also appends an event when a phase begins."""
 
     def __init__(self, events: list[Event]):
         super().__init__()
@@ -71,36 +71,36 @@ def events(recipe, tiny, tmp_path_factory) -> list[Event]:
     workspace = Workspace(
         tiny.checkpoint, resolve("cpu"), folder, TP, "float32", tiny.gemma_root, None, (), refining
     )
-    workspace.shard_gemma3(), workspace.shard_dit(), workspace.compile_text()
+    workspace.shard_gemma3()
+    workspace.shard_dit()
+    workspace.compile_text()
     workspace.compile_dit([SIZE.bucket(stage, ()) for stage in jobs[0].stages])
 
-    found = []
-    recorder, call, read = Watched(found), Ranks._call, TensorFile.read
+    events = []
+    recorder, call, read = Watched(events), Ranks._call, TensorFile.read
 
     def seen_call(ranks, **message):
         if "weights" in message:
-            found.append(Event(recorder.now, message["weights"]))
+            events.append(Event(recorder.now, message["weights"]))
         return call(ranks, **message)
 
     def seen_read(file, name, start=0, stop=None):
-        if stop is None and not any(
-            part in name for part in OF_SEVERAL
-        ):  # rows are those of a prompt's tokens
-            found.append(Event(recorder.now, f"{file.path}: {name}"))
+        # Reading single rows is looking up a prompt's tokens.
+        if stop is None and not any(part in name for part in OF_SEVERAL):
+            events.append(Event(recorder.now, f"{file.path}: {name}"))
         return read(file, name, start, stop)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "_call", seen_call)
         patch.setattr(TensorFile, "read", seen_read)
-        with Engine(
-            workspace, recorder, neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler
-        ) as engine:
+        options = RunOptions(neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler)
+        with Engine(workspace, recorder, options) as engine:
             engine.progress = False
             assert [len(result.frames) for result in engine.run(jobs)] == [SIZE.num_frames] * len(
                 PROMPTS
             )
     torch.set_num_threads(threads)
-    return found
+    return events
 
 
 def test_every_weight_is_loaded_once(events, recipe, tiny):

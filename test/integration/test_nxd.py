@@ -34,7 +34,7 @@ from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import NotFiniteError
-from ltx_neuron.engine import Engine
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import dit_program
@@ -42,7 +42,7 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.text.encoders import RankTextEncoder
-from ltx_neuron.text.inputs import bucket_for, tokenize, tokenizer
+from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
@@ -94,25 +94,24 @@ def open_workspace(assets, folder: Path, *settings: str) -> Workspace:
 def workspace(assets, tmp_path_factory):
     """Sharded, and compiled for a two-stage job: two buckets of the DiT, two of Gemma3, the
     connectors."""
-    made = open_workspace(assets, tmp_path_factory.mktemp("artifacts"))
-    made.shard_dit()
-    made.shard_gemma3()
-    made.compile_text()
-    made.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
-    return made
+    workspace = open_workspace(assets, tmp_path_factory.mktemp("artifacts"))
+    workspace.shard_dit()
+    workspace.shard_gemma3()
+    workspace.compile_text()
+    workspace.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
+    return workspace
 
 
 @pytest.fixture(scope="module")
 def generated(workspace, assets):
     """A two-stage job through the engine: its result, the steps' uploads, and what the cores held
     afterwards."""
-    with Engine(
-        workspace, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler
-    ) as engine:
+    options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
+    with Engine(workspace, Recorder(), options) as engine:
         (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         yield SimpleNamespace(
             tensors=result.tensors,
-            ranks=engine._ranks,
+            ranks=engine.residency.ranks,
             counters=engine.recorder.counters,
             engine=engine,
         )
@@ -131,7 +130,7 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
     workspace, assets
 ):
     prompts = [PROMPT, ", ".join(["a long walk on a pebble beach, in the rain"] * 12)]
-    ids = [tokenize(tokenizer(assets.gemma_root), prompt) for prompt in prompts]
+    ids = [tokenize(load_tokenizer(assets.gemma_root), prompt) for prompt in prompts]
     assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
     weights = workspace.gemma3_weights()
     with nxd.Ranks(workspace.profile, TP) as ranks:
@@ -651,7 +650,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
         guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE)),
     )
     workspace.compile_dit([job.size.bucket(stage, ()) for stage in job.stages])
-    with Engine(workspace, Recorder(), False) as engine:
+    with Engine(workspace, Recorder()) as engine:
         (result,) = engine.run([job], decode=False)
     distances = {name: rel(result.tensors[name], wanted[name]) for name in ("s1_video", "s1_audio")}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
@@ -663,9 +662,10 @@ def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
 ):
     both = open_workspace(assets, workspace.artifacts, "resident=true")
     jobs = [Job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
-    with Engine(both, Recorder(), True, spatial_upsampler_path=assets.spatial_upsampler) as engine:
+    options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
+    with Engine(both, Recorder(), options) as engine:
         (first,) = engine.run(jobs[:1], keep=True, decode=False)
-        assert {held.folder for held in engine._ranks._sets} == {
+        assert {held.folder for held in engine.residency.ranks._sets} == {
             both.dit_weights(),
             both.gemma3_weights(),
         }

@@ -15,12 +15,11 @@ import torch
 from helpers import rel
 from recipes_oracle import OFF, STREAMS
 
-from ltx_neuron.engine import Engine
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tiny import TinySizes, make_tiny
@@ -99,14 +98,12 @@ def opened(assets, tmp_path_factory):
                 *merged,
             )
             workspace.shard_dit()
-            made[key] = Engine(
-                workspace,
-                Recorder(),
-                False,
-                COMPAT[compat],
-                assets.spatial_upsampler,
-                assets.temporal_upsampler,
+            options = RunOptions(
+                compat=compat,
+                spatial_upsampler_path=assets.spatial_upsampler,
+                temporal_upsampler_path=assets.temporal_upsampler,
             )
+            made[key] = Engine(workspace, Recorder(), options)
             made[key].progress = False
         return made[key]
 

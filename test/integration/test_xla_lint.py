@@ -26,7 +26,7 @@ pytest.importorskip(
 TP, DTYPE = 4, torch.bfloat16
 
 
-def said(findings):
+def text_of(findings):
     return "\n".join(f"{finding.operation}: {finding.wrong}" for finding in findings)
 
 
@@ -44,14 +44,14 @@ def findings_of(function):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_in_the_hlo(name):
     findings = findings_of(FAULTS[name].function)
-    assert re.search(FAULTS[name].hlo, said(findings)), said(findings)
+    assert re.search(FAULTS[name].hlo, text_of(findings)), text_of(findings)
 
 
-def reduced(x, groups=((0, 1, 2, 3),), how="sum"):
+def reduced(x, groups=((0, 1, 2, 3),), reduction="sum"):
     import torch_xla.core.xla_model as xm
 
     copy = [x * 2]
-    xm.all_reduce(how, copy, groups=[list(group) for group in groups])
+    xm.all_reduce(reduction, copy, groups=[list(group) for group in groups])
     return copy[0]
 
 
@@ -70,7 +70,10 @@ COLLECTIVES = {
         lambda x, index: reduced(x, (tuple(range(8)),)),
         "wanted {{0,1,2,3}}",
     ),
-    "a maximum over the ranks": (lambda x, index: reduced(x, how="max"), "reduces by maximum"),
+    "a maximum over the ranks": (
+        lambda x, index: reduced(x, reduction="max"),
+        "reduces by maximum",
+    ),
     "an all-gather": (lambda x, index: gathered(x), "given all-reduce alone"),
     "a sum of integers": (lambda x, index: reduced(index), "NCC_EVRF061"),
 }
@@ -79,7 +82,7 @@ COLLECTIVES = {
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_planted_collective_is_found_in_the_hlo(name):
     function, wanted = COLLECTIVES[name]
-    assert wanted in said(findings_of(function)), said(findings_of(function))
+    assert wanted in text_of(findings_of(function)), text_of(findings_of(function))
 
 
 def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
@@ -88,8 +91,8 @@ def test_a_value_that_is_the_ranks_own_is_found_though_its_hlo_is_the_same():
     findings = findings_of(
         lambda x, index: x * torch.tensor([1.0 + torch.distributed.get_rank()] * 8).to(x.device)
     )
-    assert "made while tracing: tensor (8,)" in said(findings)
-    assert "rank 0 has" in said(findings)
+    assert "made while tracing: tensor (8,)" in text_of(findings)
+    assert "rank 0 has" in text_of(findings)
 
 
 def test_a_function_without_a_fault_has_no_finding():
@@ -110,7 +113,7 @@ def test_collectives_of_one_graph_do_not_come_into_the_next():
 def graphs():
     """Every graph of the toolkit, tiny and at full width, with one block and with two: its
     operations and findings by name."""
-    found = {}
+    graphs = {}
     for case, make in programs(PROFILES["trn2.3xlarge"], TP, DTYPE):
         readings = {}
         for rank in (0, TP - 1):
@@ -125,13 +128,13 @@ def graphs():
             findings += compare_ranks(
                 name, {rank: reading.text for rank, reading in of_rank.items()}
             )
-            found[name] = operations, findings
-    return found
+            graphs[name] = operations, findings
+    return graphs
 
 
 def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
     assert len(graphs) == 2 * 2 * 29  # widths, blocks, graphs
-    assert {name: said(findings) for name, (_, findings) in graphs.items() if findings} == {}
+    assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
 
 
 def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):

@@ -8,32 +8,30 @@ from types import SimpleNamespace
 import pytest
 
 from ltx_neuron import batch, flags
-from ltx_neuron.batch import RESULTS, LineParser, read_lines
+from ltx_neuron.batch import RESULTS, read_lines
 from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
-from ltx_neuron.generate import job_of
+from ltx_neuron.flags import job_of_line
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditioning import ImageCondition
 
 
-def command(*flags) -> argparse.Namespace:
+def command(*words: str) -> argparse.Namespace:
     """The flags of the command that has the prompts file."""
-    parser = LineParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False)
     flags.add_job(parser)
-    args = parser.parse_args(flags)
+    args = parser.parse_args(words)
     args.recipe = args.recipe or "distilled"
     return args
 
 
 def read(folder, *lines, flags=(), identity=None):
     """The lines of a file; a line that is not text is written as JSON."""
-    parser = LineParser(add_help=False, allow_abbrev=False)
-    flags.add_job(parser)
     path = folder / "jobs.jsonl"
     path.write_text(
         "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     )
-    return read_lines(path, parser, command(*flags), job_of, identity or {"checkpoint": "a"})
+    return read_lines(path, job_of_line(command(*flags)), identity or {"checkpoint": "a"})
 
 
 def refused(folder, *lines, **how) -> str:
@@ -170,6 +168,14 @@ BAD = {
     "steps": ({"prompt": "a", "num_inference_steps": 30}, "other counts need --recipe dev"),
     "absent image": ({"prompt": "a", "image": "absent.png"}, "absent.png: no such file"),
     "an object as value": ({"prompt": "a", "seed": {"b": 1}}, "--seed: invalid int value"),
+    "an object as prompt": ({"prompt": {"text": "a"}}, "--prompt: got dict {'text': 'a'}, wanted"),
+    "a number as prompt": ({"prompt": 5}, "--prompt: got int 5, wanted text"),
+    "text as a switch": (
+        {"prompt": "a", "two_stage": "yes"},
+        "--two-stage: got 'yes', wanted true",
+    ),
+    "no such choice": ({"prompt": "a", "upscale": "x4"}, "--upscale: got 'x4', choose from"),
+    "the graphs' cut": ({"prompt": "a", "blocks_per_graph": 2}, "unknown key 'blocks_per_graph'"),
 }
 
 
@@ -189,16 +195,15 @@ def test_all_bad_lines_are_said_at_once(tmp_path):
 
 def test_a_file_that_is_absent_or_empty_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"absent\.jsonl: no such file"):
-        read_lines(tmp_path / "absent.jsonl", LineParser(), command(), job_of, {})
+        read_lines(tmp_path / "absent.jsonl", job_of_line(command()), {})
     assert "has no lines" in refused(tmp_path, "", "  ")
 
 
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):
-    path, parser = tmp_path / "jobs.jsonl", LineParser(add_help=False)
-    flags.add_job(parser)
+    path = tmp_path / "jobs.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe\x80"}\n{"prompt": "a"}\n')
     with pytest.raises(UserError, match="line 1: not JSON"):
-        read_lines(path, parser, command(), job_of, {})
+        read_lines(path, job_of_line(command()), {})
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -208,8 +213,8 @@ class FakePipeline:
     def __init__(self, fails=(), killed_before=None, last=()):
         self.ran, self.fails, self.killed_before, self.last = [], fails, killed_before, last
 
-    def run(self, jobs, isolate, hand_over):
-        assert isolate
+    def run(self, jobs, isolate, resume, hand_over):
+        assert isolate and not any(map(resume, jobs))
         for job in sorted(
             jobs, key=lambda job: job.prompt in self.last
         ):  # some jobs finish after later ones

@@ -1,4 +1,4 @@
-"""The benchmarks of the host's work run, at tiny widths, and print what they found."""
+"""The benchmarks of the host's work run at tiny widths and print their results."""
 
 import re
 import subprocess
@@ -15,17 +15,25 @@ def printed(script: str, *flags: str) -> str:
 
 
 def test_host_step_times_both_kinds_of_video_and_sends_a_step_number_only():
-    said = printed("host_step.py", "--repeats", "1")
-    found = re.findall(
-        r"64x64x9 (text|image) to video +ours +[\d.]+ ms a step .* ([\d,]+) bytes", said
+    output = printed("host_step.py", "--repeats", "1")
+    rows = re.findall(
+        r"64x64x9 (text|image) to video +ours +[\d.]+ ms a step .* ([\d,]+) bytes", output
     )
-    assert [kind for kind, _ in found] == ["text", "image"], said
-    assert all(0 < int(sent.replace(",", "")) <= HOST_BYTES for _, sent in found)
-    assert said.splitlines()[-1] == "no --peer: ours alone, no ratio"
+    assert [kind for kind, _ in rows] == ["text", "image"], output
+    assert all(0 < int(sent.replace(",", "")) <= HOST_BYTES for _, sent in rows)
+    assert output.splitlines()[-1] == "no --peer: ours alone, no ratio"
 
 
 def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
-    said = printed("text_encode.py", "--repeats", "1", "--threads", "1")
-    distances = re.search(r"relative L2: hidden_states (\S+), video (\S+), audio (\S+)", said)
-    assert max(map(float, distances.groups())) < 1e-5, said
-    assert re.fullmatch(r"[\d.]+ times as fast as the reference", said.splitlines()[-1])
+    output = printed("text_encode.py", "--repeats", "1", "--threads", "1")
+    distances = re.search(r"relative L2: hidden_states (\S+), video (\S+), audio (\S+)", output)
+    assert max(map(float, distances.groups())) < 1e-5, output
+    assert re.fullmatch(r"[\d.]+ times as fast as the reference", output.splitlines()[-1])
+
+
+def test_the_table_lists_every_script_and_every_result():
+    table = (ROOT / "benchmarks/README.md").read_text()
+    scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py")]
+    results = [path.name for path in (ROOT / "benchmarks").glob("*.md") if path.stem != "README"]
+    assert [name for name in scripts if f"`{name}`" not in table] == []
+    assert [name for name in results if f"]({name})" not in table] == []

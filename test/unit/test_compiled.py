@@ -130,9 +130,9 @@ def dit(tiny, tmp_path_factory):
 def a_step(ranks, dit, seed: int) -> dict:
     """The latents after a step from random latents, on random contexts, tables and schedule."""
     ((name, manifest),) = dit[1].items()
-    made = {output for graph in manifest.graphs.values() for output in graph["outputs"]}
+    returned = {output for graph in manifest.graphs.values() for output in graph["outputs"]}
     taken = {field for graph in manifest.graphs.values() for field in graph["inputs"]} - {"step"}
-    inputs = {field for field in taken if field not in made or field.endswith("_latent")}
+    inputs = {field for field in taken if field not in returned or field.endswith("_latent")}
     values = {
         field: random_value(manifest.fields[field], TP, seed + i)
         for i, field in enumerate(sorted(inputs))
@@ -147,21 +147,21 @@ def a_step(ranks, dit, seed: int) -> dict:
 def test_the_dit_is_three_graphs_for_every_prompt_seed_and_schedule_with_the_interpreters_results(
     dit,
 ):
-    found = {}
+    latents = {}
     for profile in (PROFILES["cpu"], TRACED):
         with Ranks(profile, TP) as ranks:
             ranks.load(dit[0], dit[1], torch.float32)
-            found[profile.compile_backend], counts = [], []
+            latents[profile.compile_backend], counts = [], []
             for seed in (1, 2, 3):
-                found[profile.compile_backend].append(a_step(ranks, dit, seed))
+                latents[profile.compile_backend].append(a_step(ranks, dit, seed))
                 assert len(set(ranks.hashes("video_latent", "audio_latent"))) == 1
                 counts.append(ranks.compiled_graphs())
         (manifest,) = dit[1].values()
         assert [name for name, _ in manifest.runs["main"]] == ["head", "blocks", "blocks", "tail"]
         assert counts == ([0, 0, 0] if profile.compile_backend == "export" else [3, 3, 3])
-    for one, two in zip(*found.values(), strict=True):
-        assert all(rel(two[stream], one[stream]) < EQUAL for stream in one)
-    assert rel(found["export"][0]["video_latent"], found["export"][1]["video_latent"]) > 0.1
+    for interpreted, traced in zip(*latents.values(), strict=True):
+        assert all(rel(traced[name], interpreted[name]) < EQUAL for name in interpreted)
+    assert rel(latents["export"][0]["video_latent"], latents["export"][1]["video_latent"]) > 0.1
 
 
 def test_what_would_be_compiled_once_more_is_an_error():
@@ -233,29 +233,30 @@ CORES = [
 ]
 
 
-@pytest.mark.parametrize(("said", "profile", "tp", "cores"), CORES)
+@pytest.mark.parametrize(("visible", "profile", "tp", "cores"), CORES)
 def test_each_rank_of_a_neuron_launch_sees_one_core_of_its_own(
-    monkeypatch, said, profile, tp, cores
+    monkeypatch, visible, profile, tp, cores
 ):
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
-    if said is not None:
-        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", said)
+    if visible is not None:
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible)
     if isinstance(cores, str):
         with pytest.raises(UserError, match="NEURON_RT_VISIBLE_CORES") as error:
             environment.of_rank(profile, tp, 0, None)
         assert cores in str(error.value)
         return
-    found = [environment.of_rank(profile, tp, rank, None) for rank in range(tp)]
-    assert [variables["NEURON_RT_VISIBLE_CORES"] for variables in found] == [
+    launched = [environment.of_rank(profile, tp, rank, None) for rank in range(tp)]
+    assert [variables["NEURON_RT_VISIBLE_CORES"] for variables in launched] == [
         str(core) for core in cores
     ]
-    assert [variables["RANK"] for variables in found] == [str(rank) for rank in range(tp)]
+    assert [variables["RANK"] for variables in launched] == [str(rank) for rank in range(tp)]
     own = ("NEURON_RT_VISIBLE_CORES", "RANK", "LOCAL_RANK")
     shared = [
-        {name: value for name, value in variables.items() if name not in own} for variables in found
+        {name: value for name, value in variables.items() if name not in own}
+        for variables in launched
     ]
     assert all(variables == shared[0] for variables in shared)
-    assert found[0]["NEURON_RT_ROOT_COMM_ID"] == f"127.0.0.1:{61234 + cores[0]}"
+    assert launched[0]["NEURON_RT_ROOT_COMM_ID"] == f"127.0.0.1:{61234 + cores[0]}"
 
 
 def test_a_neuron_rank_is_told_its_core_size_its_flags_and_where_to_keep_what_it_compiles(tmp_path):

@@ -261,15 +261,15 @@ def test_upsampling_without_a_file_names_the_flag_to_type(tiny):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "no such file"),
         (b"version https://git-lfs.github.com/spec/v1", "is not a whole safetensors file"),
     ],
 )
-def test_an_unreadable_file_names_the_flag_to_type(tiny, tmp_path, content, said):
+def test_an_unreadable_file_names_the_flag_to_type(tiny, tmp_path, content, message):
     path = tmp_path / "upsampler.safetensors"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=f"(?s){said}.*--spatial-upsampler-path FILE"):
+    with pytest.raises(UserError, match=f"(?s){message}.*--spatial-upsampler-path FILE"):
         host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))

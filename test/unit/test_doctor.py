@@ -1,5 +1,4 @@
-"""The doctor, driven by trees of files, tables of packages and what neuron-ls prints: what it finds
-and what to type."""
+"""The doctor on machines made of folders, tables of packages and outputs of neuron-ls."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,8 +10,8 @@ from helpers import one_thread  # noqa: F401
 
 from ltx_neuron import plan
 from ltx_neuron.doctor.__main__ import main
-from ltx_neuron.doctor.sdk import SDKS, nxd_on, release_of
-from ltx_neuron.doctor.system import System, import_error, output_of
+from ltx_neuron.doctor.sdk import SDKS, nxd_support, release_of
+from ltx_neuron.doctor.system import System, output_of
 from ltx_neuron.machine import Machine, probe
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -67,7 +66,7 @@ class Trn2:
     python: str = "3.12.3"
     processes: dict = field(default_factory=dict)  # pid -> (command line, files it has open)
 
-    def made(self, root: Path, monkeypatch) -> tuple[System, Machine]:
+    def build(self, root: Path, monkeypatch) -> tuple[System, Machine]:
         files = {
             "sys/devices/virtual/dmi/id/product_name": self.instance,
             "sys/module/neuron/version": self.driver,
@@ -112,34 +111,34 @@ class Trn2:
 
 @pytest.fixture
 def doctor(tmp_path, monkeypatch, capsys):
-    """doctor(machine, *flags) -> (exit code, the findings that are not "ok", all findings)."""
+    """A function (machine, *flags) -> (exit code, findings that are not "ok", all findings)."""
 
     def run(machine: Trn2, *flags: str):
-        system, seen = machine.made(tmp_path / "root", monkeypatch)
+        system, probed = machine.build(tmp_path / "root", monkeypatch)
         code = 0
         try:
-            main([*map(str, flags), "--json"], system, seen)
+            main([*map(str, flags), "--json"], system, probed)
         except SystemExit as leaving:
             code = leaving.code
-        said = json.loads(capsys.readouterr().out)
-        assert said["can_run"] == (code == 0)
-        found = said["findings"]
-        return code, [f for f in found if f["state"] != "ok"], found
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["can_run"] == (code == 0)
+        findings = printed["findings"]
+        return code, [f for f in findings if f["state"] != "ok"], findings
 
     return run
 
 
 def test_on_a_sound_trn2_nothing_blocks_and_the_end_of_nxd_is_told(doctor):
-    code, others, found = doctor(Trn2())
+    code, others, findings = doctor(Trn2())
     assert code == 0 and {f["check"] for f in others} == {"nxd", "checkpoint", "gemma"}
-    said = {f["check"]: f["text"] for f in found}
-    assert said["machine"].startswith("trn2.3xlarge; 1 Neuron chips")
-    assert said["profile"] == "trn2.3xlarge: 4 ranks, backend nxd"
-    assert said["python"].startswith("3.12.3 in ")
-    assert said["driver"] == "2.29.0.0 (SDK 2.31)" and "neuronx-cc 2.26.6360.0+a1" in said["sdk"]
-    assert said["cores"] == "4 of 4 logical cores are on chips that nobody uses, 4 wanted"
-    assert said["can run here"].startswith("cpu, trn2.3xlarge; not cuda")
-    assert "SDK 2.34 ends NxD" in said["nxd"]
+    texts = {f["check"]: f["text"] for f in findings}
+    assert texts["machine"].startswith("trn2.3xlarge; 1 Neuron chips")
+    assert texts["profile"] == "trn2.3xlarge: 4 ranks, backend nxd"
+    assert texts["python"].startswith("3.12.3 in ")
+    assert texts["driver"] == "2.29.0.0 (SDK 2.31)" and "neuronx-cc 2.26.6360.0+a1" in texts["sdk"]
+    assert texts["cores"] == "4 of 4 logical cores are on chips that nobody uses, 4 wanted"
+    assert texts["can run here"].startswith("cpu, trn2.3xlarge; not cuda")
+    assert "SDK 2.34 ends NxD" in texts["nxd"]
 
 
 BUSY = [chip(holders=((113985, "python src/generate_ltx23.py"),))]
@@ -407,38 +406,38 @@ def test_what_is_wrong_is_found_and_comes_with_what_to_type(
     doctor, machine, flags, check, state, text, fix
 ):
     code, others, _ = doctor(machine, *flags)
-    (found,) = [f for f in others if f["check"] == check and text in f["text"]]
-    assert found["state"] == state and fix in found["fix"]
+    (finding,) = [f for f in others if f["check"] == check and text in f["text"]]
+    assert finding["state"] == state and fix in finding["fix"]
     assert code == (1 if any(f["state"] == "blocks" for f in others) else 0) and (
         state != "blocks" or code == 1
     )
 
 
 def test_torch_neuron_takes_the_new_torch_and_needs_no_nxd(doctor):
-    code, others, found = doctor(
+    code, others, findings = doctor(
         Trn2(packages=TORCH_NEURON, driver="2.31.0.0"), "--profile-set", "backend=torchdist"
     )
     assert code == 0 and {f["check"] for f in others} == {"checkpoint", "gemma"}
     assert "(SDK 2.33, counted on from the releases known)" in next(
-        f["text"] for f in found if f["check"] == "sdk"
+        f["text"] for f in findings if f["check"] == "sdk"
     )
 
 
 def test_a_machine_without_neuron_says_what_it_can_run(doctor):
-    code, others, found = doctor(
+    code, others, findings = doctor(
         Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
     )
-    said = {f["check"]: f["text"] for f in found}
+    texts = {f["check"]: f["text"] for f in findings}
     assert (
         code == 0
         and {f["check"] for f in others} == {"checkpoint", "gemma"}
-        and "driver" not in said
+        and "driver" not in texts
     )
     assert (
-        said["can run here"].startswith("cpu; not cuda")
-        and "trn2.3xlarge (1 Neuron chips wanted" in said["can run here"]
+        texts["can run here"].startswith("cpu; not cuda")
+        and "trn2.3xlarge (1 Neuron chips wanted" in texts["can run here"]
     )
-    assert "trn2.48xlarge: python -m ltx_neuron.plan" in said["can plan here"]
+    assert "trn2.48xlarge: python -m ltx_neuron.plan" in texts["can plan here"]
     assert doctor(Trn2(driver=None, chips=0, instance=""), "--profile", "trn2.48xlarge")[0] == 1
 
 
@@ -456,7 +455,7 @@ RELEASES = {
 @pytest.mark.parametrize("release", RELEASES)
 def test_nxd_lives_from_2_27_to_2_33(release):
     words, usable = RELEASES[release]
-    state, may = nxd_on(release)
+    state, may = nxd_support(release)
     assert words in state and may is usable
 
 
@@ -500,7 +499,7 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
         9,
     )
     here = Trn2(driver=None, chips=0, instance="", packages={"torch": "2.13.0"})
-    code, others, found = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags)
+    code, others, findings = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags)
     assert code == 0 and {f["state"] for f in others} == {"todo"}
     commands = {f["check"]: f["fix"] for f in others}
     assert (
@@ -509,7 +508,7 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     )
     assert "--height 64 --width 64 --num-frames 9" in commands["DiT graphs, stage_2"]
     assert {"checkpoint", "gemma", "spatial upsampler"} <= {
-        f["check"] for f in found if f["text"].find("is whole") > 0
+        f["check"] for f in findings if f["text"].find("is whole") > 0
     }
     code, others, _ = doctor(here, "--checkpoint-path", damaged, *flags)
     (broken,) = [f for f in others if f["check"] == "checkpoint"]
@@ -520,28 +519,28 @@ def test_a_model_larger_than_the_machine_or_its_disk_blocks(doctor, tiny, monkey
     monkeypatch.setattr(TensorFile, "fingerprint", "0")
     flags = ("--checkpoint-path", tiny.checkpoint, "--profile", "cpu")
     _, others, _ = doctor(Trn2(meminfo="MemAvailable: 100 kB\n", disk=1000), *flags)
-    found = {f["check"]: f for f in others if f["state"] == "blocks"}
+    blocks = {f["check"]: f for f in others if f["state"] == "blocks"}
     assert (
-        "of one model's weights are held at once" in found["host memory"]["text"]
-        and "memory" in found["host memory"]["fix"]
+        "of one model's weights are held at once" in blocks["host memory"]["text"]
+        and "memory" in blocks["host memory"]["fix"]
     )
     assert (
-        "wanted for rank files" in found["disk"]["text"]
-        and "--artifacts-dir" in found["disk"]["fix"]
+        "wanted for rank files" in blocks["disk"]["text"]
+        and "--artifacts-dir" in blocks["disk"]["fix"]
     )
 
 
 def test_what_does_not_fit_the_chip_blocks_with_what_does(doctor, tiny, monkeypatch):
     flags = ("--checkpoint-path", tiny.checkpoint, "--height", 64, "--width", 64, "--num-frames", 9)
-    _, _, found = doctor(Trn2(), *flags)
-    assert [f["state"] for f in found if f["check"] == "device memory"] == ["ok"]
+    _, _, findings = doctor(Trn2(), *flags)
+    assert [f["state"] for f in findings if f["check"] == "device memory"] == ["ok"]
     monkeypatch.setitem(plan.ASSUMED, "runtime_bytes_per_core", 30 * GIB)
     code, others, _ = doctor(Trn2(), *flags)
-    (found,) = [f for f in others if f["check"] == "device memory"]
+    (finding,) = [f for f in others if f["check"] == "device memory"]
     assert (
         code == 1
-        and "GB a core, trn2.3xlarge has 25.8 GB" in found["text"]
-        and "--tp-degree" in found["fix"]
+        and "GB a core, trn2.3xlarge has 25.8 GB" in finding["text"]
+        and "--tp-degree" in finding["fix"]
     )
 
 
@@ -554,9 +553,9 @@ def test_a_check_that_falls_over_is_a_finding(doctor, monkeypatch):
 
 
 def test_the_table_ends_with_a_verdict(tmp_path, monkeypatch, capsys):
-    system, seen = Trn2(listed=BUSY).made(tmp_path, monkeypatch)
+    system, probed = Trn2(listed=BUSY).build(tmp_path, monkeypatch)
     with pytest.raises(SystemExit):
-        main([], system, seen)
+        main([], system, probed)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "cannot run what was asked: cores"
     assert any(line.strip().startswith("> end them: kill 113985") for line in lines)
@@ -572,16 +571,10 @@ def test_a_command_that_is_absent_fails_or_hangs_says_nothing(monkeypatch, tmp_p
     )
 
 
-def test_a_module_that_cannot_be_imported_has_a_reason():
-    assert import_error("json") is None and "ModuleNotFoundError" in import_error("no_such_module")
-
-
 def test_memory_in_use_is_read_core_by_core(tmp_path):
     for core, used in ((0, 5), (1, 7)):
-        folder = (
-            tmp_path
-            / f"sys/devices/virtual/neuron_device/neuron0/neuron_core{core}/stats/memory_usage/device_mem"
-        )
+        device = tmp_path / "sys/devices/virtual/neuron_device/neuron0"
+        folder = device / f"neuron_core{core}/stats/memory_usage/device_mem"
         folder.mkdir(parents=True)
         (folder / "total").write_text(f"{used * GIB}\n")
     assert System(tmp_path).core_memory() == {

@@ -2,22 +2,18 @@
 is no GPU."""
 
 import dataclasses
-import sys
 
+import gpu_step
 import pytest
 import torch
-from conftest import ROOT
 from helpers import one_thread  # noqa: F401
+from lib.sections import Failed
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import tiny_config
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu_step  # noqa: E402
-from sections import Failed  # noqa: E402
 
 PROFILE, CPU, SIZE = dataclasses.replace(resolve("cpu"), tp=1), torch.device("cpu"), Size(64, 64, 9)
 
@@ -50,12 +46,13 @@ def test_every_form_runs_at_tiny_width_on_a_cpu(capsys):
 def test_a_step_that_is_not_ltx_cores_is_never_timed(tmp_path, monkeypatch):
     ours = gpu_step.Case.ours
 
-    def other_context(case, here):
-        before = case.contexts
-        case.contexts = before._replace(video=before.video.flip(2))
-        step, case.contexts = ours(case, here), before
+    def with_another_context(case, local):
+        contexts = case.contexts
+        case.contexts = contexts._replace(video=contexts.video.flip(2))
+        step = ours(case, local)
+        case.contexts = contexts
         return step
 
-    monkeypatch.setattr(gpu_step.Case, "ours", other_context)
+    monkeypatch.setattr(gpu_step.Case, "ours", with_another_context)
     with torch.no_grad(), pytest.raises(Failed, match="our step is not ltx-core's"):
         gpu_step.checked(tiny_config(TinySizes()), PROFILE, CPU, SIZE, tmp_path)

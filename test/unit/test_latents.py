@@ -22,7 +22,8 @@ RATES = [24.0, 25.0, 30.0, 23.976]
 # to even, half to even
 AUDIO_FRAMES = {(25, 24): 26, (97, 24): 101, (121, 24): 126, (121, 25): 121, (241, 24): 251}
 AUDIO_FRAMES |= {(17, 24): 18, (33, 30): 28, (9, 50): 4}
-SECONDS = 1e-6  # one fp32 rounding of a time below 20 s; a frame too early or late is 4e-2
+# One fp32 rounding of a time below 32 s: half of its last bit. A frame too early or late is 4e-2.
+SECONDS = 2**-20
 
 
 def ltx_video(shape):
@@ -124,7 +125,7 @@ def test_a_keyframe_of_eight_frames_stands_where_ltx_core_1_0_0_puts_it(frame, f
     condition = VideoConditionByKeyframeIndex(torch.zeros(1, 128, 1, 2, 3), frame, 1.0)
     state = condition.apply_to(tools.create_initial_state("cpu", torch.float32), tools)
     assert torch.equal(
-        keyframe_positions(2, 3, frame, fps, extent=8), middles(state.positions[:, :, -6:])
+        keyframe_positions(2, 3, frame, fps, duration=8), middles(state.positions[:, :, -6:])
     )
 
 

@@ -46,7 +46,7 @@ CAPTURED = {
 }
 
 
-def said(findings):
+def text_of(findings):
     return "\n".join(f"{finding.operation}: {finding.wrong}" for finding in findings)
 
 
@@ -61,7 +61,7 @@ def test_a_planted_fault_is_found_in_the_exported_graph(name):
     findings = readings[0].check()[1] + compare_ranks(
         "graph", {rank: reading.text for rank, reading in readings.items()}
     )
-    assert re.search(FAULTS[name].exported, said(findings)), said(findings)
+    assert re.search(FAULTS[name].exported, text_of(findings)), text_of(findings)
     assert all(finding.graph.startswith("graph") and finding.do for finding in findings)
 
 
@@ -130,7 +130,7 @@ def test_a_planted_fault_is_found_in_the_graph_that_torch_compile_makes(name):
     with fake_process_group(TP):
         recorder = compiled(function, torch.ones(4, 8, dtype=torch.bfloat16))
     (graph,) = recorder.graphs
-    assert re.search(wanted, said(check_fx(graph))), said(check_fx(graph))
+    assert re.search(wanted, text_of(check_fx(graph))), text_of(check_fx(graph))
 
 
 def test_a_sum_over_some_ranks_is_found_in_the_graph_that_torch_compile_makes():
@@ -139,7 +139,7 @@ def test_a_sum_over_some_ranks_is_found_in_the_graph_that_torch_compile_makes():
         recorder = compiled(
             lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", some)), torch.ones(4)
         )
-    assert f"ranks {some}, wanted {GROUP}" in said(check_fx(recorder.graphs[0]))
+    assert f"ranks {some}, wanted {GROUP}" in text_of(check_fx(recorder.graphs[0]))
 
 
 def test_the_rank_is_found_in_the_graphs_that_torch_compile_makes():
@@ -163,12 +163,14 @@ def recorded():
         made_config(TinySizes(layers=3))[1],
     )
     gemma = dataclasses.replace(cases.widths(TP)["tiny"].gemma, num_hidden_layers=1)
-    how = dict(tp=TP, comm=TorchDistComm(TP), dtype=torch.bfloat16)
-    made = {
-        "dit": (partial(dit_program, config, bucket, blocks_per_graph=1, **how), (0, 1)),
-        "gemma3": (partial(gemma3_program, gemma, config, 128, states=True, **how), (0,)),
+    common = dict(tp=TP, comm=TorchDistComm(TP), dtype=torch.bfloat16)
+    programs = {
+        "dit": (partial(dit_program, config, bucket, blocks_per_graph=1, **common), (0, 1)),
+        "gemma3": (partial(gemma3_program, gemma, config, 128, states=True, **common), (0,)),
     }
-    return {name: {rank: record(*of, rank) for rank in (0, TP - 1)} for name, of in made.items()}
+    return {
+        name: {rank: record(*of, rank) for rank in (0, TP - 1)} for name, of in programs.items()
+    }
 
 
 def record(make, seeds, rank):
@@ -177,13 +179,13 @@ def record(make, seeds, rank):
     torch._dynamo.reset()
     recorder = Recorder()
     with fake_process_group(TP, rank), torch.no_grad(), mock.patch.dict(OPTIONS, {recorder: {}}):
-        made = make()
+        traced = make()
         graphs = {
-            name: Compiled(trace(made, name, torch.bfloat16).graph_module, recorder)
-            for name in made.graphs
+            name: Compiled(trace(traced, name, torch.bfloat16).graph_module, recorder)
+            for name in traced.graphs
         }
         for seed in seeds if rank == 0 else seeds[:1]:
-            run_compiled(made, graphs, seed)
+            run_compiled(traced, graphs, seed)
     return recorder
 
 
@@ -210,11 +212,11 @@ def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded
     assert fx.TRACED - used == set()
 
 
-def run_compiled(made, graphs, seed):
+def run_compiled(traced, graphs, seed):
     """One run of a program as a rank runs it: every call of a graph with weights of its own."""
-    values = {name: filled(field.shape, field.dtype, seed) for name, field in made.fields.items()}
-    for number, (name, _) in enumerate(made.runs["main"]):
-        module, inputs, outputs = made.graphs[name]
+    values = {name: filled(field.shape, field.dtype, seed) for name, field in traced.fields.items()}
+    for number, (name, _) in enumerate(traced.runs["main"]):
+        module, inputs, outputs = traced.graphs[name]
         weights = [
             filled(parameter.shape, torch.bfloat16, seed + number)
             for parameter in module.parameters()
@@ -230,7 +232,7 @@ def filled(shape, dtype, seed):
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_fault_is_found_in_captured_hlo(name):
     findings = check_hlo(TEXTS[name], TP)
-    assert CAPTURED[name] in said(findings), said(findings)
+    assert CAPTURED[name] in text_of(findings), text_of(findings)
 
 
 def test_captured_hlo_of_attention_and_grouped_sums_has_no_finding():
@@ -242,7 +244,7 @@ def test_captured_hlo_of_attention_and_grouped_sums_has_no_finding():
 
 
 def test_the_same_hlo_is_wrong_for_another_number_of_ranks():
-    assert "wanted {{0,1}}" in said(check_hlo(TEXTS["clean"], 2))
+    assert "wanted {{0,1}}" in text_of(check_hlo(TEXTS["clean"], 2))
 
 
 def test_hlo_reads_as_operations_with_dtypes_shapes_and_groups():
@@ -283,7 +285,7 @@ HLO = (
 )
 def test_a_line_of_hlo_that_the_compiler_would_refuse_is_found(line, wanted):
     sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
-    assert wanted in said(check_hlo(sums + HLO.format(line=line), TP))
+    assert wanted in text_of(check_hlo(sums + HLO.format(line=line), TP))
 
 
 def test_groups_written_short_are_the_same_groups():

@@ -15,7 +15,7 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
-from ltx_neuron.weights.sharder import cuts_of, shard
+from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW, rule
 from ltx_neuron.workspace import Workspace
 
@@ -64,7 +64,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_same_bits(source: Source, wanted: dict) -> None:
-    assert wanted.keys() == source.where.keys()
+    assert wanted.keys() == source.locations.keys()
     assert [
         name for name in wanted if not same_bits(source.tensor(name), wanted[name].contiguous())
     ] == []
@@ -73,7 +73,9 @@ def assert_same_bits(source: Source, wanted: dict) -> None:
 def changed(tiny, source: Source) -> set[str]:
     before = plain(tiny)
     return {
-        name for name in source.where if not torch.equal(source.tensor(name), before.tensor(name))
+        name
+        for name in source.locations
+        if not torch.equal(source.tensor(name), before.tensor(name))
     }
 
 
@@ -89,9 +91,9 @@ def test_several_loras_are_merged_as_1_0_0_rounds_them(tiny, other_lora):
     source = merged(tiny, *loras)
     assert_same_bits(source, fused_state(tiny, loras))
     one_after_the_other = {}
-    for name in source.where:
+    for name in source.locations:
         weight = plain(tiny).tensor(name)
-        for file, strength in source.carriers.get(name, []):
+        for file, strength in source.adapters.get(name, []):
             weight = weight + product(tensors_of(file, name), strength)
         one_after_the_other[name] = weight
     assert share_of_others(source, one_after_the_other) > 0  # so the order of rounding shows
@@ -102,7 +104,7 @@ def test_strength_0_changes_no_weight(tiny, other_lora, loras):
     chosen = tuple(zip((tiny.lora, other_lora), loras, strict=False))
     source = merged(tiny, *chosen)
     wanted = fused_state(tiny, chosen)
-    assert all(torch.equal(source.tensor(name), wanted[name]) for name in source.where)
+    assert all(torch.equal(source.tensor(name), wanted[name]) for name in source.locations)
     if len(loras) == 1:
         assert changed(tiny, source) == set()
 
@@ -110,7 +112,7 @@ def test_strength_0_changes_no_weight(tiny, other_lora, loras):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, tmp_path):
     source = merged(tiny, (tiny.lora, STRENGTH))
-    shard(source, tmp_path, {"tp": tp}, tp, torch.bfloat16, cuts_of(source, tp, {}))
+    shard_weights(source, tmp_path, {"tp": tp}, tp, torch.bfloat16, shard_specs(source, tp, {}))
     wanted = {
         name: weight.bfloat16()
         for name, weight in fused_state(tiny, ((tiny.lora, STRENGTH),)).items()
@@ -130,7 +132,7 @@ def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, tmp_path):
 
 def test_in_fp32_the_rank_files_hold_the_weights_that_were_merged_in_bf16(tiny, tmp_path):
     source = merged(tiny, (tiny.lora, STRENGTH))
-    shard(source, tmp_path, {"tp": 1}, 1, torch.float32, cuts_of(source, 1, {}))
+    shard_weights(source, tmp_path, {"tp": 1}, 1, torch.float32, shard_specs(source, 1, {}))
     wanted = fused_state(tiny, ((tiny.lora, STRENGTH),))
     held = load_file(tmp_path / rank_file(0)) | load_file(tmp_path / HOST_FILE)
     assert [name for name in wanted if not same_bits(held[name], wanted[name].float())] == []
@@ -144,8 +146,8 @@ def test_every_tensor_of_the_lora_is_used_gates_adaln_and_projections_too(tiny):
             for key in file.keys()
             if DOWN in key
         }
-        assert len(file.keys()) == 2 * len(wanted) == 2 * len(source.carriers)
-    assert changed(tiny, source) == wanted == source.carriers.keys()
+        assert len(file.keys()) == 2 * len(wanted) == 2 * len(source.adapters)
+    assert changed(tiny, source) == wanted == source.adapters.keys()
     for part in (
         "to_gate_logits",
         "adaln_single",
@@ -179,7 +181,7 @@ def strength_afterwards(weight, down, up):
 
 def share_of_others(source: Source, other: dict) -> float:
     """The share of the elements of merged weights that differ."""
-    names = source.carriers.keys()
+    names = source.adapters.keys()
     differing = sum((source.tensor(name) != other[name]).sum().item() for name in names)
     return differing / sum(other[name].numel() for name in names)
 
@@ -190,8 +192,8 @@ def share_of_others(source: Source, other: dict) -> float:
 def test_another_order_of_rounding_is_not_ours(tiny, wrong, share):
     source = merged(tiny, (tiny.lora, STRENGTH))
     other = {
-        name: wrong(plain(tiny).tensor(name), *tensors_of(carriers[0][0], name))
-        for name, carriers in source.carriers.items()
+        name: wrong(plain(tiny).tensor(name), *tensors_of(adapters[0][0], name))
+        for name, adapters in source.adapters.items()
     }
     assert share_of_others(source, other) > share
 
@@ -214,7 +216,7 @@ def test_names_without_the_prefix_mean_the_same(tiny, tmp_path):
         merged(tiny, (tmp_path / "bare.safetensors", STRENGTH)),
     )
     assert [
-        name for name in wanted.where if not same_bits(wanted.tensor(name), got.tensor(name))
+        name for name in wanted.locations if not same_bits(wanted.tensor(name), got.tensor(name))
     ] == []
 
 
@@ -334,7 +336,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
     made = workspace((tiny.lora, 0.5), refining=((tiny.lora, 0.25),)).shard_dit()
     assert len(set(made)) == 2
     found = workspace((copy, 0.5), refining=((copy, 0.25),))
-    assert [found.dit_weights(), found.dit_weights(refining=True)] == made
+    assert [found.dit_weights(), found.dit_weights(refines=True)] == made
     with pytest.raises(
         UserError, match=r"shard_backbone_weights\.py .*--lora .* 0\.75 .*--tp-degree 2"
     ):

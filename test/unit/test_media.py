@@ -123,15 +123,19 @@ def test_an_image_of_an_unusable_size_is_a_users_error(tmp_path, width, height, 
 def test_a_video_and_its_sound_last_equally_long(tmp_path, frames, frame_rate, samples):
     path = tmp_path / "new folder" / "out.mp4"
     write_video(path, clip(frames), frame_rate, sine(samples), 48000)
-    found = read_video(path)
+    properties = read_video(path)
     seconds = float(frames / exact_frame_rate(frame_rate))
-    assert found["frame_count"] == frames
-    assert found["frame_rate"] == exact_frame_rate(frame_rate)
-    assert found["video_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
-    assert found["audio_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
-    assert (found["width"], found["height"]) == (96, 64)
-    assert (found["video_codec"], found["pixel_format"]) == ("h264", "yuv420p")
-    assert (found["audio_codec"], found["channels"], found["sample_rate"]) == ("aac", 2, 48000)
+    assert properties["frame_count"] == frames
+    assert properties["frame_rate"] == exact_frame_rate(frame_rate)
+    assert properties["video_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
+    assert properties["audio_seconds"] == pytest.approx(seconds, abs=DURATION_TOLERANCE)
+    assert (properties["width"], properties["height"]) == (96, 64)
+    assert (properties["video_codec"], properties["pixel_format"]) == ("h264", "yuv420p")
+    assert (properties["audio_codec"], properties["channels"], properties["sample_rate"]) == (
+        "aac",
+        2,
+        48000,
+    )
 
 
 def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):

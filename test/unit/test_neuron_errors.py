@@ -12,7 +12,7 @@ from ltx_neuron.errors import UserError
 
 # What is said -> what it means, and a word of what to do. Texts as users of the runtime and the
 # compiler reported them.
-SAID = {
+MESSAGES = {
     'nrt_tensor_allocate status=4 message="Allocation Failure"': (
         "device's memory is full",
         "smaller size",
@@ -51,16 +51,16 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_a_known_failure_says_what_it_is_what_was_said_and_what_to_do(said):
-    meaning, advice = SAID[said]
-    text = str(failure(RuntimeError(f"first line\n{said}\nlast line")))
-    assert meaning in text.splitlines()[0] and said in text.splitlines()[0]
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_known_failure_says_what_it_is_what_was_said_and_what_to_do(message):
+    meaning, advice = MESSAGES[message]
+    text = str(failure(RuntimeError(f"first line\n{message}\nlast line")))
+    assert meaning in text.splitlines()[0] and message in text.splitlines()[0]
     assert text.splitlines()[1].startswith("What to do: ") and advice in text.splitlines()[1]
 
 
 def test_every_row_of_the_table_is_shown_by_one_of_these_failures_or_named_by_a_status():
-    shown = {id(known(said)) for said in SAID}
+    shown = {id(known(message)) for message in MESSAGES}
     for row in TABLE:
         assert id(row) in shown or row.statuses, row
     assert all(

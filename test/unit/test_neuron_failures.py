@@ -45,7 +45,8 @@ class ModelBuilder:
 
     def trace(self, kwargs, tag):
         names = dict.fromkeys(name for name, _ in self.model.named_parameters())
-        self.trace_artifacts_collection[tag] = SimpleNamespace(weight_name_to_idx=names, hlo=SimpleNamespace(computations=()))
+        hlo = SimpleNamespace(computations=())
+        self.trace_artifacts_collection[tag] = SimpleNamespace(weight_name_to_idx=names, hlo=hlo)
         return self
 
     def compile(self, compiler_workdir, compiler_args):
@@ -111,12 +112,14 @@ def workspace(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trn2")
     assets = make_tiny(folder / "assets", TinySizes(layers=1, connector_layers=1, gemma_layers=2))
     profile = resolve("trn2.3xlarge", SETTINGS)
-    made = Workspace(
+    workspace = Workspace(
         assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root
     )
-    made.shard_dit(), made.shard_gemma3(), made.compile_text()
-    made.compile_dit([SIZE.bucket(SIZE.stages()[0], ())])
-    return made
+    workspace.shard_dit()
+    workspace.shard_gemma3()
+    workspace.compile_text()
+    workspace.compile_dit([SIZE.bucket(SIZE.stages()[0], ())])
+    return workspace
 
 
 @pytest.fixture
@@ -142,7 +145,7 @@ def script(workspace, monkeypatch, capsys):
         )
         monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
         monkeypatch.setattr(
-            Workspace, "check_memory", lambda *_, **__: None
+            Workspace, "check_compiled_fits", lambda *_, **__: None
         )  # plans with real graphs: 2 s
         before, code = signal.getsignal(signal.SIGTERM), 0
         try:
@@ -190,7 +193,7 @@ def test_generate_says_what_failed_and_what_to_do(
     script, workspace, library, monkeypatch, tmp_path, where, text, meaning, advice
 ):
     monkeypatch.setitem(library.fails, where, text)
-    code, said = script(
+    code, stderr = script(
         "src/generate_ltx23.py",
         "--neuron-gemma",
         "--gemma-root",
@@ -200,11 +203,11 @@ def test_generate_says_what_failed_and_what_to_do(
         "--output-path",
         tmp_path / "fox.mp4",
     )
-    assert code == 1 and "Traceback" not in said
-    assert re.search(rf"error: .*{re.escape(meaning)}", said) and re.search(
-        rf"What to do: .*{re.escape(advice)}", said
-    ), said
-    assert text.split(" status")[0] in said and list(tmp_path.iterdir()) == []
+    assert code == 1 and "Traceback" not in stderr
+    assert re.search(rf"error: .*{re.escape(meaning)}", stderr) and re.search(
+        rf"What to do: .*{re.escape(advice)}", stderr
+    ), stderr
+    assert text.split(" status")[0] in stderr and list(tmp_path.iterdir()) == []
 
 
 def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(
@@ -215,11 +218,11 @@ def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(
         "compile",
         "neuronx-cc failed: [NCC_EVRF007] Instruction count exceeds the limit",
     )
-    code, said = script(
+    code, stderr = script(
         "compile/compile_transformer.py", "--artifacts-dir", tmp_path, "--frame-rate", 25
     )
-    assert code == 1 and "Traceback" not in said
-    assert "more instructions than the compiler allows" in said and "What to do: cut it" in said
+    assert code == 1 and "Traceback" not in stderr
+    assert "more instructions than the compiler allows" in stderr and "What to do: cut it" in stderr
     assert not list(tmp_path.rglob("manifest.json"))
 
 

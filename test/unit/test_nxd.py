@@ -135,9 +135,9 @@ def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_ot
 
 
 def test_a_program_cut_into_groups_of_blocks_is_refused():
-    one = Program({"blocks": toy()}, {"main": (("blocks", 0), ("blocks", 4))}, FIELDS)
+    cut = Program({"blocks": toy()}, {"main": (("blocks", 0), ("blocks", 4))}, FIELDS)
     with pytest.raises(UserError, match="--blocks-per-graph 0"):
-        nxd_compile._check_calls(one)
+        nxd_compile._check_calls(cut)
 
 
 def test_without_nkilib_its_kernel_is_refused_with_what_to_type():

@@ -1,20 +1,15 @@
 """benchmarks/on_device.py: sections that survive failures and restarts, the three-way rule, and the
 report."""
 
-import sys
-
+import on_device
 import pytest
-from conftest import ROOT
 from helpers import one_thread, randn  # noqa: F401
+from lib.sections import Failed, NotRun, Section, markdown, restored, run_all, three_way
 
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.tiny.config import released_config, tiny_config
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import on_device  # noqa: E402
-from sections import Failed, NotRun, Section, markdown, restored, run_all, three_way  # noqa: E402
 
 FACTS = {"profile": "cpu"}
 
@@ -22,10 +17,11 @@ FACTS = {"profile": "cpu"}
 def section(
     name: str, *needs: str, raises: Exception | None = None, ran: list | None = None
 ) -> Section:
-    """A section that notes that it ran, and finds its own name or fails."""
+    """A section that appends its name to `ran`, then reports a line or fails with `raises`."""
 
     def run(bench) -> list[str]:
-        ran is not None and ran.append(name)
+        if ran is not None:
+            ran.append(name)
         if raises:
             raise raises
         return [f"{name} found something"]
@@ -44,7 +40,7 @@ def test_a_failed_section_is_recorded_and_what_does_not_need_it_goes_on():
     )
     kept = []
     done = run_all(sections, None, {}, lambda now: kept.append(dict(now)))
-    assert {name: said["status"] for name, said in done.items()} == {
+    assert {name: result["status"] for name, result in done.items()} == {
         "a": "failed",
         "b": "not run",
         "c": "done",
@@ -90,7 +86,7 @@ def test_typed_again_only_what_is_not_finished_runs(tmp_path):
         keep,
     )
     again = run_all(sections(), None, restored(path, {"code": "1"}, False), keep)
-    assert ran == ["a", "b", "c", "b", "c"] and {said["status"] for said in again.values()} == {
+    assert ran == ["a", "b", "c", "b", "c"] and {result["status"] for result in again.values()} == {
         "done"
     }
     assert restored(path, {"code": "1"}, anew=True) == {}
@@ -120,11 +116,12 @@ def test_the_rule_compares_with_twice_the_cpu_s_own_rounding():
     exact = {"video": randn(1, 8, 16), "audio": randn(1, 4, 16, seed=1)}
 
     def off(share: float, seed: int) -> dict:
-        found = {}
+        """The tensors with an error of that share of their norm."""
+        tensors = {}
         for name, value in exact.items():
             error = randn(*value.shape, seed=seed)
-            found[name] = value + share * value.norm() * error / error.norm()
-        return found
+            tensors[name] = value + share * value.norm() * error / error.norm()
+        return tensors
 
     assert "| video | 2.3" in three_way(off(0.023, 2), off(0.01, 3), exact, ("video", "audio"))[2]
     with pytest.raises(
@@ -151,5 +148,5 @@ def test_the_wide_model_has_the_release_s_width_and_two_blocks():
 def test_sections_need_only_sections_that_come_before_them():
     names = [section.name for section in on_device.SECTIONS]
     assert len(names) == len(set(names))
-    for index, made in enumerate(on_device.SECTIONS):
-        assert set(made.needs) <= set(names[:index])
+    for index, section in enumerate(on_device.SECTIONS):
+        assert set(section.needs) <= set(names[:index])

@@ -11,7 +11,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.weights import pagecache
 from ltx_neuron.weights.tensorfile import TensorFile
 
-ROWS, WIDTH = 600, 1001  # no whole number of pages, and more of them than the least room has
+ROWS, WIDTH = 600, 1001  # no whole number of pages, and more of them than the least scratch has
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ def cached(path, offset=0, size=None):
 def test_rows_that_pass_by_are_those_of_the_file_and_the_cache_has_none_of_them(file, rows):
     wanted = file.read("b", *rows)
     dropped = drop(file.path)
-    room = pagecache.scratch(wanted.nbytes)
-    assert torch.equal(file.read_uncached("b", *rows, room), wanted)
+    scratch = pagecache.scratch(wanted.nbytes)
+    assert torch.equal(file.read_uncached("b", *rows, scratch), wanted)
     assert (
-        wanted.numpy().tobytes() in room[:]
+        wanted.numpy().tobytes() in scratch[:]
     ) == dropped  # a file system in memory has all of it in the cache
     assert (
         cached(file.path, file.size // 2 // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE) != dropped
@@ -64,7 +64,7 @@ def test_what_the_cache_has_is_not_read_from_the_disk_again(file, monkeypatch):
     )
 
 
-def test_what_is_larger_than_the_room_is_whole_all_the_same(file):
+def test_what_is_larger_than_the_scratch_is_whole_all_the_same(file):
     drop(file.path)
     assert torch.equal(file.read_uncached("b", 0, ROWS, pagecache.scratch(0)), file.read("b"))
 
@@ -80,7 +80,7 @@ def test_a_file_system_that_cannot_read_past_its_cache_gives_the_same_rows(file,
 def test_a_kernel_that_cannot_fetch_at_once_gives_the_same_rows(file, monkeypatch):
     drop(file.path)
     monkeypatch.setattr(pagecache, "_POPULATE_READ", 9999)
-    assert torch.equal(file.mapped("b", 3, 200), file.read("b", 3, 200))
+    assert torch.equal(file.read_mapped("b", 3, 200), file.read("b", 3, 200))
 
 
 @pytest.mark.parametrize("left", [mmap.PAGESIZE, mmap.PAGESIZE + 100, 0], ids=str)

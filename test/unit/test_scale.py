@@ -1,26 +1,23 @@
 """benchmarks/scale.py: exponents between sizes, and a small run of all of it."""
 
 import json
-import sys
 
 import pytest
-from conftest import ROOT
+import scale
 from helpers import one_thread  # noqa: F401
+from lib.sizes import parse_size, video_tokens
 from matplotlib import image
 
 from ltx_neuron.errors import UserError
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import scale  # noqa: E402
-
 
 def test_growth_is_the_power_of_the_tokens_between_each_size_and_the_next():
-    found = scale.growth("a step", {100: 1.0, 800: 64.0, 200: 2.0}, 2.0)
-    assert [(one.tokens, round(one.exponent, 6)) for one in found] == [
+    rates = scale.growth("a step", {100: 1.0, 800: 64.0, 200: 2.0}, 2.0)
+    assert [(rate.tokens, round(rate.exponent, 6)) for rate in rates] == [
         ((100, 200), 1.0),
         ((200, 800), 2.5),
     ]
-    assert [one.exceeded for one in found] == [False, True]
+    assert [rate.exceeded for rate in rates] == [False, True]
 
 
 def test_values_too_small_to_measure_say_nothing():
@@ -28,14 +25,14 @@ def test_values_too_small_to_measure_say_nothing():
 
 
 def test_a_size_is_height_width_and_frames_that_the_model_takes():
-    assert scale.tokens_of(scale.parsed("1024x1536x121")) == 24_576
-    for text, said in (
+    assert video_tokens(parse_size("1024x1536x121")) == 24_576
+    for text, message in (
         ("384x512", "wanted HEIGHTxWIDTHxFRAMES"),
         ("axbxc", "wanted"),
         ("384x500x25", "multiple of 32"),
     ):
-        with pytest.raises(UserError, match=said):
-            scale.parsed(text)
+        with pytest.raises(UserError, match=message):
+            parse_size(text)
 
 
 def test_a_run_measures_and_plans_every_size_and_draws_them(tmp_path, capsys):
@@ -52,11 +49,11 @@ def test_a_run_measures_and_plans_every_size_and_draws_them(tmp_path, capsys):
             str(tmp_path / "s"),
         ]
     )
-    made = json.loads((tmp_path / "s.json").read_text())
-    for rows in (made["measured"], made["planned"]):
+    tables = json.loads((tmp_path / "s.json").read_text())
+    for rows in (tables["measured"], tables["planned"]):
         assert [(row["video_tokens"], row["tp"]) for row in rows] == [(8, 2), (48, 2)]
-    assert all(row["step_ms"] > 0 and row["memory_bytes"] > 0 for row in made["measured"])
-    small, large = (row["upload_bytes"] for row in made["measured"])
+    assert all(row["step_ms"] > 0 and row["memory_bytes"] > 0 for row in tables["measured"])
+    small, large = (row["upload_bytes"] for row in tables["measured"])
     assert small < large < 6 * small  # contexts do not grow with the tokens
     assert image.imread(tmp_path / "s.png").shape[:2] == (900, 1200)
     *_, planned, last = capsys.readouterr().out.strip().splitlines()

@@ -20,7 +20,7 @@ from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
-from ltx_neuron.weights.sharder import Layout, cuts_of, shard
+from ltx_neuron.weights.sharder import Layout, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import ALL, COL, HOST, MODELS, ROW, local_shape, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -69,7 +69,7 @@ def sources(tiny):
 
 @pytest.fixture(scope="module")
 def layouts(tiny):
-    """How shard() lays out the two projections of the text encoder."""
+    """How shard_weights() lays out the two projections of the text encoder."""
     width = gemma_config(tiny.gemma_root).hidden_size
     names = [f"{stream}_aggregate_embed.weight" for stream in ("video", "audio")]
     return {
@@ -82,13 +82,13 @@ def layouts(tiny):
 def sharded(request, sources, layouts, tmp_path_factory):
     """One model cut into four in fp32, which keeps every bit of bf16 and of fp32 sources."""
     model, folder = request.param, tmp_path_factory.mktemp(request.param)
-    shard(
+    shard_weights(
         sources[model],
         folder,
         {"tp": TP},
         TP,
         torch.float32,
-        cuts_of(sources[model], TP, layouts[model]),
+        shard_specs(sources[model], TP, layouts[model]),
     )
     return SimpleNamespace(
         model=model, folder=folder, source=sources[model], layouts=layouts[model]
@@ -98,7 +98,7 @@ def sharded(request, sources, layouts, tmp_path_factory):
 def test_every_tensor_of_the_tiny_checkpoint_has_exactly_one_row(sources):
     for model, source in sources.items():
         assert {
-            name: len(rows(model, name)) for name in source.where if len(rows(model, name)) != 1
+            name: len(rows(model, name)) for name in source.locations if len(rows(model, name)) != 1
         } == {}
 
 
@@ -114,7 +114,7 @@ def test_every_tensor_of_the_released_model_has_exactly_one_row():
 
 def test_no_row_of_a_table_is_without_a_tensor(sources):
     for model, source in sources.items():
-        used = {pattern for name in source.where for pattern in rows(model, name)}
+        used = {pattern for name in source.locations for pattern in rows(model, name)}
         assert set(MODELS[model].table) == used
 
 
@@ -166,7 +166,7 @@ def test_a_tensor_that_nobody_knows_stops_the_sharder(name, tmp_path):
     save_file({f"model.diffusion_model.{name}": torch.ones(4, 4)}, path)
     source = Source(MODELS["dit"], [TensorFile(path, "")])
     with pytest.raises(UserError, match=re.escape(name)):
-        cuts_of(source, 2, {})
+        shard_specs(source, 2, {})
     assert not (tmp_path / "out").exists()
 
 
@@ -207,7 +207,7 @@ def test_the_parts_of_all_ranks_give_back_every_source_tensor_bit_for_bit(sharde
     ranks = [load_file(sharded.folder / rank_file(rank)) for rank in range(TP)]
     host, rules = (
         load_file(sharded.folder / HOST_FILE),
-        {n: sharded.source.split(n) for n in sharded.source.where},
+        {n: sharded.source.split(n) for n in sharded.source.locations},
     )
     on_ranks = {name for name, split in rules.items() if split != HOST}
     assert all(set(rank) == on_ranks for rank in ranks)
@@ -249,7 +249,9 @@ def test_ranks_get_just_the_parameters_of_the_graphs_in_their_shapes(sources, la
             for name, parameter in graph.module.named_parameters()
         }
         got = {
-            cut.name: cut.stored for cut in cuts_of(source, TP, layouts[model]) if cut.split != HOST
+            cut.name: cut.stored
+            for cut in shard_specs(source, TP, layouts[model])
+            if cut.split != HOST
         }
         assert got == wanted
 

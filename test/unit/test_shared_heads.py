@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import one_thread, randn, rel  # noqa: F401
+from helpers import block_summands, fp32_bound, one_thread, randn, rel  # noqa: F401
 from safetensors.torch import load_file
 from torch.func import functional_call
 
@@ -19,12 +19,13 @@ from ltx_neuron.text.inputs import encoder_inputs
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import RankSource, file_names, rank_file
-from ltx_neuron.weights.sharder import Layout, cuts_of, shard
+from ltx_neuron.weights.sharder import Layout, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 
 HEADS, KEY_VALUE_HEADS, TOKENS = 8, 2, 12
 DEGREES = (1, 2, 4, 8)  # a rank holds 2 heads, 1, 1 shared by two ranks, 1 shared by four
-EQUAL = 2e-6  # fp32 sums over up to eight ranks, in another order
+# Two layers of a width of 32, whose sums over up to eight ranks have another order
+EQUAL = fp32_bound(*block_summands(32, TOKENS, attentions=1) * 2)
 
 
 class Together:
@@ -61,7 +62,14 @@ def model(tmp_path_factory):
     layouts = {f"{stream}_aggregate_embed.weight": layout for stream in ("video", "audio")}
     for tp in DEGREES:
         identity = {"model": "gemma3", "tp": tp, "dtype": "float32"}
-        shard(source, folder / f"tp{tp}", identity, tp, torch.float32, cuts_of(source, tp, layouts))
+        shard_weights(
+            source,
+            folder / f"tp{tp}",
+            identity,
+            tp,
+            torch.float32,
+            shard_specs(source, tp, layouts),
+        )
     return SimpleNamespace(
         folder=folder, gemma=gemma, config=config, source=source, layouts=layouts
     )
@@ -122,8 +130,13 @@ def test_rank_files_are_cut_anew_from_files_that_share_heads(model, before, afte
     source.check(after, torch.float32)
     layouts = {}  # the source's tensors are arranged already
     identity = {"model": "gemma3", "tp": after, "dtype": "float32"}
-    shard(
-        source, tmp_path / "again", identity, after, torch.float32, cuts_of(source, after, layouts)
+    shard_weights(
+        source,
+        tmp_path / "again",
+        identity,
+        after,
+        torch.float32,
+        shard_specs(source, after, layouts),
     )
     for name in file_names(after):
         assert (tmp_path / "again" / name).read_bytes() == (

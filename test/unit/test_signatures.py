@@ -17,7 +17,7 @@ from helpers import (
     run_program,
     step_inputs,
     step_number,
-)  # noqa: F401
+)
 
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
@@ -25,7 +25,6 @@ from ltx_neuron.config import TEXT_TOKENS, Bucket, gemma_config, transformer_con
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.lint import compare_ranks, fx
-from ltx_neuron.models.modulation import MODULATION_ROWS
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import (
     Graph,
@@ -43,10 +42,8 @@ from ltx_neuron.tiny.config import released_config
 TP, DTYPE = 4, torch.bfloat16
 BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
 GUIDED = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3, guided=True)
-STATISTICS, ACTIVATIONS = (
-    3,
-    8,
-)  # all-reduces of a block: q/k norms of three stages; two streams x (three attentions, ff)
+# All-reduces of a block: q/k norms of three stages; two streams x (three attentions, feed-forward)
+STATISTICS, ACTIVATIONS = 3, 8
 CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
 
 
@@ -64,22 +61,24 @@ def manifests(gemma, tmp_path_factory):
     """Compiled programs by name. `released` has the full-size blocks: on the meta device they take
     no memory."""
     released, (_, config) = transformer_config(released_config()), made_config(TinySizes(layers=1))
-    how = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE)
+    common = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE)
     programs = {
-        "released": partial(dit_program, released, BUCKET, blocks_per_graph=1, **how),
-        "whole step": partial(dit_program, config, BUCKET, blocks_per_graph=0, **how),
-        "guided": partial(dit_program, config, GUIDED, blocks_per_graph=1, attention="nki", **how),
-        "gemma3": partial(gemma3_program, gemma, config, 128, states=True, **how),
-        "connectors": partial(connector_program, config, **how),
+        "released": partial(dit_program, released, BUCKET, blocks_per_graph=1, **common),
+        "whole step": partial(dit_program, config, BUCKET, blocks_per_graph=0, **common),
+        "guided": partial(
+            dit_program, config, GUIDED, blocks_per_graph=1, attention="nki", **common
+        ),
+        "gemma3": partial(gemma3_program, gemma, config, 128, states=True, **common),
+        "connectors": partial(connector_program, config, **common),
     }
-    found = {}
+    compiled = {}
     with fake_process_group(TP):
         for name, make in programs.items():
             folder = tmp_path_factory.mktemp("graphs")
             program = make()
             compile_program(program, folder, {"model": name}, DTYPE)
-            found[name] = Manifest(folder), program
-    return found
+            compiled[name] = Manifest(folder), program
+    return compiled
 
 
 @pytest.fixture(scope="module")
@@ -246,26 +245,6 @@ def test_no_input_holds_modulation_per_token(manifests):
         )
 
 
-def test_the_modulation_table_is_seventeen_rows_a_step_and_timestep(graphs):
-    placeholders = {
-        node.name: values(node)[0]
-        for node in graphs["released", "head"].graph.nodes
-        if node.op == "placeholder"
-    }
-    assert tuple(placeholders["video_modulation"].shape) == (
-        BUCKET.max_steps,
-        BUCKET.timesteps,
-        MODULATION_ROWS,
-        4096,
-    )
-    assert tuple(placeholders["audio_modulation"].shape) == (
-        BUCKET.max_steps,
-        1,
-        MODULATION_ROWS,
-        2048,
-    )
-
-
 def graph_text(rank):
     """The text of the block graph, traced as a rank."""
     with fake_process_group(TP, rank=rank):
@@ -298,9 +277,8 @@ def test_files_hold_no_pickle_and_no_weights(manifests):
                     m.filename for m in data if m.file_size and not m.filename.endswith(".json")
                 ] == []
                 starts = [archive.read(m)[:2] for m in members]
-            assert [
-                start for start in starts if start[:1] == b"\x80"
-            ] == []  # how every binary pickle begins
+            # Every binary pickle begins so.
+            assert [start for start in starts if start[:1] == b"\x80"] == []
 
 
 def test_files_tell_nothing_of_where_they_were_made(manifests):

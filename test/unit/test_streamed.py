@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import one_thread, randn, rel  # noqa: F401
+from helpers import fp32_bound, one_thread, randn, rel  # noqa: F401
 from safetensors.torch import save_file
 from torch import nn
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.text.streamed import FloatProducts, StreamedLayers, Weights
+from ltx_neuron.text.streamed import Float32LinearMode, MappedWeights, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
 
-EQUAL = 1e-6  # fp32 sums in another order; measured 2e-7
 LAYERS, WIDTH = 3, 24
+EQUAL = fp32_bound(WIDTH)
 
 
 class Layer(nn.Module):
@@ -45,7 +45,9 @@ def stored(request, tmp_path):
 def test_each_layer_has_its_own_weights_when_it_is_its_turn_and_none_afterwards(stored, dtype):
     source, tensors = stored
     with torch.device("meta"):
-        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", Weights(source, dtype))
+        layers = StreamedLayers(
+            [Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, dtype)
+        )
     for _ in range(2):  # a second prompt finds all as the first one did
         for index, layer in enumerate(layers):
             for name, value in layer.state_dict().items():
@@ -60,7 +62,9 @@ def test_weights_are_the_files_own_pages_and_mapped_once(stored):
     source, tensors = stored
     dtype = next(iter(tensors.values())).dtype  # nothing is cast
     with torch.device("meta"):
-        layers = StreamedLayers([Layer() for _ in range(LAYERS)], "layers.", Weights(source, dtype))
+        layers = StreamedLayers(
+            [Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, dtype)
+        )
     places = [
         [value.data_ptr() for layer in layers for value in layer.state_dict().values()]
         for _ in range(2)
@@ -76,10 +80,10 @@ def test_the_next_layer_is_announced_to_the_system_before_it_is_its_turn(stored)
     source, _ = stored
     with torch.device("meta"):
         layers = StreamedLayers(
-            [Layer() for _ in range(LAYERS)], "layers.", Weights(source, torch.float32)
+            [Layer() for _ in range(LAYERS)], "layers.", MappedWeights(source, torch.float32)
         )
-    announced, original = [], source.announce
-    source.announce = lambda name: (announced.append(name), original(name))
+    announced, original = [], source.prefetch
+    source.prefetch = lambda name: (announced.append(name), original(name))
     for index, _ in enumerate(layers):
         assert {name.split(".")[1] for name in announced} == {
             str(i) for i in range(1, min(index + 2, LAYERS))
@@ -93,18 +97,18 @@ def test_the_next_layer_is_announced_to_the_system_before_it_is_its_turn(stored)
 def test_a_source_without_a_layers_weights_is_refused(stored):
     source, _ = stored
     with pytest.raises(UserError, match="layers.3.mlp.down_proj.weight"):
-        Weights(source, torch.float32).fill(Layer(), f"layers.{LAYERS}.")
+        MappedWeights(source, torch.float32).fill(Layer(), f"layers.{LAYERS}.")
 
 
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("outputs", [10, 3000])  # in one piece, and in several
 def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, monkeypatch):
-    monkeypatch.setattr("ltx_neuron.text.streamed._PIECE", 2**15)
+    monkeypatch.setattr("ltx_neuron.text.streamed._PIECE_ELEMENTS", 2**15)
     layer = nn.Linear(WIDTH, outputs).requires_grad_(False)
     x, wanted = randn(2, 7, WIDTH), None
     layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    with FloatProducts():
+    with Float32LinearMode():
         got = layer(x)
     assert got.dtype == torch.float32 and rel(got, wanted) < EQUAL
 
@@ -112,5 +116,5 @@ def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, monkeyp
 def test_activations_of_another_dtype_are_multiplied_as_ever():
     x, weight = randn(3, WIDTH).bfloat16(), randn(5, WIDTH).bfloat16()
     wanted = nn.functional.linear(x, weight)
-    with FloatProducts():
+    with Float32LinearMode():
         assert torch.equal(nn.functional.linear(x, weight), wanted)

@@ -374,10 +374,10 @@ def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "number, said", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life for 2.0 s")]
+    "number, words", [(signal.SIGKILL, "was killed"), (signal.SIGSTOP, "no sign of life for 2.0 s")]
 )
 def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(
-    toy, monkeypatch, number, said
+    toy, monkeypatch, number, words
 ):
     monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
     with ready(toy) as ranks:
@@ -385,7 +385,7 @@ def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(
         ranks.check()  # of ranks that live, nothing
         os.kill(pids[1], number)
         until = time.monotonic() + 5
-        with pytest.raises(RankError, match=f"rank 1 of 2 failed: the process .*{said}"):
+        with pytest.raises(RankError, match=f"rank 1 of 2 failed: the process .*{words}"):
             while time.monotonic() < until:
                 ranks.check()
                 time.sleep(0.05)

@@ -38,6 +38,7 @@ class Compiled:
         self.warm = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Not for the whole process: other graphs may still have their first call.
         if self.warm:
             with torch.compiler.set_stance("fail_on_recompile"):
                 return self.compiled(*tensors)
@@ -61,6 +62,7 @@ def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
 def replace_attention(module: fx.GraphModule, make_kernel: Callable[[], Callable]) -> None:
     """Call a device's own kernel in the place of every ltx_neuron::attention_cte of a graph. The
     kernel is made only if the graph has one: its package may not be installed."""
+    # Graph files name the operation, not the kernel: they load where no kernel is installed.
     nodes = [
         node
         for node in module.graph.nodes
@@ -103,5 +105,6 @@ def compile_only(folders: list[str], settings: RankSettings) -> None:
                 values = [
                     node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"
                 ]
+                # Values do not matter to the compiler, shapes and dtypes do.
                 zeros = [torch.zeros(value.shape, dtype=value.dtype).to(device) for value in values]
                 ready(module, settings)(*zeros)

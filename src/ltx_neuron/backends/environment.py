@@ -1,5 +1,5 @@
-"""The environment of a rank process: written before it imports torch, because runtimes and
-compilers read it then.
+"""The environment of a rank process: set before it imports torch, because runtimes and compilers
+read it then.
 
 Of the Neuron variables, none was tried on hardware by us; they are those of published runs
 (profiles.py says which).
@@ -14,19 +14,17 @@ from pathlib import Path
 from ltx_neuron.errors import UserError
 from ltx_neuron.profiles import Profile
 
-_ROOT_PORT, _MASTER_PORT = (
-    61234,
-    62234,
-)  # plus the first core: engines on other cores of the machine have other ports
+# Plus the first core, so that engines on other cores of the machine have other ports.
+_ROOT_PORT = 61234
+_MASTER_PORT = 62234
 
 
 def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
     """Everything a rank adds to the host's environment. `cache` is where compilers keep what they
     made."""
     variables = dict(profile.environment)
-    if (
-        cache is not None and profile.compile_backend != "export"
-    ):  # torch makes the folder whether it compiles or not
+    # torch makes this folder whether it compiles or not.
+    if cache is not None and profile.compile_backend != "export":
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute() / "inductor")
     if profile.device == "neuron":
         variables |= _neuron(profile, tp, rank, cache)
@@ -34,15 +32,15 @@ def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
 
 
 def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
-    first = cores(profile, tp)[0]
+    launch_cores = cores(profile, tp)
+    first = launch_cores[0]
     variables = {
-        "NEURON_RT_VISIBLE_CORES": str(cores(profile, tp)[rank]),  # one logical core a process
+        "NEURON_RT_VISIBLE_CORES": str(launch_cores[rank]),  # one logical core a process
         "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
-        "NEURON_CC_FLAGS": profile.flags(
-            "dit"
-        ),  # one set for a process: the text encoder is compiled with it as well
-        # Without it rank 0 looks for a free port and lets go of it, and another engine may take it:
-        # then the others hang.
+        # One set for a process: the text encoder is compiled with it as well.
+        "NEURON_CC_FLAGS": profile.flags("dit"),
+        # Without it rank 0 looks for a free port and lets go of it, and another engine may take
+        # it: then the others hang.
         "NEURON_RT_ROOT_COMM_ID": f"127.0.0.1:{_ROOT_PORT + first}",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_MASTER_PORT + first),
@@ -62,29 +60,28 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
 
 
 def cores(profile: Profile, tp: int) -> list[int]:
-    """The logical cores of a launch, a rank each: those of NEURON_RT_VISIBLE_CORES (as in 4-7 or
-    0,2), else the first ones."""
-    said = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
+    """The logical cores of a launch, one a rank: those of NEURON_RT_VISIBLE_CORES (as in 4-7 or
+    0,2), else the first ones. Raises UserError where they are not tp cores of the profile."""
+    value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
+    # The runtime's own variable: who shares a machine sets it for every program.
     try:
-        found = [core for part in said.split(",") if said for core in _range(part)]
+        visible = [core for part in value.split(",") if value for core in _range(part)]
     except ValueError:
         raise UserError(
-            f"NEURON_RT_VISIBLE_CORES is {said!r}, wanted cores as in 0-3 or 4,5,6,7"
+            f"NEURON_RT_VISIBLE_CORES is {value!r}, wanted cores as in 0-3 or 4,5,6,7"
         ) from None
-    found = found or list(range(tp))
-    if (
-        len(found) < tp
-        or len(set(found)) < len(found)
-        or max(found) >= (profile.cores or max(found) + 1)
-    ):
+    visible = visible or list(range(tp))
+    different = len(set(visible)) == len(visible) >= tp
+    if not different or (profile.cores and max(visible) >= profile.cores):
         raise UserError(
-            f"NEURON_RT_VISIBLE_CORES is {said!r}; {tp} ranks need {tp} different logical cores, of"
-            f" which {profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES"
+            f"NEURON_RT_VISIBLE_CORES is {value!r}; {tp} ranks need {tp} different logical cores,"
+            f" of which {profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES"
         )
-    return found[:tp]
+    return visible[:tp]
 
 
 def _range(part: str) -> range:
+    """The cores of 4-7, or of 4."""
     first, dash, last = part.strip().partition("-")
     return range(int(first), int(last if dash else first) + 1)
 
@@ -94,20 +91,23 @@ def check_ports(profile: Profile, tp: int) -> None:
     ever."""
     if profile.device != "neuron":
         return
-    for port in (_ROOT_PORT + cores(profile, tp)[0], _MASTER_PORT + cores(profile, tp)[0]):
+    first = cores(profile, tp)[0]
+    for port in (_ROOT_PORT + first, _MASTER_PORT + first):
+        # Bound and let go: the ranks bind it themselves right after.
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))
             except OSError:
                 raise UserError(
-                    f"port {port} is taken: another run holds core {cores(profile, tp)[0]}.\nWait"
-                    " for it, or choose other cores, as in NEURON_RT_VISIBLE_CORES=4-7"
+                    f"port {port} is taken: another run holds core {first}.\nWait for it, or choose"
+                    " other cores, as in NEURON_RT_VISIBLE_CORES=4-7"
                 ) from None
 
 
 @contextmanager
 def added(variables: dict[str, str]) -> Iterator[None]:
-    """This process's environment with more variables, for the children started meanwhile."""
+    """This process's environment with more variables, for the children that are started
+    meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -33,6 +33,7 @@ class TorchDistComm:
         self.size = size
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # One rank needs no process group, and its graphs no collectives.
         if self.size == 1:
             return tensors
         if any(t.shape[-1] != 1 for t in tensors):
@@ -43,6 +44,8 @@ class TorchDistComm:
 
 
 def _all_reduce(tensor: Tensor) -> Tensor:
+    # The functional form: what writes into its input cannot be traced into a graph. Waited for at
+    # once, because the result is what comes next.
     return functional.wait_tensor(functional.all_reduce(tensor, "sum", GROUP))
 
 
@@ -83,6 +86,7 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
         )
         for field in graph.inputs._fields
     }
+    # On meta only the dtype changes. Without gradients the graph is the inference one.
     module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
     with torch.no_grad():
         exported = torch.export.export(module, (), example)
@@ -103,6 +107,7 @@ def _without_origin(exported: torch.export.ExportedProgram) -> torch.export.Expo
         if node.target == torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)
             continue
+        # Its device is meta now; on a rank it would be made there, and never have a value.
         if "device" in node.kwargs:
             raise RuntimeError(
                 f"the graph makes a tensor of its own ({node.target}); make it an input instead"
@@ -154,6 +159,7 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
         if node.target == torch.ops._c10d_functional.all_reduce.default
     ]
     arguments = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
+    # Called on meta tensors: operations are counted, nothing is computed.
     with FlopCounterMode(display=False) as counter:
         exported.graph_module(
             *(torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments)
@@ -187,6 +193,8 @@ def peak_bytes(exported: torch.export.ExportedProgram) -> int:
 
 
 def _is_view(node: torch.fx.Node) -> bool:
+    # An operator's schema says which arguments its result may share memory with. In-place writes
+    # return an argument too, but are no views.
     schema = getattr(node.target, "_schema", None)
     return bool(schema) and any(
         argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments

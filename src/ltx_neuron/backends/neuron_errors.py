@@ -1,5 +1,4 @@
-"""What the Neuron runtime and compiler say when they fail, and what to do about it: the one table
-of it.
+"""Failures of the Neuron runtime and compiler: what their texts mean, and what to do about them.
 
 Sources: nrt_status.h and the runtime's troubleshooting page (status numbers and names), the
 compiler's error-code pages, and what users of both reported. A status number appears as "status=4",
@@ -15,13 +14,12 @@ from ltx_neuron.errors import RunError
 
 
 class DeviceFailure(RunError):
-    """The device, its driver or its compiler failed in a way that is known: the text says what to
-    do."""
+    """The device, its driver or its compiler failed in a known way: the text says what to do."""
 
 
 class Known(NamedTuple):
-    """One failure: what it is called in status numbers and in texts (regular expressions), what it
-    means, what to do."""
+    """One failure: its status numbers, regular expressions of its texts, what it means to a user,
+    and what to type."""
 
     statuses: tuple[int, ...]
     texts: tuple[str, ...]
@@ -34,9 +32,10 @@ _SMALLER = (
     "compile a smaller size (python -m ltx_neuron.plan says which fit), or use a profile that holds"
     " one model at a time"
 )
-# The first row that matches counts: what is said in words is more exact than a number, and numbers
-# of the same text differ.
+# The first row whose text matches counts, then the first with the number: words are more exact than
+# a number, and the same text comes with different numbers.
 TABLE = (
+    # The device: taken, not there, or full
     Known(
         (1005,),
         (r"[Cc]ore\(s\) not available", "[Cc]ores?.{0,40}(in use|held by)", "NRT_EXEC_NC_BUSY"),
@@ -71,6 +70,7 @@ TABLE = (
         "the host's memory is full or fragmented",
         "end other programs, then: echo 1 | sudo tee /proc/sys/vm/compact_memory",
     ),
+    # The launch of a run
     Known(
         (5,),
         ("NRT_TIMEOUT",),
@@ -92,6 +92,7 @@ TABLE = (
         "count them: neuron-ls; check NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES and"
         " NEURON_LOGICAL_NC_CONFIG",
     ),
+    # The graph's file does not fit the installation or the machine
     Known(
         (10,),
         ("NRT_UNSUPPORTED_NEFF_VERSION",),
@@ -111,6 +112,7 @@ TABLE = (
         "delete the graph's folder, compile again with the installed SDK, and check that"
         " NEURON_LOGICAL_NC_CONFIG is the one it was compiled for",
     ),
+    # While it ran
     Known(
         (1003,),
         ("NRT_EXEC_COMPLETED_WITH_NUM_ERR",),
@@ -140,6 +142,7 @@ TABLE = (
         "the cores could not find each other",
         "wait a few seconds for the last run's ports, and type the same again",
     ),
+    # neuronx-cc: its codes say which pass gave up; the last row is any other code
     Known(
         (),
         ("NCC_EXTP004", "NCC_EBVF030", "NCC_EVRF007", "instruction.{0,20}limit"),
@@ -163,16 +166,16 @@ TABLE = (
 
 def known(text: str) -> Known | None:
     """The table's row for an error's text, or None."""
-    said = {int(number) for number in re.findall(r"status\s*[=:]\s*(\d+)", text)}
     for row in TABLE:
         if any(re.search(pattern, text) for pattern in row.texts):
             return row
-    return next((row for row in TABLE if said & {*row.statuses}), None)
+    statuses = {int(number) for number in re.findall(r"status\s*[=:]\s*(\d+)", text)}
+    return next((row for row in TABLE if statuses & {*row.statuses}), None)
 
 
 def failure(error: BaseException) -> DeviceFailure | None:
-    """The error, or one that it came from, in words a user can act on; None where nothing is known
-    of it."""
+    """An error, or one that caused it, in words a user can act on; None where none is known."""
+    # A context may lead back to an error that is in the chain already.
     chain, link = [], error
     while link is not None and link not in chain:
         chain.append(link)
@@ -180,17 +183,18 @@ def failure(error: BaseException) -> DeviceFailure | None:
     for link in reversed(chain):  # the first cause says most
         if isinstance(link, RuntimeError | OSError) and (row := known(str(link))):
             lines = str(link).strip().splitlines()
-            said = next((line for line in lines if known(line) is row), lines[0])
-            return DeviceFailure(f"{row.meaning}: {said.strip()}\nWhat to do: {row.advice}")
+            line = next((line for line in lines if known(line) is row), lines[0])
+            return DeviceFailure(f"{row.meaning}: {line.strip()}\nWhat to do: {row.advice}")
     return None
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn the failures that are known into DeviceFailures; the others pass."""
+    """Turn failures that are known into DeviceFailure; others pass as they are."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        if not isinstance(error, RunError) and (said := failure(error)):
-            raise said from error
+        # A RunError says already what happened, in a text that may quote these words.
+        if not isinstance(error, RunError) and (explanation := failure(error)):
+            raise explanation from error
         raise

@@ -1,8 +1,8 @@
-"""nkilib's flash attention in the place of ltx_neuron::attention_cte, as each compiler takes it.
-Not run on hardware.
+"""nkilib's flash attention for the operation ltx_neuron::attention_cte, whose reference is in
+models/attention.py. Not run on hardware.
 
-attention.py has its reference. Source: nki-library, core/attention/attention_cte.py: heads as
-batch, D to 128, heads times batch to 512, any length.
+Source: nki-library, core/attention/attention_cte.py: heads as batch, heads of at most 128, at most
+512 of them, any length.
 """
 
 from functools import cache
@@ -14,6 +14,7 @@ from ltx_neuron.errors import UserError
 
 
 def _kernel():
+    """nkilib's kernel. Raises UserError where nkilib is not installed."""
     try:
         from nkilib.core.attention.attention_cte import attention_cte
     except ImportError as error:
@@ -25,25 +26,24 @@ def _kernel():
 
 
 def _arguments(query: Tensor, key: Tensor, value: Tensor) -> dict:
-    """Operands and layouts: (H, T, D) in and out, so nothing is permuted. The query is scaled
-    already."""
+    """The kernel's keywords for (H, T, D) tensors. Raises ValueError for sizes it does not take."""
     heads, _, size = query.shape
     if size > 128 or heads > 512:
         raise ValueError(
             f"attention_cte takes heads of 128 and 512 of them at most, got {size} and {heads}"
         )
+    # The models' own layouts in and out: nothing is permuted. The query is scaled already.
     return dict(
         q=query, k=key, v=value, scale=1.0, causal_mask=False, tp_q=True, tp_k=True, tp_out=False
     )
 
 
-@cache
+@cache  # an operation may be registered once a process
 def native_attention(lnc: int):
-    """The operation that stands in TorchNeuron's graphs; the launch grid is the physical cores of a
-    logical one."""
+    """The operation for TorchNeuron's graphs: (H, T, D) query, key and value to (H, T, D)."""
     from torch_neuronx import nki_op, wrap_nki
 
-    kernel = wrap_nki(_kernel())[lnc]
+    kernel = wrap_nki(_kernel())[lnc]  # launched on the physical cores of a logical one
 
     @nki_op("ltx_neuron_nki::attention_cte", mutates_args={})
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -53,9 +53,8 @@ def native_attention(lnc: int):
 
 
 def register_for_xla(lnc: int) -> None:
-    """Have PyTorch/XLA trace the kernel where a program has the operation: what NxD's ModelBuilder
-    needs."""
-    kernel = _kernel()[lnc]
+    """Have PyTorch/XLA trace the kernel where a program has the operation, for NxD."""
+    kernel = _kernel()[lnc]  # launched on the physical cores of a logical one
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernel(**_arguments(query, key, value))

@@ -23,7 +23,7 @@ from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.profiles import Profile
-from ltx_neuron.weights.rankfiles import AGAIN, load, opened, rank_file
+from ltx_neuron.weights.rankfiles import RESHARD, load_rank_file, open_rank_file, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -49,7 +49,7 @@ class _WeightSet:
         """The rank files' tensors. Strict, because set_weights takes whatever it is given."""
 
         def read_rank(rank: int) -> dict[str, Tensor]:
-            return load(folder / rank_file(rank), self.wanted, self.dtype)
+            return load_rank_file(folder / rank_file(rank), self.wanted, self.dtype)
 
         with ThreadPoolExecutor() as pool:
             return [*pool.map(read_rank, range(tp))]
@@ -116,6 +116,7 @@ class Ranks(ranks.Ranks):
             )
         Ranks._started = tp
         set_environment(profile)
+        # The runtime takes every core of the machine otherwise.
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp))
         self.tp, self.bytes_sent = tp, 0
         self.programs: dict[str, Manifest] = {}
@@ -130,6 +131,7 @@ class Ranks(ranks.Ranks):
         """As Ranks.load of ranks.py. What is loaded from the folder already stays, programs of it
         that are not asked for leave, and so does another weight set of the same model."""
         wanted = ranks.weights_of(programs)
+        # Two sets of one model would not fit: the old one is freed before the new one is read.
         for other in [*self._sets]:
             if other.folder != weights and other.wanted.keys() & wanted.keys():
                 self._drop(other)
@@ -146,11 +148,12 @@ class Ranks(ranks.Ranks):
                         held.bind(program, manifest, graph, self.tp)
 
     def replace_weights(self, weights: Path) -> None:
-        names = TensorFile(weights / rank_file(0), AGAIN).shapes.keys()
+        names = TensorFile(weights / rank_file(0), RESHARD).shapes.keys()
         held = max(self._sets, key=lambda loaded: len(loaded.wanted.keys() & names))
         # Every file is checked before the first tensor is overwritten.
         files = [
-            opened(weights / rank_file(rank), held.wanted, held.dtype) for rank in range(self.tp)
+            open_rank_file(weights / rank_file(rank), held.wanted, held.dtype)
+            for rank in range(self.tp)
         ]
         for rank, file in enumerate(files):
             for name, tensor in file.tensors():
@@ -167,7 +170,7 @@ class Ranks(ranks.Ranks):
     def _drop(self, held: _WeightSet) -> None:
         """Free a weight set with its programs."""
         self._release(held, {*held.manifests})
-        held.tensors = None
+        held.tensors = None  # the last reference to the device's copy
         self._sets.remove(held)
         gc.collect()
 
@@ -186,7 +189,8 @@ class Ranks(ranks.Ranks):
     def _upload(self, name: str, parts: list[Tensor]) -> None:
         with explained():
             self._tensors[name] = [
-                to_core(part.contiguous(), rank) for rank, part in enumerate(parts)
+                to_core(part.contiguous(), rank)  # a part may be a view
+                for rank, part in enumerate(parts)
             ]
         self.bytes_sent += sum(part.nbytes for part in parts)
 

@@ -57,11 +57,12 @@ class XlaComm:
         self.size, self.groups = size, groups
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # On meta tensors only shapes matter, and there may be no replica groups yet.
         if self.size == 1 or tensors[0].is_meta:
             return tensors
         import torch_xla.core.xla_model as xm
 
-        summed = list(tensors)
+        summed = list(tensors)  # replaced in place
         xm.all_reduce(xm.REDUCE_SUM, summed, groups=self.groups or _replica_groups())
         return tuple(summed)
 
@@ -109,6 +110,7 @@ def trace(program: Program, name: str, tag: str):
     graph = program.graphs[name]
     module = traceable(graph).to_empty(device="cpu")
     builder = ModelBuilder(module).trace(kwargs=example_inputs(graph, program.fields), tag=tag)
+    # A weight that tracing turned into a constant would be rank 0's on every rank.
     traced = builder.trace_artifacts_collection[tag].weight_name_to_idx
     if lost := sorted({parameter for parameter, _ in module.named_parameters()} - {*traced}):
         raise RuntimeError(
@@ -148,6 +150,7 @@ def compile_program(
     from neuronx_distributed import NxDParallelState
 
     folder.mkdir(parents=True, exist_ok=True)
+    # A folder is finished as long as it has a manifest: not while its graphs are replaced.
     (folder / MANIFEST).unlink(missing_ok=True)
     flags, graphs = compiler_flags(profile, identity["model"]), {}
     program = make()
@@ -155,6 +158,7 @@ def compile_program(
     # While the modules are on meta. The HLO does not show what is inside a kernel, nor what is
     # alive at once, so both are counted in an exported graph: a minute for 48 blocks.
     costs = {name: export.cost(export.trace(program, name, dtype)) for name in program.graphs}
+    # After counting, which the operation's own reference serves.
     if profile.attention == "nki":
         nki.register_for_xla(profile.lnc)
     with (

@@ -98,6 +98,8 @@ class Ranks(Protocol):
     def hashes(self, *names: str) -> list[str]:
         """Each rank's SHA-256 over the bits of its named tensors, in the order of the names."""
 
+    # A rank may be killed while the host encodes or decodes: without a check, that would show only
+    # in the next step.
     @abstractmethod
     def check(self) -> None:
         """Raise RankError if a rank has failed while it had nothing to do."""

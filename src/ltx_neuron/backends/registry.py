@@ -1,4 +1,4 @@
-"""Which backend a profile runs on: the one place that looks at `profile.backend`."""
+"""Which backend a profile runs on: the one place that chooses by `profile.backend`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from ltx_neuron.backends import export, nxd, nxd_compile, torchdist
+from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import Program
 from ltx_neuron.profiles import Profile
@@ -18,7 +19,7 @@ def comm(profile: Profile, tp: int) -> Comm:
 
 def identity(profile: Profile, model: str) -> dict:
     """What a model's graphs depend on besides the model: how they are compiled and by which
-    versions."""
+    versions. Empty for torchdist, whose graphs are not compiled yet when they are written."""
     if profile.backend != "nxd":
         return {}
     return {
@@ -35,8 +36,8 @@ def compile_program(
     profile: Profile,
     tp: int,
 ) -> None:
-    """Compile every graph of the program that `make()` returns into `folder` and, last, write the
-    manifest."""
+    """Write every graph of the program that `make()` returns into `folder` and, last, the
+    manifest. Raises UserError and DeviceFailure as nxd_compile.compile_program does."""
     if profile.backend == "nxd":
         nxd_compile.compile_program(make, folder, identity, dtype, profile, tp)
     else:
@@ -45,13 +46,15 @@ def compile_program(
 
 
 def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
-    """Fill `cache` where ranks compile what they run, so that a run finds it there."""
+    """Fill `cache` where ranks compile what they run, so that a run finds it there. Raises RunError
+    where the compiler fails."""
+    # NxD has compiled its graphs already, and interpreted graphs need no compiler.
     if profile.backend == "torchdist" and profile.compile_backend != "export":
         torchdist.compile_only(folders, profile, tp, cache)
 
 
-def ranks(profile: Profile, tp: int, cache: Path) -> "torchdist.Ranks | nxd.Ranks":
-    """The ranks of a run, started. `cache`: as for precompile."""
-    return (
-        nxd.Ranks(profile, tp) if profile.backend == "nxd" else torchdist.Ranks(profile, tp, cache)
-    )
+def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:
+    """The ranks of a run, started. `cache` is where they find what precompile left."""
+    if profile.backend == "nxd":
+        return nxd.Ranks(profile, tp)
+    return torchdist.Ranks(profile, tp, cache)

@@ -95,6 +95,7 @@ class Ranks(ranks.Ranks):
         self._pipes: list[connection.Connection] = []
         self._processes = []
         context = get_context(profile.start_method)
+        # Ranks are forked from a server that has imported torch once for all of them.
         if profile.start_method == "forkserver":
             context.set_forkserver_preload(
                 ["ltx_neuron.backends.rank", "torch._export.serde.serialize"]
@@ -128,18 +129,21 @@ class Ranks(ranks.Ranks):
             )
             # The first heartbeat may be late by the time that importing torch takes.
             self._heartbeats[rank] = time.monotonic() + START_SECONDS - TIMEOUT_SECONDS
+            # A spawned process imports torch before `serve` can set anything.
             with environment.added(settings.environment):
                 process.start()
-            rank_end.close()
+            rank_end.close()  # or the end of the rank would not be seen on the host's end
             self._pipes.append(host_end)
             self._processes.append(process)
 
     def close(self) -> None:
+        # The end of its pipe is what tells a rank to leave.
         for pipe in self._pipes:
             pipe.close()
         until = time.monotonic() + _LEAVE_SECONDS
         for process in self._processes:
             process.join(timeout=max(0, until - time.monotonic()))
+        # SIGKILL ends even a process that is stopped.
         for process in self._processes:
             process.kill()
             process.join()
@@ -170,7 +174,7 @@ class Ranks(ranks.Ranks):
             shape = tuple(tensor.shape)
             with SharedTensor(shape, field.dtype) as shared:
                 shared.tensor.copy_(tensor)
-                self.bytes_sent += shared.tensor.nbytes
+                self.bytes_sent += shared.tensor.nbytes  # once: all ranks read the same memory
                 where = {"program": program, "name": name, "like": like_field}
                 self._call(op="put", **where, memory=shared.name, shape=shape)
 
@@ -237,6 +241,7 @@ class Ranks(ranks.Ranks):
                 elif answer is not None:
                     answers[rank] = answer
             waiting -= {*answers, *failures}
+            # The first failure to arrive need not be the first that happened.
             if failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
@@ -248,7 +253,7 @@ class Ranks(ranks.Ranks):
         try:
             return decode_answer(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            self._processes[rank].join(timeout=1)
+            self._processes[rank].join(timeout=1)  # its pipe closes before it has an exit code
             code = self._processes[rank].exitcode
             ended = f"ended with exit code {code}"
             if code and code < 0:

@@ -1,12 +1,12 @@
-"""What is wrong with this machine, these files and these artifacts, each with the command that
-mends it. Changes nothing.
+"""Finds what blocks a generation on this machine, each with the command that corrects it. Changes
+nothing.
 
   python -m ltx_neuron.doctor
-  python -m ltx_neuron.doctor --checkpoint-path CKPT --gemma-root DIR --height 512 --width 768 --num-frames 121
+  python -m ltx_neuron.doctor --checkpoint-path CKPT --gemma-root DIR --height 512 --width 768
 
-What is asked is the whole way to a video on the profile; with files, from those files. Exit code 0
-when nothing stands in its way (what is still to be sharded or compiled is listed with its command),
-1 when something blocks it, 2 for a wrong flag.
+Checks the machine for the profile; with files, also those files, the rank files and graphs made of
+them, and the memory for the size asked for. Exit code 0 when nothing blocks (what is still to be
+sharded or compiled is listed with its command), 1 when something does, 2 for a wrong flag.
 """
 
 import argparse
@@ -14,44 +14,80 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ltx_neuron.doctor.finding import Finding, table
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import run
 
+if TYPE_CHECKING:  # these import torch, whose absence is a finding
+    from ltx_neuron.doctor.checks import Request
+    from ltx_neuron.machine import Machine
+    from ltx_neuron.profiles import Profile
+    from ltx_neuron.workspace import Workspace
 
-def parser() -> argparse.ArgumentParser:
+
+def build_parser() -> argparse.ArgumentParser:
     from ltx_neuron import flags
 
-    made = flags.parser(
+    parser = flags.parser(
         __doc__,
         "python -m ltx_neuron.doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors"
         " --gemma-root gemma-3-12b",
         gemma=True,
         required=False,
     )
-    made.prog = "python -m ltx_neuron.doctor"
-    for kind in ("spatial", "temporal"):
-        made.add_argument(f"--{kind}-upsampler-path", type=Path, metavar="FILE")
-    flags.add_size(made)
-    flags.add_loras(made)
-    made.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    return made
+    parser.prog = "python -m ltx_neuron.doctor"
+    parser.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE")
+    parser.add_argument("--temporal-upsampler-path", type=Path, metavar="FILE")
+    flags.add_size(parser)
+    flags.add_graph_cut(parser)
+    flags.add_loras(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    return parser
 
 
-def main(argv: list[str] | None = None, system: System | None = None, machine=None) -> None:
-    """`system` and `machine` (machine.Machine) are this one's where they are not given."""
+def request_of(args: argparse.Namespace) -> "Request":
+    """The parsed flags as a Request. Raises UserError for a wrong value."""
+    from ltx_neuron import flags
+    from ltx_neuron.doctor.checks import Request
+
+    def open_workspace(profile: "Profile") -> "Workspace":
+        resolved = argparse.Namespace(**vars(args) | {"profile": profile.name})
+        return flags.workspace(resolved, writes=False)
+
+    return Request(
+        checkpoint_path=args.checkpoint_path,
+        gemma_root=args.gemma_root,
+        spatial_upsampler_path=args.spatial_upsampler_path,
+        temporal_upsampler_path=args.temporal_upsampler_path,
+        artifacts_dir=args.artifacts_dir,
+        profile_name=args.profile,
+        profile_changes=tuple(args.profile_set),
+        tp_degree=args.tp_degree,
+        dtype=args.dtype,
+        size=flags.size(args),
+        images=flags.images(args),
+        recipe=args.recipe or "distilled",
+        open_workspace=open_workspace,
+    )
+
+
+def main(
+    argv: list[str] | None = None, system: System | None = None, machine: "Machine | None" = None
+) -> None:
+    """Print the findings; exit with 1 where one blocks. `system` and `machine` are those of this
+    machine unless given."""
     system, argv = system or System(), sys.argv[1:] if argv is None else argv
-    if error := system.import_error(
-        "torch"
-    ):  # without it nothing else here can be looked at, flags included
+    # Without torch nothing else can be looked at: the flags' own module imports it.
+    if error := system.import_error("torch"):
         fix = "make venv; on a Neuron machine: README, On Trainium"
         show([Finding("torch", "blocks", f"cannot be imported: {error}", fix)], "--json" in argv)
-    args = parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     from ltx_neuron.doctor.checks import examine
     from ltx_neuron.machine import probe
 
-    show(examine(args, system, machine or probe(system.root)), args.json)
+    show(examine(request_of(args), system, machine or probe(system.root)), args.json)
 
 
 def show(findings: list[Finding], as_json: bool) -> None:

@@ -1,14 +1,13 @@
-"""Findings about packages, host, files and artifacts, and all findings for what the flags ask."""
+"""Findings about packages, host, files, artifacts and memory, and the order of all findings."""
 
-import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from ltx_neuron import flags
 from ltx_neuron.config import gemma_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, attempt, blocked, gb
@@ -16,9 +15,11 @@ from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import HostModels
+from ltx_neuron.job import Size, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
-from ltx_neuron.text.inputs import tokenizer
+from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -35,114 +36,132 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be possible, as far as the flags say it, and where facts come from."""
+class Request:
+    """The generation that the machine is examined for, as far as the user described it.
 
-    args: argparse.Namespace
+    profile_name     None: the machine's own
+    profile_changes  "key=value" each, as in --profile-set
+    tp_degree        None: the profile's
+    open_workspace   makes the workspace for the resolved profile; raises UserError
+    """
+
+    checkpoint_path: Path | None
+    gemma_root: Path | None
+    spatial_upsampler_path: Path | None
+    temporal_upsampler_path: Path | None
+    artifacts_dir: Path
+    profile_name: str | None
+    profile_changes: tuple[str, ...]
+    tp_degree: int | None
+    dtype: str
+    size: Size
+    images: tuple[ImageCondition, ...]
+    recipe: str
+    open_workspace: Callable[[Profile], Workspace]
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What every check gets: the request, its resolved profile, and where facts come from."""
+
+    request: Request
     profile: Profile
     machine: Machine
     system: System
 
     @property
     def tp(self) -> int:
-        return self.profile.degree(self.args.tp_degree)
+        return self.profile.degree(self.request.tp_degree)
 
     def workspace(self) -> Workspace:
-        return flags.workspace(self.args, writes=False)
+        return self.request.open_workspace(self.profile)
 
 
-def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
-    """Every finding for what the flags ask. Raises nothing: what cannot be looked at is a finding
-    as well."""
+def examine(request: Request, system: System, machine: Machine) -> list[Finding]:
+    """All findings, in the order of the table.
+
+    Raises nothing: a fact that cannot be had is a finding as well.
+    """
     instance = machine.instance or "no known EC2 instance type"
-    found = [
-        Finding(
-            "machine",
-            "ok",
-            f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs",
-        )
-    ]
+    text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"
+    findings = [Finding("machine", "ok", text)]
     try:
-        profile = resolve(args.profile, tuple(args.profile_set), machine)
+        profile = resolve(request.profile_name, request.profile_changes, machine)
     except UserError as error:
-        text, _, fix = str(error).partition("\n")
-        found.append(
-            Finding(
-                "profile",
-                "blocks",
-                text,
-                fix.replace("Find out why: python -m ltx_neuron.doctor. ", ""),
-            )
-        )
-        asked = Asked(args, PROFILES.get(machine.instance, PROFILES["cpu"]), machine, system)
-        return [*found, *_guarded(on_chips, asked), *_guarded(can_run, asked)]
-    args = argparse.Namespace(**vars(args) | {"profile": profile.name})  # found once, handed down
-    asked = Asked(args, profile, machine, system)
-    found.append(
-        Finding("profile", "ok", f"{profile.name}: {asked.tp} ranks, backend {profile.backend}")
-    )
-    for check in (packages, media, on_chips, host, files, fits, artifacts, can_run):
-        found += _guarded(check, asked)
-    return found
+        unresolved = blocked("profile", error)
+        fix = unresolved.fix.replace("Find out why: python -m ltx_neuron.doctor. ", "")
+        findings.append(replace(unresolved, fix=fix))
+        nearest = PROFILES.get(machine.instance, PROFILES["cpu"])
+        examination = Examination(request, nearest, machine, system)
+        checks = (on_chips, can_run)
+    else:
+        examination = Examination(request, profile, machine, system)
+        text = f"{profile.name}: {examination.tp} ranks, backend {profile.backend}"
+        findings.append(Finding("profile", "ok", text))
+        checks = (packages, media, on_chips, host, files, fits, artifacts, can_run)
+    for check in checks:
+        findings += _guarded(check, examination)
+    return findings
 
 
-def _guarded(check: Callable[[Asked], Iterable[Finding]], asked: Asked) -> Iterator[Finding]:
-    """The findings of a check as far as it comes: a doctor that falls over is of no use to
-    anybody."""
+def _guarded(
+    check: Callable[[Examination], Iterable[Finding]], examination: Examination
+) -> Iterator[Finding]:
+    """The findings of a check up to its error, which is a finding too: one check that fails must
+    not hide the others."""
     try:
-        yield from check(asked)
+        yield from check(examination)
     except UserError as error:
         yield blocked(check.__name__, error)
     except Exception as error:
-        yield Finding(
-            check.__name__,
-            "note",
-            f"could not be looked at to the end: {type(error).__name__}: {error}",
-        )
+        text = f"could not be looked at to the end: {type(error).__name__}: {error}"
+        yield Finding(check.__name__, "note", text)
 
 
-def on_chips(asked: Asked) -> Iterator[Finding]:
-    return neuron(asked.profile, asked.tp, asked.machine.neuron_devices, asked.system)
+def on_chips(examination: Examination) -> Iterator[Finding]:
+    """Findings about the Neuron side of the machine."""
+    return neuron(
+        examination.profile, examination.tp, examination.machine.neuron_devices, examination.system
+    )
 
 
-def packages(asked: Asked) -> Iterator[Finding]:
-    """Python's side: torch, what the host's stages run on, and what the profile's backend runs
-    on."""
-    yield Finding("python", "ok", f"{asked.system.python} in {asked.system.prefix}")
-    version, low, high = asked.system.version("torch"), *sdk.TORCH
-    if not low <= sdk.numbers(version)[:2] < high:
-        wanted = f"torch>={sdk.said(low)},<{sdk.said(high)}"
+def packages(examination: Examination) -> Iterator[Finding]:
+    """Python, torch, the packages of the profile's backend and those of the host models."""
+    yield Finding("python", "ok", f"{examination.system.python} in {examination.system.prefix}")
+    version, low, high = examination.system.version("torch"), *sdk.TORCH
+    numbers = sdk.version_numbers(version)[:2]
+    if not low <= numbers < high:
+        wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
         yield Finding(
             "torch",
             "blocks",
             f"torch is {version or 'absent'}, wanted {wanted}",
             f'pip install "{wanted}"',
         )
-    elif asked.profile.backend == "nxd" and sdk.numbers(version)[:2] != sdk.NXD_TORCH:
+    elif examination.profile.backend == "nxd" and numbers != sdk.NXD_TORCH:
         yield Finding(
             "torch",
             "blocks",
-            f"torch is {version}; NxD needs {sdk.said(sdk.NXD_TORCH)}, the last of PyTorch/XLA",
+            f"torch is {version}; NxD needs {sdk.dotted(sdk.NXD_TORCH)}, the last of PyTorch/XLA",
             "in an environment of its own: pip install -r requirements-neuron.txt; or, with"
             " torch-neuronx 2.13, --profile-set backend=torchdist",
         )
     else:
         yield Finding("torch", "ok", version)
     try:
-        require_runtime(asked.profile, asked.tp, asked.machine)
+        require_runtime(examination.profile, examination.tp, examination.machine)
     except UserError as error:
         yield blocked("runtime", error)
     for package, (why, install) in _PACKAGES.items():
-        if version := asked.system.version(package):
+        if version := examination.system.version(package):
             yield Finding(package, "ok", f"{version} ({why})")
         else:
             yield Finding(package, "blocks", f"not installed ({why})", install)
 
 
-def media(asked: Asked) -> Iterator[Finding]:
-    """PyAV has ffmpeg's libraries in its wheel, so no ffmpeg command is needed; torchaudio is not
-    used at run time."""
-    system = asked.system
+def media(examination: Examination) -> Iterator[Finding]:
+    """PyAV, whose wheel has ffmpeg's libraries, and torchaudio, which nothing needs."""
+    system = examination.system
     if system.version("av"):
         again = "pip install --force-reinstall --only-binary :all: av"
         if error := system.import_error("av"):
@@ -183,9 +202,10 @@ def _encodes(codec: str) -> bool:
     return True
 
 
-def host(asked: Asked) -> Iterator[Finding]:
-    """Memory and disk, compared with the weights where files are given."""
-    memory, weights, system = asked.system.memory(), weight_bytes(asked), asked.system
+def host(examination: Examination) -> Iterator[Finding]:
+    """Free memory and disk, compared with the size of the weights where files are given."""
+    system, weights = examination.system, weight_bytes(examination)
+    memory = system.memory()
     available, need = memory.get("MemAvailable"), max(weights.values(), default=0)
     if available is None:
         yield Finding(
@@ -203,9 +223,9 @@ def host(asked: Asked) -> Iterator[Finding]:
             text,
             "" if need <= available else fix,
         )
-    folder = asked.args.artifacts_dir
+    folder = examination.request.artifacts_dir
     free, need = system.free_bytes(folder), 0
-    if weights and not _finished(asked):
+    if weights and not _rank_files_exist(examination):
         need = sum(weights.values()) + GRAPH_BYTES
     text = f"{gb(free)} free for {folder}" + (
         f", {gb(need)} wanted for rank files and graphs" if need else ""
@@ -214,58 +234,58 @@ def host(asked: Asked) -> Iterator[Finding]:
     yield Finding("disk", "ok" if need <= free else "blocks", text, "" if need <= free else fix)
 
 
-def weight_bytes(asked: Asked) -> dict[str, int]:
-    """Bytes of each model's rank files, all ranks, from the headers; {} without files, or where
-    those are broken."""
-    if not asked.args.checkpoint_path:
+def weight_bytes(examination: Examination) -> dict[str, int]:
+    """Bytes of the rank files of every model, all ranks together, from the headers of the published
+    files; empty without those, or where they are broken."""
+    if not examination.request.checkpoint_path:
         return {}
     try:
-        workspace = asked.workspace()
+        workspace = examination.workspace()
         sources = [Source(MODELS["dit"], [workspace.checkpoint])]
-        sources += [workspace.gemma_source] if asked.args.gemma_root else []
+        sources += [workspace.gemma_source] if examination.request.gemma_root else []
     except UserError:
-        return {}  # a finding of `files`
-    size = DTYPES[asked.args.dtype].itemsize
+        return {}  # `files` reports it
+    size = DTYPES[examination.request.dtype].itemsize
     return {
         source.model.name: sum(math.prod(source.shape(n)) for n in source.names) * size
         for source in sources
     }
 
 
-def _finished(asked: Asked) -> bool:
-    """Whether the rank files are there."""
+def _rank_files_exist(examination: Examination) -> bool:
     try:
-        workspace = asked.workspace()
+        workspace = examination.workspace()
         workspace.dit_weights()
-        if asked.args.gemma_root:
+        if examination.request.gemma_root:
             workspace.gemma3_weights()
     except UserError:
         return False
     return True
 
 
-def files(asked: Asked) -> Iterator[Finding]:
-    """The published files, read as strictly as the scripts read them: every name, shape and length;
-    no data."""
-    args = asked.args
-    for flag, name, look in (
-        ("--checkpoint-path FILE", "checkpoint", _checkpoint),
-        ("--gemma-root DIR", "gemma", _gemma),
-    ):
-        given = args.checkpoint_path if name == "checkpoint" else args.gemma_root
-        yield (
-            attempt(name, lambda look=look: look(asked))
-            if given
-            else Finding(name, "note", f"not looked at: type {flag}")
-        )
-    for kind in ("spatial", "temporal"):
-        if path := getattr(args, f"{kind}_upsampler_path"):
-            yield attempt(f"{kind} upsampler", lambda kind=kind, path=path: _upsampler(kind, path))
+def files(examination: Examination) -> Iterator[Finding]:
+    """The published files, read as strictly as the scripts read them: every name, shape and length,
+    but no data."""
+    request = examination.request
+    if request.checkpoint_path:
+        yield attempt("checkpoint", lambda: _checkpoint(examination))
+    else:
+        yield Finding("checkpoint", "note", "not looked at: type --checkpoint-path FILE")
+    if request.gemma_root:
+        yield attempt("gemma", lambda: _gemma(examination))
+    else:
+        yield Finding("gemma", "note", "not looked at: type --gemma-root DIR")
+    if path := request.spatial_upsampler_path:
+        models = HostModels(path, {}, torch.float32, spatial_upsampler_path=path)
+        yield attempt("spatial upsampler", lambda: _upsampler(models, "spatial"))
+    if path := request.temporal_upsampler_path:
+        models = HostModels(path, {}, torch.float32, temporal_upsampler_path=path)
+        yield attempt("temporal upsampler", lambda: _upsampler(models, "temporal"))
 
 
-def _checkpoint(asked: Asked) -> str:
-    workspace = asked.workspace()
-    _ = workspace.dit_source
+def _checkpoint(examination: Examination) -> str:
+    workspace = examination.workspace()
+    _ = workspace.dit_source  # raises UserError unless every tensor of the DiT is there
     models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
     config = workspace.transformer
@@ -276,92 +296,87 @@ def _checkpoint(asked: Asked) -> str:
     )
 
 
-def _gemma(asked: Asked) -> str:
-    root = asked.args.gemma_root
-    config, found = gemma_config(root), gemma_files(root)
-    config.check_tensor_parallel(asked.tp)
-    tokenizer(root)
-    if asked.args.checkpoint_path and asked.args.checkpoint_path.is_file():
-        workspace = asked.workspace()
-        _ = workspace.gemma, workspace.gemma_source  # that the two belong together
+def _gemma(examination: Examination) -> str:
+    request = examination.request
+    root = request.gemma_root
+    config, weight_files = gemma_config(root), gemma_files(root)
+    config.check_tensor_parallel(examination.tp)
+    load_tokenizer(root)
+    if request.checkpoint_path and request.checkpoint_path.is_file():
+        workspace = examination.workspace()
+        # Raise UserError unless Gemma is the one that the checkpoint's connectors were made for.
+        _ = workspace.gemma
+        _ = workspace.gemma_source
     return (
         f"{root} is whole: {config.num_hidden_layers} layers of {config.hidden_size} channels, "
-        f"{gb(sum(file.size for file in found))}, tokenizer"
+        f"{gb(sum(file.size for file in weight_files))}, tokenizer"
     )
 
 
-def _upsampler(kind: str, path: Path) -> str:
-    models = HostModels(path, {}, torch.float32)
-    models.upsampler_paths[kind] = path
+def _upsampler(models: HostModels, kind: str) -> str:
     models.check([f"{kind}_upsampler"])
-    return f"{path} is whole"
+    return f"{models.upsampler_paths[kind]} is whole"
 
 
-def fits(asked: Asked) -> Iterator[Finding]:
-    """Whether a generation of the size asked for fits the device's memory, by the plan's
-    arithmetic."""
-    args = asked.args
-    limit = asked.profile.memory_bytes_per_core
-    if limit is None or not args.checkpoint_path or not args.checkpoint_path.is_file():
+def fits(examination: Examination) -> Iterator[Finding]:
+    """Whether a generation of the requested size fits the device's memory, by the plan's
+    arithmetic. Nothing without a checkpoint, or where the profile has no limit."""
+    request, limit = examination.request, examination.profile.memory_bytes_per_core
+    if limit is None or not request.checkpoint_path or not request.checkpoint_path.is_file():
         return
 
-    def planned() -> str:
-        asked.workspace().check_memory(
-            flags.size(args), args.recipe or "distilled", text=args.gemma_root is not None
-        )
+    def check_memory() -> str:
+        text = request.gemma_root is not None
+        examination.workspace().check_plan_fits(request.size, request.recipe, text)
         return (
             f"fits the {gb(limit)} of a core, by the plan's arithmetic (python -m ltx_neuron.plan)"
         )
 
-    yield attempt("device memory", planned)
+    yield attempt("device memory", check_memory)
 
 
-def artifacts(asked: Asked) -> Iterator[Finding]:
-    """Rank files, and graphs of the size asked for: finished, or the command that makes them."""
-    if not asked.args.checkpoint_path:
+def artifacts(examination: Examination) -> Iterator[Finding]:
+    """Rank files, and graphs of the requested size: finished, or the command that makes them."""
+    request = examination.request
+    if not request.checkpoint_path:
         return
+    size = request.size
     try:
-        workspace, size = asked.workspace(), flags.size(asked.args)
+        workspace = examination.workspace()
         size.check()
     except UserError as error:
-        if asked.args.checkpoint_path.is_file():  # else it is a finding of `files`
+        if request.checkpoint_path.is_file():  # else `files` reports it
             yield blocked("artifacts", error)
         return
-    recipe, images = asked.args.recipe or "distilled", flags.images(asked.args)
+
+    def graphs(stage: Stage) -> str:
+        _, manifest = workspace.dit_program_for(size, stage, request.images, request.recipe)
+        return str(manifest.folder)
+
     yield attempt("DiT weights", lambda: str(workspace.dit_weights()), "todo")
-    for stage in size.stages(recipe):
-        yield attempt(
-            f"DiT graphs, {stage.name}",
-            lambda stage=stage: _graphs(workspace, size, stage, images, recipe),
-            "todo",
-        )
-    if asked.args.gemma_root:
-        buckets = asked.profile.text_buckets
+    for stage in size.stages(request.recipe):
+        yield attempt(f"DiT graphs, {stage.name}", partial(graphs, stage), "todo")
+    if request.gemma_root:
+        buckets = examination.profile.text_buckets
         yield attempt("Gemma3 weights", lambda: str(workspace.gemma3_weights()), "todo")
         yield attempt(
             "Gemma3 graphs", lambda: f"{len(workspace.text_programs(buckets))} are finished", "todo"
         )
 
 
-def _graphs(workspace: Workspace, size, stage, images: tuple, recipe: str) -> str:
-    return str(workspace.dit_program_for(size, stage, images, recipe)[1].folder)
-
-
-def can_run(asked: Asked) -> Iterator[Finding]:
-    """What this machine can run, profile by profile."""
-    runs, lacks = [], []
+def can_run(examination: Examination) -> Iterator[Finding]:
+    """The profiles that this machine can run, and what it lacks for the others."""
+    can, cannot = [], []
     for name, profile in PROFILES.items():
         try:
-            if profile.device == "neuron" and asked.machine.neuron_devices < profile.chips:
-                raise UserError(
-                    f"{profile.chips} Neuron chips wanted, found {asked.machine.neuron_devices}"
-                )
-            require_runtime(profile, profile.tp, asked.machine)
-            runs.append(name)
+            chips = examination.machine.neuron_devices
+            if profile.device == "neuron" and chips < profile.chips:
+                raise UserError(f"{profile.chips} Neuron chips wanted, found {chips}")
+            require_runtime(profile, profile.tp, examination.machine)
+            can.append(name)
         except UserError as error:
-            lacks.append(f"{name} ({str(error).splitlines()[0].rstrip('.')})")
-    yield Finding(
-        "can run here", "ok", ", ".join(runs) + (f"; not {', '.join(lacks)}" if lacks else "")
-    )
+            cannot.append(f"{name} ({str(error).splitlines()[0].rstrip('.')})")
+    text = ", ".join(can) + (f"; not {', '.join(cannot)}" if cannot else "")
+    yield Finding("can run here", "ok", text)
     plan = "python -m ltx_neuron.plan --checkpoint-path FILE --profile NAME"
     yield Finding("can plan here", "ok", f"{', '.join(PROFILES)}: {plan}")

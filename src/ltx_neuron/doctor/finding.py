@@ -1,4 +1,4 @@
-"""A finding: one fact, whether it stands in the way, and the command that mends it."""
+"""A finding: one fact, whether it blocks a generation, and the command that corrects it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,13 @@ State = Literal["ok", "note", "todo", "blocks"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`note`: works, but is good to know. `todo`: not made yet. `fix`: the command that mends or
-    makes it."""
+    """One line of the doctor's table.
+
+    check  what was looked at, in a word or two
+    state  ok; note: works, but is good to know; todo: files that are still to be made; blocks
+    text   the fact
+    fix    the command that corrects or makes it
+    """
 
     check: str
     state: State
@@ -21,14 +26,16 @@ class Finding:
 
 
 def blocked(check: str, error: UserError, state: State = "blocks") -> Finding:
-    """A UserError's first line says what is wrong, the others what to type."""
+    """The finding of a UserError: its first line is the fact, its other lines are the fix."""
     text, _, fix = str(error).partition("\n")
     return Finding(check, state, text, fix)
 
 
 def attempt(check: str, fact: Callable[[], str], missing: State = "blocks") -> Finding:
-    """A finding from something that raises UserError where it is not well. `missing`: what it then
-    is, unless damaged."""
+    """The finding of a function that returns a fact or raises UserError.
+
+    missing  the state in case of an error, unless the error is about a damaged file: that blocks
+    """
     try:
         return Finding(check, "ok", fact())
     except UserError as error:
@@ -37,12 +44,14 @@ def attempt(check: str, fact: Callable[[], str], missing: State = "blocks") -> F
 
 
 def gb(count: int) -> str:
+    """A number of bytes as text, in GB of 1e9 or MB of 1e6."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def table(findings: list[Finding]) -> str:
-    """The findings as a person reads them, and the verdict."""
-    width, lines = max(len(finding.check) for finding in findings), []
+    """The findings as lines of text, with the verdict as the last one."""
+    width = max(len(finding.check) for finding in findings)
+    lines = []
     for finding in findings:
         lines.append(f"{finding.state:<7}{finding.check:<{width}}  {finding.text}")
         lines += [f"{'':<7}{'':<{width}}  > {line}" for line in finding.fix.splitlines()]
@@ -50,6 +59,7 @@ def table(findings: list[Finding]) -> str:
 
 
 def verdict(findings: list[Finding]) -> str:
+    """One sentence: what blocks, else what is still to be made."""
     blocks, todo = (
         dict.fromkeys(f.check for f in findings if f.state == state) for state in ("blocks", "todo")
     )

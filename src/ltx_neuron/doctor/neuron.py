@@ -1,5 +1,4 @@
-"""Findings about the Neuron side of a machine: driver, SDK, whether NxD may be used with it, cores
-and who holds them, LNC."""
+"""Findings about the Neuron side of a machine: driver, SDK, support of NxD, free cores, LNC."""
 
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -12,16 +11,21 @@ from ltx_neuron.profiles import Profile
 DRIVER = "sudo modprobe neuron; where that finds no module: sudo apt-get install aws-neuronx-dkms"
 TOOLS = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"
 _PACKAGES = ("neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla", "libneuronxla")
-_INSTEAD = (
-    f"use an environment of SDK 2.27 to {sdk.said(sdk.NXD_LAST)} with torch"
-    f" {sdk.said(sdk.NXD_TORCH)}; or, in one with torch-neuronx 2.13, --profile-set"
+_OTHER_ENVIRONMENT = (
+    f"use an environment of SDK 2.27 to {sdk.dotted(sdk.NXD_LAST)} with torch"
+    f" {sdk.dotted(sdk.NXD_TORCH)}; or, in one with torch-neuronx 2.13, --profile-set"
     " backend=torchdist"
 )
 _LNC_FILE = "/opt/aws/neuron/logical_nc_config"
 
 
 def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Finding]:
-    """All of them. A machine without chips has none, unless the profile wants some."""
+    """All findings of this module. On a machine without Neuron chips there are none, unless the
+    profile needs chips.
+
+    tp     ranks
+    chips  Neuron chips of the machine
+    """
     if not chips:
         if profile.device == "neuron":
             yield Finding(
@@ -35,27 +39,27 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
     if driver is None:
         yield Finding("driver", "blocks", "device files are there, but no driver is loaded", DRIVER)
     else:
-        yield Finding("driver", "ok", driver + sdk.of_sdk("driver", driver))
-    yield from packages(profile, driver, system)
+        yield Finding("driver", "ok", driver + sdk.release_suffix("driver", driver))
+    yield from sdk_packages(profile, driver, system)
     yield from cores(profile, tp, system)
     yield lnc(profile, system)
 
 
-def packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
-    """Which release of the SDK this environment is, and what that means for the profile's
-    backend."""
+def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterator[Finding]:
+    """The SDK's packages in this environment, their release, and whether the profile's backend may
+    be used with it."""
     low, high = sdk.PYTHON[profile.backend]
-    if profile.device == "neuron" and not low <= sdk.numbers(system.python)[:2] < high:
+    if profile.device == "neuron" and not low <= sdk.version_numbers(system.python)[:2] < high:
         text = (
-            f"Python {system.python}; backend {profile.backend} has wheels from {sdk.said(low)} on,"
-            f" below {sdk.said(high)}"
+            f"Python {system.python}; backend {profile.backend} has wheels from"
+            f" {sdk.dotted(low)} on, below {sdk.dotted(high)}"
         )
         yield Finding("python", "blocks", text, "python3.12 -m venv DIR, and README, On Trainium")
     installed = {name: version for name in _PACKAGES if (version := system.version(name))}
     compiler = installed.get("neuronx-cc")
     if installed:
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
-        yield Finding("sdk", "ok", names + sdk.of_sdk("compiler", compiler))
+        yield Finding("sdk", "ok", names + sdk.release_suffix("compiler", compiler))
     else:
         yield Finding(
             "sdk",
@@ -69,8 +73,8 @@ def packages(profile: Profile, driver: str | None, system: System) -> Iterator[F
         yield Finding(
             "sdk",
             "note",
-            f"the driver is of SDK {sdk.said(of_driver)}, the compiler of {sdk.said(release)}: the "
-            "runtime may refuse the graphs",
+            f"the driver is of SDK {sdk.dotted(of_driver)}, the compiler of {sdk.dotted(release)}:"
+            " the runtime may refuse the graphs",
             "sudo apt-get install --only-upgrade aws-neuronx-dkms",
         )
     if profile.attention == "nki" and (error := system.import_error("nkilib")):
@@ -82,27 +86,31 @@ def packages(profile: Profile, driver: str | None, system: System) -> Iterator[F
         )
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # what is missing is a finding of `checks.packages`
-    state, usable = sdk.nxd_on(release)
-    yield Finding("nxd", "ok" if usable else "blocks", state, "" if usable else _INSTEAD)
+    state, usable = sdk.nxd_support(release)
+    yield Finding("nxd", "ok" if usable else "blocks", state, "" if usable else _OTHER_ENVIRONMENT)
     if usable and release >= (2, 30):
         yield Finding(
             "nxd",
             "note",
-            f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.said(sdk.NXD_LAST)} or "
-            "older. What comes after it is --profile-set backend=torchdist with torch-neuronx 2.13",
+            f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.dotted(sdk.NXD_LAST)}"
+            " or older. What comes after it is --profile-set backend=torchdist with"
+            " torch-neuronx 2.13",
         )
 
 
 def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
-    """How many logical cores are free, and who holds the others."""
+    """The number of free logical cores, and the processes that use the others."""
     devices = system.devices()
     if devices is None:
-        held = [f"{name}: {_who(processes)}" for name, processes in system.holders().items()]
+        in_use = [
+            f"{name}: {_describe_processes(processes)}"
+            for name, processes in system.holders().items()
+        ]
         yield Finding(
             "cores",
             "note",
             "neuron-ls is not there or does not answer, so free cores are not counted; "
-            + (f"chips in use: {'; '.join(held)}" if held else "no process has a chip open"),
+            + (f"chips in use: {'; '.join(in_use)}" if in_use else "no process has a chip open"),
             TOOLS,
         )
     else:
@@ -110,27 +118,27 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
         free = sum(len(device.cores) for device in devices if not device.holders)
         holders = sorted({holder for device in devices for holder in device.holders})
         text = f"{free} of {total} logical cores are on chips that nobody uses, {tp} wanted"
-        text += f"; in use by {_who(holders)}" if holders else ""
-        ends = " ".join(str(pid) for pid, _ in holders)
+        text += f"; in use by {_describe_processes(holders)}" if holders else ""
+        pids = " ".join(str(pid) for pid, _ in holders)
         fix = (
-            f"end them: kill {ends}; wait a few seconds and type the same again"
+            f"end them: kill {pids}; wait a few seconds and type the same again"
             if holders
             else "type a smaller --tp-degree"
         )
         enough = free >= tp or profile.device != "neuron"
         yield Finding("cores", "ok" if enough else "blocks", text, "" if enough else fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
-    if visible and profile.device == "neuron" and _count(visible) < tp:
+    if visible and profile.device == "neuron" and _count_cores(visible) < tp:
         yield Finding(
             "cores",
             "blocks",
-            f"NEURON_RT_VISIBLE_CORES={visible} shows {_count(visible)} cores, {tp} wanted",
+            f"NEURON_RT_VISIBLE_CORES={visible} shows {_count_cores(visible)} cores, {tp} wanted",
             "unset NEURON_RT_VISIBLE_CORES",
         )
 
 
-def _count(cores: str) -> int:
-    """Of a list as in 0-3,8: 5. What is no such list counts as none."""
+def _count_cores(cores: str) -> int:
+    """The number of cores in a list such as 0-3,8 (here 5); 0 for what is no such list."""
     total = 0
     for part in cores.split(","):
         first, dash, last = part.strip().partition("-")
@@ -140,7 +148,7 @@ def _count(cores: str) -> int:
     return total
 
 
-def _who(processes: Iterable[tuple[int, str]]) -> str:
+def _describe_processes(processes: Iterable[tuple[int, str]]) -> str:
     return ", ".join(
         f"{pid} ({textwrap.shorten(command, 60) or 'unknown command'})"
         for pid, command in processes
@@ -148,24 +156,26 @@ def _who(processes: Iterable[tuple[int, str]]) -> str:
 
 
 def lnc(profile: Profile, system: System) -> Finding:
-    """Graphs are compiled for one LNC, and the runtime must have the same. The environment goes
-    before the file."""
-    wanted, listed = (
-        str(profile.lnc),
-        sorted({str(device.lnc) for device in system.devices() or () if device.lnc}),
-    )
+    """Whether the runtime's LNC (physical cores of a logical one) is the one that graphs are
+    compiled for.
+
+    The runtime takes it from the environment, else from its file, else it is what neuron-ls shows.
+    """
+    wanted = str(profile.lnc)
+    listed = sorted({str(device.lnc) for device in system.devices() or () if device.lnc})
     environment = {
         name: value
         for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
         if (value := system.environment.get(name))
     }
-    found = environment or ({_LNC_FILE: system.lnc_file} if system.lnc_file else {})
-    found = found or ({"neuron-ls": ", ".join(listed)} if listed else {})
-    wrong = [name for name, value in found.items() if value != wanted]
-    text = (
-        ", ".join(f"{name} says {value}" for name, value in found.items())
-        or "not set; 2 is Trainium2's default"
-    )
+    settings = environment
+    if not settings and system.lnc_file:
+        settings = {_LNC_FILE: system.lnc_file}
+    elif not settings and listed:
+        settings = {"neuron-ls": ", ".join(listed)}
+    wrong = [name for name, value in settings.items() if value != wanted]
+    text = ", ".join(f"{name} says {value}" for name, value in settings.items())
+    text = text or "not set; 2 is Trainium2's default"
     if not wrong or profile.device != "neuron":
         return Finding("lnc", "ok", text)
     fixes = {

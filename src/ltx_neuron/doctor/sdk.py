@@ -1,5 +1,4 @@
-"""The Neuron SDK's releases, told by the versions of what they install, and what each means for
-NxD."""
+"""The Neuron SDK's releases: which versions each installs, and whether NxD may be used with it."""
 
 import re
 from typing import NamedTuple
@@ -24,9 +23,9 @@ SDKS = (
     Sdk((2, 31), (2, 26), (2, 29)),
     Sdk((2, 32), (2, 27), (2, 30)),
 )
-# From which release on, what NxD's inference API (ModelBuilder) is there, and whether it may be
-# used. Sources: release notes of 2.27, 2.30 and 2.32; the announcement of the end of support on
-# Trn2 and Trn3, of 16 October 2026.
+# First release, how NxD's inference API (ModelBuilder) is supported from there on, and whether it
+# may be used. Sources: release notes of 2.27, 2.30 and 2.32; the announcement of 16 October 2026 of
+# the end of support on Trn2 and Trn3.
 NXD_LIFECYCLE = (
     ((2, 27), "supported", True),
     ((2, 30), "in maintenance: fixes for security alone", True),
@@ -38,55 +37,47 @@ NXD_LIFECYCLE = (
     ((2, 34), "no longer supported on Trainium2", False),
 )
 NXD_LAST = (2, 33)
-TORCH = (2, 9), (2, 14)  # from, and below
-PYTHON = {
-    "nxd": ((3, 11), (3, 14)),
-    "torchdist": ((3, 12), (3, 15)),
-}  # on Neuron, by backend: from, and below
+# Versions from the first on, below the second. PYTHON: on Neuron, by backend.
+TORCH = (2, 9), (2, 14)
+PYTHON = {"nxd": ((3, 11), (3, 14)), "torchdist": ((3, 12), (3, 15))}
 NXD_TORCH = (2, 9)  # the last PyTorch that PyTorch/XLA, and with it NxD, has
 
 
-def numbers(version: str | None) -> Version:
-    """(2, 9, 0) of 2.9.0+cpu; () of what has no numbers."""
+def version_numbers(version: str | None) -> Version:
+    """The first four numbers of a version: (2, 9, 0) of 2.9.0+cpu, () of what has none."""
     return tuple(map(int, re.findall(r"\d+", (version or "").partition("+")[0])[:4]))
 
 
-def said(version: Version) -> str:
+def dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
 def release_of(part: str, version: str | None) -> Version | None:
-    """The release that a "compiler" or a "driver" is of; None for one older than the table.
+    """The SDK release that has a "compiler" or a "driver" of this version; None for one older than
+    the table.
 
-    Releases after the table's last are counted on: every release so far has raised both by one.
+    Releases after the table's last are extrapolated: every release so far has raised both versions
+    by one.
     """
-    found, last = numbers(version)[:2], SDKS[-1]
-    if found > getattr(last, part):
-        return last.release[0], last.release[1] + found[1] - getattr(last, part)[1]
-    return next((sdk.release for sdk in SDKS if getattr(sdk, part) == found), None)
+    numbers, last = version_numbers(version)[:2], SDKS[-1]
+    if numbers > getattr(last, part):
+        return last.release[0], last.release[1] + numbers[1] - getattr(last, part)[1]
+    return next((sdk.release for sdk in SDKS if getattr(sdk, part) == numbers), None)
 
 
-def of_sdk(part: str, version: str | None) -> str:
-    """ " (SDK 2.31)", to be put behind a version."""
+def release_suffix(part: str, version: str | None) -> str:
+    """The release as text to follow a version: " (SDK 2.31)"."""
     release = release_of(part, version)
-    guessed = (
-        ", counted on from the releases known" if release and release > SDKS[-1].release else ""
-    )
-    return (
-        f" (SDK {said(release)}{guessed})"
-        if release
-        else " (of an SDK before 2.27)"
-        if numbers(version)
-        else ""
-    )
+    if release is None:
+        return " (of an SDK before 2.27)" if version_numbers(version) else ""
+    guessed = ", counted on from the releases known" if release > SDKS[-1].release else ""
+    return f" (SDK {dotted(release)}{guessed})"
 
 
-def nxd_on(release: Version | None) -> tuple[str, bool]:
-    """What NxD is on a release, and whether it may be used; a release of None is older than the
-    table."""
+def nxd_support(release: Version | None) -> tuple[str, bool]:
+    """How NxD is supported on a release, as text, and whether it may be used. A release of None is
+    older than the table."""
     rows = [row for row in NXD_LIFECYCLE if release and row[0] <= release]
-    return (
-        rows[-1][1:]
-        if rows
-        else ("ModelBuilder V2 is used from SDK 2.27 on, this one is older", False)
-    )
+    if not rows:
+        return "ModelBuilder V2 is used from SDK 2.27 on, this one is older", False
+    return rows[-1][1:]

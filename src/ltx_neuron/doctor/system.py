@@ -1,12 +1,11 @@
-"""What the doctor reads from a machine: files below a root, commands, installed packages.
+"""Facts about a machine: files below a root, outputs of commands, installed packages.
 
-Every way in is a field of System, so that tests drive it with trees of files and tables. Nothing
-here raises for what is absent or unreadable: the fact is None or empty.
+Every source of facts is a field of System, so that tests replace it by folders and tables. Nothing
+here raises for what is absent or unreadable: the fact is then None or empty.
 """
 
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,27 +17,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ltx_neuron.machine import package_version
+
 TOOLS = "/opt/aws/neuron/bin"  # where the Neuron packages put their commands, often outside PATH
 COMMAND_SECONDS = 20.0  # a tool that waits for a broken driver must not stop the doctor
 
 
 class Device(NamedTuple):
-    """One chip as neuron-ls shows it: its logical cores' numbers, their LNC, and (pid, command) of
-    who uses the chip."""
+    """One chip as neuron-ls shows it."""
 
     index: int
-    cores: tuple[int, ...]
-    lnc: int | None
-    holders: tuple[tuple[int, str], ...]
+    cores: tuple[int, ...]  # numbers of its logical cores
+    lnc: int | None  # physical cores of a logical one
+    holders: tuple[tuple[int, str], ...]  # (pid, command) of the processes that use it
 
 
 def output_of(*command: str) -> str | None:
-    """What a command prints; None where it is absent, fails or takes too long."""
+    """A command's standard output; None where the command is absent, fails or takes too long."""
     path = shutil.which(command[0], path=os.pathsep.join([os.environ.get("PATH", ""), TOOLS]))
     if path is None:
         return None
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [path, *command[1:]],
             capture_output=True,
             text=True,
@@ -47,33 +47,22 @@ def output_of(*command: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return done.stdout
-
-
-def version_of(package: str) -> str | None:
-    """Of an installed package; None where there is none."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return completed.stdout
 
 
 def import_error(module: str) -> str | None:
     """Why a module cannot be imported; None where it can."""
     try:
         importlib.import_module(module)
-    except (
-        Exception
-    ) as error:  # a wheel for another torch fails with OSError, RuntimeError or what its C++ throws
-        return (
-            f"{type(error).__name__}:"
-            f" {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
-        )
+    # A wheel for another torch fails with OSError, RuntimeError or whatever its C++ throws.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no text"]
+        return f"{type(error).__name__}: {lines[0]}"
     return None
 
 
 def free_bytes(path: Path) -> int:
-    """Of the file system that a path is on, or would be: the nearest folder that exists."""
+    """Free bytes of the file system that a path is on, or would be if it were made."""
     nearest = next(
         folder
         for folder in (Path(path).absolute(), *Path(path).absolute().parents)
@@ -84,19 +73,23 @@ def free_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class System:
-    """The ways into a machine; the defaults are this one's."""
+    """Where facts about a machine come from; the defaults are this machine's.
+
+    output  called with the words of a command, see `output_of`
+    prefix  folder of the Python environment
+    """
 
     root: Path = Path("/")
     output: Callable[..., str | None] = output_of
-    version: Callable[[str], str | None] = version_of
+    version: Callable[[str], str | None] = package_version
     import_error: Callable[[str], str | None] = import_error
     free_bytes: Callable[[Path], int] = free_bytes
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     python: str = platform.python_version()
-    prefix: str = sys.prefix  # of the virtual environment
+    prefix: str = sys.prefix
 
     def text(self, path: str) -> str | None:
-        """A small file's text."""
+        """A small file's text; None where it cannot be read."""
         try:
             return (self.root / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
@@ -112,15 +105,15 @@ class System:
         """The machine's own LNC setting (deploy/eks/prerequisites.rst of the SDK's
         documentation)."""
         lines = (self.text("opt/aws/neuron/logical_nc_config") or "").splitlines()
-        said = [
+        values = [
             line.partition("=")[2].strip()
             for line in lines
             if line.startswith("NEURON_LOGICAL_NC_CONFIG=")
         ]
-        return said[-1] if said else None
+        return values[-1] if values else None
 
     def memory(self) -> dict[str, int]:
-        """Bytes by the names of /proc/meminfo."""
+        """The bytes of /proc/meminfo, by its names."""
         rows = (line.split() for line in (self.text("proc/meminfo") or "").splitlines())
         return {
             row[0].rstrip(":"): int(row[1]) * 1024
@@ -129,8 +122,8 @@ class System:
         }
 
     def devices(self) -> list[Device] | None:
-        """The chips that neuron-ls lists (`neuron-ls --json-output`); None where it says nothing
-        that can be read."""
+        """The chips that `neuron-ls --json-output` lists; None where it is absent or its output is
+        not understood."""
         try:
             rows = json.loads(self.output("neuron-ls", "--json-output") or "")
             return [
@@ -149,12 +142,11 @@ class System:
             return None
 
     def holders(self) -> dict[str, list[tuple[int, str]]]:
-        """Who has a chip's device file open, by the file's name: what shows where neuron-ls is not
-        installed.
+        """(pid, command) of the processes that have a chip's device file open, by the file's name.
 
-        Other users' processes show to root alone.
+        It needs no neuron-ls. Only root sees the processes of other users.
         """
-        found: dict[str, list[tuple[int, str]]] = {}
+        holders: dict[str, list[tuple[int, str]]] = {}
         for folder in self._processes():
             open_files = set()
             with contextlib.suppress(OSError):
@@ -164,8 +156,8 @@ class System:
             for name in sorted(
                 file.removeprefix("/dev/") for file in open_files if file.startswith("/dev/neuron")
             ):
-                found.setdefault(name, []).append((int(folder.name), self._command(folder)))
-        return found
+                holders.setdefault(name, []).append((int(folder.name), self._command(folder)))
+        return holders
 
     def _processes(self) -> list[Path]:
         try:
@@ -190,14 +182,14 @@ class System:
             return ""
 
     def core_memory(self) -> dict[str, int]:
-        """Device memory in use, bytes, of every core that the driver shows
-        ("neuron0/neuron_core1").
+        """Bytes of device memory in use, by core, such as "neuron0/neuron_core1".
 
-        neuron-sysfs-user-guide.rst: of memory counters `total` is what is used now.
+        The driver's counter `total` is what is used now (neuron-sysfs-user-guide.rst of the SDK's
+        documentation).
         """
-        found = {}
+        used = {}
         base = self.root / "sys/devices/virtual/neuron_device"
         for path in sorted(base.glob("neuron*/neuron_core*/stats/memory_usage/device_mem/total")):
             with contextlib.suppress(OSError, ValueError):
-                found[str(path.relative_to(base).parents[3])] = int(path.read_text())
-        return found
+                used[str(path.relative_to(base).parents[3])] = int(path.read_text())
+        return used

@@ -38,7 +38,7 @@ class BackgroundTask:
         self._function, self._result, self._error = function, None, None
         self._cancelled = False
         ready, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name="task")
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="background")
         try:
             self._thread.start()
             ready.wait()

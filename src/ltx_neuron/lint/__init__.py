@@ -1,11 +1,11 @@
-"""Does neuronx-cc take our graphs? Checked against its documented limits, before anyone pays for a
-compile.
+"""Checks that neuronx-cc takes the toolkit's graphs: against its documented limits, before anyone
+pays for a compile.
 
   python -m ltx_neuron.lint
 
-One table of rules (rules.py) and two front ends that read graphs into operations: `fx` for what
-TorchNeuron is given (exported programs, AOT graphs of torch.compile) and `hlo` for what
-ModelBuilder is given (the HLO text that torch_xla traces, `lower`).
+One table of rules (rules.py) and two front ends that read graphs into operations: fx.py for what
+TorchNeuron is given (exported programs, AOT graphs of torch.compile) and hlo.py for what
+ModelBuilder is given (the HLO text that torch_xla traces, lower.py).
 """
 
 from ltx_neuron.lint.fx import Recorder, check_fx

@@ -1,9 +1,8 @@
-"""python -m ltx_neuron.lint: every graph against what neuronx-cc documents that it takes. Exit 1 on
-a finding.
+"""python -m ltx_neuron.lint: check every graph against what neuronx-cc documents that it takes.
 
 Two parts: exported graphs, as TorchNeuron is given them, which needs torch alone; and HLO, as
-ModelBuilder is given it, which needs torch 2.9 and torch_xla 2.9. Without torch_xla the second part
-says what to install, and the exit code is 2.
+ModelBuilder is given it, which needs torch 2.9 and torch_xla 2.9. Exit code 1 on a finding; without
+torch_xla the second part says what to install, and the exit code is 2.
 """
 
 import argparse
@@ -25,8 +24,12 @@ from ltx_neuron.profiles import PROFILES, Profile, resolve
 
 
 class Part(NamedTuple):
-    """A front end: the Comm it traces with, what must be there, and how a graph of a program is
-    read."""
+    """A front end.
+
+    comm     makes the Comm that it traces with, for a number of ranks
+    require  raises UserError where a package is missing
+    read     reads a graph of a program: (program, name, tp, dtype, title) to a Reading
+    """
 
     title: str
     comm: Callable[[int], Comm]
@@ -49,17 +52,22 @@ def survey(
     keep: Path | None = None,
 ) -> list[Finding]:
     """Read every graph of the programs whose name contains `only`, as the first and as the last
-    rank; print a line for each."""
-    found, ranks = [], (0, tp - 1)
-    named = [(case, make) for case, make in programs(profile, tp, dtype) if only in case]
-    if not named:
-        known = "; ".join(case for case, _ in programs(profile, tp, dtype))
+    rank, and print a line for each. Returns the findings.
+
+    keep  folder for the text of every graph
+    Raises UserError where no name contains `only`.
+    """
+    all_findings, ranks = [], (0, tp - 1)
+    cases = [*programs(profile, tp, dtype)]
+    selected = [(case, make) for case, make in cases if only in case]
+    if not selected:
+        known = "; ".join(case for case, _ in cases)
         raise UserError(f"--only {only!r} is in no program's name; known: {known}")
     print(
         f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks"
         f" {ranks}\n{_HEAD}"
     )
-    for case, make in named:
+    for case, make in selected:
         readings = {rank: _read(part, case, make, rank, tp, dtype) for rank in ranks}
         for graph, reading in readings[0].items():
             operations, findings = reading.check()
@@ -67,12 +75,12 @@ def survey(
                 graph, {rank: of[graph].text for rank, of in readings.items()}
             )
             print(_row(graph, operations, findings), flush=True)
-            found += findings
+            all_findings += findings
             if keep:
                 keep.mkdir(parents=True, exist_ok=True)
                 name = f"{part.read.__module__.rpartition('.')[2]} {graph}.txt"
                 (keep / name.translate(_IN_A_FILE_NAME)).write_text(reading.text)
-    return found
+    return all_findings
 
 
 _IN_A_FILE_NAME = str.maketrans({" ": "_", ":": None, ",": None})
@@ -81,6 +89,7 @@ _IN_A_FILE_NAME = str.maketrans({" ": "_", ":": None, ",": None})
 def _read(
     part: Part, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype
 ) -> dict[str, Reading]:
+    """Every graph of a program as a rank traces it, by title."""
     with fake_process_group(tp, rank):
         program = make(comm=part.comm(tp))
         names = {f"{case}: {name}": name for name in program.graphs}
@@ -95,7 +104,8 @@ _HEAD = (
 
 
 def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> str:
-    """A graph in numbers. Products in fp32 are right, and several times slower than in bf16."""
+    """A graph's line of the table. Products in fp32 are counted because they are several times
+    slower than in bf16."""
     forms = collections.Counter(f"over {o.collective.group}" for o in operations if o.collective)
     reductions = ", ".join(f"{count} {form}" for form, count in forms.items()) or "-"
     kinds = [kind for operation in operations for kind in operation.results]
@@ -112,8 +122,7 @@ def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> st
 
 
 def table(findings: list[Finding]) -> str:
-    """The findings as a person reads them: a fault that several graphs share once, with the graphs
-    that have it."""
+    """The findings as text. A fault that several graphs share is listed once, with all of them."""
     shared: dict[tuple, list[Finding]] = {}
     for finding in findings:
         kind = finding.operation.rpartition("(")[2]

@@ -34,6 +34,7 @@ class Width(NamedTuple):
 
 
 def widths(tp: int) -> dict[str, Width]:
+    """The sizes to check by name, with heads enough for tp ranks."""
     sizes = TinySizes(heads=max(4, tp), gemma_heads=max(8, tp))
     gemma = dataclasses.replace(
         GEMMA_3_12B,
@@ -52,9 +53,9 @@ def widths(tp: int) -> dict[str, Width]:
 def programs(
     profile: Profile, tp: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[..., Program]]]:
-    """Every program by name, and how to make it with `comm=`. Modules are on the meta device: they
-    take no memory."""
-    how = dict(tp=tp, dtype=dtype)
+    """Every program by name, with a function of `comm=` that makes it. Modules are on the meta
+    device, where they take no memory. Raises UserError for a tp that does not divide the heads."""
+    common = dict(tp=tp, dtype=dtype)
     kernel = dict(attention=profile.attention)
     for name, width in widths(tp).items():
         width.transformer.check_tensor_parallel(tp)
@@ -84,15 +85,20 @@ def programs(
                     yield (
                         f"{dit}, cut",
                         partial(
-                            dit_program, config, bucket, blocks_per_graph=blocks, **how, **kernel
+                            dit_program, config, bucket, blocks_per_graph=blocks, **common, **kernel
                         ),
                     )
                     yield (
                         f"{dit}, whole",
-                        partial(dit_program, config, bucket, blocks_per_graph=0, **how, **kernel),
+                        partial(
+                            dit_program, config, bucket, blocks_per_graph=0, **common, **kernel
+                        ),
                     )
             for tokens in profile.text_buckets:
                 for states in (False, True):
                     text = f"{label}: Gemma3, {tokens} tokens{', all states' * states}"
-                    yield text, partial(gemma3_program, gemma, config, tokens, states=states, **how)
-            yield f"{label}: connectors", partial(connector_program, config, **how, **kernel)
+                    yield (
+                        text,
+                        partial(gemma3_program, gemma, config, tokens, states=states, **common),
+                    )
+            yield f"{label}: connectors", partial(connector_program, config, **common, **kernel)

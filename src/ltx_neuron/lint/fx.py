@@ -1,4 +1,4 @@
-"""The FX front end: exported programs and AOT graphs, as TorchNeuron is given them."""
+"""The FX front end: reads exported programs and AOT graphs, as TorchNeuron is given them."""
 
 import operator
 
@@ -77,7 +77,7 @@ EXPORTED = {
     *_aten("repeat_interleave.self_int"),
     "ltx_neuron.attention_cte.default",
 }
-# What torch.compile makes of the same modules: the composite ones taken apart.
+# What torch.compile makes of the same modules: composite operations are taken apart.
 TRACED = {
     *_aten(
         "_to_copy.default",
@@ -109,19 +109,17 @@ WAIT = "_c10d_functional.wait_tensor.default"
 def check_fx(
     module: fx.GraphModule | torch.export.ExportedProgram, graph: str = "graph"
 ) -> list[Finding]:
-    """What would go wrong with an exported program, or with an AOT graph as torch.compile hands it
-    to a backend."""
+    """Findings in an exported program, or in an AOT graph that torch.compile gives a backend."""
     return check(graph, operations(module.graph), TARGET)
 
 
 def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
-    """One graph of a program made with a TorchDistComm, exported and then compiled. Call in a
+    """One graph of a program made with a TorchDistComm, exported and then compiled. Call it in a
     process group of `tp` ranks."""
     try:
         exported = trace(program, name, dtype)
-    except (
-        RuntimeError
-    ) as error:  # all that torch.export raises of a graph it cannot make; a refusal is a finding
+    # What torch.export raises of a graph that it cannot make; the refusal is a finding.
+    except RuntimeError as error:
         wrong = f"cannot be exported: {str(error).strip().splitlines()[0]}"
         do = "fix every size, branch on no data, make every tensor an input"
         return Reading("", lambda: ([], [Finding(graph, "the whole graph", wrong, do)]))

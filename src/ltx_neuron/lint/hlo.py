@@ -1,4 +1,5 @@
-"""The HLO front end: the text of what torch_xla traced, as ModelBuilder hands it to neuronx-cc."""
+"""The HLO front end: reads the text of what torch_xla traced, as ModelBuilder hands it to
+neuronx-cc."""
 
 import re
 
@@ -42,8 +43,7 @@ MAY_INDEX = {
     "tuple",
     "get-tuple-element",
 }
-# Read as collectives whatever comes of them; an all-reduce may carry a group of tensors (and
-# torch_xla's scalar token).
+# All are read as collectives; only all-reduce is allowed.
 COLLECTIVES = {
     "all-reduce",
     "all-gather",
@@ -52,7 +52,7 @@ COLLECTIVES = {
     "collective-permute",
     "collective-broadcast",
 }
-MOST_TENSORS = 16
+MOST_TENSORS = 16  # of one all-reduce, with the scalar by which torch_xla keeps them in order
 
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(
@@ -75,7 +75,7 @@ def target(tp: int) -> Target:
 
 
 def check_hlo(text: str, tp: int, graph: str = "graph") -> list[Finding]:
-    """What would go wrong with a graph given as HLO text, for a group of `tp` ranks."""
+    """Findings in a graph given as HLO text, for a group of `tp` ranks."""
     return check(graph, operations(text), target(tp))
 
 
@@ -86,20 +86,25 @@ def operations(text: str) -> list[Operation]:
         opened = _COMPUTATION.match(line)
         if opened:
             computation = opened["name"]
-        found = None if opened else _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))
-        if found:
-            kinds[computation, found["label"]] = _kinds(found["kinds"])
-            parsed.append((computation, found))
-            if found["root"]:
-                roots[computation] = found["name"]
+        instruction = None if opened else _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))
+        if instruction:
+            kinds[computation, instruction["label"]] = _kinds(instruction["kinds"])
+            parsed.append((computation, instruction))
+            if instruction["root"]:
+                roots[computation] = instruction["name"]
     if not parsed:
         raise ValueError("no HLO instruction in this text")
-    return [_operation(computation, found, kinds, roots) for computation, found in parsed]
+    return [_operation(*each, kinds, roots) for each in parsed]
 
 
-def _operation(computation: str, found: re.Match, kinds: dict, roots: dict) -> Operation:
-    arguments, attributes = _split(found["rest"])
-    name = found["name"].removesuffix("-start")
+def _operation(computation: str, instruction: re.Match, kinds: dict, roots: dict) -> Operation:
+    """An instruction of a computation.
+
+    kinds  of every instruction's results, by (computation, label)
+    roots  name of every computation's last operation: what a reduction reduces by
+    """
+    arguments, attributes = _split(instruction["rest"])
+    name, label = instruction["name"].removesuffix("-start"), instruction["label"]
     names = [_NAME.search(argument.strip()) for argument in arguments]
     operands = tuple(k for n in names if n for k in kinds.get((computation, n[1]), ()))
     collective = (
@@ -107,12 +112,12 @@ def _operation(computation: str, found: re.Match, kinds: dict, roots: dict) -> O
         if name in COLLECTIVES
         else None
     )
-    return Operation(name, found["label"], kinds[computation, found["label"]], operands, collective)
+    return Operation(name, label, kinds[computation, label], operands, collective)
 
 
 def _split(rest: str) -> tuple[list[str], str]:
-    """What stands in the parentheses that `rest` begins inside of, by its commas, and what follows
-    them."""
+    """The comma-separated arguments of an instruction, and the attributes that follow them. `rest`
+    begins after the opening parenthesis."""
     parts, depth, start = [], 1, 0
     for index, letter in enumerate(rest):
         depth += (letter in "([{") - (letter in ")]}")
@@ -141,7 +146,8 @@ def _reduction(attributes: str, roots: dict) -> str:
 
 
 def _group(attributes: str) -> str:
-    """{{0,1},{2,3}} as written; [2,2]<=[4] is the same written short."""
+    """The replica groups as {{0,1},{2,3}}, which may also be written [2,2]<=[4]; empty if there are
+    none."""
     short = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[\d+\](?!T)", attributes)
     if short:
         count, size = int(short[1]), int(short[2])

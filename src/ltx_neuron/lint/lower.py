@@ -1,5 +1,5 @@
-"""Graphs to HLO, as ModelBuilder would hand them to neuronx-cc: traced by torch_xla on a CPU, for
-any number of ranks.
+"""Lowers graphs to HLO, as ModelBuilder would hand them to neuronx-cc: torch_xla traces them on a
+CPU, for any number of ranks.
 
 Nothing is run and no weight is made: inputs and parameters are placeholders, so full-width graphs
 take no memory. torch_xla is imported when it is first needed. Where the models call nkilib's
@@ -22,7 +22,8 @@ from ltx_neuron.lint.hlo import operations, target
 from ltx_neuron.lint.rules import Finding, Operation, Reading, check
 from ltx_neuron.models.programs import Program
 
-INSTALL = """torch_xla {problem}. It wants the torch of its own number, so give it a venv of its own:
+INSTALL = """torch_xla {problem}.
+It wants the torch of its own number, so give it a venv of its own:
   test/make_xla_venv.sh /path/to/venv-xla
   PYTHONPATH=src /path/to/venv-xla/bin/python -m ltx_neuron.lint
 (torch==2.9.* and torch_xla==2.9.* from PyPI, and requirements.txt)"""
@@ -31,9 +32,8 @@ INSTALL = """torch_xla {problem}. It wants the torch of its own number, so give 
 def require_torch_xla() -> None:
     """Import torch_xla for tracing on a CPU. Raises UserError that says what to install."""
     os.environ["PJRT_DEVICE"] = "CPU"  # whatever the machine has: nothing is run
-    os.environ["XLA_ALWAYS_ALLREDUCE"] = (
-        "1"  # else a group that this one process is not part of is dropped
-    )
+    # Else all-reduces of groups that this one process is not part of are dropped.
+    os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"
     try:
         import torch_xla  # noqa: F401
     except ImportError as error:
@@ -50,11 +50,11 @@ def comm(tp: int) -> XlaComm:
 
 
 class Cut(Exception):
-    """Tracing would have had to run the graph so far."""
+    """Tracing would have to run the graph so far, to know a value. The text names the operation."""
 
 
 class _Guard(TorchDispatchMode):
-    """Stops at operations whose result torch_xla would compute right away: by running what is
+    """Raises Cut at operations whose result torch_xla would compute right away: by running what is
     traced, or on the host."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -66,9 +66,10 @@ class _Guard(TorchDispatchMode):
 
 
 def _refuse(function: torch._ops.OpOverload, tensors: list[Tensor]) -> None:
-    needs = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
+    """Raise Cut for an operation whose result depends on data, or that torch_xla lacks."""
+    dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*function.tags}
     if function is torch.ops.aten.index.Tensor:  # of a dynamic size only with a mask
-        needs = needs and any(tensor.dtype is torch.bool for tensor in tensors)
+        dynamic = dynamic and any(tensor.dtype is torch.bool for tensor in tensors)
     kernels = (
         "XLA",
         "CompositeExplicitAutograd",
@@ -78,7 +79,7 @@ def _refuse(function: torch._ops.OpOverload, tensors: list[Tensor]) -> None:
     known = any(
         torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key) for key in kernels
     )
-    if needs or not known:
+    if dynamic or not known:
         raise Cut(str(function))
 
 
@@ -94,9 +95,8 @@ def lower(function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple
     from torch_xla.core import xla_builder
 
     internals = torch_xla._XLAC
-    internals._set_all_reduce_token(
-        str(torch_xla.device()), None
-    )  # or the last graph's collectives come into this one
+    # Or the last graph's collectives come into this one.
+    internals._set_all_reduce_token(str(torch_xla.device()), None)
     tensors = {
         name: xla_builder.create_placeholder_tensor(tuple(shape), dtype)
         for name, (shape, dtype) in example.items()
@@ -104,20 +104,18 @@ def lower(function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple
     with torch.no_grad(), _Guard():
         outputs = [leaf for leaf in tree_leaves(function(tensors)) if isinstance(leaf, Tensor)]
     given = {internals._xla_get_tensor_id(tensor) for tensor in tensors.values()}
-    found = zip(*internals._get_tensors_xla_device_data_node(outputs), strict=True)
-    made = sorted(
-        f"// made while tracing: {_described(tensor)}"
-        for number, tensor in found
-        if number not in given
+    parameters = zip(*internals._get_tensors_xla_device_data_node(outputs), strict=True)
+    baked = sorted(
+        f"{_BAKED} {_described(tensor)}" for number, tensor in parameters if number not in given
     )
-    return "\n".join([internals._get_xla_tensors_hlo(outputs), *made])
+    return "\n".join([internals._get_xla_tensors_hlo(outputs), *baked])
 
 
-MADE = "// made while tracing: tensor"
+_BAKED = "// made while tracing:"
 
 
 def _described(tensor: Tensor) -> str:
-    """Numbers are as good as constants; a tensor's values are the tracing rank's, frozen."""
+    """A parameter that tracing made: its first values, which are the tracing rank's."""
     value = tensor.cpu()
     kind = "number" if value.dim() == 0 else f"tensor {tuple(value.shape)}"
     return f"{kind} {value.flatten()[:4].tolist()} {value.dtype}"
@@ -126,7 +124,7 @@ def _described(tensor: Tensor) -> str:
 def read_function(
     function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple], tp: int, graph: str
 ) -> Reading:
-    """The HLO of a function of named tensors."""
+    """The HLO of a function of named tensors, given as `lower` takes them, for tp ranks."""
     try:
         text = lower(function, example)
     except Cut as cut:
@@ -138,20 +136,22 @@ def read_function(
         finding = Finding(graph, str(cut), wrong, do)
         return Reading("", lambda: ([], [finding]))
 
+    do = "make it an input or a parameter of the model"
+
     def check_text() -> tuple[list[Operation], list[Finding]]:
-        found = operations(text)
-        own = [line.removeprefix("// ") for line in text.splitlines() if line.startswith(MADE)]
+        read_operations = operations(text)
         baked = [
-            Finding(graph, "parameter", wrong, "make it an input or a parameter of the model")
-            for wrong in own
+            Finding(graph, "parameter", line.removeprefix("// "), do)
+            for line in text.splitlines()
+            if line.startswith(f"{_BAKED} tensor")  # numbers are as good as constants
         ]
-        return found, check(graph, found, target(tp)) + baked
+        return read_operations, check(graph, read_operations, target(tp)) + baked
 
     return Reading(text, check_text)
 
 
 def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
-    """One graph of a program made with `comm`."""
+    """The HLO of one graph of a program that was made with `comm`."""
     module, inputs, _ = program.graphs[name]
     module = module.to(dtype).eval().requires_grad_(False)
     weights = {f"weight {n}": (p.shape, p.dtype) for n, p in module.named_parameters()}

@@ -1,5 +1,4 @@
-"""What a graph may hold on Trainium2: one table of rules over operations, whichever front end read
-them.
+"""What a graph may hold on Trainium2: rules over operations, whichever front end read them.
 
 Sources, as named in the findings: NCC_* are the compiler's documented error codes (Neuron SDK 2.32,
 compiler/error-codes); "TorchNeuron" is what its lowering of collectives maps (torch-neuronx,
@@ -12,19 +11,20 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """dtype in HLO's spelling (bf16, f32, s32, pred, ...; "symbol" for a number known only at run
-    time) and dimensions.
-
-    A dimension that is not known when compiling is None.
-    """
+    """dtype and shape of a tensor. The dtype is in HLO's spelling (bf16, f32, s32, pred, ...), or
+    "symbol" for a number that is known only at run time; so is a dimension that is None."""
 
     dtype: str
     shape: tuple[int | None, ...]
 
 
 class Collective(NamedTuple):
-    """How a collective travels. `group` in the front end's own spelling, `waited` if its result is
-    awaited before use."""
+    """How a collective travels.
+
+    reduction  its name, empty where there is none
+    group      the ranks, in the front end's own spelling
+    waited     whether its result is awaited before use
+    """
 
     reduction: str
     group: str
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something the compiler would refuse or get silently wrong."""
+    """Something the compiler would refuse or get silently wrong: where, what, and what to do."""
 
     graph: str
     operation: str
@@ -51,8 +51,11 @@ class Finding(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A graph as a front end read it. The text is what the ranks are compared by; `check` says what
-    else is in the graph."""
+    """A graph as a front end read it.
+
+    text   what the ranks are compared by
+    check  returns the graph's operations and what the rules find in them
+    """
 
     text: str
     check: Callable[[], tuple[list[Operation], list[Finding]]]
@@ -170,13 +173,15 @@ SUMMING = {
 
 
 class Rule(NamedTuple):
-    """`broken` returns what is wrong with an operation and what to do, or nothing."""
+    """`broken` returns what is wrong with an operation and what to do, or None."""
 
     name: str
     broken: Callable[[Operation, Target], tuple[str, str] | None]
 
 
 def _dtype(operation: Operation, target: Target) -> tuple[str, str] | None:
+    """A dtype arises that the compiler does not support. One that only passes through is
+    reported where it arises."""
     before = {kind.dtype for kind in operation.operands}
     for kind in operation.results:
         arises = kind.dtype not in DTYPES and kind.dtype != "symbol" and kind.dtype not in before
@@ -187,6 +192,7 @@ def _dtype(operation: Operation, target: Target) -> tuple[str, str] | None:
 
 
 def _integer_arithmetic(operation: Operation, target: Target) -> tuple[str, str] | None:
+    """Arithmetic on int64, or sums and products of integers, which are computed in fp32."""
     if (
         "s64" in {kind.dtype for kind in operation.operands}
         and operation.name not in target.may_index
@@ -202,6 +208,7 @@ def _integer_arithmetic(operation: Operation, target: Target) -> tuple[str, str]
 
 
 def _dynamic(operation: Operation, target: Target) -> tuple[str, str] | None:
+    """A size or number that is not known when compiling."""
     if any(kind.dtype == "symbol" or None in kind.shape for kind in operation.results):
         return (
             "NCC_EMOD025: a size or number that is known only at run time",
@@ -211,6 +218,7 @@ def _dynamic(operation: Operation, target: Target) -> tuple[str, str] | None:
 
 
 def _constant(operation: Operation, target: Target) -> tuple[str, str] | None:
+    """A tensor of the graph's own, which would be the same on every rank."""
     if operation.name == "constant" and any(
         kind.shape not in ((), (1,)) for kind in operation.results
     ):
@@ -222,6 +230,7 @@ def _constant(operation: Operation, target: Target) -> tuple[str, str] | None:
 
 
 def _precision(operation: Operation, target: Target) -> tuple[str, str] | None:
+    """A sum of softmax or LayerNorm that is not computed in fp32."""
     if operation.name in SUMMING and operation.operands[0].dtype != "f32":
         return (
             f"computed in {operation.operands[0].dtype}",
@@ -231,12 +240,14 @@ def _precision(operation: Operation, target: Target) -> tuple[str, str] | None:
 
 
 def _unsupported(operation: Operation, target: Target) -> tuple[str, str] | None:
+    """An operation that is not allowed."""
     if operation.collective or operation.name in target.operations:
         return None
     return _first(REFUSED_OPERATIONS, lambda word: word in operation.name)
 
 
 def _collective(operation: Operation, target: Target) -> tuple[str, str] | None:
+    """A collective of another form than Comm's."""
     form = operation.collective
     if form is None:
         return None
@@ -254,19 +265,15 @@ def _collective(operation: Operation, target: Target) -> tuple[str, str] | None:
     if form.reduction not in ("", target.reduction):
         return f"reduces by {form.reduction}; the models only sum", "sum through Comm"
     if form.group != target.group:
-        return (
-            (
-                f"ranks {form.group or 'not named'}, wanted {target.group}: the others would wait"
-                " for ever"
-            ),
-            "sum through Comm",
-        )
+        ranks = f"ranks {form.group or 'not named'}, wanted {target.group}"
+        return f"{ranks}: the others would wait for ever", "sum through Comm"
     if not form.waited:
         return "its result is read before it is awaited", "wait_tensor first, as Comm does"
     return None
 
 
 def _first(table: dict[str, tuple[str, str]], matches: Callable[[str], bool]) -> tuple[str, str]:
+    """The first entry whose word matches; the empty word of the last one always does."""
     return next(entry for word, entry in table.items() if matches(word))
 
 
@@ -284,33 +291,27 @@ RULES = (
 def check(graph: str, operations: Iterable[Operation], target: Target) -> list[Finding]:
     """What the rules find in a graph, in its order. The same fault of the same kind of operation is
     reported once."""
-    found: dict[tuple, Finding] = {}
+    findings: dict[tuple, Finding] = {}
     for operation in operations:
         for rule in RULES:
             broken = rule.broken(operation, target)
             if broken:
                 finding = Finding(graph, f"{operation.label} ({operation.name})", *broken)
-                found.setdefault((rule.name, operation.name, *broken), finding)
-    return list(found.values())
+                findings.setdefault((rule.name, operation.name, *broken), finding)
+    return list(findings.values())
 
 
 def compare_ranks(graph: str, texts: dict[int, str]) -> list[Finding]:
-    """A finding if a graph's text depends on the rank that traced it: every rank would then run
-    another program."""
-    (first, wanted), *others = texts.items()
+    """A finding if a graph's text, given by rank, depends on the rank that traced it: the ranks
+    would then run different programs."""
+    (first, expected), *others = texts.items()
     for rank, text in others:
-        if text != wanted:
-            lines = zip(wanted.splitlines(), text.splitlines(), strict=False)
-            here, there = next(
-                (pair for pair in lines if pair[0] != pair[1]), ("a shorter graph", "a longer one")
-            )
-            wrong = f"rank {first} has {here.strip()!r}, rank {rank} has {there.strip()!r}"
-            return [
-                Finding(
-                    graph,
-                    "the whole graph",
-                    wrong,
-                    "no rank in the model: cut weights and inputs before they load",
-                )
-            ]
+        if text == expected:
+            continue
+        lines = zip(expected.splitlines(), text.splitlines(), strict=False)
+        pairs = (pair for pair in lines if pair[0] != pair[1])
+        here, there = next(pairs, ("a shorter graph", "a longer one"))
+        wrong = f"rank {first} has {here.strip()!r}, rank {rank} has {there.strip()!r}"
+        do = "no rank in the model: cut weights and inputs before they load"
+        return [Finding(graph, "the whole graph", wrong, do)]
     return []

@@ -1,5 +1,9 @@
 """Attention: kernels of one signature, the gated multi-head attention of the DiT and the
-connectors, grouped calls of it."""
+connectors, grouped calls of it.
+
+Shapes: B batch, T queries, S keys and values, D head size, H heads of one rank (all heads / tp).
+The kernels take (B, H, T, D) and (B, H, S, D); Attention takes tokens (B, T, dim).
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +18,8 @@ from ltx_neuron.models.rope import Rope, rotate
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """PyTorch's own kernel: on CPU and CUDA it never holds the T x S scores."""
+    """PyTorch's own kernel, (B, H, T, D) and (B, H, S, D) twice -> (B, H, T, D). On CPU and CUDA it
+    never holds the T x S scores."""
     return nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
 
 
@@ -22,26 +27,28 @@ def matmul(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """Two batched products around a softmax, scores in fp32: operations that every compiler takes,
-    for any head size."""
-    lead = query.shape[:-2]
-    scores = (
-        torch.bmm(query.flatten(0, -3).float(), key.flatten(0, -3).float().transpose(1, 2)) * scale
-    )
+    for any head size.
+
+    mask is added to the scores, broadcast to (B, H, T, S). Holds the scores of all heads.
+    """
+    batch_and_heads = query.shape[:-2]
+    # Heads go into the batch of a bmm: a plain product, with nothing to broadcast.
+    queries = query.flatten(0, -3).float()  # (B H, T, D)
+    keys = key.flatten(0, -3).float().transpose(1, 2)  # (B H, D, S)
+    scores = torch.bmm(queries, keys) * scale  # (B H, T, S)
     if mask is not None:
-        scores = (scores.unflatten(0, lead) + mask.float()).flatten(0, -3)
+        scores = (scores.unflatten(0, batch_and_heads) + mask.float()).flatten(0, -3)
+    # fp32 up to here: in bf16 a score of 40 is right to 0.1, and its weight to a tenth.
     weights = scores.softmax(-1).to(value.dtype)
     return torch.bmm(weights, value.flatten(0, -3)).view(query.shape)
 
 
 def nki(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """nkilib's flash kernel, which a backend puts in the place of `attention_cte`. Head sizes to
-    128."""
-    rows = (
-        (query * scale).flatten(0, -3),
-        key.flatten(0, -3),
-        value.flatten(0, -3),
-    )  # the kernel's layouts: heads as batch
-    return attention_cte(*rows).view(query.shape)
+    """nkilib's flash kernel, which a backend puts in the place of `attention_cte`: (B, H, T, D) and
+    (B, H, S, D) twice -> (B, H, T, D). Head sizes to 128."""
+    # The kernel's batch is B H, and it knows no scale: the query is scaled, in its own dtype.
+    query_heads = (query * scale).flatten(0, -3)
+    return attention_cte(query_heads, key.flatten(0, -3), value.flatten(0, -3)).view(query.shape)
 
 
 @torch.library.custom_op("ltx_neuron::attention_cte", mutates_args=())
@@ -64,9 +71,8 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @register_flop_formula(torch.ops.ltx_neuron.attention_cte)
 def _(query: tuple, key: tuple, value: tuple, **_) -> int:
     heads, queries, size = query
-    return (
-        4 * heads * queries * key[1] * size
-    )  # two products, a multiplication and an addition each
+    # Two products, of a multiplication and an addition each.
+    return 4 * heads * queries * key[1] * size
 
 
 # Kernels of the DiT and the connectors, query, key, value (B, H, T|S, D) -> (B, H, T, D); a profile
@@ -80,8 +86,9 @@ class Attention(nn.Module):
     """Gated attention with q/k RMSNorm over all heads and split RoPE; heads are split over the
     ranks.
 
-    Source: ltx-core model/transformer/attention.py. The forward pass is in `attend`, which runs
-    several attentions of the same stage side by side, so that their sums travel together.
+    Source: ltx-core model/transformer/attention.py; parameters have its names. The forward pass is
+    in `attend`, which runs several attentions of the same stage side by side, so that their sums
+    may travel together.
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class Attention(nn.Module):
         self.to_v = ColumnLinear(context_dim, size.inner, tp)
         self.q_norm = ShardedRMSNorm(size.inner, tp, eps)
         self.k_norm = ShardedRMSNorm(size.inner, tp, eps)
+        # Gates go with the heads, so a rank has those of its own heads.
         self.to_gate_logits = ColumnLinear(query_dim, size.heads, tp)
         self.to_out = nn.ModuleList([RowLinear(size.inner, query_dim, tp)])
 
@@ -108,50 +116,63 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
     def partial(
-        self, call: "Call", query: Tensor, key: Tensor, value: Tensor, sums: tuple[Tensor, Tensor]
+        self,
+        call: "AttentionCall",
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        statistics: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """From projections and summed statistics to this rank's summand of the output projection
+        """From the projections (B, T, H*D) and (B, S, H*D) twice, and the summed statistics of
+        query (B, T, 1) and key (B, S, 1), to this rank's summand of the output projection
         (B, T, query_dim)."""
-        query = self.split_heads(self.q_norm(query, sums[0]))
-        key = self.split_heads(self.k_norm(key, sums[1]))
+        query = self.split_heads(self.q_norm(query, statistics[0]))
+        key = self.split_heads(self.k_norm(key, statistics[1]))
         if call.rope is not None:
             query, key = rotate(query, call.rope), rotate(key, call.key_rope or call.rope)
         value = self.split_heads(value)
-        out = self.kernel(query, key, value, self.head_dim**-0.5)
+        out = self.kernel(query, key, value, self.head_dim**-0.5)  # (B, H, T, D)
         if call.keep is not None:
+            # Spatio-temporal guidance: without attention each token keeps its own value.
             out = out * call.keep + value * (1 - call.keep)
-        out = out.transpose(1, 2)
-        gate = 2 * torch.sigmoid(
-            self.to_gate_logits(call.x)
-        )  # zero logits pass the head through unchanged
+        out = out.transpose(1, 2)  # (B, T, H, D)
+        # One gate per token and head, (B, T, H): zero logits pass the head through unchanged.
+        gate = 2 * torch.sigmoid(self.to_gate_logits(call.x))
         return self.to_out[0].partial((out * gate.unsqueeze(-1)).flatten(-2))
 
 
-class Call(NamedTuple):
-    """One attention to run: queries from x (B, T, dim), keys and values from context (B, S,
-    context_dim)."""
+class AttentionCall(NamedTuple):
+    """One attention to run.
+
+    x         (B, T, query_dim), what the queries and the gates are computed from
+    context   (B, S, context_dim), what the keys and values are computed from
+    rope      tables of the queries, and of the keys where key_rope is None
+    key_rope  tables of the keys, where they have other positions
+    keep      (), guided graphs: 1 attends, 0 passes the values through (needs T = S)
+    """
 
     module: Attention
     x: Tensor
     context: Tensor
     rope: Rope | None = None
     key_rope: Rope | None = None
-    # guided graphs: 1 attends, 0 passes the values through (spatio-temporal guidance)
     keep: Tensor | None = None
 
 
-def attend(comm: Comm, *calls: Call) -> list[Tensor]:
-    """Run attentions that do not depend on each other with two grouped sums: all statistics, then
-    all outputs."""
+def attend(comm: Comm, *calls: AttentionCall) -> list[Tensor]:
+    """Run attentions that do not depend on each other with two grouped sums over the ranks: all
+    statistics, then all outputs. Returns (B, T, query_dim) for each."""
     projections = [
         (c.module.to_q(c.x), c.module.to_k(c.context), c.module.to_v(c.context)) for c in calls
     ]
+    # q_norm and k_norm reach over all heads, of which a rank has a part: their sums of squares come
+    # first. The statistics of all calls are one small message rather than one for each norm.
     statistics = comm.sum(
         *(ShardedRMSNorm.statistic(x) for query, key, _ in projections for x in (query, key))
     )
     partials = [
-        call.module.partial(call, *projected, statistics[2 * i : 2 * i + 2])
-        for i, (call, projected) in enumerate(zip(calls, projections, strict=True))
+        call.module.partial(call, *projection, statistics[2 * i : 2 * i + 2])
+        for i, (call, projection) in enumerate(zip(calls, projections, strict=True))
     ]
     return [
         c.module.to_out[0].finish(out) for c, out in zip(calls, comm.sum(*partials), strict=True)

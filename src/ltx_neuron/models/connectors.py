@@ -2,6 +2,8 @@
 
 Source: ltx-core text_encoders/gemma/embeddings_connector.py. Every one of the 1024 positions is
 used: the prompt's tokens come first, learnable registers fill the rest, and all attend to all.
+
+Shapes: S = 1024 positions, D width of a stream (video 4096, audio 2048); the batch is 1.
 """
 
 from itertools import zip_longest
@@ -9,13 +11,16 @@ from itertools import zip_longest
 from torch import Tensor, nn
 
 from ltx_neuron.config import AttentionSize, TransformerConfig
-from ltx_neuron.models.attention import Attention, Call, Kernel, attend
+from ltx_neuron.models.attention import Attention, AttentionCall, Kernel, attend
 from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm
 from ltx_neuron.models.rope import Rope
 from ltx_neuron.models.signatures import ConnectorInputs, ConnectorOutputs
 
 
 class ConnectorBlock(nn.Module):
+    """Self-attention and feed-forward of one stream. Its forward pass is in Connectors, with the
+    other stream's; parameters have the checkpoint's names."""
+
     def __init__(self, size: AttentionSize, tp: int, kernel: Kernel, ff_bias: bool):
         super().__init__()
         self.attn1 = Attention(size, size.inner, size.inner, tp, kernel)
@@ -23,7 +28,7 @@ class ConnectorBlock(nn.Module):
 
 
 class Connector(nn.Module):
-    """One stream's blocks; Connectors runs them beside the other stream's."""
+    """One stream's blocks; Connectors runs them together with the other stream's."""
 
     def __init__(self, size: AttentionSize, layers: int, tp: int, kernel: Kernel, ff_bias: bool):
         super().__init__()
@@ -33,14 +38,17 @@ class Connector(nn.Module):
 
 
 class Connectors(nn.Module):
-    """Tokens and registers (1, 1024, D) of both streams -> contexts of the same shapes."""
+    """Tokens and registers (1, S, D) of both streams -> contexts of the same shapes."""
 
     def __init__(self, config: TransformerConfig, tp: int, comm: Comm, kernel: Kernel):
         super().__init__()
-        self.comm, how = comm, (tp, kernel, config.connector_ff_bias)
-        self.video_connector = Connector(config.video_connector, config.connector_num_layers, *how)
+        self.comm = comm
+        common = tp, kernel, config.connector_ff_bias
+        self.video_connector = Connector(
+            config.video_connector, config.connector_num_layers, *common
+        )
         self.audio_connector = Connector(
-            config.audio_connector, config.audio_connector_num_layers, *how
+            config.audio_connector, config.audio_connector_num_layers, *common
         )
 
     def forward(self, inputs: ConnectorInputs) -> ConnectorOutputs:
@@ -53,19 +61,25 @@ class Connectors(nn.Module):
             self.video_connector.transformer_1d_blocks,
             self.audio_connector.transformer_1d_blocks,
         )
+        # The streams may differ in depth: where one has ended, the other goes on alone.
         for layer in zip_longest(*blocks):
             active = {
                 name: block for name, block in zip(states, layer, strict=True) if block is not None
             }
             self._layer(active, states, ropes)
+        # The last norm has no weight (embeddings_connector.py), so nothing of it is loaded.
         return ConnectorOutputs(rms_norm(states["video"]), rms_norm(states["audio"]))
 
     def _layer(
         self, blocks: dict[str, ConnectorBlock], states: dict[str, Tensor], ropes: dict[str, Rope]
     ) -> None:
+        """One block of each of the given streams; replaces their states (1, S, D)."""
+        # Both streams at once: what they sum over the ranks may travel together (Comm.sum).
+        # These norms have no weights; q and k have norms of their own in Attention.
         normed = {name: rms_norm(states[name]) for name in blocks}
         calls = [
-            Call(blocks[name].attn1, normed[name], normed[name], ropes[name]) for name in blocks
+            AttentionCall(blocks[name].attn1, normed[name], normed[name], ropes[name])
+            for name in blocks
         ]
         for name, out in zip(blocks, attend(self.comm, *calls), strict=True):
             states[name] = states[name] + out

@@ -6,13 +6,21 @@ ltx-pipelines utils/samplers.py. Everything that does not change over the steps 
 once: contexts, RoPE tables, and one modulation table per schedule. AdaLN depends on the timestep
 alone, so its rows are looked up by step and nothing is held per token; a token picks its row
 through `timestep_mask`. The blocks are identical in class and shapes: one graph serves any of them.
+
+Shapes (the batch is always 1; models/signatures.py lists every input and output):
+
+  Tv, Ta  tokens of the video and audio stream     Dv, Da  widths of the streams (4096, 2048)
+  S       text tokens (1024)                       C       channels of a latent token (128)
+  U       distinct timesteps of the video tokens, 1 without images; audio has one
+  steps   rows of the schedule, max_steps of the bucket
+  T, D    tokens and width of either stream
 """
 
 import torch
 from torch import Tensor, nn
 
 from ltx_neuron.config import TransformerConfig
-from ltx_neuron.models.attention import Attention, Call, Kernel, attend
+from ltx_neuron.models.attention import Attention, AttentionCall, Kernel, attend
 from ltx_neuron.models.modulation import (
     A2V,
     AV_GATE,
@@ -22,6 +30,7 @@ from ltx_neuron.models.modulation import (
     SELF_ATTENTION,
     TEXT_ATTENTION,
     V2A,
+    AdaLNRows,
 )
 from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm
 from ltx_neuron.models.rope import Rope
@@ -45,42 +54,54 @@ from ltx_neuron.models.signatures import (
 
 
 class Modulation:
-    """The AdaLN rows of one stream at one step, (U, 17, D) for U distinct timesteps, with `mask`
-    (T, U) one-hot."""
+    """The AdaLN rows of one stream at one step.
 
-    def __init__(self, rows: Tensor, mask: Tensor):
-        self.rows, self.mask = rows, mask
+    rows           (U, MODULATION_ROWS, D)
+    timestep_mask  (T, U), one-hot: which of the U timesteps a token has
+    """
 
-    def __call__(
-        self, table: Tensor, row: int, first: int = 0, count: int = 3
-    ) -> tuple[Tensor, ...]:
-        """Rows row..row+count plus the block's own table entries first..first+count: each (D,), or
-        (T, D) for U > 1."""
-        values = table[first : first + count] + self.rows[:, row : row + count]
-        return tuple(self._choose(values[:, i]) for i in range(count))
+    def __init__(self, rows: Tensor, timestep_mask: Tensor):
+        self.rows, self.timestep_mask = rows, timestep_mask
 
-    def _choose(self, values: Tensor) -> Tensor:
+    def per_token(self, table: Tensor, group: AdaLNRows) -> tuple[Tensor, ...]:
+        """The group's rows plus the entries of a learned table (entries, D), each by the tokens'
+        own timesteps: (D,) where all tokens have the same, else (T, D)."""
+        values = table[group.entries] + self.rows[:, group.rows]  # (U, count, D)
+        return tuple(self._select(values[:, i]) for i in range(group.count))
+
+    def per_step(self, table: Tensor, group: AdaLNRows) -> Tensor:
+        """The group's rows plus the entries of a learned table (entries, D) for the step's own
+        sigma, whatever a token's timestep: (count, D)."""
+        # The first timestep is that of mask 1 (sampling.conditioning.distinct_masks).
+        return table[group.entries] + self.rows[0, group.rows]
+
+    def _select(self, values: Tensor) -> Tensor:
+        """(U, D) -> (D,) or, for more than one timestep, (T, D)."""
         if values.shape[0] == 1:
             return values[0]
-        return sum(self.mask[:, u, None] * values[u] for u in range(values.shape[0]))
-
-    def of_sigma(self, table: Tensor, row: int, first: int, count: int) -> Tensor:
-        """The same rows for the step's own sigma, whatever a token's timestep: (count, D)."""
-        return table[first : first + count] + self.rows[0, row : row + count]
+        # A gather of rows would be slow or refused by the compilers. There is one summand for each
+        # strength of an image and one more; all but one of them are zero, so the sum is exact.
+        return sum(self.timestep_mask[:, u, None] * values[u] for u in range(values.shape[0]))
 
 
-class Switches:
-    """What a guided pass leaves out of one block: tensors of 0 and 1, so that choosing compiles
-    nothing."""
+class Perturbations:
+    """What a guided pass leaves out of one block (ltx-core guidance/perturbations.py).
+
+    Tensors of 0 and 1 rather than Python flags: the passes share one graph, and another STG block
+    or skipped step compiles nothing.
+
+    keep     (4,): video and audio self-attention, audio to video, video to audio; 0 is left out
+    enabled  (2,) fp32: video, audio; 0 leaves the stream as it entered the block
+    """
 
     def __init__(self, keep: Tensor, enabled: Tensor):
         self.video_self, self.audio_self, self.a2v, self.v2a = keep.unbind(0)
         self.enabled = enabled.to(keep.dtype)
 
-    def enabled_or(
+    def where_enabled(
         self, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, ...]:
-        """The streams after, where they are enabled, else before."""
+        """The streams (1, T, D) after a part of the block where they are enabled, else before."""
         return tuple(
             new * on + old * (1 - on)
             for old, new, on in zip(before, after, self.enabled.unbind(0), strict=True)
@@ -89,7 +110,11 @@ class Switches:
 
 class TransformerBlock(nn.Module):
     """One of the 48 joint blocks: self, text and audio-video attention and feed-forward of both
-    streams, side by side."""
+    streams, side by side.
+
+    Parameters have the checkpoint's names. The two streams take each stage together, so that what
+    they sum over the ranks may travel together (Comm.sum).
+    """
 
     def __init__(self, config: TransformerConfig, tp: int, kernel: Kernel):
         super().__init__()
@@ -101,14 +126,15 @@ class TransformerBlock(nn.Module):
         self.audio_attn1 = Attention(audio, audio.inner, audio.inner, tp, kernel, eps)
         self.audio_attn2 = Attention(audio, audio.inner, audio.inner, tp, kernel, eps)
         self.audio_ff = FeedForward(audio.inner, tp, config.audio_ff_bias)
-        self.audio_to_video_attn = Attention(
-            audio, video.inner, audio.inner, tp, kernel, eps
-        )  # audio's heads for both
+        # Both directions have the audio's heads: the keys of one stream fit the other's queries.
+        self.audio_to_video_attn = Attention(audio, video.inner, audio.inner, tp, kernel, eps)
         self.video_to_audio_attn = Attention(audio, audio.inner, video.inner, tp, kernel, eps)
+        # Learned tables: a block's own part of AdaLN (models/modulation.py: AdaLNRows.entry).
         self.scale_shift_table = nn.Parameter(torch.empty(9, video.inner))
         self.audio_scale_shift_table = nn.Parameter(torch.empty(9, audio.inner))
         self.scale_shift_table_a2v_ca_video = nn.Parameter(torch.empty(5, video.inner))
         self.scale_shift_table_a2v_ca_audio = nn.Parameter(torch.empty(5, audio.inner))
+        # Without these the blocks attend to the text context as it is.
         if config.use_prompt_adaln_single:
             self.prompt_scale_shift_table = nn.Parameter(torch.empty(2, video.inner))
             self.audio_prompt_scale_shift_table = nn.Parameter(torch.empty(2, audio.inner))
@@ -120,111 +146,142 @@ class TransformerBlock(nn.Module):
         video: Tensor,
         audio: Tensor,
         inputs: BlockInputs,
-        switches: "Switches | None" = None,
+        perturbations: Perturbations | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums.
 
-        switches are those of a guided graph, which is another graph than one without.
+        With perturbations it is the block of a guided graph, another graph than one without.
         """
-        v_rows = Modulation(inputs.video_rows, inputs.timestep_mask)
-        a_rows = Modulation(
-            inputs.audio_rows, inputs.timestep_mask
-        )  # audio has one timestep: its mask is never read
+        v_modulation = Modulation(inputs.video_rows, inputs.timestep_mask)
+        # Audio has one timestep (U = 1), so this mask, which is of the video's tokens, is not read.
+        a_modulation = Modulation(inputs.audio_rows, inputs.timestep_mask)
+        modulations = v_modulation, a_modulation
         start = video, audio
-        video, audio = self._self_attention(comm, video, audio, v_rows, a_rows, inputs, switches)
-        video, audio = self._text_attention(comm, video, audio, v_rows, a_rows, inputs)
-        if (
-            switches is not None
-        ):  # a disabled stream stays as it was, also for the other stream's attention to it
-            video, audio = switches.enabled_or(start, (video, audio))
+        video, audio = self._self_attention(comm, video, audio, *modulations, inputs, perturbations)
+        video, audio = self._text_attention(comm, video, audio, *modulations, inputs)
+        if perturbations is not None:
+            # A disabled stream is unchanged already where the other stream attends to it.
+            video, audio = perturbations.where_enabled(start, (video, audio))
         video, audio = self._audio_video_attention(
-            comm, video, audio, v_rows, a_rows, inputs, switches
+            comm, video, audio, *modulations, inputs, perturbations
         )
-        video, audio = self._feed_forward(comm, video, audio, v_rows, a_rows)
-        return (video, audio) if switches is None else switches.enabled_or(start, (video, audio))
+        video, audio = self._feed_forward(comm, video, audio, *modulations)
+        if perturbations is None:
+            return video, audio
+        return perturbations.where_enabled(start, (video, audio))
 
     def _norm(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """AdaLN of (1, T, D) by a scale and shift of (D,) or (T, D)."""
         return rms_norm(x, self.eps) * (1 + scale) + shift
 
-    def _self_attention(self, comm, video, audio, v_rows, a_rows, inputs, switches):
-        v_shift, v_scale, v_gate = v_rows(self.scale_shift_table, SELF_ATTENTION, SELF_ATTENTION)
-        a_shift, a_scale, a_gate = a_rows(
-            self.audio_scale_shift_table, SELF_ATTENTION, SELF_ATTENTION
-        )
-        v, a = self._norm(video, v_scale, v_shift), self._norm(audio, a_scale, a_shift)
+    def _self_attention(
+        self,
+        comm: Comm,
+        video: Tensor,
+        audio: Tensor,
+        v_modulation: Modulation,
+        a_modulation: Modulation,
+        inputs: BlockInputs,
+        perturbations: Perturbations | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Each stream attends to its own tokens: Tv x Tv and Ta x Ta."""
+        v_table, a_table = self.scale_shift_table, self.audio_scale_shift_table
+        v_shift, v_scale, v_gate = v_modulation.per_token(v_table, SELF_ATTENTION)
+        a_shift, a_scale, a_gate = a_modulation.per_token(a_table, SELF_ATTENTION)
+        v_norm, a_norm = self._norm(video, v_scale, v_shift), self._norm(audio, a_scale, a_shift)
+        v_rope = Rope(inputs.video_cos, inputs.video_sin)
+        a_rope = Rope(inputs.audio_cos, inputs.audio_sin)
+        v_keep = None if perturbations is None else perturbations.video_self
+        a_keep = None if perturbations is None else perturbations.audio_self
         v, a = attend(
             comm,
-            Call(
-                self.attn1,
-                v,
-                v,
-                Rope(inputs.video_cos, inputs.video_sin),
-                keep=switches and switches.video_self,
-            ),
-            Call(
-                self.audio_attn1,
-                a,
-                a,
-                Rope(inputs.audio_cos, inputs.audio_sin),
-                keep=switches and switches.audio_self,
-            ),
+            AttentionCall(self.attn1, v_norm, v_norm, v_rope, keep=v_keep),
+            AttentionCall(self.audio_attn1, a_norm, a_norm, a_rope, keep=a_keep),
         )
         return video + v * v_gate, audio + a * a_gate
 
-    def _text_attention(self, comm, video, audio, v_rows, a_rows, inputs):
-        v_shift, v_scale, v_gate = v_rows(self.scale_shift_table, TEXT_ATTENTION, TEXT_ATTENTION)
-        a_shift, a_scale, a_gate = a_rows(
-            self.audio_scale_shift_table, TEXT_ATTENTION, TEXT_ATTENTION
-        )
-        v_context, a_context = inputs.video_context, inputs.audio_context
-        if self.modulated_prompt:  # by the step's sigma, so the keys and values change every step
-            v_context = self._modulate_prompt(v_context, v_rows, self.prompt_scale_shift_table)
-            a_context = self._modulate_prompt(
-                a_context, a_rows, self.audio_prompt_scale_shift_table
-            )
+    def _text_attention(
+        self,
+        comm: Comm,
+        video: Tensor,
+        audio: Tensor,
+        v_modulation: Modulation,
+        a_modulation: Modulation,
+        inputs: BlockInputs,
+    ) -> tuple[Tensor, Tensor]:
+        """Each stream attends to its own text context, without RoPE: Tv x S and Ta x S."""
+        v_table, a_table = self.scale_shift_table, self.audio_scale_shift_table
+        v_shift, v_scale, v_gate = v_modulation.per_token(v_table, TEXT_ATTENTION)
+        a_shift, a_scale, a_gate = a_modulation.per_token(a_table, TEXT_ATTENTION)
+        v_context, a_context = inputs.video_context, inputs.audio_context  # (1, S, Dv), (1, S, Da)
+        if self.modulated_prompt:
+            # By the step's sigma: keys and values change every step and cannot be computed once.
+            v_prompt, a_prompt = self.prompt_scale_shift_table, self.audio_prompt_scale_shift_table
+            v_context = self._modulate_prompt(v_context, v_modulation, v_prompt)
+            a_context = self._modulate_prompt(a_context, a_modulation, a_prompt)
         v, a = attend(
             comm,
-            Call(self.attn2, self._norm(video, v_scale, v_shift), v_context),
-            Call(self.audio_attn2, self._norm(audio, a_scale, a_shift), a_context),
+            AttentionCall(self.attn2, self._norm(video, v_scale, v_shift), v_context),
+            AttentionCall(self.audio_attn2, self._norm(audio, a_scale, a_shift), a_context),
         )
         return video + v * v_gate, audio + a * a_gate
 
     @staticmethod
-    def _modulate_prompt(context: Tensor, rows: Modulation, table: Tensor) -> Tensor:
-        shift, scale = rows.of_sigma(table, PROMPT, 0, 2).unbind(0)
+    def _modulate_prompt(context: Tensor, modulation: Modulation, table: Tensor) -> Tensor:
+        """(1, S, D) -> the same, by the learned table (2, D)."""
+        shift, scale = modulation.per_step(table, PROMPT).unbind(0)
         return context * (1 + scale) + shift
 
-    def _audio_video_attention(self, comm, video, audio, v_rows, a_rows, inputs, switches):
+    def _audio_video_attention(
+        self,
+        comm: Comm,
+        video: Tensor,
+        audio: Tensor,
+        v_modulation: Modulation,
+        a_modulation: Modulation,
+        inputs: BlockInputs,
+        perturbations: Perturbations | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Each stream attends to the other, by seconds alone: Tv x Ta (a2v) and Ta x Tv (v2a)."""
         v_table, a_table = self.scale_shift_table_a2v_ca_video, self.scale_shift_table_a2v_ca_audio
-        v_norm, a_norm = (
-            rms_norm(video, self.eps),
-            rms_norm(audio, self.eps),
-        )  # both from before either attention
+        # Both norms come from before either attention: neither direction sees the other's result.
+        v_norm, a_norm = rms_norm(video, self.eps), rms_norm(audio, self.eps)
 
-        def modulated(row: int) -> tuple[Tensor, Tensor]:
-            v_scale, v_shift = v_rows(v_table, row, row - A2V, 2)
-            a_scale, a_shift = a_rows(a_table, row, row - A2V, 2)
+        def modulated(direction: AdaLNRows) -> tuple[Tensor, Tensor]:
+            v_scale, v_shift = v_modulation.per_token(v_table, direction)
+            a_scale, a_shift = a_modulation.per_token(a_table, direction)
             return v_norm * (1 + v_scale) + v_shift, a_norm * (1 + a_scale) + a_shift
 
         v_rope = Rope(inputs.video_cross_cos, inputs.video_cross_sin)
         a_rope = Rope(inputs.audio_cross_cos, inputs.audio_cross_sin)
-        (v_query, a_context), (v_context, a_query) = modulated(A2V), modulated(V2A)
+        v_query, a_context = modulated(A2V)
+        v_context, a_query = modulated(V2A)
+        # Queries turn by the positions of their own stream, keys by those of the other.
         v, a = attend(
             comm,
-            Call(self.audio_to_video_attn, v_query, a_context, v_rope, a_rope),
-            Call(self.video_to_audio_attn, a_query, v_context, a_rope, v_rope),
+            AttentionCall(self.audio_to_video_attn, v_query, a_context, v_rope, a_rope),
+            AttentionCall(self.video_to_audio_attn, a_query, v_context, a_rope, v_rope),
         )
-        v_gate, a_gate = (
-            v_rows.of_sigma(v_table, AV_GATE, 4, 1)[0],
-            a_rows.of_sigma(a_table, AV_GATE, 4, 1)[0],
-        )
-        if switches is not None:
-            v_gate, a_gate = v_gate * switches.a2v, a_gate * switches.v2a
+        v_gate = v_modulation.per_step(v_table, AV_GATE)[0]
+        a_gate = a_modulation.per_step(a_table, AV_GATE)[0]
+        if perturbations is not None:
+            # On the gates (D,), which is cheaper than on the attentions' results (1, T, D).
+            v_gate, a_gate = v_gate * perturbations.a2v, a_gate * perturbations.v2a
         return video + v * v_gate, audio + a * a_gate
 
-    def _feed_forward(self, comm, video, audio, v_rows, a_rows):
-        v_shift, v_scale, v_gate = v_rows(self.scale_shift_table, FEED_FORWARD, FEED_FORWARD)
-        a_shift, a_scale, a_gate = a_rows(self.audio_scale_shift_table, FEED_FORWARD, FEED_FORWARD)
+    def _feed_forward(
+        self,
+        comm: Comm,
+        video: Tensor,
+        audio: Tensor,
+        v_modulation: Modulation,
+        a_modulation: Modulation,
+    ) -> tuple[Tensor, Tensor]:
+        """Each token by itself, D -> 4 D -> D."""
+        v_table, a_table = self.scale_shift_table, self.audio_scale_shift_table
+        v_shift, v_scale, v_gate = v_modulation.per_token(v_table, FEED_FORWARD)
+        a_shift, a_scale, a_gate = a_modulation.per_token(a_table, FEED_FORWARD)
+        # Biases are added by `finish`, after the sum, so that they count once.
         v, a = comm.sum(
             self.ff.partial(self._norm(video, v_scale, v_shift)),
             self.audio_ff.partial(self._norm(audio, a_scale, a_shift)),
@@ -232,25 +289,30 @@ class TransformerBlock(nn.Module):
         return video + self.ff.finish(v) * v_gate, audio + self.audio_ff.finish(a) * a_gate
 
 
-def _chosen(inputs) -> Tensor:
-    """One-hot over the schedule's steps: gathers are slow or refused by the compilers, and a
-    one-hot sum is as exact."""
+def _step_one_hot(inputs: HeadInputs | GuideInputs) -> Tensor:
+    """(steps,) fp32, one-hot over the schedule's steps: gathers are slow or refused by the
+    compilers, and a one-hot sum is as exact."""
     return (inputs.step_numbers == inputs.step).float()
 
 
 class Head(nn.Module):
     """Look up the step's sigmas and modulation rows, and project the latents to the streams'
-    widths."""
+    widths.
+
+    All of it depends on the step number alone, which is an input: one graph serves every step.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
+        # Whole on every rank: a product of 128 channels is not worth a collective.
         self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
     def forward(self, inputs: HeadInputs) -> HeadOutputs:
-        chosen = _chosen(inputs)
+        one_hot = _step_one_hot(inputs)
+        # (steps, U, MODULATION_ROWS, D) -> (U, MODULATION_ROWS, D)
         rows = [
-            (chosen.to(table.dtype)[:, None, None, None] * table).sum(0)
+            (one_hot.to(table.dtype)[:, None, None, None] * table).sum(0)
             for table in (inputs.video_modulation, inputs.audio_modulation)
         ]
         return HeadOutputs(
@@ -258,15 +320,15 @@ class Head(nn.Module):
             audio_hidden=self.audio_patchify_proj(inputs.audio_latent),
             video_rows=rows[0],
             audio_rows=rows[1],
-            sigma_pair=(chosen[:, None] * inputs.sigmas).sum(0),
+            sigma_pair=(one_hot[:, None] * inputs.sigmas).sum(0),
         )
 
 
 class GuidedHead(Head):
-    """Head of a guided pass: says as well which streams the step computes."""
+    """Head of a guided pass: also returns which streams the step computes, `enabled` (2,)."""
 
     def forward(self, inputs: GuidedHeadInputs) -> GuidedHeadOutputs:
-        enabled = (_chosen(inputs)[:, None] * inputs.enabled_steps).sum(0)
+        enabled = (_step_one_hot(inputs)[:, None] * inputs.enabled_steps).sum(0)
         return GuidedHeadOutputs(*super().forward(inputs), enabled)
 
 
@@ -293,13 +355,17 @@ class GuidedBlocks(Blocks):
     def forward(self, inputs: GuidedBlockInputs) -> BlockOutputs:
         video, audio = inputs.video_hidden, inputs.audio_hidden
         for block, keep in zip(self.transformer_blocks, inputs.keep.unbind(0), strict=True):
-            video, audio = block(self.comm, video, audio, inputs, Switches(keep, inputs.enabled))
+            perturbations = Perturbations(keep, inputs.enabled)
+            video, audio = block(self.comm, video, audio, inputs, perturbations)
         return BlockOutputs(video_hidden=video, audio_hidden=audio)
 
 
 class X0Tail(nn.Module):
     """Prediction of the clean latents of both streams from a pass: x0 = latent - velocity *
-    timestep."""
+    timestep.
+
+    Guidance combines passes as x0, so a guided graph ends here and Guide takes the Euler step.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -310,30 +376,32 @@ class X0Tail(nn.Module):
         self.audio_proj_out = nn.Linear(config.audio.inner, config.audio_in_channels)
 
     def forward(self, inputs: TailInputs) -> X0Outputs:
-        v_rows = Modulation(inputs.video_rows, inputs.timestep_mask)
-        a_rows = Modulation(inputs.audio_rows, inputs.timestep_mask)
-        v = self._velocity(inputs.video_hidden, v_rows, self.scale_shift_table, self.proj_out)
-        a = self._velocity(
-            inputs.audio_hidden, a_rows, self.audio_scale_shift_table, self.audio_proj_out
+        v_modulation = Modulation(inputs.video_rows, inputs.timestep_mask)
+        a_modulation = Modulation(inputs.audio_rows, inputs.timestep_mask)
+        v_velocity = self._velocity(
+            inputs.video_hidden, v_modulation, self.scale_shift_table, self.proj_out
+        )
+        a_velocity = self._velocity(
+            inputs.audio_hidden, a_modulation, self.audio_scale_shift_table, self.audio_proj_out
         )
         sigma = inputs.sigma_pair[0]
+        # With images the video's timestep is a token's own, (Tv, 1); audio is never held.
         timestep = sigma if inputs.video_rows.shape[0] == 1 else inputs.denoise_mask * sigma
         return X0Outputs(
-            _denoised(inputs.video_latent, v, timestep), _denoised(inputs.audio_latent, a, sigma)
+            _denoised(inputs.video_latent, v_velocity, timestep),
+            _denoised(inputs.audio_latent, a_velocity, sigma),
         )
 
     def _velocity(
-        self, x: Tensor, rows: Modulation, table: Tensor, projection: nn.Linear
+        self, x: Tensor, modulation: Modulation, table: Tensor, projection: nn.Linear
     ) -> Tensor:
-        own = table.unsqueeze(1)  # (shift, scale), both added to the one embedded timestep
-        (shift,), (scale,) = (
-            rows(own[0], EMBEDDED_TIMESTEP, 0, 1),
-            rows(own[1], EMBEDDED_TIMESTEP, 0, 1),
-        )
-        x = nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(
-            x.dtype
-        )  # XLA would sum in x's own dtype
-        return projection(x * (1 + scale) + shift)
+        """(1, T, D) -> (1, T, C), by the learned table (2, D)."""
+        entries = table.unsqueeze(1)  # (2, 1, D): shift, scale; both on the one embedded timestep
+        (shift,) = modulation.per_token(entries[0], EMBEDDED_TIMESTEP)
+        (scale,) = modulation.per_token(entries[1], EMBEDDED_TIMESTEP)
+        # In fp32 explicitly: XLA would sum the moments in x's own dtype.
+        normed = nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+        return projection(normed * (1 + scale) + shift)
 
 
 class Tail(X0Tail):
@@ -341,6 +409,7 @@ class Tail(X0Tail):
 
     def forward(self, inputs: TailInputs) -> TailOutputs:
         video, audio = super().forward(inputs)
+        # One timestep means that no image holds a token: nothing is to be put back.
         if inputs.video_rows.shape[0] > 1:
             video = _blend(video, inputs)
         return TailOutputs(*_next_latents(inputs, video, audio, inputs.sigma_pair))
@@ -355,32 +424,33 @@ class Guide(nn.Module):
     """
 
     def forward(self, inputs: GuideInputs) -> GuideOutputs:
-        chosen = _chosen(inputs)[:, None]
-        sigma_pair, enabled = (
-            (chosen * inputs.sigmas).sum(0),
-            (chosen * inputs.enabled_steps).sum(0),
-        )
+        one_hot = _step_one_hot(inputs)[:, None]
+        sigma_pair = (one_hot * inputs.sigmas).sum(0)
+        enabled = (one_hot * inputs.enabled_steps).sum(0)
         guided = []
         for index, stream in enumerate(("video", "audio")):
             cond, uncond, perturbed, isolated = (
                 getattr(inputs, f"{name}_{stream}").float() for name in PASSES
             )
             cfg, stg, modality, rescale = inputs.guidance[index].unbind(0)
-            # Every term leans on the conditional prediction; chained, they would be another
-            # guidance.
+            # Every difference is to the conditional prediction; applied one after another they
+            # would be another guidance.
             x0 = (
                 cond
                 + cfg * (cond - uncond)
                 + stg * (cond - perturbed)
                 + modality * (cond - isolated)
             )
+            # Strong guidance overshoots: `rescale` pulls the spread back to that of `cond`.
             x0 = x0 * (rescale * (_std(cond) / _std(x0).clamp_min(_SMALLEST_STD)) + (1 - rescale))
-            last, on = getattr(inputs, f"guided_{stream}"), enabled[index]
-            guided.append((x0 * on + last.float() * (1 - on)).to(last.dtype))
+            previous, on = getattr(inputs, f"guided_{stream}"), enabled[index]
+            guided.append((x0 * on + previous.float() * (1 - on)).to(previous.dtype))
+        # The guided predictions are returned before the blend: a skipped step blends them anew.
         video = _blend(guided[0], inputs)
         return GuideOutputs(*_next_latents(inputs, video, guided[1], sigma_pair), *guided)
 
 
+# A constant prediction has no deviation; the quotient then stays finite.
 _SMALLEST_STD = 1e-12
 
 
@@ -390,7 +460,8 @@ def _std(x: Tensor) -> Tensor:
 
 
 def _blend(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
-    """Put back what images hold (ltx-pipelines post_process_latent)."""
+    """Put back the tokens that images hold, by the denoise mask (ltx-pipelines
+    post_process_latent): (1, Tv, C)."""
     mask = inputs.denoise_mask
     return (x0 * mask + inputs.clean_latent.float() * (1 - mask)).to(x0.dtype)
 
@@ -398,17 +469,20 @@ def _blend(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
 def _next_latents(
     inputs: TailInputs | GuideInputs, video: Tensor, audio: Tensor, sigma_pair: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """The Euler step of both streams, from clean latents (1, T, C)."""
     sigmas = sigma_pair.unbind(0)
     return _euler(inputs.video_latent, video, *sigmas), _euler(inputs.audio_latent, audio, *sigmas)
 
 
 def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:
-    """x0 = x - velocity * timestep (ltx-core to_denoised)."""
+    """x0 = x - velocity * timestep (ltx-core to_denoised), timestep () or (T, 1)."""
     return (x.float() - velocity.float() * timestep).to(x.dtype)
 
 
 def _euler(x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """One Euler step (ltx-core EulerDiffusionStep)."""
+    # Through the velocity and its rounding to x's dtype, not simplified: the reference does so, and
+    # in bf16 it shows.
     velocity = ((x.float() - denoised.float()) / sigma).to(x.dtype)
     return (x.float() + velocity.float() * (sigma_next - sigma)).to(x.dtype)
 
@@ -417,14 +491,20 @@ class Step(nn.Module):
     """The whole step, or the whole guided pass, as one graph: head, all blocks, tail."""
 
     def __init__(
-        self, head: nn.Module, blocks: nn.Module, tail: nn.Module, kinds: tuple[type, type, type]
+        self,
+        head: nn.Module,
+        blocks: nn.Module,
+        tail: nn.Module,
+        signatures: tuple[type, type, type],
     ):
         super().__init__()
-        self.head, self.blocks, self.tail, self.kinds = head, blocks, tail, kinds
+        self.head, self.blocks, self.tail, self.signatures = head, blocks, tail, signatures
 
     def forward(self, inputs: StepInputs | GuidedStepInputs) -> TailOutputs | X0Outputs:
         values = inputs._asdict()
-        for module, kind in zip((self.head, self.blocks, self.tail), self.kinds, strict=True):
-            outputs = module(kind(*(values[name] for name in kind._fields)))
+        # As a backend runs the cut program: each part takes its fields by name from what is there.
+        parts = zip((self.head, self.blocks, self.tail), self.signatures, strict=True)
+        for module, signature in parts:
+            outputs = module(signature(*(values[name] for name in signature._fields)))
             values |= outputs._asdict()
         return outputs

@@ -6,9 +6,14 @@ text_encoders/gemma/feature_extractor.py (V2). The reference stacks all 49 hidde
 projects them at once; here each layer adds its share to the two projections, so 49 x tokens x width
 need not leave the device. Sliding layers have their own RoPE base, unscaled; no sequence here is
 longer than the sliding window, so the window itself cuts nothing.
+
+Shapes (the batch is always 1): B tokens of the bucket, W hidden width (3840), H query heads of a
+rank, K key-value heads of a rank, D head size (256), L layers (48), O width of a DiT stream.
+Parameters have transformers' names.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +34,7 @@ class GemmaRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(features))
 
     def forward(self, x: Tensor) -> Tensor:
+        # 1 + w in fp32: in bf16 the sum would lose the weight's last bits.
         return (rms_norm(x.float(), self.eps) * (1 + self.weight.float())).to(x.dtype)
 
 
@@ -43,30 +49,39 @@ class SelfAttention(nn.Module):
     def __init__(self, config: GemmaConfig, tp: int):
         super().__init__()
         self.head_dim, self.scale = config.head_dim, config.query_pre_attn_scalar**-0.5
-        parts = min(tp, config.num_key_value_heads)
-        self.repeats = (config.num_attention_heads // tp) // (config.num_key_value_heads // parts)
+        # A key-value head is never cut: with more ranks than heads, several ranks hold the same.
+        kv_parts = min(tp, config.num_key_value_heads)
+        heads = config.num_attention_heads // tp
+        kv_heads = config.num_key_value_heads // kv_parts
+        self.repeats = heads // kv_heads
         width, queries = config.hidden_size, config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         self.q_proj = ColumnLinear(width, queries, tp, bias=False)
-        self.k_proj = ColumnLinear(width, keys, parts, bias=False)
-        self.v_proj = ColumnLinear(width, keys, parts, bias=False)
+        self.k_proj = ColumnLinear(width, keys, kv_parts, bias=False)
+        self.v_proj = ColumnLinear(width, keys, kv_parts, bias=False)
         self.o_proj = RowLinear(queries, width, tp, bias=False)
+        # Per head, unlike the DiT's: no sum over the ranks.
         self.q_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = GemmaRMSNorm(config.head_dim, config.rms_norm_eps)
 
     def partial(self, x: Tensor, rope: Rope, mask: Tensor) -> Tensor:
+        """(1, B, W) and a mask (1, 1, B, B) -> this rank's summand of the output (1, B, W)."""
+        # (1, H, B, D) and twice (1, K, B, D)
         query, key, value = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = rotate(self.q_norm(query), rope), rotate(self.k_norm(key), rope)
+        # Repeated to (1, H, B, D): plain batched products are what every compiler takes.
         key, value = (t.repeat_interleave(self.repeats, dim=1) for t in (key, value))
-        return self.o_proj.partial(
-            matmul(query, key, value, self.scale, mask).transpose(1, 2).flatten(-2)
-        )
+        # Always `matmul`: heads of 256 are larger than the flash kernels take, which have no mask.
+        attended = matmul(query, key, value, self.scale, mask)
+        return self.o_proj.partial(attended.transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):
+    """Gated feed-forward, W -> intermediate -> W, column then row parallel, no gather between."""
+
     def __init__(self, config: GemmaConfig, tp: int):
         super().__init__()
         self.gate_proj = ColumnLinear(config.hidden_size, config.intermediate_size, tp, bias=False)
@@ -74,6 +89,7 @@ class MLP(nn.Module):
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, tp, bias=False)
 
     def partial(self, x: Tensor) -> Tensor:
+        """(1, B, W) -> this rank's summand of the output (1, B, W)."""
         return self.down_proj.partial(
             nn.functional.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x)
         )
@@ -85,12 +101,15 @@ class Layer(nn.Module):
     def __init__(self, config: GemmaConfig, tp: int):
         super().__init__()
         self.self_attn, self.mlp = SelfAttention(config, tp), MLP(config, tp)
+        # Their inputs are whole on every rank, so they need no sum over the ranks either.
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             setattr(
                 self, f"{name}_layernorm", GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
             )
 
     def forward(self, comm: Comm, x: Tensor, rope: Rope, mask: Tensor) -> Tensor:
+        """(1, B, W) -> (1, B, W)"""
+        # The norms after the sums are not linear, so each sum over the ranks comes first.
         (summed,) = comm.sum(self.self_attn.partial(self.input_layernorm(x), rope, mask))
         x = x + self.post_attention_layernorm(summed)
         (summed,) = comm.sum(self.mlp.partial(self.pre_feedforward_layernorm(x)))
@@ -100,9 +119,9 @@ class Layer(nn.Module):
 class AggregateEmbed(nn.Module):
     """Projection of all hidden states, layer by layer. Out-features are split over the ranks.
 
-    weight (layers + 1, out / tp, width): the released matrix (out, width * (layers + 1)) with index
-    d * (layers + 1) + l, laid out by layer when it is sharded. The reference scales its input by
-    sqrt(out / width); we scale the sum.
+    weight (L + 1, O / tp, W): the released matrix (O, W * (L + 1)) with index d * (L + 1) + l, laid
+    out by layer when it is sharded (layers_first). The reference scales its input by sqrt(O / W);
+    we scale the sum.
     """
 
     def __init__(self, gemma: GemmaConfig, out_features: int, tp: int):
@@ -114,6 +133,7 @@ class AggregateEmbed(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features // tp))
 
     def finish(self, summed: Tensor) -> Tensor:
+        """From the sum over the layers (1, B, O / tp) fp32 to the features, in the run's dtype."""
         return (summed * self.scale).to(self.bias.dtype) + self.bias
 
 
@@ -123,8 +143,8 @@ def layers_first(weight: Tensor, width: int) -> Tensor:
 
 
 class Gemma3Encoder(nn.Module):
-    """Token embeddings (1, B, width) -> video and audio features (1, B, out / tp); optionally all
-    hidden states."""
+    """Token embeddings (1, B, W) -> video and audio features (1, B, O / tp); optionally all hidden
+    states (1, B, W, L + 1)."""
 
     def __init__(
         self,
@@ -135,52 +155,38 @@ class Gemma3Encoder(nn.Module):
         return_states: bool,
     ):
         super().__init__()
-        self.comm, self.return_states, self.full_attention = (
-            comm,
-            return_states,
-            set(gemma.full_attention_layers),
-        )
+        self.comm, self.return_states = comm, return_states
+        self.full_attention = set(gemma.full_attention_layers)
         self.layers = nn.ModuleList(Layer(gemma, tp) for _ in range(gemma.num_hidden_layers))
         self.norm = GemmaRMSNorm(gemma.hidden_size, gemma.rms_norm_eps)
         self.video_aggregate_embed = AggregateEmbed(gemma, config.video.inner, tp)
         self.audio_aggregate_embed = AggregateEmbed(gemma, config.audio.inner, tp)
 
     def forward(self, inputs: Gemma3Inputs) -> Gemma3Outputs | Gemma3OutputsWithStates:
+        embeds = self.video_aggregate_embed, self.audio_aggregate_embed
         states, sums = [], None
-        for state in self.hidden_states(inputs):
+        for index, state in enumerate(self.hidden_states(inputs)):
             normed = rms_norm(state)  # per token and layer, before the projections
-            index = len(states)
-            shares = [
-                nn.functional.linear(normed, projection.weight[index]).float()
-                for projection in (self.video_aggregate_embed, self.audio_aggregate_embed)
-            ]
-            sums = (
-                shares
-                if sums is None
-                else [total + share for total, share in zip(sums, shares, strict=True)]
-            )
+            # In fp32 over the layers: 49 additions in bf16 would lose the smaller shares.
+            shares = [nn.functional.linear(normed, embed.weight[index]).float() for embed in embeds]
+            if sums is None:
+                sums = shares
+            else:
+                sums = [total + share for total, share in zip(sums, shares, strict=True)]
             states.append(state)
-        features = (
-            self.video_aggregate_embed.finish(sums[0]),
-            self.audio_aggregate_embed.finish(sums[1]),
-        )
-        return (
-            Gemma3OutputsWithStates(*features, torch.stack(states, -1))
-            if self.return_states
-            else Gemma3Outputs(*features)
-        )
+        features = [embed.finish(total) for embed, total in zip(embeds, sums, strict=True)]
+        if self.return_states:
+            return Gemma3OutputsWithStates(*features, torch.stack(states, -1))
+        return Gemma3Outputs(*features)
 
-    def hidden_states(self, inputs: Gemma3Inputs):
-        """The embeddings, every layer's output but the last, and the normed last: num_hidden_layers
-        + 1 states."""
-        local, full = (
-            Rope(inputs.local_cos, inputs.local_sin),
-            Rope(inputs.global_cos, inputs.global_sin),
-        )
+    def hidden_states(self, inputs: Gemma3Inputs) -> Iterator[Tensor]:
+        """Yield L + 1 states (1, B, W): the embeddings, every layer's output but the last, and the
+        last one's after the final norm."""
+        local = Rope(inputs.local_cos, inputs.local_sin)
+        full = Rope(inputs.global_cos, inputs.global_sin)
         x = inputs.embeddings
         for index, layer in enumerate(self.layers):
             yield x
-            x = layer(
-                self.comm, x, full if index in self.full_attention else local, inputs.attention_mask
-            )
+            rope = full if index in self.full_attention else local
+            x = layer(self.comm, x, rope, inputs.attention_mask)
         yield self.norm(x)

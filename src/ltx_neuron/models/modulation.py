@@ -4,9 +4,12 @@ step.
 AdaLN depends on the timestep alone, so its 0.87 GB of weights never reach a device: the table is
 0.2 MB per timestep in bf16. Sources: ltx-core
 model/transformer/{adaln,timestep_embedding,transformer_args}.py.
+
+Shapes: U distinct timesteps of a step's tokens, D width of the stream, n rows of one AdaLN module.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +17,46 @@ from torch.nn.functional import linear, silu
 
 from ltx_neuron.config import TransformerConfig
 
-# Rows of the table (steps, timesteps, MODULATION_ROWS, D) of each stream, in the order of
-# ltx-core's AdaLN tables.
-SELF_ATTENTION, FEED_FORWARD, TEXT_ATTENTION = 0, 3, 6  # each (shift, scale, gate)
-A2V, V2A, AV_GATE = 9, 11, 13  # (scale, shift), (scale, shift), gate
-PROMPT, EMBEDDED_TIMESTEP = 14, 16  # (shift, scale); added to the output's own (shift, scale)
+
+class AdaLNRows(NamedTuple):
+    """Consecutive rows of a modulation table and the learned entries that are added to them.
+
+    row    first row of the modulation table (steps, U, MODULATION_ROWS, D)
+    entry  first entry of the learned table, a parameter of the block or of the output
+    count  how many rows, and as many entries
+    """
+
+    row: int
+    entry: int
+    count: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.count)
+
+    @property
+    def entries(self) -> slice:
+        return slice(self.entry, self.entry + self.count)
+
+
+# The order is that of ltx-core's modules, whose outputs are concatenated: adaln_single (9 rows),
+# av_ca_*_scale_shift_adaln_single (4), av_ca_*_gate_adaln_single (1), prompt_adaln_single (2), and
+# the embedded timestep of adaln_single.
+# With scale_shift_table (9, D), each (shift, scale, gate):
+SELF_ATTENTION = AdaLNRows(row=0, entry=0, count=3)
+FEED_FORWARD = AdaLNRows(row=3, entry=3, count=3)
+TEXT_ATTENTION = AdaLNRows(row=6, entry=6, count=3)
+# With scale_shift_table_a2v_ca_* (5, D): (scale, shift), in this order alone here, and the gate.
+A2V = AdaLNRows(row=9, entry=0, count=2)
+V2A = AdaLNRows(row=11, entry=2, count=2)
+AV_GATE = AdaLNRows(row=13, entry=4, count=1)
+# With prompt_scale_shift_table (2, D): (shift, scale) of the text context.
+PROMPT = AdaLNRows(row=14, entry=0, count=2)
+# The output layer's scale_shift_table (2, D) has a shift and a scale; both are added to this row.
+EMBEDDED_TIMESTEP = AdaLNRows(row=16, entry=0, count=1)
 MODULATION_ROWS = 17
-_SINUSOID = 256  # channels of the timestep embedding, fixed upstream (timestep_embedding.py)
+# Channels of the timestep embedding, fixed upstream (timestep_embedding.py).
+_SINUSOID = 256
 
 
 def modulation_table(
@@ -42,27 +78,32 @@ def modulation_table(
     """
     prefix, gate = {"video": ("", "a2v"), "audio": ("audio_", "v2a")}[stream]
     scale = config.timestep_scale_multiplier
-    sigma = (sigmas * scale)[:, None].expand(-1, len(masks))  # (steps, U)
-    own = sigmas[:, None] * masks * scale
+    # The step's timestep and the tokens' own ones, both (steps, U). The products are taken in
+    # upstream's order (sigma, mask, scale): another order rounds otherwise.
+    step_timesteps = (sigmas * scale)[:, None].expand(-1, len(masks))
+    token_timesteps = sigmas[:, None] * masks * scale
     gate_factor = config.av_ca_timestep_scale_multiplier / scale
 
-    rows, embedded = _adaln(weights, f"{prefix}adaln_single", own)
-    av_rows, _ = _adaln(
-        weights, f"av_ca_{stream}_scale_shift_adaln_single", sigma if cross_sigma else own
-    )
-    gate_row, _ = _adaln(weights, f"av_ca_{gate}_gate_adaln_single", sigma * gate_factor)
+    rows, embedded = _adaln(weights, f"{prefix}adaln_single", token_timesteps)
+    # Since 1.1.4 the audio-video scale and shift follow a token's own timestep.
+    av_timesteps = step_timesteps if cross_sigma else token_timesteps
+    av_rows, _ = _adaln(weights, f"av_ca_{stream}_scale_shift_adaln_single", av_timesteps)
+    # The gate and the prompt belong to the whole stream: they follow the step's sigma.
+    gate_row, _ = _adaln(weights, f"av_ca_{gate}_gate_adaln_single", step_timesteps * gate_factor)
     if config.use_prompt_adaln_single:
-        prompt_rows, _ = _adaln(weights, f"{prefix}prompt_adaln_single", sigma)
+        prompt_rows, _ = _adaln(weights, f"{prefix}prompt_adaln_single", step_timesteps)
     else:
-        prompt_rows = torch.zeros_like(av_rows[:, :, :2])
+        # The rows stay in the table, unread, so that it has one shape for every checkpoint.
+        prompt_rows = torch.zeros_like(av_rows[:, :, : PROMPT.count])
     return torch.cat([rows, av_rows, gate_row, prompt_rows, embedded.unsqueeze(2)], dim=2)
 
 
 def _adaln(weights: dict[str, Tensor], name: str, timesteps: Tensor) -> tuple[Tensor, Tensor]:
     """AdaLayerNormSingle of timesteps (steps, U): its rows (steps, U, n, D) and the embedded
-    timestep (steps, U, D)."""
+    timestep (steps, U, D), fp32."""
 
     def layer(x: Tensor, part: str) -> Tensor:
+        # The weights are widened, not x narrowed: near 1000, bf16 knows every fourth timestep only.
         return linear(
             x, weights[f"{name}.{part}.weight"].float(), weights[f"{name}.{part}.bias"].float()
         )
@@ -75,18 +116,20 @@ def _adaln(weights: dict[str, Tensor], name: str, timesteps: Tensor) -> tuple[Te
 
 def host_weights(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that modulation_table reads."""
-    found = {}
+    shapes = {}
     for stream, prefix, gate, width in (
         ("video", "", "a2v", config.video.inner),
         ("audio", "audio_", "v2a", config.audio.inner),
     ):
         rows = {
-            f"{prefix}adaln_single": A2V,
-            f"av_ca_{stream}_scale_shift_adaln_single": AV_GATE - A2V,
-            f"av_ca_{gate}_gate_adaln_single": PROMPT - AV_GATE,
+            f"{prefix}adaln_single": (
+                SELF_ATTENTION.count + FEED_FORWARD.count + TEXT_ATTENTION.count
+            ),
+            f"av_ca_{stream}_scale_shift_adaln_single": A2V.count + V2A.count,
+            f"av_ca_{gate}_gate_adaln_single": AV_GATE.count,
         }
         if config.use_prompt_adaln_single:
-            rows[f"{prefix}prompt_adaln_single"] = EMBEDDED_TIMESTEP - PROMPT
+            rows[f"{prefix}prompt_adaln_single"] = PROMPT.count
         for name, count in rows.items():
             parts = {
                 "emb.timestep_embedder.linear_1": (width, _SINUSOID),
@@ -94,12 +137,13 @@ def host_weights(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
                 "linear": (count * width, width),
             }
             for part, shape in parts.items():
-                found |= {f"{name}.{part}.weight": shape, f"{name}.{part}.bias": shape[:1]}
-    return found
+                shapes |= {f"{name}.{part}.weight": shape, f"{name}.{part}.bias": shape[:1]}
+    return shapes
 
 
 def sinusoid(timesteps: Tensor) -> Tensor:
     """Sinusoidal embedding (..., 256) fp32, cosines first."""
+    # fp32 as upstream: in float64 the phases would differ, and with them the last bits of all rows.
     half = _SINUSOID // 2
     frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
     phases = timesteps.float().unsqueeze(-1) * frequencies

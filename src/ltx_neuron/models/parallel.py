@@ -1,7 +1,11 @@
 """Tensor parallelism as the models see it: a Comm that sums over the ranks, and layers of already
 divided sizes.
 
-The models know the number of ranks, never which one they are: rank files are cut before loading.
+The models know the number of ranks, never which one they are: rank files are cut before loading,
+so one traced graph serves every rank.
+
+Shapes: `features` are those of the whole model; a rank's parameters and split activations have
+features / tp of them. Activations that are not split are whole, and alike, on every rank.
 """
 
 from typing import Protocol
@@ -34,6 +38,7 @@ class ColumnLinear(nn.Linear):
     """Linear whose out-features are split over the ranks (weight dim 0); its output stays split."""
 
     def __init__(self, in_features: int, out_features: int, tp: int, bias: bool = True):
+        # The bias is split with the out-features.
         super().__init__(in_features, out_features // tp, bias=bias)
 
 
@@ -48,9 +53,11 @@ class RowLinear(nn.Linear):
         super().__init__(in_features // tp, out_features, bias=bias)
 
     def partial(self, x: Tensor) -> Tensor:
+        """(..., in_features / tp) -> this rank's summand of (..., out_features)."""
         return nn.functional.linear(x, self.weight)
 
     def finish(self, summed: Tensor) -> Tensor:
+        """After the sum, so that the bias is not added once a rank."""
         return summed if self.bias is None else summed + self.bias
 
 
@@ -68,12 +75,14 @@ class ShardedRMSNorm(nn.Module):
 
     @staticmethod
     def statistic(x: Tensor) -> Tensor:
+        """The sum of squares of this rank's features: (..., features / tp) -> (..., 1) fp32."""
+        # A sum rather than a mean: the ranks' sums add up, and the caller's group may carry it.
         return x.float().square().sum(-1, keepdim=True)
 
     def forward(self, x: Tensor, summed: Tensor) -> Tensor:
-        return (x.float() * torch.rsqrt(summed / self.features + self.eps)).to(
-            x.dtype
-        ) * self.weight
+        """(..., features / tp) and the summed statistic (..., 1) -> (..., features / tp)."""
+        normed = x.float() * torch.rsqrt(summed / self.features + self.eps)
+        return normed.to(x.dtype) * self.weight
 
 
 class FeedForward(nn.Module):
@@ -82,11 +91,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, tp: int, bias: bool):
         super().__init__()
+        # The nesting gives the checkpoint's names, net.0.proj and net.2; net.1 has no parameters.
         project = nn.Module()
         project.proj = ColumnLinear(dim, 4 * dim, tp, bias)
         self.net = nn.ModuleList([project, nn.Identity(), RowLinear(4 * dim, dim, tp, bias)])
 
     def partial(self, x: Tensor) -> Tensor:
+        """(B, T, dim) -> this rank's summand of the output (B, T, dim)."""
         return self.net[2].partial(nn.functional.gelu(self.net[0].proj(x), approximate="tanh"))
 
     def finish(self, summed: Tensor) -> Tensor:
@@ -96,5 +107,6 @@ class FeedForward(nn.Module):
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """RMS norm over the last dimension without weight, computed in fp32. Source: ltx-core
     utils.py."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    # fp32 explicitly: in bf16 a mean over 4096 squares would be right to two digits.
+    x_fp32 = x.float()
+    return (x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -1,5 +1,9 @@
 """A model as graphs and the order in which they are called: what compile makes and what a backend
-runs."""
+runs.
+
+A program is built for fixed shapes (a bucket), a number of ranks and a dtype. Its modules are on
+the meta device: they are traced, and their weights come from the rank files.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,6 +53,7 @@ class Graph(NamedTuple):
     outputs: type
 
 
+# (graph, first block) each
 Calls = tuple[tuple[str, int], ...]
 
 
@@ -79,7 +84,8 @@ def weight_name(parameter: str, first_block: int) -> str:
     """The rank file's name for a graph's parameter when the graph stands for blocks first_block,
     first_block + 1, ..."""
     parts = parameter.split(".")
-    if parts[0] in ("head", "blocks", "tail"):  # the parts of a whole Step
+    # In a whole Step the modules are parts of it.
+    if parts[0] in ("head", "blocks", "tail"):
         parts = parts[1:]
     if parts[0] == "transformer_blocks":
         parts[1] = str(int(parts[1]) + first_block)
@@ -111,36 +117,33 @@ def dit_program(
     fields = dit_fields(config, bucket, tp, dtype)
     if bucket.guided:
         fields |= guided_fields(config, bucket, tp, dtype, count)
+        # A pass ends with its prediction: the combination needs those of all passes.
         head, blocks, tail = GuidedHead, GuidedBlocks, X0Tail
-        kinds, whole = (GuidedHeadInputs, GuidedBlockInputs, TailInputs), GuidedStepInputs
-        head_outputs, outputs, run = GuidedHeadOutputs, X0Outputs, "pass"
+        inputs = GuidedHeadInputs, GuidedBlockInputs, TailInputs
+        outputs = GuidedHeadOutputs, BlockOutputs, X0Outputs
+        step_inputs, run = GuidedStepInputs, "pass"
     else:
-        head, blocks, tail, kinds, whole = (
-            Head,
-            Blocks,
-            Tail,
-            (HeadInputs, BlockInputs, TailInputs),
-            StepInputs,
-        )
-        head_outputs, outputs, run = HeadOutputs, TailOutputs, "main"
+        head, blocks, tail = Head, Blocks, Tail
+        inputs = HeadInputs, BlockInputs, TailInputs
+        outputs = HeadOutputs, BlockOutputs, TailOutputs
+        step_inputs, run = StepInputs, "main"
+    # The shapes are one rank's, alike on every rank. On meta, tracing the release takes no memory.
     with torch.device("meta"):
-        parts = head(config), blocks(config, tp, comm, KERNELS[attention], count), tail(config)
+        modules = head(config), blocks(config, tp, comm, KERNELS[attention], count), tail(config)
     if blocks_per_graph == 0:
-        graphs, calls = {"step": Graph(Step(*parts, kinds), whole, outputs)}, (("step", 0),)
+        graphs = {"step": Graph(Step(*modules, inputs), step_inputs, outputs[-1])}
+        calls = (("step", 0),)
     else:
-        described = zip(
-            ("head", "blocks", "tail"),
-            parts,
-            kinds,
-            (head_outputs, BlockOutputs, outputs),
-            strict=True,
-        )
-        graphs = {name: Graph(part, kind, result) for name, part, kind, result in described}
+        parts = zip(("head", "blocks", "tail"), modules, inputs, outputs, strict=True)
+        graphs = {name: Graph(*graph) for name, *graph in parts}
+        # One graph of blocks, called again and again with the next blocks' weights: it is compiled
+        # once, and compilers do not see 48 blocks at a time.
         groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
         calls = (("head", 0), *groups, ("tail", 0))
     runs = {run: calls}
     if bucket.guided:
-        graphs["guide"], runs["guide"] = Graph(Guide(), GuideInputs, GuideOutputs), (("guide", 0),)
+        graphs["guide"] = Graph(Guide(), GuideInputs, GuideOutputs)
+        runs["guide"] = (("guide", 0),)
     return Program(graphs, runs, fields)
 
 
@@ -153,7 +156,7 @@ def gemma3_program(
     dtype: torch.dtype,
     states: bool,
 ) -> Program:
-    """The text encoder for a bucket of tokens."""
+    """The text encoder for a bucket of tokens; with `states` it returns every hidden state too."""
     with torch.device("meta"):
         encoder = Gemma3Encoder(gemma, config, tp, comm, states)
     graph = Graph(encoder, Gemma3Inputs, Gemma3OutputsWithStates if states else Gemma3Outputs)
@@ -167,7 +170,7 @@ def gemma3_program(
 def connector_program(
     config: TransformerConfig, tp: int, comm: Comm, dtype: torch.dtype, attention: str = "sdpa"
 ) -> Program:
-    """The two text connectors."""
+    """The two text connectors. attention names one of KERNELS."""
     with torch.device("meta"):
         connectors = Connectors(config, tp, comm, KERNELS[attention])
     graph = Graph(connectors, ConnectorInputs, ConnectorOutputs)

@@ -3,6 +3,8 @@
 The tables follow ltx-core's rounding (frequencies float64 -> fp32, phases fp32: rope.py there) to
 the bit, because the highest frequencies turn one ulp of a phase into 1e-3 of a cosine. Positions
 stay fp32 (upstream since 1.1.3).
+
+Shapes: B batch, T tokens, H heads, D head size, F frequencies per axis of the positions.
 """
 
 import math
@@ -14,8 +16,7 @@ from torch import Tensor
 
 
 class Rope(NamedTuple):
-    """Cosines and sines, (B, H, T, head_dim / 2) fp32: each head has its own band of
-    frequencies."""
+    """Cosines and sines, (B, H, T, D / 2) fp32: each head has its own band of frequencies."""
 
     cos: Tensor
     sin: Tensor
@@ -24,6 +25,8 @@ class Rope(NamedTuple):
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Split rotation of (B, H, T, D): the halves of each head form the pairs. Computed in fp32,
     returned in x's dtype."""
+    # Halves, not neighbours, are the checkpoint's layout (rope_type "split"). In fp32, because
+    # cosines in bf16 are right to 4e-3 only.
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat(
         [first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin], dim=-1
@@ -33,28 +36,27 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 def split_rope(
     positions: Tensor, max_pos: tuple[int, ...], inner_dim: int, heads: int, theta: float
 ) -> Rope:
-    """Tables for positions (B, axes, T) in the units of max_pos. Heads take consecutive bands, so
-    ranks slice by head.
+    """Tables (B, H, T, D / 2) for positions (B, axes, T) in the units of max_pos. Heads take
+    consecutive bands, so ranks slice by head.
 
     Layout within the inner dimension: frequency-major, axis-minor; entries left over come first and
     rotate by nothing.
     """
     axes = positions.shape[1]
-    frequencies = (
-        np.power(theta, np.linspace(0.0, 1.0, inner_dim // (2 * axes), dtype=np.float64))
-        * math.pi
-        / 2
-    )
-    fractions = torch.stack(
-        [positions[:, i] / max_pos[i] for i in range(axes)], dim=-1
-    )  # (B, T, axes)
-    phases = torch.tensor(frequencies, dtype=torch.float32) * (
-        fractions.unsqueeze(-1) * 2 - 1
-    )  # (B, T, axes, F)
-    phases = phases.transpose(-1, -2).flatten(2)
+    # float64 here and fp32 below, as ltx-core rounds: see the module's docstring.
+    exponents = np.linspace(0.0, 1.0, inner_dim // (2 * axes), dtype=np.float64)
+    frequencies = torch.tensor(
+        np.power(theta, exponents) * math.pi / 2, dtype=torch.float32
+    )  # (F,)
+    fractions = [positions[:, axis] / max_pos[axis] for axis in range(axes)]
+    fractions = torch.stack(fractions, dim=-1)  # (B, T, axes), 0 to 1
+    phases = frequencies * (fractions.unsqueeze(-1) * 2 - 1)  # (B, T, axes, F)
+    phases = phases.transpose(-1, -2).flatten(2)  # (B, T, F axes)
+    # inner_dim / 2 need not be a multiple of the axes: the rest is turned by nothing.
     padding = inner_dim // 2 - phases.shape[-1]
     cos = torch.nn.functional.pad(phases.cos(), (padding, 0), value=1.0)
     sin = torch.nn.functional.pad(phases.sin(), (padding, 0), value=0.0)
+    # (B, T, inner_dim / 2) -> (B, H, T, D / 2)
     return Rope(*(t.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous() for t in (cos, sin)))
 
 

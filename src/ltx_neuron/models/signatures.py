@@ -3,7 +3,47 @@ shape of every field.
 
 A field's name means the same tensor in every graph, so running a model is: call a graph with the
 named values it asks for, keep the named values it returns. Example inputs, uploads, manifests and
-tests all derive from here.
+tests all derive from here. To add an input, name it in the graph's NamedTuple, give it a shape in
+the function of its model at the end of this file (dit_fields, ...), and say here what it means.
+
+Fields of the DiT. Tv, Ta video and audio tokens, S text tokens, Dv, Da widths, C channels of a
+latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, steps = max_steps:
+
+  step, step_numbers        number of this step (1,) and the numbers 0, 1, ... (steps,), which it is
+                            compared with: the only integers of the graphs
+  sigmas                    (steps, 2), the sigma each step starts from and the one it ends with
+  sigma_pair                (2,), the row of `sigmas` of this step
+  *_modulation              (steps, U, R, D), AdaLN rows of every step; audio has U = 1
+  *_rows                    (U, R, D), the AdaLN rows of this step
+  timestep_mask             (Tv, U), one-hot: which of the U timesteps a video token has
+  denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
+  clean_latent              (1, Tv, C), what images hold
+  *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
+  *_hidden                  (1, T, D), the streams between the blocks
+  *_context                 (1, S, D), the text, from the connectors
+  video_cos, ... audio_sin  RoPE of a stream's self-attention, (1, heads of a rank, T, half a head)
+  *_cross_cos, *_cross_sin  RoPE of the audio-video attentions, by seconds alone, with audio's heads
+
+Fields of guidance, which runs the model several times a step with other contexts and perturbations
+and combines the predictions:
+
+  *_x0                      (1, T, C), clean latents that a pass predicts
+  cond_*, uncond_*, perturbed_*, isolated_*
+                            `*_x0` of the four PASSES, as inputs of the combination
+  guided_*                  the combined prediction, in and out: a skipped step repeats it
+  keep                      (blocks, 4), which attentions of a block a pass computes: self-attention
+                            of video, of audio, audio to video, video to audio; 0 leaves it out
+  enabled_steps, enabled    (steps, 2) and, of this step, (2,): video, audio; 0 repeats `guided_*`
+  guidance                  (2, 4), video and audio: cfg - 1, stg, modality - 1, rescale
+
+Fields of the text models. B tokens of a bucket:
+
+  embeddings                (1, B, hidden), scaled token embeddings
+  attention_mask            (1, 1, B, B), added to the scores: 0 or the dtype's lowest number
+  local_*, global_*         RoPE of the sliding and of the full attention layers
+  *_features                (1, B, D / tp), the projected hidden states, divided over the ranks
+  hidden_states             (1, B, hidden, layers + 1), for comparisons
+  *_tokens                  (1, S, D), features and learnable registers, what the connectors take
 """
 
 from typing import NamedTuple
@@ -16,6 +56,8 @@ from ltx_neuron.models.modulation import MODULATION_ROWS
 
 
 class HeadInputs(NamedTuple):
+    """Choose the step and project the latents to the streams."""
+
     step: Tensor
     step_numbers: Tensor
     sigmas: Tensor
@@ -26,6 +68,8 @@ class HeadInputs(NamedTuple):
 
 
 class HeadOutputs(NamedTuple):
+    """The streams, and what the blocks and the tail need of the step."""
+
     video_hidden: Tensor
     audio_hidden: Tensor
     video_rows: Tensor
@@ -34,6 +78,8 @@ class HeadOutputs(NamedTuple):
 
 
 class BlockInputs(NamedTuple):
+    """Some consecutive transformer blocks."""
+
     video_hidden: Tensor
     audio_hidden: Tensor
     video_rows: Tensor
@@ -52,11 +98,15 @@ class BlockInputs(NamedTuple):
 
 
 class BlockOutputs(NamedTuple):
+    """The streams after these blocks."""
+
     video_hidden: Tensor
     audio_hidden: Tensor
 
 
 class TailInputs(NamedTuple):
+    """From the streams to the next latents, or to a pass's prediction."""
+
     video_hidden: Tensor
     audio_hidden: Tensor
     video_rows: Tensor
@@ -70,50 +120,56 @@ class TailInputs(NamedTuple):
 
 
 class TailOutputs(NamedTuple):
+    """The latents after the step."""
+
     video_latent: Tensor
     audio_latent: Tensor
 
 
 class X0Outputs(NamedTuple):
+    """A guided pass's prediction."""
+
     video_x0: Tensor
     audio_x0: Tensor
 
 
-def _joined(name: str, document: str, fields: list[str]) -> type:
-    kind = NamedTuple(name, [(field, Tensor) for field in dict.fromkeys(fields)])
-    kind.__doc__ = document
-    return kind
+def _signature(name: str, doc: str, fields: list[str]) -> type:
+    """A NamedTuple of tensors from fields of other signatures, each once."""
+    signature = NamedTuple(name, [(field, Tensor) for field in dict.fromkeys(fields)])
+    signature.__doc__ = doc
+    return signature
 
 
-def _outside(head: type, blocks: type, tail: type, inside: type) -> list[str]:
-    return [f for f in (*head._fields, *blocks._fields, *tail._fields) if f not in inside._fields]
+def _step_fields(head: type, blocks: type, tail: type, head_outputs: type) -> list[str]:
+    """What the three parts of a step take and none of them gives: the inputs of the whole step."""
+    fields = (*head._fields, *blocks._fields, *tail._fields)
+    return [field for field in fields if field not in head_outputs._fields]
 
 
-StepInputs = _joined(
+StepInputs = _signature(
     "StepInputs",
-    "The whole step: what head, blocks and tail take from outside.",
-    _outside(HeadInputs, BlockInputs, TailInputs, HeadOutputs),
+    "The whole step in one graph.",
+    _step_fields(HeadInputs, BlockInputs, TailInputs, HeadOutputs),
 )
-
-# The guided step runs the model several times with other contexts and switches, and combines the
-# predictions.
-GuidedHeadInputs = _joined(
-    "GuidedHeadInputs", "Head of a guided pass.", [*HeadInputs._fields, "enabled_steps"]
+GuidedHeadInputs = _signature(
+    "GuidedHeadInputs", "HeadInputs of a guided pass.", [*HeadInputs._fields, "enabled_steps"]
 )
-GuidedHeadOutputs = _joined(
-    "GuidedHeadOutputs", "Head of a guided pass.", [*HeadOutputs._fields, "enabled"]
+GuidedHeadOutputs = _signature(
+    "GuidedHeadOutputs", "HeadOutputs of a guided pass.", [*HeadOutputs._fields, "enabled"]
 )
-GuidedBlockInputs = _joined(
-    "GuidedBlockInputs", "Blocks of a guided pass.", [*BlockInputs._fields, "keep", "enabled"]
+GuidedBlockInputs = _signature(
+    "GuidedBlockInputs", "BlockInputs of a guided pass.", [*BlockInputs._fields, "keep", "enabled"]
 )
-GuidedStepInputs = _joined(
+GuidedStepInputs = _signature(
     "GuidedStepInputs",
-    "A whole guided pass: what head, blocks and tail take from outside.",
-    _outside(GuidedHeadInputs, GuidedBlockInputs, TailInputs, GuidedHeadOutputs),
+    "A whole guided pass in one graph.",
+    _step_fields(GuidedHeadInputs, GuidedBlockInputs, TailInputs, GuidedHeadOutputs),
 )
 
 
 class GuideInputs(NamedTuple):
+    """Combine the predictions of a guided step and take the Euler step."""
+
     step: Tensor
     step_numbers: Tensor
     sigmas: Tensor
@@ -136,6 +192,8 @@ class GuideInputs(NamedTuple):
 
 
 class GuideOutputs(NamedTuple):
+    """The latents after the step, and the combined prediction for a step that is skipped."""
+
     video_latent: Tensor
     audio_latent: Tensor
     guided_video: Tensor
@@ -143,6 +201,8 @@ class GuideOutputs(NamedTuple):
 
 
 class Gemma3Inputs(NamedTuple):
+    """The text encoder."""
+
     embeddings: Tensor
     attention_mask: Tensor
     local_cos: Tensor
@@ -152,17 +212,23 @@ class Gemma3Inputs(NamedTuple):
 
 
 class Gemma3Outputs(NamedTuple):
+    """The text encoder's features."""
+
     video_features: Tensor
     audio_features: Tensor
 
 
 class Gemma3OutputsWithStates(NamedTuple):
+    """The features and every hidden state."""
+
     video_features: Tensor
     audio_features: Tensor
     hidden_states: Tensor
 
 
 class ConnectorInputs(NamedTuple):
+    """Both text connectors."""
+
     video_tokens: Tensor
     audio_tokens: Tensor
     video_cos: Tensor
@@ -172,20 +238,24 @@ class ConnectorInputs(NamedTuple):
 
 
 class ConnectorOutputs(NamedTuple):
+    """The contexts that the DiT attends to."""
+
     video_context: Tensor
     audio_context: Tensor
 
 
-LATENTS = ("video_latent", "audio_latent")  # what a step leaves for the next one
+# What a step leaves for the next one, and what the host reads at a stage's end.
+LATENTS = ("video_latent", "audio_latent")
+# Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
+# blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
 
 
 class Field(NamedTuple):
-    """Shape and dtype of a graph's tensor on one rank; `split` is the dimension in which the ranks
-    hold different parts.
+    """Shape and dtype of a graph's tensor on one rank.
 
-    A field `per_block` has one row per block of the graph: each call gets the rows of its own
-    blocks.
+    split      the dimension in which the ranks hold different parts; None: all hold the same
+    per_block  one row per block of the graph: each call gets the rows of its own blocks
     """
 
     shape: tuple[int, ...]
@@ -198,24 +268,23 @@ def dit_fields(
     config: TransformerConfig, bucket: Bucket, tp: int, dtype: torch.dtype
 ) -> dict[str, Field]:
     """Every tensor that goes into or comes out of a DiT graph."""
-    video, audio, wide = config.video, config.audio, torch.float32
-    t_video, t_audio, steps, unique = (
-        bucket.video_tokens,
-        bucket.audio_tokens,
-        bucket.max_steps,
-        bucket.timesteps,
-    )
+    video, audio = config.video, config.audio
+    t_video, t_audio = bucket.video_tokens, bucket.audio_tokens
+    steps, timesteps = bucket.max_steps, bucket.timesteps
+    # Sigmas, masks and RoPE stay fp32 in a bf16 graph: the sampler's arithmetic is fp32 upstream.
+    fp32 = torch.float32
+    # Only the streams' RoPE is split: latents, streams, rows and contexts are whole on every rank.
     fields = {
         "step": Field((1,), torch.int32),
         "step_numbers": Field((steps,), torch.int32),
-        "sigmas": Field((steps, 2), wide),
-        "sigma_pair": Field((2,), wide),
-        "video_modulation": Field((steps, unique, MODULATION_ROWS, video.inner), dtype),
+        "sigmas": Field((steps, 2), fp32),
+        "sigma_pair": Field((2,), fp32),
+        "video_modulation": Field((steps, timesteps, MODULATION_ROWS, video.inner), dtype),
         "audio_modulation": Field((steps, 1, MODULATION_ROWS, audio.inner), dtype),
-        "video_rows": Field((unique, MODULATION_ROWS, video.inner), dtype),
+        "video_rows": Field((timesteps, MODULATION_ROWS, video.inner), dtype),
         "audio_rows": Field((1, MODULATION_ROWS, audio.inner), dtype),
-        "timestep_mask": Field((t_video, unique), dtype),
-        "denoise_mask": Field((t_video, 1), wide),
+        "timestep_mask": Field((t_video, timesteps), dtype),
+        "denoise_mask": Field((t_video, 1), fp32),
         "clean_latent": Field((1, t_video, config.in_channels), dtype),
         "video_latent": Field((1, t_video, config.in_channels), dtype),
         "audio_latent": Field((1, t_audio, config.audio_in_channels), dtype),
@@ -224,6 +293,7 @@ def dit_fields(
         "video_context": Field((1, TEXT_TOKENS, video.inner), dtype),
         "audio_context": Field((1, TEXT_TOKENS, audio.inner), dtype),
     }
+    # The audio-video attentions have the audio's heads on both sides.
     ropes = {
         "video": (t_video, video),
         "audio": (t_audio, audio),
@@ -231,7 +301,7 @@ def dit_fields(
         "audio_cross": (t_audio, audio),
     }
     for name, (tokens, size) in ropes.items():
-        table = Field((1, size.heads // tp, tokens, size.head_dim // 2), wide, split=1)
+        table = Field((1, size.heads // tp, tokens, size.head_dim // 2), fp32, split=1)
         fields |= {f"{name}_cos": table, f"{name}_sin": table}
     return fields
 
@@ -240,6 +310,7 @@ def guided_fields(
     config: TransformerConfig, bucket: Bucket, tp: int, dtype: torch.dtype, blocks: int
 ) -> dict[str, Field]:
     """What guidance adds to dit_fields, for graphs of `blocks` blocks."""
+    # A pass's prediction has the shape and dtype of the latents.
     streams = {
         "video": Field((1, bucket.video_tokens, config.in_channels), dtype),
         "audio": Field((1, bucket.audio_tokens, config.audio_in_channels), dtype),
@@ -252,23 +323,18 @@ def guided_fields(
     return {
         **predictions,
         **{f"{stream}_x0": field for stream, field in streams.items()},
-        "keep": Field(
-            (blocks, 4), dtype, per_block=True
-        ),  # video and audio self-attention, a2v, v2a: 0 leaves it out
-        "enabled_steps": Field(
-            (bucket.max_steps, 2), torch.float32
-        ),  # video, audio: 0 repeats the last prediction
+        "keep": Field((blocks, 4), dtype, per_block=True),
+        "enabled_steps": Field((bucket.max_steps, 2), torch.float32),
         "enabled": Field((2,), torch.float32),
-        "guidance": Field(
-            (2, 4), torch.float32
-        ),  # video, audio: cfg - 1, stg, modality - 1, rescale
+        "guidance": Field((2, 4), torch.float32),
     }
 
 
 def gemma3_fields(
     gemma: GemmaConfig, config: TransformerConfig, tokens: int, tp: int, dtype: torch.dtype
-) -> dict:
+) -> dict[str, Field]:
     """Every tensor of a text encoder graph for a bucket of `tokens`."""
+    # Every head has the same frequencies: one table for all, on every rank.
     table = Field((1, 1, tokens, gemma.head_dim // 2), torch.float32)
     return {
         "embeddings": Field((1, tokens, gemma.hidden_size), dtype),

@@ -257,7 +257,7 @@ def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str,
     header and the sharding table."""
     model = MODELS["dit"]
     source, totals = Source(model, [checkpoint]), {"rank": 0, "blocks": 0, "host": 0}
-    for name in source.where:
+    for name in source.locations:
         split = rule(model, name)
         shape = local_shape(source.shape(name), split, tp, name)
         size = math.prod(shape) * dtype.itemsize

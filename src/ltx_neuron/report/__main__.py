@@ -2,7 +2,7 @@
 
 python -m ltx_neuron.report run.json
 python -m ltx_neuron.report before.json after.json --plot steps.png
-python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 phases.decode_video.seconds=5
+python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 end_to_end_seconds=20
 """
 
 import argparse
@@ -13,7 +13,7 @@ from ltx_neuron.report.table import compare, exceeded, load, table
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print one report, compare two, plot them; exit with 1 when a report exceeds a limit."""
+    """Print one report or compare two. Exits with 1 where a report exceeds a limit."""
     parser = argparse.ArgumentParser(
         prog="python -m ltx_neuron.report",
         description=__doc__,
@@ -35,12 +35,13 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     paths = [path for path in (options.report, options.other) if path]
     runs = [load(path) for path in paths]
-    sentences = [
-        text
-        for path, report in zip(paths, runs, strict=True)
-        for text in exceeded(report, options.max, path)
-    ]
-    print("\n\n".join([*map(table, runs), *([compare(*runs)] if runs[1:] else [])]))
+    sentences = []
+    for path, report in zip(paths, runs, strict=True):
+        sentences += exceeded(report, options.max, path)
+    texts = [table(report) for report in runs]
+    if len(runs) == 2:
+        texts.append(compare(*runs))
+    print("\n\n".join(texts))
     if options.plot:
         from ltx_neuron.report.plot import plot  # matplotlib, only where it is asked for
 

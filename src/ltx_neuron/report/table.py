@@ -1,10 +1,4 @@
-"""Where a run's time went: print it, compare two runs, plot them, and guard it with thresholds.
-recorder.py records it.
-
-python -m ltx_neuron.report run.json
-python -m ltx_neuron.report before.json after.json --plot steps.png
-python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 phases.decode_video.seconds=5
-"""
+"""Latency reports as text: one report, two compared, and limits on their numbers."""
 
 import difflib
 import json
@@ -14,71 +8,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.report.recorder import PHASES, STAGES
 
-_SCHEMA = {
-    "schema": int,
-    "job": dict,
-    "profile": str,
-    "tp": int,
-    "versions": dict,
-    "identity": dict,
-    "phases": [
-        {
-            "name": str,
-            "seconds": int | float,
-            "overlapped_seconds?": int | float,
-            "peak_rss_bytes": int,
-        }
-    ],
-    "denoise_steps_ms": {stage: [int | float] for stage in STAGES},
-    "warm_step_ms": {
-        stage: dict.fromkeys(("median", "p90", "host", "device"), int | float | None)
-        for stage in STAGES
-    },
-    "bytes_to_device_per_step": int | float,
-    "collectives_per_step": {"count": int | float, "bytes": int | float},
-    "flops_per_step": int | float | None,
-    "percent_of_peak": int | float | None,
-    "end_to_end_seconds": int | float,
-    "residual_seconds": int | float,
+_FIELDS = {
+    "": (
+        "job profile tp versions identity phases denoise_steps_ms warm_step_ms"
+        " bytes_to_device_per_step collectives_per_step flops_per_step percent_of_peak"
+        " end_to_end_seconds residual_seconds"
+    ),
+    "phases": "name seconds peak_rss_bytes",
+    "warm_step_ms": "median p90 host device",
 }
+_COLUMNS = 100  # width of a terminal
 
 
 def validate(report: object, source: str = "report") -> None:
-    """Raise UserError, naming `source` and the field, unless the report has the fields and types of
-    schema 1."""
+    """Raise UserError, naming `source` and the fields, unless the report has those of schema 1."""
     schema = report.get("schema") if isinstance(report, dict) else None
     if schema != 1:
         raise UserError(
             f"{source} is not a latency report of schema 1: its schema is {schema}; "
             "make one with generate_ltx23.py --perf-dump-path"
         )
-    _check(report, _SCHEMA, source)
-    for phase in report["phases"]:
-        if phase["name"] not in PHASES:
-            raise UserError(
-                f"{source}: unknown phase {phase['name']!r}; phases are {', '.join(PHASES)}"
-            )
+    missing = _missing(report, "")
+    if not missing:
+        for index, phase in enumerate(report["phases"]):
+            missing += _missing(phase, "phases", f"phases[{index}].")
+        for stage in report["denoise_steps_ms"]:
+            warm = report["warm_step_ms"].get(stage, {})
+            missing += _missing(warm, "warm_step_ms", f"warm_step_ms.{stage}.")
+    if missing:
+        raise UserError(f"{source}: missing {', '.join(missing)}")
 
 
-def _check(value: object, wanted: object, where: str) -> None:
-    kind = type(wanted) if isinstance(wanted, dict | list) else wanted
-    finite = not isinstance(value, float) or math.isfinite(value)
-    if not isinstance(value, kind) or isinstance(value, bool) or not finite:
-        raise UserError(f"{where}: got {value!r}, wanted {getattr(kind, '__name__', kind)}")
-    if isinstance(wanted, dict):
-        parts = {
-            name.removesuffix("?"): part for name, part in wanted.items()
-        }  # a name with "?" may be absent
-        missing, unexpected = sorted({*wanted} & {*parts} - {*value}), sorted({*value} - {*parts})
-        if missing or unexpected:
-            raise UserError(f"{where}: missing {missing}, unexpected {unexpected}")
-        for name in value:
-            _check(value[name], parts[name], f"{where}: {name}")
-    elif isinstance(wanted, list):
-        for index, item in enumerate(value):
-            _check(item, wanted[0], f"{where}[{index}]")
+def _missing(part: dict, kind: str, prefix: str = "") -> list[str]:
+    return [prefix + name for name in _FIELDS[kind].split() if name not in part]
 
 
 def load(path: str | Path) -> dict:
@@ -92,81 +55,80 @@ def load(path: str | Path) -> dict:
 
 
 def table(report: dict) -> str:
-    """The report as a person reads it on a terminal, at most 100 columns wide. 1 GB is 1e9 bytes, 1
-    MB 1e6."""
+    """The report as text of at most 100 columns. 1 GB is 1e9 bytes, 1 MB 1e6."""
     job = ", ".join(
         f"{name} {textwrap.shorten(str(value), 60)}" for name, value in report["job"].items()
     )
-    whole = report["end_to_end_seconds"]
-    timed = [
-        *_merged(report).items(),
-        ("residual", {"seconds": report["residual_seconds"]}),
-        ("end to end", {"seconds": whole}),
-    ]
-    overlap = any("overlapped_seconds" in part for _, part in timed)
-    phases = [("phase", "seconds", "share", "peak RSS GB", *(["overlapped s"] if overlap else []))]
-    phases += [
-        (
-            name,
-            _text(part["seconds"]),
-            f"{100 * part['seconds'] / whole:.1f} %" if whole else "-",
-            _text(part["peak_rss_bytes"] / 1e9) if "peak_rss_bytes" in part else "",
-            *(
-                [_text(part["overlapped_seconds"]) if "overlapped_seconds" in part else ""]
-                if overlap
-                else []
-            ),
-        )
-        for name, part in timed
-    ]
-    steps, each = (
-        [("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")],
-        [],
-    )
-    for stage, values in report["denoise_steps_ms"].items():
-        if values:
-            warm = [
-                report["warm_step_ms"][stage][key] for key in ("median", "p90", "host", "device")
-            ]
-            steps.append((stage, str(len(values)), *map(_text, (values[0], *warm))))
-            listed = " ".join(f"{value:,.1f}" for value in values)
-            each += textwrap.wrap(
-                f"each step of {stage}, ms: {listed}", 100, subsequent_indent="  "
-            )
     collectives, percent = report["collectives_per_step"], report["percent_of_peak"]
     measured = any(warm["median"] for warm in report["warm_step_ms"].values())
-    reason = (
-        "no peak for this profile"
-        if report["flops_per_step"] and measured
-        else "no flops or no warm step counted"
-    )
-    return "\n".join(
-        [
-            *textwrap.wrap(f"{title(report)}  {job}", 100),
-            "",
-            *_columns(phases),
-            "",
-            *_columns(steps),
-            *each,
-            "",
-            f"bytes to device per step  {report['bytes_to_device_per_step']:,}",
+    reason = "no flops or no warm step counted"
+    if report["flops_per_step"] and measured:
+        reason = "no peak for this profile"
+    lines = [
+        *textwrap.wrap(f"{title(report)}  {job}", _COLUMNS),
+        "",
+        *_phase_lines(report),
+        "",
+        *_step_lines(report),
+        "",
+        f"bytes to device per step  {report['bytes_to_device_per_step']:,}",
+        f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",
+        f"percent of peak           {reason if percent is None else f'{percent:.1f} %'}",
+    ]
+    return "\n".join(lines)
+
+
+def _phase_lines(report: dict) -> list[str]:
+    """A line for every phase, the residual and the whole; overlapped time only where there is
+    some."""
+    end_to_end = report["end_to_end_seconds"]
+    phases = _merged(report) | {
+        "residual": {"seconds": report["residual_seconds"]},
+        "end to end": {"seconds": end_to_end},
+    }
+    rows = [("phase", "seconds", "share", "peak RSS GB", "overlapped s")]
+    for name, phase in phases.items():
+        share = f"{100 * phase['seconds'] / end_to_end:.1f} %" if end_to_end else "-"
+        peak, overlapped = phase.get("peak_rss_bytes"), phase.get("overlapped_seconds")
+        rows.append(
             (
-                f"collectives per step      {collectives['count']},"
-                f" {_text(collectives['bytes'] / 1e6)} MB"
-            ),
-            f"percent of peak           {reason if percent is None else f'{percent:.1f} %'}",
-        ]
-    )
+                name,
+                _text(phase["seconds"]),
+                share,
+                "" if peak is None else _text(peak / 1e9),
+                "" if overlapped is None else _text(overlapped),
+            )
+        )
+    if not any("overlapped_seconds" in phase for phase in phases.values()):
+        rows = [row[:-1] for row in rows]
+    return _columns(rows)
+
+
+def _step_lines(report: dict) -> list[str]:
+    """A line for every stage that has steps, then every step's time."""
+    rows = [("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")]
+    each_step = []
+    for stage, steps in report["denoise_steps_ms"].items():
+        if steps:
+            warm = report["warm_step_ms"][stage]
+            milliseconds = [steps[0], *(warm[key] for key in ("median", "p90", "host", "device"))]
+            rows.append((stage, str(len(steps)), *map(_text, milliseconds)))
+            listed = " ".join(f"{step:,.1f}" for step in steps)
+            text = f"each step of {stage}, ms: {listed}"
+            each_step += textwrap.wrap(text, _COLUMNS, subsequent_indent="  ")
+    return [*_columns(rows), *each_step]
 
 
 def compare(a: dict, b: dict) -> str:
-    """Two reports side by side, with the ratio b/a, and what differs in what they ran."""
+    """Two reports as text: what differs in what they ran, then their numbers with the ratio b/a."""
     lines = [f"A: {title(a)}   B: {title(b)}"]
     for part in ("job", "versions", "identity"):
         for key in {**a[part], **b[part]}:
             before, after = (textwrap.shorten(str(run[part].get(key)), 30) for run in (a, b))
             if a[part].get(key) != b[part].get(key):
-                lines.append(textwrap.shorten(f"differs: {part}.{key}: {before} -> {after}", 100))
+                lines.append(
+                    textwrap.shorten(f"differs: {part}.{key}: {before} -> {after}", _COLUMNS)
+                )
     rows = [("", "A", "B", "B/A")]
     numbers_a, numbers_b = numbers(a), numbers(b)
     for name in {**numbers_a, **numbers_b}:
@@ -181,8 +143,8 @@ def compare(a: dict, b: dict) -> str:
 
 
 def numbers(report: dict) -> dict[str, float | None]:
-    """Every number of a report by its dotted name; repeated phases as one, named as in
-    phases.decode_video.seconds."""
+    """Every number of a report by its dotted name, such as phases.decode_video.seconds. Phases of
+    one name are merged into one."""
     return dict(_named_numbers({**report, "phases": _merged(report)}, ""))
 
 
@@ -195,12 +157,8 @@ def _named_numbers(value: object, name: str) -> Iterator[tuple[str, float | None
 
 
 def _merged(report: dict) -> dict[str, dict]:
-    """Phases in the order of their first appearance; repeats add their seconds and keep the higher
-    peak.
-
-    `seconds` is what a phase added to the run; `overlapped_seconds`, where there are any, it ran
-    beside another phase.
-    """
+    """Phases by name, in the order of their first appearance. Those of one name add their seconds,
+    and keep the highest peak."""
     merged: dict[str, dict] = {}
     for phase in report["phases"]:
         total = merged.setdefault(phase["name"], {"seconds": 0.0, "peak_rss_bytes": 0})
@@ -227,20 +185,19 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _text(number: float | None) -> str:
-    return (
-        "-"
-        if number is None
-        else (
-            f"{number:,}"
-            if isinstance(number, int)
-            else (f"{number:,.3f}" if abs(number) < 1e9 else f"{number:.4g}")
-        )
-    )
+    if number is None:
+        return "-"
+    if isinstance(number, int):
+        return f"{number:,}"
+    return f"{number:,.3f}" if abs(number) < 1e9 else f"{number:.4g}"
 
 
 def exceeded(report: dict, limits: list[str], source: str = "report") -> list[str]:
-    """One sentence for each limit "NAME=VALUE" the report exceeds; a name without a number is the
-    user's mistake."""
+    """One sentence for every limit "NAME=VALUE" that the report exceeds.
+
+    Raises UserError for a limit that is not of that form, or whose name has no number in the
+    report.
+    """
     measured, sentences = numbers(report), []
     for limit in limits:
         name, _, text = limit.partition("=")

@@ -3,6 +3,9 @@ strength.
 
 Sources: ltx-core conditioning/types, components/noisers.py; the later behaviour of both (1.1.2,
 1.1.6) is the default.
+
+Shapes (the batch is always 1): C latent channels (128), F latent frames, h, w latent rows and
+columns, T video tokens: F h w of the clip, then h w for each keyframe; U distinct denoise masks.
 """
 
 from dataclasses import dataclass
@@ -26,21 +29,23 @@ class ImageCondition:
 
 @dataclass(frozen=True)
 class VideoState:
-    """Tokens of a stage's video, keyframe tokens last.
+    """Tokens of a stage's video, keyframe tokens last (the fields of ltx-core's LatentState).
 
-    latent, clean  (1, T, C): what is noised, and what images hold
-    denoise_mask   (T, 1) fp32: 1 denoised freely, 0 kept as in clean
-    positions      (1, 3, T) fp32
+    latent        (1, T, C), what is noised: zeros, or the latents of an earlier stage
+    clean_latent  (1, T, C), what images hold
+    denoise_mask  (T, 1) fp32: 1 denoised freely, 0 kept as in clean_latent
+    positions     (1, 3, T) fp32: seconds, pixel row, pixel column
     """
 
     latent: Tensor
-    clean: Tensor
+    clean_latent: Tensor
     denoise_mask: Tensor
     positions: Tensor
 
 
 def token_count(shape: tuple[int, int, int], images: tuple[ImageCondition, ...]) -> int:
-    """Video tokens of a stage: the clip's own and one latent frame more per keyframe."""
+    """Video tokens of a stage of latent shape (F, h, w): the clip's own and one latent frame more
+    per keyframe."""
     keyframes = sum(image.frame_index != 0 for image in images)
     return (shape[0] + keyframes) * shape[1] * shape[2]
 
@@ -48,11 +53,12 @@ def token_count(shape: tuple[int, int, int], images: tuple[ImageCondition, ...])
 def distinct_masks(images: tuple[ImageCondition, ...]) -> tuple[float, ...]:
     """The denoise masks that occur among the tokens, 1 first: each has its own timestep at every
     step."""
-    held = {mask_value(image) for image in images} - {1.0}
-    return (1.0, *sorted(held))
+    of_images = {denoise_mask_of(image) for image in images} - {1.0}
+    return (1.0, *sorted(of_images))
 
 
-def mask_value(image: ImageCondition) -> float:
+def denoise_mask_of(image: ImageCondition) -> float:
+    """1 - strength of an image's tokens, as fp32 has it."""
     return torch.tensor(1.0 - image.strength, dtype=torch.float32).item()
 
 
@@ -66,59 +72,71 @@ def video_state(
     """State of a stage from its initial latent (1, C, F, h, w) and encoded images (1, C, 1, h, w).
 
     An image at frame 0 takes the place of the first latent frame's tokens; others are appended as
-    keyframe tokens.
+    keyframe tokens. compat_1_0_0 and positions_dtype: see compat.Compat (conditioning, positions).
     """
-    shape = tuple(latent.shape[2:])
+    shape = frames, rows, columns = tuple(latent.shape[2:])
     # ltx-core 1.0.0 appends a keyframe's fp32 bounds to the rounded ones, and takes all mid-points
     # in fp32 from then on.
-    middles = torch.float32 if any(image.frame_index for image, _ in images) else positions_dtype
-    tokens, positions = (
-        patchify_video(latent),
-        video_positions(shape, frame_rate, positions_dtype, middles),
-    )
-    clean, mask, per_frame = tokens.clone(), torch.ones(tokens.shape[1], 1), shape[1] * shape[2]
+    has_keyframes = any(image.frame_index for image, _ in images)
+    midpoints_dtype = torch.float32 if has_keyframes else positions_dtype
+    tokens = patchify_video(latent)  # (1, T, C)
+    positions = video_positions(shape, frame_rate, positions_dtype, midpoints_dtype)  # (1, 3, T)
+    clean_latent, denoise_mask = tokens.clone(), torch.ones(tokens.shape[1], 1)
+    per_frame = rows * columns
     for image, encoded in images:
-        held, value = patchify_video(encoded), mask_value(image)
+        image_tokens, mask = patchify_video(encoded), denoise_mask_of(image)  # (1, h w, C)
         if image.frame_index == 0:
-            clean[:, :per_frame], mask[:per_frame] = held, value
-            if compat_1_0_0:  # later releases leave the latent: the noiser blends with clean
-                tokens = torch.cat([held, tokens[:, per_frame:]], dim=1)
+            clean_latent[:, :per_frame] = image_tokens
+            denoise_mask[:per_frame] = mask
+            if compat_1_0_0:  # later releases leave the latent: the noiser blends with clean_latent
+                tokens = torch.cat([image_tokens, tokens[:, per_frame:]], dim=1)
         else:
-            extent = 8 if compat_1_0_0 else 1
-            where = keyframe_positions(shape[1], shape[2], image.frame_index, frame_rate, extent)
-            positions, clean = torch.cat([positions, where], dim=2), torch.cat([clean, held], dim=1)
-            tokens = torch.cat([tokens, held if compat_1_0_0 else torch.zeros_like(held)], dim=1)
-            mask = torch.cat([mask, torch.full((per_frame, 1), value)])
-    return VideoState(tokens, clean, mask, positions)
+            duration = 8 if compat_1_0_0 else 1
+            added = keyframe_positions(rows, columns, image.frame_index, frame_rate, duration)
+            positions = torch.cat([positions, added], dim=2)
+            clean_latent = torch.cat([clean_latent, image_tokens], dim=1)
+            # Later releases noise a keyframe from nothing: what it holds is in clean_latent alone.
+            start = image_tokens if compat_1_0_0 else torch.zeros_like(image_tokens)
+            tokens = torch.cat([tokens, start], dim=1)
+            denoise_mask = torch.cat([denoise_mask, torch.full((per_frame, 1), mask)])
+    return VideoState(tokens, clean_latent, denoise_mask, positions)
 
 
 def noised(
     latent: Tensor,
     generator: torch.Generator,
     scale: float,
-    clean: Tensor | None = None,
-    mask: Tensor | None = None,
+    clean_latent: Tensor | None = None,
+    denoise_mask: Tensor | None = None,
     compat_1_0_0: bool = False,
 ) -> Tensor:
-    """Draw noise in the latent's dtype and shape, keyframe tokens included, and mix it in by
-    `scale` (1: noise only)."""
+    """Draw noise in the latent's dtype and shape (1, T, C), keyframe tokens included, and mix it in
+    by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype.
+
+    Without a denoise_mask (T, 1) all tokens are free, as the audio's are.
+    """
     noise = torch.randn(latent.shape, dtype=latent.dtype, generator=generator)
     scale = torch.tensor(scale, dtype=torch.float32)
-    if mask is None:
-        mask, clean = torch.ones(latent.shape[1], 1), latent
+    if denoise_mask is None:
+        denoise_mask, clean_latent = torch.ones(latent.shape[1], 1), latent
     if compat_1_0_0:
-        mixed = noise * (mask * scale) + latent * (1 - mask * scale)
+        # One blend by mask * scale: a held token keeps what it started from, which is the image.
+        mixed = noise * (denoise_mask * scale) + latent * (1 - denoise_mask * scale)
     else:
-        mixed = torch.lerp(clean.float(), torch.lerp(latent.float(), noise.float(), scale), mask)
+        # Noise first, by scale, then the image over it, by the mask (since 1.1.6).
+        noisy = torch.lerp(latent.float(), noise.float(), scale)
+        mixed = torch.lerp(clean_latent.float(), noisy, denoise_mask)
     return mixed.to(latent.dtype)
 
 
 def timestep_choice(
-    mask: Tensor, masks: tuple[float, ...], timesteps: int, dtype: torch.dtype
+    denoise_mask: Tensor, masks: tuple[float, ...], timesteps: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """For a graph with `timesteps` rows: the rows' masks (U,) fp32, and each token's choice (T, U),
-    one-hot."""
+    """For a graph with U = `timesteps` rows of modulation: the rows' masks (U,) fp32, and each
+    token's row (T, U), one-hot, from denoise_mask (T, 1). Graphs may have more rows than a job has
+    distinct masks: the others repeat mask 1, and no token takes them."""
     rows = torch.tensor([*masks, *[1.0] * (timesteps - len(masks))], dtype=torch.float32)
-    choice = torch.zeros(len(mask), timesteps)
-    choice[torch.arange(len(mask)), (mask == rows[: len(masks)]).int().argmax(dim=1)] = 1
-    return rows, choice.to(dtype)
+    timestep_mask = torch.zeros(len(denoise_mask), timesteps)
+    row_of_token = (denoise_mask == rows[: len(masks)]).int().argmax(dim=1)
+    timestep_mask[torch.arange(len(denoise_mask)), row_of_token] = 1
+    return rows, timestep_mask.to(dtype)

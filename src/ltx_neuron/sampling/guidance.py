@@ -24,13 +24,15 @@ class StreamGuidance:
     modality_scale: float = 1.0
     # share of the conditional prediction's standard deviation that is kept
     rescale_scale: float = 0.0
-    skip_step: int = 0  # how many steps repeat the last prediction after each that computes one
+    # how many steps repeat the last prediction after each that computes one
+    skip_step: int = 0
 
     def weights(self) -> list[float]:
         """(cfg - 1, stg, modality - 1, rescale): what the graph multiplies with."""
         return [self.cfg_scale - 1, self.stg_scale, self.modality_scale - 1, self.rescale_scale]
 
     def computes(self, step: int) -> bool:
+        """Whether a step predicts anew, or repeats the last prediction."""
         return step % (self.skip_step + 1) == 0
 
 
@@ -48,10 +50,10 @@ class Guidance:
     def check(self, layers: int) -> None:
         """Raise UserError for blocks the model does not have and scales that are no numbers."""
         for name, stream in (("video", self.video), ("audio", self.audio)):
-            wrong = [block for block in stream.stg_blocks if not 0 <= block < layers]
-            if wrong and not isclose(stream.stg_scale, 0.0):
+            missing = [block for block in stream.stg_blocks if not 0 <= block < layers]
+            if missing and not isclose(stream.stg_scale, 0.0):
                 raise UserError(
-                    f"{name} STG block {', '.join(map(str, wrong))}: this model has blocks"
+                    f"{name} STG block {', '.join(map(str, missing))}: this model has blocks"
                     f" 0..{layers - 1}; type for example --{name}-stg-blocks {layers // 2}"
                 )
             if stream.skip_step < 0:
@@ -72,12 +74,12 @@ class Guidance:
         return ("cond", *(name for name, wanted in needed.items() if wanted))
 
     def weights(self) -> Tensor:
-        """(2, 4) fp32, video and audio."""
+        """(2, 4) fp32: the weights of video and of audio."""
         return torch.tensor([stream.weights() for stream in self.streams])
 
     def keep(self, name: str, layers: int, dtype: torch.dtype) -> Tensor:
-        """What a pass computes in each block, (layers, 4): video and audio self-attention, a2v,
-        v2a; 0 is left out."""
+        """Which attentions a pass computes in each block, (layers, 4): video and audio
+        self-attention, a2v, v2a; 0 is left out (the graphs' field `keep`)."""
         kept = torch.ones(layers, 4)
         if name == "perturbed":
             for column, stream in enumerate(self.streams):
@@ -88,7 +90,7 @@ class Guidance:
         return kept.to(dtype)
 
     def enabled_steps(self, steps: int, max_steps: int) -> Tensor:
-        """(max_steps, 2) fp32: which streams a step computes."""
+        """(max_steps, 2) fp32: which streams a step computes; rows beyond `steps` are not read."""
         enabled = torch.ones(max_steps, 2)
         for step in range(steps):
             enabled[step] = torch.tensor([float(stream.computes(step)) for stream in self.streams])

@@ -3,23 +3,25 @@ model.
 
 Sources: ltx-core types.py, components/patchifiers.py, tools.py. The scale factors are fixed
 upstream.
+
+Shapes (the batch is always 1): C video channels (128), F latent frames, h, w latent rows and
+columns, Ta audio latents; an audio token has AUDIO_CHANNELS * MEL_BINS = 128 numbers.
 """
 
 import torch
 from torch import Tensor
 
-TIME_SCALE, SPACE_SCALE = (
-    8,
-    32,
-)  # pixel frames per latent frame after the first, pixels per latent row and column
+TIME_SCALE = 8  # pixel frames per latent frame after the first
+SPACE_SCALE = 32  # pixels per latent row and column
 VIDEO_CHANNELS = 128
 AUDIO_CHANNELS, MEL_BINS = 8, 16
 AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
+# Of the mel spectrogram that the audio encoder takes; the hop is in samples.
 _MEL_FRAMES_PER_LATENT, _HOP, _SAMPLE_RATE = 4, 160, 16000
 
 
 def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, int, int]:
-    """(latent frames, rows, columns)."""
+    """(F, h, w): latent frames, rows and columns of a video in pixels."""
     return (num_frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
 
 
@@ -53,46 +55,48 @@ def video_positions(
     shape: tuple[int, int, int],
     frame_rate: float,
     dtype: torch.dtype = torch.float32,
-    middles: torch.dtype | None = None,
+    midpoints_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Mid-points (1, 3, F*h*w) of every token: seconds, pixel row, pixel column.
 
-    dtype and middles round the bounds and the mid-points: see compat.Compat.positions.
+    dtype and midpoints_dtype round the bounds and the mid-points: see compat.Compat.positions.
 
     The first latent frame is one pixel frame and every later one eight ("causal"): at 24 fps .0208,
     .2083, .5417 s. The audio-video attention compares these seconds with the audio's, so an offset
     here is out of sync.
     """
+    # Bounds of the latent frames in pixel frames, 0, 1, 9, 17, ...: F + 1 of them.
     frames = torch.arange(shape[0] + 1)
     bounds = (frames * TIME_SCALE + 1 - TIME_SCALE).clamp(min=0).float() / frame_rate
-    bounds = bounds.to(dtype).to(middles or dtype)
+    bounds = bounds.to(dtype).to(midpoints_dtype or dtype)
     return _grid((bounds[:-1] + bounds[1:]) / 2.0, shape[1], shape[2])
 
 
 def keyframe_positions(
-    rows: int, columns: int, frame_index: int, frame_rate: float, extent: int = 1
+    rows: int, columns: int, frame_index: int, frame_rate: float, duration: int = 1
 ) -> Tensor:
-    """Mid-points (1, 3, h*w) of an appended keyframe's tokens; it lasts `extent` frames (ltx-core
-    1.0.0: 8)."""
-    start, end = (
-        torch.tensor([float(frame_index)]) / frame_rate,
-        torch.tensor([float(frame_index + extent)]) / frame_rate,
-    )
+    """Mid-points (1, 3, h*w) of an appended keyframe's tokens; it lasts `duration` pixel frames
+    (ltx-core 1.0.0: 8)."""
+    start = torch.tensor([float(frame_index)]) / frame_rate
+    end = torch.tensor([float(frame_index + duration)]) / frame_rate
     return _grid((start + end) / 2.0, rows, columns)
 
 
 def _grid(seconds: Tensor, rows: int, columns: int) -> Tensor:
-    def middles(count: int) -> Tensor:
+    """Mid-points (1, 3, F*h*w) from those in time (F,), in the order of patchify_video's tokens."""
+
+    def midpoints(count: int) -> Tensor:
         bounds = (torch.arange(count + 1) * SPACE_SCALE).to(seconds.dtype)
         return (bounds[:-1] + bounds[1:]) / 2.0
 
-    grid = torch.meshgrid(seconds, middles(rows), middles(columns), indexing="ij")
+    grid = torch.meshgrid(seconds, midpoints(rows), midpoints(columns), indexing="ij")
     return torch.stack(grid).flatten(1).unsqueeze(0)
 
 
 def audio_positions(latent_frames: int) -> Tensor:
     """Mid-points (1, 1, Ta) in seconds, fp32, shifted so that a latent ends with the last sample it
     knows."""
+    # Bounds in mel frames, 0, 1, 5, 9, ...: causal as the video's, Ta + 1 of them.
     mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
     mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
     seconds = mel * _HOP / _SAMPLE_RATE

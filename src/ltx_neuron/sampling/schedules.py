@@ -13,7 +13,7 @@ DISTILLED_MAX_STEPS = len(DISTILLED_SIGMAS) - 1
 
 def sigma_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
     """(max_steps, 2) fp32: each step's sigma and the next one; rows beyond the schedule repeat its
-    last step."""
+    last step: graphs have a fixed number of rows, and these are never chosen."""
     values = torch.tensor(sigmas, dtype=torch.float32)
     pairs = torch.stack([values[:-1], values[1:]], dim=1)
     return torch.cat([pairs, pairs[-1:].expand(max_steps - len(pairs), 2)])

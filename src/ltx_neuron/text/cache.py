@@ -1,8 +1,7 @@
-"""Contexts on disk: a prompt that the same encoder encoded before needs no encoder, which is 24 GB
-that are not loaded.
+"""Contexts on disk: prompts that the same encoder has encoded before need no encoder, and its 24 GB
+of weights are not loaded.
 
-A file is found by the tokens of a job's prompts, the encoder's fingerprint, how it was run, and the
-code that ran it.
+A file is found by the token ids of a job's prompts and by the identity of the encoder.
 """
 
 import os
@@ -16,12 +15,69 @@ from ltx_neuron.files import write_tensors
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
 
-KEPT = 64  # files; one holds 13 MB a prompt
+MAX_FILES = 64  # that are kept; one holds 13 MB a prompt
+
+# The code that decides what contexts are, as files and folders of this package: what each encoder
+# imports. The digest of this code is part of the encoder's identity.
+HOST_ENCODER_CODE = (
+    "config",
+    "models",
+    "text",
+    "host/products",
+    "weights/checkpoint",
+    "weights/pagecache",
+    "weights/sharding",
+    "weights/tensorfile",
+)
+RANK_ENCODER_CODE = ("config", "models", "text", "weights", "backends")
+
+_KEPT_FIELDS = ("video", "audio", "attention_mask")  # of Contexts; hidden states are large
+
+
+def encoder_identity(
+    *,
+    weights: str,
+    gemma_config: str,
+    transformer_config: str,
+    dtype: str,
+    code: str,
+    threads: tuple[int, int],
+    device: dict,
+) -> dict:
+    """All that contexts depend on besides the prompts' tokens: equal identities give equal bits.
+
+    weights             fingerprint of the files of Gemma, the projections and the connectors
+    gemma_config        digest of what config.json says: sizes, RoPE, norms
+    transformer_config  digest of the checkpoint's config, which holds the connectors' sizes
+    dtype               of the activations
+    code                digest of HOST_ENCODER_CODE or RANK_ENCODER_CODE
+    threads             of the host and of a rank: they decide how sums are divided
+    device              where the encoder runs, and for ranks how many and how their graphs are
+                        compiled
+
+    PyTorch's version is added here. The tokenizer's files are not part of it: contexts are found by
+    the tokens that the tokenizer gives, so another tokenizer finds others.
+    """
+    return {
+        "weights": weights,
+        "gemma_config": gemma_config,
+        "transformer_config": transformer_config,
+        "dtype": dtype,
+        "code": code,
+        "threads": list(threads),
+        "torch": torch.__version__,
+        **device,
+    }
 
 
 class PromptCache:
-    """`identity` is all that the contexts depend on besides the prompts; `widths` are those of
-    video and audio."""
+    """Files of contexts in a folder, the least recently used of which make room for new ones.
+
+    folder    made when the first contexts are written
+    identity  of the encoder: encoder_identity
+    widths    of the video and audio contexts
+    dtype     of both
+    """
 
     def __init__(self, folder: Path, identity: dict, widths: tuple[int, int], dtype: torch.dtype):
         self.folder, self.identity, self.widths, self.dtype = folder, identity, widths, dtype
@@ -30,39 +86,44 @@ class PromptCache:
         return self.folder / f"{digest([prompts, self.identity])}.safetensors"
 
     def read(self, prompts: list[list[int]]) -> list[Contexts] | None:
-        """The contexts of a job's prompts, without hidden states; None where they are not there, or
-        not whole."""
+        """The contexts of a job's prompts (token ids), without hidden states. None where they are
+        not there or the file is damaged."""
         path = self._path(prompts)
         if not path.is_file():
             return None
-        shapes = [(1, TEXT_TOKENS, width) for width in self.widths]
-        wanted = [(shapes[0], self.dtype), (shapes[1], self.dtype), ((1, TEXT_TOKENS), torch.int64)]
+        video, audio = self.widths
+        wanted = [
+            ((1, TEXT_TOKENS, video), self.dtype),
+            ((1, TEXT_TOKENS, audio), self.dtype),
+            ((1, TEXT_TOKENS), torch.int64),
+        ]
         try:
             file = TensorFile(path, "it is made anew")
             tensors = {name: file.read(name) for name in file.shapes}
-            found = [
-                Contexts(*(tensors[f"{name}.{i}"] for name in Contexts._fields[:3]), None)
+            contexts = [
+                Contexts(*(tensors[f"{field}.{i}"] for field in _KEPT_FIELDS), None)
                 for i in range(len(prompts))
             ]
         except (UserError, KeyError):
             return None
-        if any([(tuple(t.shape), t.dtype) for t in contexts[:3]] != wanted for contexts in found):
-            return None
-        os.utime(path)  # the least recently used ones go first
-        return found
+        for each in contexts:
+            if [(tuple(tensor.shape), tensor.dtype) for tensor in each[:3]] != wanted:
+                return None
+        os.utime(path)  # marks it as used
+        return contexts
 
-    def write(self, prompts: list[list[int]], found: list[Contexts]) -> None:
-        """Keep contexts for the next run. It is no error that they cannot be kept: this run has
-        them."""
+    def write(self, prompts: list[list[int]], contexts: list[Contexts]) -> None:
+        """Keep the contexts of a job's prompts for later runs, and remove the files that were used
+        longest ago. A place that cannot be written to costs a message, not the run."""
         tensors = {
-            f"{name}.{i}": getattr(contexts, name)
-            for i, contexts in enumerate(found)
-            for name in Contexts._fields[:3]
+            f"{field}.{i}": getattr(each, field)
+            for i, each in enumerate(contexts)
+            for field in _KEPT_FIELDS
         }
         try:
             write_tensors(self._path(prompts), tensors, {})
         except OSError as error:
             print(f"the prompt's contexts are not kept for the next run: {error}")
         files = sorted(self.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-        for path in files[:-KEPT]:
+        for path in files[:-MAX_FILES]:
             path.unlink(missing_ok=True)

@@ -1,9 +1,12 @@
-"""From a prompt to the contexts the DiT attends to: tokenise, encode, connect; on the ranks or on
-the host's CPU.
+"""From token ids to the contexts that the DiT attends to: Gemma3, then the connectors, on the ranks
+or on the host's CPU.
 
-The tokenizer pads on the left to 1024 and positions count the padding. Padding changes nothing
-else, so only the last positions are encoded: on the ranks a bucket of them, on the host exactly the
-prompt's.
+ltx-core pads a prompt on its left to 1024 tokens, and positions count the padding. Padding changes
+nothing else, so only the last positions are encoded: a bucket of them on the ranks, exactly the
+prompts' tokens on the host.
+
+Shapes: T tokens of a pass, n of one prompt, D inner width of a stream (Dv video, Da audio), H
+Gemma's hidden_size, L its layers.
 """
 
 import math
@@ -25,29 +28,35 @@ from ltx_neuron.text.inputs import (
     attention_mask,
     bucket_for,
     connector_inputs,
-    embed,
     encoder_inputs,
-    padded,
-    passes,
-    program_name,
+    gemma3_program_name,
+    pack_prompts,
+    pad_left,
     prompt_slices,
+    scale_embeddings,
 )
-from ltx_neuron.text.streamed import FloatProducts, StreamedLayers, Weights
+from ltx_neuron.text.streamed import Float32LinearMode, MappedWeights, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.rankfiles import load_host
+from ltx_neuron.weights.rankfiles import open_host_file
 
 
 class Contexts(NamedTuple):
-    """What a prompt becomes. hidden_states is None where the encoder keeps them to itself."""
+    """What an encoder makes of a prompt. hidden_states is None where they are not returned."""
 
     video: Tensor  # (1, 1024, Dv)
     audio: Tensor  # (1, 1024, Da)
     attention_mask: Tensor  # (1, 1024) int64, 1 for the prompt's tokens, which come last
-    hidden_states: Tensor | None  # (1, 1024, width, layers + 1), zero where padded
+    hidden_states: Tensor | None  # (1, 1024, H, L + 1), zero where padded
 
 
 class RankTextEncoder:
-    """Encodes on the ranks: the sharded Gemma3 in token buckets, then the sharded connectors."""
+    """Encodes on the ranks: the sharded Gemma3 in buckets of tokens, then the sharded connectors.
+
+    ranks    a running backend (backends.ranks) that holds the programs and these weights
+    weights  folder of the rank files: embeddings and registers are read from its host file
+    buckets  token counts that the text encoder is compiled for
+    dtype    of the programs' inputs
+    """
 
     def __init__(
         self,
@@ -59,13 +68,13 @@ class RankTextEncoder:
         dtype: torch.dtype,
     ):
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
-        self.buckets, self.host = buckets, load_host(weights)
+        self.buckets, self.host = buckets, open_host_file(weights)
 
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
-        return [context for group in passes(prompts) for context in self._pass(group)]
+        return [context for pack in pack_prompts(prompts) for context in self._encode_pack(pack)]
 
-    def _pass(self, prompts: list[list[int]]) -> list[Contexts]:
+    def _encode_pack(self, prompts: list[list[int]]) -> list[Contexts]:
         counts, bucket = [len(ids) for ids in prompts], bucket_for(prompts, self.buckets)
         rows = torch.cat(
             [self.host.read("embed_tokens.weight", i, i + 1) for ids in prompts for i in ids]
@@ -75,9 +84,9 @@ class RankTextEncoder:
         }
         padding = torch.zeros(bucket - len(rows), rows.shape[1], dtype=self.dtype)
         inputs = encoder_inputs(
-            torch.cat([padding, embed(rows, self.dtype)])[None], counts, self.gemma
+            torch.cat([padding, scale_embeddings(rows, self.dtype)])[None], counts, self.gemma
         )
-        program = program_name(bucket)
+        program = gemma3_program_name(bucket)
         self.ranks.put(program, **inputs._asdict())
         self.ranks.run(program)
         names = ["video_features", "audio_features"]
@@ -89,51 +98,52 @@ class RankTextEncoder:
         ]
 
     def _connect(self, features: dict[str, Tensor], registers: dict[str, Tensor]) -> Contexts:
+        """Contexts of one prompt from its features (1, n, D), and hidden_states (1, n, H, L + 1)
+        where the ranks return them."""
         self.ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
         self.ranks.run("connectors")
         contexts = (self.ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
         states = features.get("hidden_states")
         mask = attention_mask(features["video_features"].shape[1])
-        return Contexts(*contexts, mask, None if states is None else padded(states))
+        return Contexts(*contexts, mask, None if states is None else pad_left(states))
 
 
 class HostTextEncoder:
-    """Encodes on the host's CPU, only the prompt's own tokens. Weights are pages of their files, a
-    layer's used at a time."""
+    """Encodes on the host's CPU. Weights are the pages of their files, one layer's at a time.
+
+    source  the tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
+    dtype   of the activations; in float32 matrices are multiplied in the dtype they are stored in
+    """
 
     def __init__(
         self, source: Source, gemma: GemmaConfig, config: TransformerConfig, dtype: torch.dtype
     ):
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
-        self.weights = Weights(source, dtype)
+        self.weights = MappedWeights(source, dtype)
 
     def check(self) -> None:
-        """Raise UserError, listing every tensor, where the source's are not those the configs
-        describe. Loads nothing."""
+        """Raise UserError, listing every difference, where the source's tensors are not those that
+        the configs describe. Reads no weights."""
         problems = []
         for name, tensor in {**self.encoder.state_dict(), **self.connectors.state_dict()}.items():
             wanted = tuple(tensor.shape)
-            if name.endswith("aggregate_embed.weight"):  # stored with all layers side by side
+            if name.endswith("aggregate_embed.weight"):  # (L+1, D, H) here, (D, H * (L+1)) in files
                 wanted = (wanted[1], wanted[0] * wanted[2])
-            if name not in self.source.where:
+            if name not in self.source.locations:
                 problems.append(f"missing: {name}")
             elif self.source.shape(name) != wanted:
                 problems.append(f"{name}: {self.source.shape(name)}, wanted {wanted}")
         if problems:
+            title = "the text encoder's weights are not those its config.json describes:"
             raise UserError(
-                "\n  ".join(
-                    [
-                        "the text encoder's weights are not those its config.json describes:",
-                        *problems,
-                    ]
-                )
+                "\n  ".join([title, *problems])
                 + f"\nDownload it again: {self.source.files[-1].download}"
             )
 
     @cached_property
     def encoder(self) -> Gemma3Encoder:
-        """Its layers take their weights when they run; its projections are multiplied in
-        `_features`."""
+        """Gemma3 whose layers get their weights when they run. The projections of its hidden
+        states are computed by `_features` instead."""
         with torch.device("meta"):
             encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
         encoder.layers = StreamedLayers(encoder.layers, "layers.", self.weights)
@@ -141,6 +151,7 @@ class HostTextEncoder:
 
     @cached_property
     def connectors(self) -> Connectors:
+        """Both connectors, whose blocks get their weights when they run."""
         with torch.device("meta"):
             connectors = Connectors(self.config, 1, SingleRank(), sdpa)
         for name in ("video_connector", "audio_connector"):
@@ -153,44 +164,47 @@ class HostTextEncoder:
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
-        with FloatProducts():
-            return [context for group in passes(prompts) for context in self._pass(group)]
+        with Float32LinearMode():
+            packs = pack_prompts(prompts)
+            return [context for pack in packs for context in self._encode_pack(pack)]
 
-    def _pass(self, prompts: list[list[int]]) -> list[Contexts]:
+    def _encode_pack(self, prompts: list[list[int]]) -> list[Contexts]:
         counts, states = [len(ids) for ids in prompts], self._states(prompts)
         slices, features = prompt_slices(counts, states.shape[1]), self._features(states)
         contexts = self._connect(
             [{name: f[:, part] for name, f in features.items()} for part in slices]
         )
         return [
-            Contexts(video, audio, attention_mask(count), padded(states[:, part].transpose(2, 3)))
+            Contexts(video, audio, attention_mask(count), pad_left(states[:, part].transpose(2, 3)))
             for video, audio, count, part in zip(
                 *(c.split(1) for c in contexts), counts, slices, strict=True
             )
         ]
 
     def _states(self, prompts: list[list[int]]) -> Tensor:
-        """Hidden states (1, B, layers + 1, width)."""
+        """Hidden states (1, T, L + 1, H) of packed prompts."""
         self.weights.fill(self.encoder.norm, "norm.")
-        rows = embed(
+        rows = scale_embeddings(
             self.source.rows("embed_tokens.weight", [i for ids in prompts for i in ids]), self.dtype
         )[None]
         inputs = encoder_inputs(rows, [len(ids) for ids in prompts], self.gemma)
         return torch.stack(list(self.encoder.hidden_states(inputs)), dim=2)
 
     def _features(self, states: Tensor) -> dict[str, Tensor]:
-        """The features (1, B, D) of all hidden states, by the projections as they are stored:
-        layers vary fastest."""
-        normed, found = rms_norm(states).transpose(2, 3).flatten(2), {}
+        """video_features (1, T, Dv) and audio_features (1, T, Da): linear in all normed hidden
+        states (1, T, L + 1, H) side by side. In the stored projections layers vary fastest."""
+        normed = rms_norm(states).transpose(2, 3).flatten(2)  # (1, T, H * (L + 1))
+        features = {}
         for name, size in (("video", self.config.video), ("audio", self.config.audio)):
             scaled = normed * math.sqrt(size.inner / self.gemma.hidden_size)
             bias = self.source.tensor(f"{name}_aggregate_embed.bias").to(self.dtype)
             weight = self.weights.tensor(f"{name}_aggregate_embed.weight")
-            found[f"{name}_features"] = torch.nn.functional.linear(scaled, weight, bias)
-        return found
+            features[f"{name}_features"] = torch.nn.functional.linear(scaled, weight, bias)
+        return features
 
     def _connect(self, features: list[dict[str, Tensor]]) -> ConnectorOutputs:
-        """Contexts of prompts as a batch."""
+        """Contexts (prompts, 1024, D) of all prompts of a pack, from the features (1, n, D) of
+        each."""
         registers = {
             m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }

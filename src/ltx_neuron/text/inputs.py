@@ -1,5 +1,9 @@
-"""What the text encoder and the connectors take: token ids, positions, masks and RoPE tables of a
-prompt."""
+"""Inputs of the text encoder and of the connectors: token ids, masks, positions and RoPE tables.
+
+Several prompts are packed into one pass of the encoder: their tokens follow one another at the end
+of the sequence, and each prompt attends to itself alone. In shapes below, T is the tokens of a pass
+(all prompts of a pack, with padding before them on the ranks), n those of one prompt.
+"""
 
 import math
 from pathlib import Path
@@ -15,13 +19,12 @@ from ltx_neuron.models.signatures import ConnectorInputs, Gemma3Inputs
 
 # ltx-core's connectors take the default, whatever the transformer's config says
 _CONNECTOR_THETA = 10000.0
+_MASKED = -1e9  # added to masked scores; finite, because a row of infinities would give NaN
 
 
-_MASKED = -1e9  # finite: a row of infinities would be NaN
-
-
-def tokenizer(gemma_root: Path):
-    """The Gemma tokenizer of a root, loaded without network."""
+def load_tokenizer(gemma_root: Path):
+    """The tokenizer of a Gemma folder, loaded without network. UserError where it is missing or
+    broken."""
     if not (Path(gemma_root) / "tokenizer.json").is_file():
         raise UserError(
             f"no tokenizer.json in --gemma-root {gemma_root}\nDownload it:"
@@ -31,9 +34,8 @@ def tokenizer(gemma_root: Path):
 
     try:
         return AutoTokenizer.from_pretrained(str(gemma_root), local_files_only=True)
-    except (
-        Exception
-    ) as error:  # a broken tokenizer.json is a bare Exception of the tokenizers library
+    # The tokenizers library raises a bare Exception for a broken tokenizer.json.
+    except Exception as error:
         raise UserError(
             f"the tokenizer (tokenizer.json, tokenizer_config.json) in --gemma-root {gemma_root}"
             f" cannot be loaded: {error}\nDownload it again: {gemma_download(gemma_root)}"
@@ -41,22 +43,27 @@ def tokenizer(gemma_root: Path):
 
 
 def tokenize(tokenizer, prompt: str) -> list[int]:
-    """Token ids of a prompt, BOS first, cut at 1024. No chat template, no EOS."""
+    """Token ids of a prompt: BOS first, cut at TEXT_TOKENS = 1024, no chat template, no EOS."""
     return tokenizer(prompt.strip(), truncation=True, max_length=TEXT_TOKENS).input_ids
 
 
 def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) -> Gemma3Inputs:
-    """Inputs for embeddings (1, B, width) that hold prompts of `counts` tokens one after another,
-    at the end.
+    """Inputs of one pass over packed prompts.
 
-    Each prompt sees itself alone, at the positions it has when it is padded on its left to 1024: a
-    prompt and its negative are encoded in one pass.
+    embeddings  (1, T, hidden_size), scaled: padding, then the prompts' tokens one after another
+    counts      tokens of each prompt
+
+    A prompt attends to itself alone and causally, at the positions it has when it is padded on its
+    left to 1024 (as ltx-core pads it), so its hidden states are those of a pass of its own. The
+    attention mask is additive, (1, 1, T, T); the RoPE tables are of the T positions.
     """
     tokens = embeddings.shape[1]
     padding = tokens - sum(counts)
-    segment = torch.cat([torch.full((n,), i) for i, n in enumerate([padding, *counts])])
-    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril() & (segment[:, None] == segment[None])
-    mask = torch.zeros(tokens, tokens).masked_fill(~seen, _MASKED).to(embeddings.dtype)[None, None]
+    segments = torch.cat([torch.full((n,), i) for i, n in enumerate([padding, *counts])])
+    same_prompt = segments[:, None] == segments[None]
+    allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril() & same_prompt
+    mask = torch.zeros(tokens, tokens).masked_fill(~allowed, _MASKED)
+    mask = mask.to(embeddings.dtype)[None, None]
     positions = torch.cat([torch.arange(TEXT_TOKENS - n, TEXT_TOKENS) for n in (padding, *counts)])
     local = half_rope(positions, gemma.head_dim, gemma.rope_local_base_freq, 1.0)
     full = half_rope(positions, gemma.head_dim, gemma.rope_theta, gemma.rope_factor)
@@ -64,60 +71,67 @@ def encoder_inputs(embeddings: Tensor, counts: list[int], gemma: GemmaConfig) ->
 
 
 def prompt_slices(counts: list[int], tokens: int) -> list[slice]:
-    """Where each prompt lies among the tokens."""
+    """Where each packed prompt of `counts` tokens lies among `tokens` positions."""
     ends = [tokens - sum(counts[i + 1 :]) for i in range(len(counts))]
     return [slice(end - n, end) for end, n in zip(ends, counts, strict=True)]
 
 
-def passes(prompts: list[list[int]]) -> list[list[list[int]]]:
-    """The prompts in as few encoder passes as hold them."""
+def pack_prompts(prompts: list[list[int]]) -> list[list[list[int]]]:
+    """Group prompts into passes of at most 1024 tokens: all in one, else one each."""
     return [prompts] if sum(map(len, prompts)) <= TEXT_TOKENS else [[ids] for ids in prompts]
 
 
 def connector_inputs(
     features: dict[str, Tensor], registers: dict[str, Tensor], config: TransformerConfig
 ) -> ConnectorInputs:
-    """Inputs from the {stream}_features (1, n, D) of a prompt's tokens, which come first; position
-    p >= n holds register p mod 128."""
+    """Inputs of the connectors for one prompt.
+
+    features   video_features (1, n, Dv) and audio_features (1, n, Da) of the prompt's tokens
+    registers  of "video" and "audio": learned tokens (128, D)
+
+    The tokens (1, 1024, D) are the prompt's, then registers: position p >= n holds register
+    p mod 128. Positions, and so the RoPE tables, are those of all 1024. Source: ltx-core
+    text_encoders/gemma/embeddings_connector.py.
+    """
     tokens, ropes = {}, {}
     for name, size in (("video", config.video_connector), ("audio", config.audio_connector)):
-        found = features[f"{name}_features"]
-        count = found.shape[1]
+        prompt = features[f"{name}_features"]
         tiled = registers[name].repeat(TEXT_TOKENS // REGISTERS, 1)
-        tokens[name] = torch.cat([found, tiled[count:].unsqueeze(0).to(found.dtype)], dim=1)
+        rest = tiled[prompt.shape[1] :].unsqueeze(0).to(prompt.dtype)
+        tokens[name] = torch.cat([prompt, rest], dim=1)
         positions = torch.arange(TEXT_TOKENS, dtype=torch.float32)[None, None]
         max_pos = config.connector_positional_embedding_max_pos
         ropes[name] = split_rope(positions, max_pos, size.inner, size.heads, _CONNECTOR_THETA)
     return ConnectorInputs(tokens["video"], tokens["audio"], *ropes["video"], *ropes["audio"])
 
 
-def embed(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scale embedding rows as Gemma does, in their own dtype: in bf16 sqrt(3840) is 62."""
+def scale_embeddings(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Embedding rows (n, hidden_size) in `dtype`, times sqrt(hidden_size) rounded to it, as Gemma
+    scales them: in bf16 sqrt(3840) is 62."""
     rows = rows.to(dtype)
     return rows * torch.tensor(rows.shape[-1] ** 0.5, dtype=torch.float32).to(dtype)
 
 
-def padded(states: Tensor) -> Tensor:
-    """(1, B, ...) of the last positions -> (1, 1024, ...). NumPy's zeros take no memory and no time
-    until they are written."""
+def pad_left(states: Tensor) -> Tensor:
+    """(1, n, ...) of a prompt's tokens -> (1, 1024, ...) with zeros before them."""
     size = TEXT_TOKENS * math.prod(states.shape[2:]) * states.itemsize
-    whole = (
-        torch.from_numpy(np.zeros(size, dtype=np.uint8))
-        .view(states.dtype)
-        .view(1, TEXT_TOKENS, *states.shape[2:])
-    )
+    # NumPy's zeros take no memory and no time until they are written.
+    memory = torch.from_numpy(np.zeros(size, dtype=np.uint8))
+    whole = memory.view(states.dtype).view(1, TEXT_TOKENS, *states.shape[2:])
     whole[:, TEXT_TOKENS - states.shape[1] :] = states
     return whole
 
 
 def attention_mask(count: int) -> Tensor:
+    """(1, 1024) int64 of a prompt of `count` tokens: 1 for its tokens, which come last."""
     return torch.cat([torch.zeros(TEXT_TOKENS - count), torch.ones(count)]).long()[None]
 
 
 def bucket_for(prompts: list[list[int]], buckets: tuple[int, ...]) -> int:
-    """The smallest bucket of tokens that holds the prompts of a pass."""
+    """The smallest bucket of tokens that holds the packed prompts."""
     return min(bucket for bucket in buckets if bucket >= sum(map(len, prompts)))
 
 
-def program_name(bucket: int) -> str:
+def gemma3_program_name(bucket: int) -> str:
+    """The name under which the ranks hold the text encoder for a bucket of tokens."""
     return f"gemma3-{bucket}"

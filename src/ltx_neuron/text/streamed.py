@@ -1,10 +1,9 @@
-"""Weights that are the files' own pages, a layer at a time, and products with them as they are
-stored: for the host's CPU.
+"""Running a large model on the host's CPU without a copy of its weights: layers get them when they
+run, as the files' own pages, and fp32 activations are multiplied with bf16 weights.
 
-Both save memory that the kernel would hand out anew: on a virtual machine that costs ten times what
-filling it does (benchmarks/2026-11-21-text-encode.md). So nothing is copied that the system's cache
-has, and where a layer computes in fp32 its bf16 weights are cast piece by piece, in the cache of
-the CPU.
+Copies would need fresh memory, which on a virtual machine costs ten times what filling it does
+(benchmarks/text-encode.md). So nothing that the page cache holds is copied, and bf16
+weights of an fp32 product are cast piece by piece, in the CPU's cache.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,32 +15,29 @@ from torch.overrides import TorchFunctionMode
 from ltx_neuron.host.products import product
 from ltx_neuron.weights.checkpoint import Source
 
-_PIECE = (
-    2**21
-)  # numbers of a weight that are cast at once: 8 MB, which a core's share of the cache holds
-_LARGE_PIECE, _MANY = (
-    2**23,
-    256,
-)  # the same for so many rows of activations, beside which casting is little
-_LEAST_ROWS = 64  # of a piece: fewer do not fill a product
+# Elements of a weight that are cast at once: 8 MB in fp32, which a core's share of the cache holds.
+_PIECE_ELEMENTS = 2**21
+# With many rows of activations casting costs little beside the product, and larger pieces are
+# faster.
+_LARGE_PIECE_ELEMENTS, _MANY_ROWS = 2**23, 256
+_MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 
 
-class Weights:
-    """Fills modules from a source, strictly.
+class MappedWeights:
+    """A source's tensors as the files' own pages, to fill modules with.
 
-    A matrix stays as it is stored where activations are fp32 (see FloatProducts); all else becomes
-    `dtype`.
+    dtype  of the activations, to which weights are cast. With float32 matrices keep the dtype they
+           are stored in: Float32LinearMode multiplies with them.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype):
         self.source, self.dtype = source, dtype
-        self._mapped: dict[
-            str, Tensor
-        ] = {}  # mapped once: the next prompt finds all of it where it was
+        # Mapped once: the next prompt finds every page where it was.
+        self._mapped: dict[str, Tensor] = {}
 
     def fill(self, module: nn.Module, prefix: str) -> None:
-        """Give a module its weights; `prefix` is what the source's names have before the module's
-        own."""
+        """Load a module's weights, strictly. `prefix` comes before the module's own names in the
+        source."""
         module.load_state_dict(
             {name: self.tensor(prefix + name) for name in module.state_dict()},
             strict=True,
@@ -49,23 +45,27 @@ class Weights:
         )
 
     def tensor(self, name: str) -> Tensor:
+        """A tensor of the source, mapped; cast where it must be."""
         if name not in self._mapped:
-            self._mapped[name] = self.source.mapped(name)
+            self._mapped[name] = self.source.read_mapped(name)
         stored = self._mapped[name]
         return stored if stored.ndim > 1 and self.dtype == torch.float32 else stored.to(self.dtype)
 
     def prefetch(self, module: nn.Module, prefix: str) -> None:
-        """Have the system read a module's weights while something else is done."""
+        """Ask the system to read a module's weights in the background."""
         for name in module.state_dict():
             if prefix + name not in self._mapped:
                 self.source.prefetch(prefix + name)
 
 
 class StreamedLayers(nn.ModuleList):
-    """A model's layers, each with weights from when it is its turn until it is the next one's.
-    `prefix` as in Weights."""
+    """A model's layers that have weights only while they run: iterating fills a layer, asks the
+    system to read the next one's weights, and empties the layer (meta device) afterwards.
 
-    def __init__(self, layers: Iterable[nn.Module], prefix: str, weights: Weights):
+    prefix  comes before "<index>.<name>" in the source's names, like "layers."
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], prefix: str, weights: MappedWeights):
         super().__init__(layers)
         self._prefix, self._weights = prefix, weights
 
@@ -79,16 +79,14 @@ class StreamedLayers(nn.ModuleList):
             layer.to("meta")
 
 
-class FloatProducts(TorchFunctionMode):
-    """Within it, linear layers multiply fp32 activations with weights of any dtype, in fp32.
-
-    oneDNN multiplies: torch gives fp32 products to MKL, which on CPUs that are not Intel's has half
-    of its rate.
+class Float32LinearMode(TorchFunctionMode):
+    """A context in which nn.functional.linear multiplies fp32 activations with weights of any
+    dtype, in fp32 and by oneDNN (host.products). Other activations are multiplied as always.
     """
 
     def __init__(self):
         super().__init__()
-        self._memory = torch.empty(0)
+        self._cast_buffer = torch.empty(0)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is nn.functional.linear and args[0].dtype == torch.float32:
@@ -96,15 +94,18 @@ class FloatProducts(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        numbers = _PIECE if x.shape[:-1].numel() < _MANY else _LARGE_PIECE
-        count = max(_LEAST_ROWS, numbers // weight.shape[1])
-        outputs = [product(x, self._wide(piece)) for piece in weight.split(count)]
+        """x (..., K) float32, weight (N, K), bias (N) -> (..., N) float32."""
+        few_rows = x.shape[:-1].numel() < _MANY_ROWS
+        elements = _PIECE_ELEMENTS if few_rows else _LARGE_PIECE_ELEMENTS
+        weight_rows = max(_MIN_WEIGHT_ROWS, elements // weight.shape[1])
+        outputs = [product(x, self._as_float32(piece)) for piece in weight.split(weight_rows)]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return output if bias is None else output.add_(bias)
 
-    def _wide(self, piece: Tensor) -> Tensor:
+    def _as_float32(self, piece: Tensor) -> Tensor:
+        """A piece of a weight in float32, valid until the next call."""
         if piece.dtype == torch.float32:
             return piece
-        if self._memory.numel() < piece.numel():
-            self._memory = torch.empty(piece.numel())
-        return self._memory[: piece.numel()].view(piece.shape).copy_(piece)
+        if self._cast_buffer.numel() < piece.numel():
+            self._cast_buffer = torch.empty(piece.numel())
+        return self._cast_buffer[: piece.numel()].view(piece.shape).copy_(piece)

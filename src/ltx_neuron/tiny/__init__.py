@@ -1,8 +1,10 @@
 """Tiny random assets in the released LTX-2.3 file format: python -m ltx_neuron.tiny DIR
 
-Everything the pipeline loads, with the released names, layout and metadata but small enough to make
-and run on a laptop in seconds. The weights are random, scaled so that activations stay finite and
-lively; the output is noise. The same sizes and seed give the same bytes.
+Everything the pipeline loads, with the released names, layout and metadata, but small enough to be
+made and run on a laptop in seconds. Weights are random, scaled so that activations stay finite and
+depend on their inputs; the output is noise. The same sizes and seed give the same bytes.
+
+Only the command line, the lint rules and tests import this package.
 """
 
 import json
@@ -15,7 +17,7 @@ from ltx_neuron.tiny.config import TinySizes, check, merge, tiny_config
 from ltx_neuron.tiny.gemma import write_gemma_root
 from ltx_neuron.tiny.weights import checkpoint_weights, lora_weights, save, upsampler_weights
 
-IMAGE_SIZE = (260, 150)
+IMAGE_SIZE = (260, 150)  # width, height: not those of any video
 
 # The released spatial x2 upsampler has 512 mid_channels and 4 blocks; its GroupNorm needs a
 # multiple of 32 channels.
@@ -38,7 +40,7 @@ TEMPORAL_UPSAMPLER = SPATIAL_UPSAMPLER | {
 
 
 class TinyAssets(NamedTuple):
-    """Where the assets of one directory are. gemma_root is a directory, the others are files."""
+    """The paths of one set of assets. gemma_root is a directory, the others are files."""
 
     checkpoint: Path
     gemma_root: Path
@@ -49,7 +51,7 @@ class TinyAssets(NamedTuple):
 
 
 def assets_in(directory: Path) -> TinyAssets:
-    """The paths make_tiny writes to."""
+    """The paths that make_tiny writes to in a directory."""
     names = (
         "ltx-2.3-tiny.safetensors",
         "gemma",
@@ -63,34 +65,39 @@ def assets_in(directory: Path) -> TinyAssets:
 
 def make_tiny(
     directory: Path,
-    sizes: TinySizes = TinySizes(),  # noqa: B008 - it cannot be changed
+    sizes: TinySizes = TinySizes(),  # noqa: B008 - frozen, so it may be shared
     config_overrides: dict | None = None,
     model_version: str = "2.3.0",
 ) -> TinyAssets:
     """Write one set of tiny assets, replacing an earlier one.
 
-    config_overrides is merged into the checkpoint's config, section by section; the weights follow
-    the merged config. Everything is made in a hidden directory next to its destination and renamed
-    when complete.
+    config_overrides  merged into the checkpoint's config, section by section; the weights follow
+                      the merged config
+    model_version     of the checkpoint's metadata
+
+    Everything is made in a hidden directory inside `directory` and renamed when complete. UserError
+    for sizes that the models cannot have, and where `directory` holds real downloads under these
+    names.
     """
     check(sizes)
     directory = Path(directory)
     final = assets_in(directory)
     _refuse_foreign_files(final)
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as making:
-        made = assets_in(Path(making))
-        _write_assets(made, sizes, merge(tiny_config(sizes), config_overrides or {}), model_version)
+    config = merge(tiny_config(sizes), config_overrides or {})
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as temporary:
+        unfinished = assets_in(Path(temporary))
+        _write_assets(unfinished, sizes, config, model_version)
         if final.gemma_root.exists():
-            final.gemma_root.rename(Path(making) / "replaced-gemma")
-        for source, destination in zip(made, final, strict=True):
+            final.gemma_root.rename(Path(temporary) / "replaced-gemma")
+        for source, destination in zip(unfinished, final, strict=True):
             source.replace(destination)
     return final
 
 
 def _refuse_foreign_files(assets: TinyAssets) -> None:
-    """Names like "gemma" are also those of real downloads: replace them only next to an earlier
-    tiny checkpoint."""
+    """Raise UserError where there are files under these names but no tiny checkpoint: real
+    downloads may be named "gemma" too."""
     taken = [path.name for path in assets if path.exists()]
     if taken and not assets.checkpoint.exists():
         raise UserError(
@@ -107,22 +114,18 @@ def _write_assets(assets: TinyAssets, sizes: TinySizes, config: dict, model_vers
         {"config": json.dumps(config), "model_version": model_version},
     )
     write_gemma_root(assets.gemma_root, sizes)
-    for path, upsampler, offset in (
-        (assets.spatial_upsampler, SPATIAL_UPSAMPLER, 2),
-        (assets.temporal_upsampler, TEMPORAL_UPSAMPLER, 4),
+    for path, upsampler, seed in (
+        (assets.spatial_upsampler, SPATIAL_UPSAMPLER, sizes.seed + 2),
+        (assets.temporal_upsampler, TEMPORAL_UPSAMPLER, sizes.seed + 4),
     ):
-        save(
-            path,
-            upsampler_weights(upsampler, sizes.seed + offset),
-            {"config": json.dumps(upsampler)},
-        )
+        save(path, upsampler_weights(upsampler, seed), {"config": json.dumps(upsampler)})
     save(assets.lora, lora_weights(checkpoint, sizes.seed + 3))
     picture().save(assets.image)
 
 
 def picture():
-    """A house under an evening sky: an image for image-to-video whose fate in the video is easy to
-    see."""
+    """A PIL image for image-to-video: a house under an evening sky, so that one sees in the video
+    what became of it."""
     from PIL import Image, ImageDraw
 
     width, height = IMAGE_SIZE

@@ -35,9 +35,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Make the assets and print where they are."""
-    chosen = vars(parse_arguments())
-    directory = chosen.pop("directory")
-    sizes = tiny.TinySizes(**chosen)
+    arguments = vars(parse_arguments())
+    directory = arguments.pop("directory")
+    sizes = tiny.TinySizes(**arguments)
     assets = tiny.make_tiny(directory, sizes)
     for name, path in assets._asdict().items():
         files = path.rglob("*") if path.is_dir() else [path]

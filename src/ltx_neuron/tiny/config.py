@@ -16,8 +16,8 @@ def _size(default: int, meaning: str):
 
 @dataclass(frozen=True)
 class TinySizes:
-    """What may differ from one tiny checkpoint to the next. All else is fixed by the format or as
-    small as it gets."""
+    """What may differ from one tiny checkpoint to the next, with the released sizes in brackets.
+    All else is fixed by the format or as small as possible."""
 
     layers: int = _size(2, "transformer blocks of the DiT (48 in the release)")
     heads: int = _size(
@@ -52,7 +52,7 @@ class TinySizes:
 
 
 def check(sizes: TinySizes) -> None:
-    """Stop on sizes that the models cannot have."""
+    """Raise UserError for sizes that the models cannot have."""
     numbers = {name: number for name, number in asdict(sizes).items() if name != "seed"}
     wanted = {f"{name} >= 1": number >= 1 for name, number in numbers.items()}
     wanted |= {
@@ -61,8 +61,8 @@ def check(sizes: TinySizes) -> None:
         if name.endswith("head_dim")
     }
     wanted[f"gemma_vocab >= {SMALLEST_VOCABULARY}"] = sizes.gemma_vocab >= SMALLEST_VOCABULARY
-    if failed := [rule for rule, holds in wanted.items() if not holds]:
-        raise UserError(f"tiny sizes need {', '.join(failed)}; got {sizes}")
+    if broken := [rule for rule, holds in wanted.items() if not holds]:
+        raise UserError(f"tiny sizes need {', '.join(broken)}; got {sizes}")
     for whole, part in (("gemma_hidden", "gemma_heads"), ("gemma_heads", "gemma_kv_heads")):
         if numbers[whole] % numbers[part]:
             raise UserError(
@@ -77,7 +77,7 @@ def released_config() -> dict:
 
 
 def merge(config: dict, overrides: dict) -> dict:
-    """config with the leaves of overrides in place of its own."""
+    """A copy of `config` with the leaves of `overrides` in place of its own, at any depth."""
     merged = dict(config)
     for name, value in overrides.items():
         both = isinstance(value, dict) and isinstance(config.get(name), dict)
@@ -108,6 +108,7 @@ def tiny_config(sizes: TinySizes) -> dict:
 
 
 def _tiny_transformer(sizes: TinySizes) -> dict:
+    """The fields of the "transformer" section that differ from the release."""
     return {
         "num_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
@@ -126,7 +127,8 @@ def _tiny_transformer(sizes: TinySizes) -> dict:
 
 
 def _tiny_video_vae(released: dict) -> dict:
-    """Fewer residual blocks and channels; time / 8 and space / 32 as released."""
+    """Blocks of the video VAE: fewer residual blocks and channels than released, with the same
+    compression of 8 in time and 32 in space."""
     residual = ["res_x", {"num_layers": 1}]
     compress = [
         [f"compress_{axes}_res", {"multiplier": 1}] for axes in ("space", "time", "all", "all")

@@ -29,15 +29,15 @@ CORPUS = (
 
 
 def write_gemma_root(root: Path, sizes: TinySizes) -> None:
-    """A directory like the published Gemma3: config, weights, tokenizer and image processor
-    settings."""
+    """Write a directory like the published Gemma3: config, weights, tokenizer and the settings of
+    the image processor."""
     root.mkdir()
     config = gemma_config(sizes)
     image_tokens, image_size = config["mm_tokens_per_image"], config["vision_config"]["image_size"]
     save(root / "model.safetensors", gemma_weights(config, sizes.seed + 1), {"format": "pt"})
     for name, content in {
         "config.json": config,
-        "tokenizer.json": tokenizer(sizes.gemma_vocab),
+        "tokenizer.json": train_tokenizer(sizes.gemma_vocab),
         "tokenizer_config.json": tokenizer_config(),
         "preprocessor_config.json": preprocessor_config(image_tokens, image_size),
         "processor_config.json": {
@@ -49,8 +49,8 @@ def write_gemma_root(root: Path, sizes: TinySizes) -> None:
 
 
 def gemma_config(sizes: TinySizes) -> dict:
-    """config.json as published, that is in the words of transformers 4; transformers 5 translates
-    them on loading."""
+    """config.json with the published field names, which are those of transformers 4;
+    transformers 5 translates them on loading."""
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "boi_token_index": SPECIAL_TOKENS.index("<start_of_image>"),
@@ -112,9 +112,8 @@ def gemma_weights(config: dict, seed: int) -> "dict[str, Tensor]":
         if name.startswith("lm_head"):  # tied to the embedding table, and not stored
             continue
         noise = torch.randn(like.shape, generator=generator)
-        if (
-            like.ndim == 1
-        ):  # Gemma's norms multiply by 1 + weight, so theirs may scatter around zero too
+        if like.ndim == 1:
+            # Gemma's norms multiply by 1 + weight, so their weights may scatter around zero too.
             weight = noise * (0.2 if "norm" in name else 0.1)
         else:
             weight = noise / math.sqrt(math.prod(like.shape[1:]))
@@ -123,8 +122,8 @@ def gemma_weights(config: dict, seed: int) -> "dict[str, Tensor]":
 
 
 def _published_gemma_name(name: str) -> str:
-    """The name on disk of a parameter of transformers 5, or of the last versions of transformers
-    4."""
+    """The published name of a parameter, which transformers 5 and the last versions of
+    transformers 4 name otherwise."""
     name = name.removeprefix("model.")
     renamed = {
         "language_model.": "language_model.model.",
@@ -136,9 +135,9 @@ def _published_gemma_name(name: str) -> str:
     return name
 
 
-def tokenizer(vocabulary: int) -> dict:
-    """tokenizer.json: a byte-pair tokenizer of Gemma's kind, with byte fallback, trained here on
-    two sentences."""
+def train_tokenizer(vocabulary: int) -> dict:
+    """tokenizer.json: a byte-pair tokenizer of Gemma's kind, with byte fallback, trained on two
+    sentences."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 
     pairs = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))

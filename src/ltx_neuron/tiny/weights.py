@@ -15,7 +15,8 @@ LORA_RANK = 4
 
 
 def random_weight(name: str, like: "Tensor", generator: "Generator") -> "Tensor":
-    """A random fp32 tensor of like's shape whose scale suits what the name says it is."""
+    """A random fp32 tensor of like's shape. Its scale depends on what kind of weight the name
+    says it is, so that activations keep their scale from layer to layer."""
     import torch
 
     noise = torch.randn(like.shape, generator=generator)
@@ -33,8 +34,8 @@ def random_weight(name: str, like: "Tensor", generator: "Generator") -> "Tensor"
 
 
 def random_weights(shapes: "dict[str, Tensor]", generator: "Generator") -> "dict[str, Tensor]":
-    """Random weights for a state dict. Low-pass filters (the vocoder's) are not learned: they keep
-    their values."""
+    """Random fp32 weights for a state dict. The vocoder's low-pass filters are not learned: they
+    keep their values."""
     return {
         name: like.clone() if name.endswith(".filter") else random_weight(name, like, generator)
         for name, like in shapes.items()
@@ -42,8 +43,8 @@ def random_weights(shapes: "dict[str, Tensor]", generator: "Generator") -> "dict
 
 
 def checkpoint_weights(config: dict, sizes: TinySizes) -> "dict[str, Tensor]":
-    """All tensors of the single-file checkpoint under their published names: bf16, scale-shift
-    tables fp32."""
+    """All tensors of the single-file checkpoint under their published names: bf16, and fp32 for
+    the scale-shift tables."""
     import torch
 
     from ltx_neuron.host.models import import_ltx_core
@@ -70,7 +71,7 @@ def checkpoint_weights(config: dict, sizes: TinySizes) -> "dict[str, Tensor]":
 
 
 def _shapes(configurator, config: dict) -> "dict[str, Tensor]":
-    """The state dict of one of ltx-core's models, without memory."""
+    """The state dict of one of ltx-core's models on the meta device: names and shapes."""
     import torch
 
     with torch.device("meta"):
@@ -100,10 +101,10 @@ def _transformer_parts(config: dict, sizes: TinySizes) -> "list[tuple[str, dict[
 
 
 def _text_projection_shapes(transformer: dict, sizes: TinySizes) -> "dict[str, Tensor]":
-    """Two linear layers from all hidden states of Gemma side by side, the embedding's included, to
-    a stream's channels.
+    """The two projections from all hidden states of Gemma side by side, the embedding's included,
+    to a stream's channels.
 
-    weight: (stream channels, gemma_hidden * (gemma_layers + 1)), bias: (stream channels,)
+    weight (stream channels, gemma_hidden * (gemma_layers + 1)), bias (stream channels,)
     """
     import torch
 
@@ -132,6 +133,7 @@ def _vae_parts(config: dict) -> "list[tuple[str, dict[str, Tensor]]]":
 
 
 def _vocoder_weights(config: dict, generator: "Generator") -> "dict[str, Tensor]":
+    """The vocoder's tensors under their published names, with the constants of its STFT."""
     from ltx_core.model.audio_vae import VocoderConfigurator
 
     # Not on meta: its state dict holds the values of the low-pass filters.
@@ -203,8 +205,8 @@ def lora_weights(checkpoint: "dict[str, Tensor]", seed: int) -> "dict[str, Tenso
 
 
 def save(path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file. The library writes metadata in random order; here the bytes are
-    always the same."""
+    """Write a safetensors file whose bytes are always the same: the library writes metadata in
+    random order."""
     from safetensors.torch import save as serialize
 
     serialized = serialize(tensors)

@@ -1,5 +1,7 @@
-"""The released files, read lazily by slices: the checkpoint, Gemma3's folder, and a model's tensors
-under our names."""
+"""The released files: the checkpoint, Gemma3's folder, and the tensors of one model in them.
+
+Files are opened by their headers; tensors are read when they are wanted, whole or by rows.
+"""
 
 import json
 import math
@@ -21,7 +23,11 @@ WEIGHT_DTYPES = ("BF16", "F16", "F32")
 
 
 class Checkpoint(TensorFile):
-    """The single-file LTX-2.3 checkpoint: its parsed config metadata decides every size."""
+    """The single-file LTX-2.3 checkpoint. `config` is the JSON of its metadata, from which every
+    size of the models comes.
+
+    UserError for a file that is no checkpoint, or of a version that is not supported.
+    """
 
     def __init__(self, path: Path):
         super().__init__(path, CHECKPOINT_DOWNLOAD)
@@ -52,7 +58,8 @@ class Checkpoint(TensorFile):
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
-    """The weight files of a Gemma root: model.safetensors or model-0000x-of-0000y.safetensors."""
+    """The weight files of a Gemma folder: model.safetensors or model-0000x-of-0000y.safetensors.
+    UserError where some are missing."""
     paths = sorted(Path(root).glob("model*.safetensors"))
     if not paths:
         raise UserError(
@@ -68,11 +75,20 @@ def gemma_files(root: Path) -> list[TensorFile]:
 
 
 class Source:
-    """The tensors of one model under our names, wherever they lie in the given files."""
+    """The tensors of one model under this toolkit's names, from one or several files.
+
+    model  its sharding table and how the files name its tensors
+    files  that together hold the model; they may hold other components too
+    heads  counts of attention heads by name, for tensors that ranks share by heads
+
+    UserError for a tensor that no component of the files is known to have, that is stored in a
+    dtype that is not implemented, or that two files hold.
+    """
 
     def __init__(self, model: Model, files: list[TensorFile], heads: dict[str, int] | None = None):
         self.model, self.files, self.heads = model, files, heads or {}
-        self.where: dict[str, tuple[TensorFile, str]] = {}
+        # Our name -> the file that holds the tensor, and its name there.
+        self.locations: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
             for key in file.shapes:
                 try:
@@ -87,49 +103,56 @@ class Source:
                         f" implemented; wanted {', '.join(WEIGHT_DTYPES)}.\nThe published one:"
                         f" {file.download}"
                     )
-                if name is not None and name in self.where:
+                if name is not None and name in self.locations:
                     raise UserError(
-                        f"tensor {name!r} is in two places: {self.where[name][0].path} and"
+                        f"tensor {name!r} is in two places: {self.locations[name][0].path} and"
                         f" {file.path}"
                     )
                 if name is not None:
-                    self.where[name] = (file, key)
-        if not self.where:
+                    self.locations[name] = (file, key)
+        if not self.locations:
             raise self._lacks("tensors")
 
     @property
     def fingerprint(self) -> str:
+        """Identity of the files' contents."""
         return digest([file.fingerprint for file in self.files])
 
     @property
     def names(self) -> Iterable[str]:
-        return self.where.keys()
+        """The model's tensors, under our names."""
+        return self.locations.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
         file, key = self._find(name)
         return file.shapes[key]
 
     def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in."""
         file, key = self._find(name)
         return TORCH_DTYPES[file.dtypes[key]]
 
     def split(self, name: str) -> int | str | None:
-        """The dimension in which the ranks' parts of a tensor differ: the sharding table's word."""
+        """The dimension in which a tensor is split over the ranks, None for a copy on each, or
+        sharding.HOST: as the sharding table says."""
         kind = rule(self.model, name)
         return COL if kind == KV else kind
 
     def copies(self, name: str, tp: int) -> int:
-        """How many neighbouring ranks keep the same part of a tensor."""
+        """How many neighbouring ranks keep the same part of a tensor: 1 unless ranks outnumber
+        key-value heads."""
         return copies(rule(self.model, name), tp, self.heads)
 
     def nbytes(self, name: str) -> int:
+        """The bytes of a whole tensor as it is stored."""
         file, key = self._find(name)
         return math.prod(file.shapes[key]) * TORCH_DTYPES[file.dtypes[key]].itemsize
 
     def _find(self, name: str) -> tuple[TensorFile, str]:
-        if name not in self.where:
+        if name not in self.locations:
             raise self._lacks(f"tensor {name!r}")
-        return self.where[name]
+        return self.locations[name]
 
     def _lacks(self, what: str) -> UserError:
         files = ", ".join(str(file.path) for file in self.files)
@@ -139,24 +162,33 @@ class Source:
         )
 
     def pieces(
-        self, name: str, bounds: list[tuple[int, int]], scratches: Iterator[mmap]
+        self, name: str, bounds: list[tuple[int, int]], scratch_buffers: Iterator[mmap]
     ) -> Iterator[Tensor]:
-        """A tensor's rows, from each start to its stop, each in the next scratch if it fits; a tensor
-        without dimensions is one row."""
-        file, key = self._find(name)
-        yield from (file.read_uncached(key, *rows, next(scratches)) for rows in bounds)
+        """Rows start..stop of a tensor for each of `bounds`, read past the page cache. A tensor
+        without dimensions is one row.
 
-    def described(self, tensors: dict[str, str]) -> dict:
-        """What these tensors came from: the files, the digest of every tensor, and what the files
-        hold beside them."""
+        Each piece lies in the next of the scratch buffers if it fits, so it is valid until that
+        buffer comes round again.
+        """
+        file, key = self._find(name)
+        yield from (file.read_uncached(key, *rows, next(scratch_buffers)) for rows in bounds)
+
+    def provenance(self, tensors: dict[str, str]) -> dict:
+        """What a manifest says of the source: its files, the digest of each of the model's tensors
+        (given as `tensors`), and how many tensors the files hold of other components."""
         elsewhere: dict[str, int] = {}
         for file in self.files:
-            for key in file.shapes.keys() - {k for f, k in self.where.values() if f is file}:
+            ours = {key for holder, key in self.locations.values() if holder is file}
+            for key in file.shapes.keys() - ours:
                 component = max((p for p in self.model.elsewhere if key.startswith(p)), key=len)
                 elsewhere[component] = elsewhere.get(component, 0) + 1
         files = [
-            {"name": f.path.name, "bytes": f.size, "header_blake3": blake3(f.header).hexdigest()}
-            for f in self.files
+            {
+                "name": file.path.name,
+                "bytes": file.size,
+                "header_blake3": blake3(file.header).hexdigest(),
+            }
+            for file in self.files
         ]
         return {
             "files": files,
@@ -165,20 +197,21 @@ class Source:
         }
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """A whole tensor, in memory of its own and in the dtype it is stored in."""
         file, key = self._find(name)
         return file.read(key)
 
-    def mapped(self, name: str) -> Tensor:
-        """A whole tensor as the files hold it: their own pages."""
+    def read_mapped(self, name: str) -> Tensor:
+        """A whole tensor that is its file's own pages in the page cache: nothing is copied."""
         file, key = self._find(name)
-        return file.mapped(key)
+        return file.read_mapped(key)
 
     def prefetch(self, name: str) -> None:
+        """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
         file, key = self._find(name)
         file.prefetch(key)
 
     def rows(self, name: str, indices: list[int]) -> Tensor:
-        """Single rows of a tensor."""
+        """Single rows of a tensor: (rows, ...) -> (len(indices), ...)."""
         file, key = self._find(name)
         return torch.cat([file.read(key, index, index + 1) for index in indices])

@@ -1,8 +1,8 @@
-"""LoRA: merged into the weights while they are cut, so that it costs nothing at run time.
+"""LoRA, merged into the weights while they are sharded, so that it costs nothing at run time.
 
-Source: ltx-core loader/fuse_loras.py (1.0.0): W + sum of bf16((B * strength) @ A), products in the
-LoRA's dtype, added in the checkpoint's. There is no alpha; gates, AdaLN and projections may carry
-one too.
+Source: ltx-core loader/fuse_loras.py (1.0.0): W + sum of bf16((B * strength) @ A), with products in
+the LoRA's dtype and sums in the checkpoint's. There is no alpha. Gates, AdaLN and projections may
+have a LoRA too, not only attention and feed-forward.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,13 @@ from ltx_neuron.weights.sharding import Model
 from ltx_neuron.weights.tensorfile import TensorFile
 
 DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled-lora-384.safetensors --local-dir ."
-_PREFIX, _DOWN, _UP = "diffusion_model.", ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "diffusion_model."  # of the published files; others leave it out
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"  # (rank, inputs) and (outputs, rank)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """A LoRA file and how strongly it is applied."""
+    """A LoRA file and the factor of its products. UserError for a strength that is not finite."""
 
     path: Path
     strength: float = 1.0
@@ -34,12 +35,16 @@ class Lora:
             raise UserError(f"--lora {self.path}: strength {self.strength} is not a finite number")
 
     def file(self) -> TensorFile:
+        """The opened file. UserError where it is missing or broken."""
         return TensorFile(self.path, DOWNLOAD)
 
 
 class MergedSource(Source):
-    """A model's tensors with LoRAs merged in. Every LoRA tensor must belong to a weight of the
-    model, in its shape."""
+    """A model's tensors with LoRAs merged in.
+
+    UserError where a tensor of a LoRA belongs to no weight of the model, does not fit its shape,
+    or where the weight is not stored in BF16.
+    """
 
     def __init__(
         self,
@@ -50,70 +55,75 @@ class MergedSource(Source):
     ):
         super().__init__(model, files, heads)
         self.loras = [(lora.file(), lora.strength) for lora in loras]
-        self.carriers: dict[str, list[tuple[TensorFile, float]]] = {}
+        # Name of a weight -> the LoRAs that change it, in the order they were given.
+        self.adapters: dict[str, list[tuple[TensorFile, float]]] = {}
         for file, strength in self.loras:
-            for name in self._modules(file):
-                self.carriers.setdefault(name, []).append((file, strength))
+            for name in self._target_weights(file):
+                self.adapters.setdefault(name, []).append((file, strength))
 
-    def _modules(self, file: TensorFile) -> list[str]:
+    def _target_weights(self, file: TensorFile) -> list[str]:
         """Names of the weights a LoRA file changes; UserError listing every tensor that fits
         none."""
-        problems, found = [], []
+        problems, targets = [], []
         for key, shape in file.shapes.items():
             module = key.removeprefix(_PREFIX)
             suffix = next((s for s in (_DOWN, _UP) if module.endswith(s)), None)
             name = f"{module.removesuffix(suffix)}.weight" if suffix else None
-            if name not in self.where:
+            if name not in self.locations:
                 problems.append(f"{key}: matches no weight of the model")
                 continue
-            wanted, (other, axis) = self.shape(name), ((_UP, 1) if suffix == _DOWN else (_DOWN, 0))
-            partner = key.removesuffix(suffix) + other
+            wanted = self.shape(name)
+            partner_suffix, axis = (_UP, 1) if suffix == _DOWN else (_DOWN, 0)
+            partner = key.removesuffix(suffix) + partner_suffix
             if len(shape) != 2 or len(wanted) != 2 or shape[axis] != wanted[axis]:
                 problems.append(
                     f"{key}: shape {list(shape)} does not fit {name} of shape {list(wanted)}"
                 )
             elif partner not in file.shapes:
                 problems.append(f"{key}: {partner} is missing")
-            elif self.where[name][0].dtypes[self.where[name][1]] != "BF16":
+            elif self.dtype(name) != torch.bfloat16:
                 problems.append(f"{key}: {name} is not stored in BF16")
             elif suffix == _DOWN:
                 if file.shapes[partner][1] != shape[0]:
                     problems.append(
                         f"{key}: rank {shape[0]}, but {partner} has {file.shapes[partner][1]}"
                     )
-                found.append(name)
-        if problems or not found:
+                targets.append(name)
+        if problems or not targets:
             listed = "\n  ".join(problems[:20]) or "it holds no lora_A / lora_B tensors"
             more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise UserError(f"--lora {file.path} is not a LoRA of this model:\n  {listed}{more}")
-        return found
+        return targets
 
     @property
     def lora_identity(self) -> list:
+        """[fingerprint, strength] of each LoRA, in order: part of a weight set's identity."""
         return [[file.fingerprint, strength] for file, strength in self.loras]
 
     def pieces(
-        self, name: str, bounds: list[tuple[int, int]], scratches: Iterator[mmap]
+        self, name: str, bounds: list[tuple[int, int]], scratch_buffers: Iterator[mmap]
     ) -> Iterator[Tensor]:
-        if name not in self.carriers:
-            yield from super().pieces(name, bounds, scratches)
+        """Rows start..stop of a tensor for each of `bounds`; of a merged one they are views."""
+        if name not in self.adapters:
+            yield from super().pieces(name, bounds, scratch_buffers)
             return
         whole = self.tensor(name)
         yield from (whole[start:stop] for start, stop in bounds)
 
     def tensor(self, name: str) -> Tensor:
-        """The whole merged tensor: products are taken whole, because slices of them may round
+        """A whole merged tensor. Products are taken whole, because slices of them may round
         differently."""
-        weight, carriers = super().tensor(name), self.carriers.get(name, [])
-        if not carriers:
+        weight, adapters = super().tensor(name), self.adapters.get(name, [])
+        if not adapters:
             return weight
         deltas = [
             _product(file, name.removesuffix(".weight"), strength).to(weight.dtype)
-            for file, strength in carriers
+            for file, strength in adapters
         ]
         return (deltas[0] if len(deltas) == 1 else torch.stack(deltas).sum(dim=0)) + weight
 
 
 def _product(file: TensorFile, module: str, strength: float) -> Tensor:
+    """(B * strength) @ A of one linear layer: (outputs, inputs), in the LoRA's dtype."""
     key = f"{_PREFIX}{module}" if f"{_PREFIX}{module}{_DOWN}" in file.shapes else module
     return (file.read(key + _UP) * strength) @ file.read(key + _DOWN)

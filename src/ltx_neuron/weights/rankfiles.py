@@ -1,8 +1,8 @@
-"""Rank files: a model's weights cut for tp ranks. What a finished set is, and how it is verified,
-loaded and cut anew.
+"""Rank files: a model's weights, sharded for tp ranks. How a finished set is recognised, verified,
+loaded, and read for another sharding.
 
-A folder holds rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json. sharder.py writes
-it.
+A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json. It is
+written by sharder.py.
 """
 
 import shlex
@@ -22,20 +22,23 @@ from ltx_neuron.weights.sharding import COL, HOST, KV, MODELS, ROW, copies, rule
 from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
 
 HOST_FILE = "host.safetensors"
-AGAIN = "run the shard script again"
-_BLOCK_BYTES = 16 * 2**20  # hashed at once
+RESHARD = "run the shard script again"
+_BLOCK_BYTES = 16 * 2**20  # read and hashed at once
 
 
 def rank_file(rank: int) -> str:
+    """The name of a rank's file."""
     return f"rank{rank}.safetensors"
 
 
 def file_names(tp: int) -> list[str]:
+    """The names of a weight set's files: those of the ranks in order, then the host's."""
     return [*(rank_file(rank) for rank in range(tp)), HOST_FILE]
 
 
-def finished(folder: Path, identity: dict) -> bool:
-    """Whether a folder holds a finished set of that identity whose files have their sizes."""
+def is_finished(folder: Path, identity: dict) -> bool:
+    """Whether a folder holds a finished weight set of that identity whose files have their
+    sizes."""
     try:
         return read_json(folder / MANIFEST)["identity"] == identity and not verify(
             folder, quick=True
@@ -44,34 +47,34 @@ def finished(folder: Path, identity: dict) -> bool:
         return False
 
 
-def lines_of(folder: Path) -> dict[str, dict]:
-    """Every file of a finished weight set with its size and digests. UserError where the manifest
-    is not one."""
+def file_entries(folder: Path) -> dict[str, dict]:
+    """File name -> {"bytes", "blake3", "header_blake3"} of a finished weight set, from its
+    manifest. UserError where the manifest does not describe a weight set."""
     content = read_json(folder / MANIFEST)
     try:
-        lines, tp = content["files"], content["identity"]["tp"]
-        if type(tp) is not int or len(lines) != tp + 1 or sorted(lines) != sorted(file_names(tp)):
-            raise ValueError(
-                f"files {sorted(lines)[:8]}"
-            )  # also what keeps a path out of the folder from being opened
-        if any(line.keys() != {"bytes", "blake3", "header_blake3"} for line in lines.values()):
+        entries, tp = content["files"], content["identity"]["tp"]
+        # Only these names: a manifest must not make us open a path outside of its folder.
+        names_fit = type(tp) is int and len(entries) == tp + 1
+        if not names_fit or sorted(entries) != sorted(file_names(tp)):
+            raise ValueError(f"files {sorted(entries)[:8]}")
+        if any(entry.keys() != {"bytes", "blake3", "header_blake3"} for entry in entries.values()):
             raise ValueError("a file is described otherwise than by its size and digests")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
             f"{folder / MANIFEST} does not describe a weight set ({error}); delete {folder} and"
-            f" {AGAIN}"
+            f" {RESHARD}"
         ) from None
-    return lines
+    return entries
 
 
 def verify(folder: Path, quick: bool = False) -> list[str]:
-    """Compare every file of a finished weight set with its manifest; the list of differences is
-    empty if it is whole.
+    """Compare the files of a finished weight set with its manifest. Returns one line for each that
+    differs; empty if none does.
 
-    `quick` looks at sizes only.
+    quick  compare sizes only
     """
-    problems, lines = [], lines_of(folder)
-    for name, wanted in lines.items():
+    problems, entries = [], file_entries(folder)
+    for name, wanted in entries.items():
         path = folder / name
         if not path.is_file():
             problems.append(f"{name}: missing")
@@ -80,14 +83,17 @@ def verify(folder: Path, quick: bool = False) -> list[str]:
         elif not quick:
             if _file_digest(path) != wanted["blake3"]:
                 problems.append(f"{name}: content differs from its blake3")
-            elif _header_digest(TensorFile(path, AGAIN)) != wanted["header_blake3"]:
+            elif _header_digest(TensorFile(path, RESHARD)) != wanted["header_blake3"]:
                 problems.append(f"{name}: header differs from its blake3")
     return problems
 
 
 class RankSource:
-    """The tensors of a finished weight set put together again: what another tp or dtype is made
-    from without the source."""
+    """The whole tensors of a finished weight set, put together from its files: a set of another tp
+    or dtype is made from them without the checkpoint. It takes the place of checkpoint.Source.
+
+    UserError where the set is not finished or any of its files is damaged.
+    """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
@@ -99,13 +105,10 @@ class RankSource:
         if problems := verify(self.folder):
             raise UserError("\n  ".join([f"{folder} is damaged:", *problems]))
         content = read_json(self.folder / MANIFEST)
-        self.identity, self.heads, self._described = (
-            content["identity"],
-            content["heads"],
-            content["source"],
-        )
+        self.identity, self.heads = content["identity"], content["heads"]
+        self._provenance = content["source"]
         self.model, self.tp = MODELS[self.identity["model"]], self.identity["tp"]
-        self.files = [TensorFile(self.folder / name, AGAIN) for name in file_names(self.tp)]
+        self.files = [TensorFile(self.folder / name, RESHARD) for name in file_names(self.tp)]
         self.names = sorted({*self.files[0].shapes, *self.files[-1].shapes})
 
     def check(self, tp: int, dtype: torch.dtype) -> None:
@@ -119,88 +122,97 @@ class RankSource:
             )
 
     def split(self, name: str) -> int | str | None:
+        """The dimension in which the stored parts of a tensor differ, None for copies, or
+        sharding.HOST."""
         kind = rule(self.model, name)
         if kind == KV:
             return COL
-        return (
-            ROW if (kind, len(self._part(name))) == (COL, 3) else kind
-        )  # arranged: (layers, out, width)
+        # Gemma3's projections are stored as (layers, out, width): out-features come second.
+        return ROW if (kind, len(self._part(name))) == (COL, 3) else kind
 
     def copies(self, name: str, tp: int) -> int:
+        """How many of tp neighbouring ranks keep the same part of a tensor."""
         return copies(rule(self.model, name), tp, self.heads)
 
     def _part(self, name: str) -> tuple[int, ...]:
+        """The shape of one rank's part."""
         return self._file(name).shapes[name]
 
     def _file(self, name: str, rank: int = 0) -> TensorFile:
         return self.files[-1 if rule(self.model, name) == HOST else rank]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
         split, parts = self.split(name), self.tp // self.copies(name, self.tp)
         return tuple(
             size * parts if dim == split else size for dim, size in enumerate(self._part(name))
         )
 
     def nbytes(self, name: str) -> int:
+        """The bytes of a whole tensor as it is stored."""
         return prod(self.shape(name)) * DTYPES[self.identity["dtype"]].itemsize
 
     def pieces(
-        self, name: str, bounds: list[tuple[int, int]], scratches: Iterator[mmap]
+        self, name: str, bounds: list[tuple[int, int]], scratch_buffers: Iterator[mmap]
     ) -> Iterator[Tensor]:
-        """As Source.pieces, but in memory of their own: a finished set is still to be loaded, the
-        cache may keep it."""
-        split, part, copies = self.split(name), self._part(name), self.copies(name, self.tp)
+        """Rows start..stop of a whole tensor for each of `bounds`, in memory of their own.
+
+        The scratch buffers are not used: files are read through the page cache, which may keep
+        them, because a finished set is likely to be loaded soon.
+        """
+        split = self.split(name)
         for start, stop in bounds:
             if split == ROW:
-                yield torch.cat(
-                    [self._file(name, rank).read(name, start, stop) for rank in range(self.tp)],
-                    dim=1,
-                )
+                parts = [self._file(name, rank).read(name, start, stop) for rank in range(self.tp)]
+                yield torch.cat(parts, dim=1)
             elif split == COL:
-                ranks = range(start // part[0], (stop - 1) // part[0] + 1)
-                rows = [
-                    (
-                        max(start, rank * part[0]) - rank * part[0],
-                        min(stop, (rank + 1) * part[0]) - rank * part[0],
-                    )
-                    for rank in ranks
-                ]
-                parts = [
-                    self._file(name, rank * copies).read(name, *r)
-                    for rank, r in zip(ranks, rows, strict=True)
-                ]
-                yield torch.cat(parts)
+                yield torch.cat(self._column_parts(name, start, stop))
+            elif self._part(name):
+                yield self._file(name).read(name, start, stop)
             else:
-                yield (
-                    self._file(name).read(name, start, stop)
-                    if part
-                    else self._file(name).read(name)
-                )
+                yield self._file(name).read(name)
 
-    def described(self, tensors: dict[str, str]) -> dict:
-        """Of the checkpoint: what these files were made from still describes what is made from
-        them."""
-        return self._described
+    def _column_parts(self, name: str, start: int, stop: int) -> list[Tensor]:
+        """Rows start..stop of a tensor that is split in its first dimension, from each of the
+        files that hold some of them."""
+        rows, copies = self._part(name)[0], self.copies(name, self.tp)
+        parts = []
+        for part in range(start // rows, (stop - 1) // rows + 1):
+            first, last = max(start, part * rows), min(stop, (part + 1) * rows)
+            file = self._file(name, part * copies)
+            parts.append(file.read(name, first - part * rows, last - part * rows))
+        return parts
+
+    def provenance(self, tensors: dict[str, str]) -> dict:
+        """What a manifest says of the source. It is the checkpoint that these files were made
+        from, with its digests, so `tensors` is not used."""
+        return self._provenance
 
 
-def load(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Exactly the wanted tensors of a rank file, as TensorFile.tensors gives them. Errors as
-    `opened` says."""
-    tensors = dict(opened(path, wanted, dtype).tensors())
+def load_rank_file(
+    path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of a rank file, which must be exactly the `wanted` names in their shapes and
+    that dtype; in the order of `wanted`. UserError otherwise, or where the file is not the one its
+    manifest describes."""
+    tensors = dict(open_rank_file(path, wanted, dtype).tensors())
     return {name: tensors[name] for name in wanted}
 
 
-def opened(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -> TensorFile:
-    """A rank file that holds exactly the wanted tensors. Missing, extra, misshapen or recast ones
-    are one error."""
-    file = TensorFile(path, AGAIN)
-    got = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
-    problems = [f"missing: {name}" for name in wanted if name not in got]
-    problems += [f"unexpected: {name}" for name in got if name not in wanted]
-    for name in wanted.keys() & got.keys():
-        if got[name] != (tuple(wanted[name]), DTYPE_NAMES[dtype]):
+def open_rank_file(
+    path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> TensorFile:
+    """A rank file that holds exactly the `wanted` names in their shapes and that dtype. UserError
+    listing every missing, extra, misshapen or recast tensor, or where the file is not the one its
+    manifest describes."""
+    file = TensorFile(path, RESHARD)
+    stored = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
+    problems = [f"missing: {name}" for name in wanted if name not in stored]
+    problems += [f"unexpected: {name}" for name in stored if name not in wanted]
+    for name in wanted.keys() & stored.keys():
+        if stored[name] != (tuple(wanted[name]), DTYPE_NAMES[dtype]):
             problems.append(
-                f"{name}: {got[name][0]} {got[name][1]}, wanted {tuple(wanted[name])}"
+                f"{name}: {stored[name][0]} {stored[name][1]}, wanted {tuple(wanted[name])}"
                 f" {DTYPE_NAMES[dtype]}"
             )
     if problems:
@@ -211,9 +223,10 @@ def opened(path: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype) -
     return file
 
 
-def load_host(folder: Path) -> TensorFile:
-    """The tensors of a weight set that stay on the host."""
-    file = TensorFile(folder / HOST_FILE, AGAIN)
+def open_host_file(folder: Path) -> TensorFile:
+    """The tensors of a weight set that stay on the host. UserError where the file is not the one
+    its manifest describes."""
+    file = TensorFile(folder / HOST_FILE, RESHARD)
     _check_header(folder / HOST_FILE, file)
     return file
 
@@ -231,11 +244,12 @@ def _header_digest(file: TensorFile) -> str:
 
 
 def _check_header(path: Path, file: TensorFile) -> None:
-    """A header that says what the model wants may still be another's, or point elsewhere."""
-    if _header_digest(file) != lines_of(path.parent)[path.name]["header_blake3"]:
+    """Compare a file's header with its digest in the manifest: names, shapes and dtypes may be as
+    the model wants them and still be another file's, or the offsets may be damaged."""
+    if _header_digest(file) != file_entries(path.parent)[path.name]["header_blake3"]:
         raise UserError(
             f"{path} is not the file its manifest describes: the header differs; delete"
-            f" {path.parent} and {AGAIN}"
+            f" {path.parent} and {RESHARD}"
         )
 
 

@@ -1,8 +1,8 @@
-"""Cutting a model's weights for tp ranks: what goes where, and files written in one pass and
-resumed where a run stopped.
+"""Sharding a model's weights for tp ranks: which rows go to which file, and files written in one
+pass over the source that can be resumed after any interruption.
 
-While a folder is being written its files are named .partial, and journal.json says how many tensors
-are safely in them; the manifest comes last of all.
+While a folder is written its files end in .partial, and journal.json says how many tensors are
+safely in them. The manifest is written last: a folder that has one is finished.
 """
 
 import errno
@@ -28,34 +28,41 @@ from tqdm import tqdm
 from xxhash import xxh3_128
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json, write_json
+from ltx_neuron.files import MANIFEST, read_json, remove_leftovers, write_json
 from ltx_neuron.weights import pagecache
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.rankfiles import RankSource, file_names, finished
+from ltx_neuron.weights.rankfiles import RankSource, file_names, is_finished
 from ltx_neuron.weights.sharding import COL, HOST, local_shape
 from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES
 
 JOURNAL, PARTIAL = "journal.json", ".partial"
 _PIECE_BYTES = 8 * 2**20  # read from the source at once
-# pieces that are read and not yet written: as many as keep every file's thread busy, 0.1 GB
-_AHEAD = 12
-_SYNC_BYTES = (
-    2 * 2**30
-)  # written between two entries of the journal: what a killed run may have to do again
+# Pieces that are read and not yet written: as many as keep every file's thread busy, 0.1 GB.
+_MAX_IN_FLIGHT = 12
+# Written between two entries of the journal: what a killed run may have to do again.
+_SYNC_BYTES = 2 * 2**30
 
 
 class Layout(NamedTuple):
-    """A tensor stored otherwise than the source has it: a rank's whole part is arranged, and ranks
-    differ in dim `split`."""
+    """A tensor that rank files store otherwise than the source does.
+
+    arrange  maps a rank's rows (rows, ...) of the source to the tensor that is stored
+    split    the dimension of the stored tensor in which ranks differ
+    """
 
     arrange: Callable[[Tensor], Tensor]
     split: int
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How one tensor of a source goes to the files: `stored` is the shape of a rank's part of it,
-    and so many neighbouring ranks keep the same one."""
+class ShardSpec:
+    """How one tensor of a source is distributed over the files.
+
+    shape   of the whole tensor in the source
+    split   the dimension that is split over the ranks, None for a copy on each, or sharding.HOST
+    stored  shape of one rank's part in its file
+    copies  how many neighbouring ranks store the same part
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -65,8 +72,8 @@ class Cut:
     copies: int = 1
 
     def bounds(self, tp: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-        """Rows start..stop of each piece: none goes to two ranks, and one that is arranged is a
-        rank's whole part."""
+        """Rows start..stop of each piece, in order. No piece belongs to two ranks; with a layout a
+        piece is a rank's whole part."""
         ranks = tp // self.copies if self.split == COL else 1
         rows = (self.shape[0] if self.shape else 1) // ranks
         step = rows if self.layout else max(1, _PIECE_BYTES // max(1, row_bytes))
@@ -75,15 +82,13 @@ class Cut:
                 yield start, min(start + step, first + rows)
 
     def parts(self, piece: Tensor, start: int, tp: int) -> Iterator[tuple[int, Tensor]]:
-        """(number of the file, what it gets) for a piece that begins at row `start`; the host's
-        file is number tp."""
+        """(index of a file, the tensor to append to it) for the piece that begins at row `start`.
+        The host's file has index tp."""
         if self.split == HOST:
             yield tp, piece
         elif self.split == COL:
-            part, stored = (
-                start * tp // self.copies // self.shape[0],
-                (self.layout.arrange(piece) if self.layout else piece),
-            )
+            part = start * tp // self.copies // self.shape[0]
+            stored = self.layout.arrange(piece) if self.layout else piece
             yield from ((part * self.copies + i, stored) for i in range(self.copies))
         elif self.split is None:
             yield from ((rank, piece) for rank in range(tp))
@@ -92,141 +97,168 @@ class Cut:
             yield from ((rank, piece.narrow(self.split, size * rank, size)) for rank in range(tp))
 
 
-def cuts_of(source: Source | RankSource, tp: int, layouts: dict[str, Layout]) -> list[Cut]:
-    """How every tensor of a source is cut, in the order of the files: by name, but what is no
-    multiple of the alignment comes last, so that all before it may be used where a file's pages
-    lie. UserError for one that cannot be cut.
+def shard_specs(
+    source: Source | RankSource, tp: int, layouts: dict[str, Layout]
+) -> list[ShardSpec]:
+    """The spec of every tensor of a source, in the order of the files: by name, but tensors whose
+    size is no multiple of the alignment come last, so that all before them can be used where a
+    file's pages lie. UserError for a tensor that cannot be split over tp ranks.
     """
-    cuts = []
+    specs = []
     for name in sorted(source.names):
         shape, split, layout = source.shape(name), source.split(name), layouts.get(name)
         copies = source.copies(name, tp)
         stored = local_shape(shape, split, tp // copies, name)
         if layout:
             stored = tuple(layout.arrange(torch.empty(stored, device="meta")).shape)
-        cuts.append(Cut(name, shape, split, stored, layout, copies))
-    return sorted(cuts, key=lambda cut: prod(cut.stored) % ALIGNMENT != 0)
+        specs.append(ShardSpec(name, shape, split, stored, layout, copies))
+    return sorted(specs, key=lambda spec: prod(spec.stored) % ALIGNMENT != 0)
 
 
-def check_filled(
-    cuts: list[Cut], wanted: dict[str, tuple[int, ...]], host: dict[str, tuple[int, ...]]
+def check_specs(
+    specs: list[ShardSpec], wanted: dict[str, tuple[int, ...]], host: dict[str, tuple[int, ...]]
 ) -> None:
-    """Raise UserError, listing all, unless the cuts give every rank and the host just the tensors
-    the model takes."""
-    got = {cut.name: cut.stored for cut in cuts}
-    problems = [f"missing: {name}" for name in (wanted | host).keys() - got.keys()]
-    problems += [f"of no use: {name}" for name in got.keys() - (wanted | host).keys()]
+    """Raise UserError, listing every difference, unless the specs give each rank the `wanted`
+    tensors of the model in their shapes, and the host those of `host`."""
+    stored = {spec.name: spec.stored for spec in specs}
+    problems = [f"missing: {name}" for name in (wanted | host).keys() - stored.keys()]
+    problems += [f"of no use: {name}" for name in stored.keys() - (wanted | host).keys()]
     for name, shape in (wanted | host).items():
-        if got.get(name, shape) != tuple(shape):
-            problems.append(f"{name}: {list(got[name])} a rank, wanted {list(shape)}")
+        if stored.get(name, shape) != tuple(shape):
+            problems.append(f"{name}: {list(stored[name])} a rank, wanted {list(shape)}")
     if problems:
-        listed = "\n  ".join(
-            [
-                *sorted(problems)[:20],
-                *([f"and {len(problems) - 20} more"] if len(problems) > 20 else []),
-            ]
-        )
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        listed = "\n  ".join([*sorted(problems)[:20], *more])
         raise UserError(
             "the files do not hold the weights of the model that their config describes:\n "
             f" {listed}"
         )
 
 
-def shard(
+def shard_weights(
     source: Source | RankSource,
     folder: Path,
     identity: dict,
     tp: int,
     dtype: torch.dtype,
-    cuts: list[Cut],
+    specs: list[ShardSpec],
     workers: int | None = None,
 ) -> bool:
-    """Write the files of `cuts` and, last, the manifest; False if the folder is finished already.
+    """Write a folder of rank files and, last, its manifest. Returns False if it is finished
+    already.
 
-    The source is read once, by pieces, while a thread per file (at most `workers`) takes digests
-    and writes. A file's digest is blake3, a source tensor's xxh3, which tells accidents apart in a
-    quarter of the time, though not forgeries.
+    The source is read once, in pieces, while a thread per file (at most `workers`) takes digests
+    and writes. A file's digest is blake3; a source tensor's is xxh3, which detects accidents (not
+    forgeries) in a quarter of the time.
+
+    UserError where another run writes the folder or the disk has too little room, before the first
+    byte is written.
     """
-    if finished(folder, identity):
+    if is_finished(folder, identity):
         return False
-    made = folder.is_dir()
+    existed = folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with _alone(folder):
-            files = [
-                _File(folder / name, *described)
-                for name, described in _described(cuts, tp, dtype).items()
-            ]
+        with _exclusive_lock(folder):
+            layouts = _file_layouts(specs, tp, dtype)
+            files = [_File(folder / name, layout, dtype) for name, layout in layouts.items()]
+            for name in (JOURNAL, MANIFEST):
+                remove_leftovers(folder / name)
             _check_space(folder, files)
             (folder / MANIFEST).unlink(missing_ok=True)
-            _write(source, folder, identity, tp, cuts, files, workers or tp)
+            digests = _resume(folder, identity, files)
+            with ExitStack() as stack:
+                for file in files:
+                    stack.enter_context(file)
+                digests = _write_tensors(
+                    source, _Journal(folder, identity, files), tp, specs, digests, workers or tp
+                )
+                entries = {file.path.name: file.finish() for file in files}
+            _sync_folder(folder)
+            content = {
+                "identity": identity,
+                "heads": source.heads,
+                "files": entries,
+                "source": source.provenance(digests),
+            }
+            write_json(folder / MANIFEST, content)
+            (folder / JOURNAL).unlink()
     finally:
-        if not made and not any(folder.iterdir()):
+        if not existed and not any(folder.iterdir()):
             folder.rmdir()
     return True
 
 
 def compare(
-    source: Source, folder: Path, tp: int, dtype: torch.dtype, cuts: list[Cut]
+    source: Source, folder: Path, tp: int, dtype: torch.dtype, specs: list[ShardSpec]
 ) -> list[str]:
-    """Cut the source once more and compare bit for bit with a finished folder; the differing
-    tensors of every file."""
+    """Shard the source once more and compare the bytes with a finished folder's files. Returns one
+    line for each tensor of a file that differs; empty if none does."""
     problems: dict[str, None] = {}
-    described = _described(cuts, tp, dtype)
-    scratches = itertools.cycle([pagecache.scratch(_PIECE_BYTES)])
+    layouts = _file_layouts(specs, tp, dtype)
+    scratch_buffers = itertools.cycle([pagecache.scratch(_PIECE_BYTES)])
     with ExitStack() as stack:
-        files = [stack.enter_context(open(folder / name, "rb")) for name in described]
-        for file, (header, _, _) in zip(files, described.values(), strict=True):
+        files = [stack.enter_context(open(folder / name, "rb")) for name in layouts]
+        for file, (header, _) in zip(files, layouts.values(), strict=True):
             if file.read(len(header)) != header:
                 problems[f"{Path(file.name).name}: the header differs"] = None
-        bar = stack.enter_context(
-            tqdm(total=sum(source.nbytes(cut.name) for cut in cuts), unit="B", unit_scale=True)
-        )
-        for cut in cuts:
-            for start, piece in _pieces(source, cut, tp, scratches):
-                for number, part in cut.parts(piece, start, tp):
+        total = sum(source.nbytes(spec.name) for spec in specs)
+        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True))
+        for spec in specs:
+            for start, piece in _pieces(source, spec, tp, scratch_buffers):
+                for index, part in spec.parts(piece, start, tp):
                     wanted = _bytes(part.to(dtype))
-                    if files[number].read(len(wanted)) != wanted:
-                        problems[
-                            f"{Path(files[number].name).name}: {cut.name} differs from the source"
-                        ] = None
+                    if files[index].read(len(wanted)) != wanted:
+                        name = Path(files[index].name).name
+                        problems[f"{name}: {spec.name} differs from the source"] = None
                 bar.update(piece.nbytes)
     return list(problems)
 
 
-def _described(cuts: list[Cut], tp: int, dtype: torch.dtype) -> dict[str, tuple]:
-    """Name of every file -> its header and, for n = 0, 1, ..., where the data of the first n
-    tensors of all ends."""
-    found = {}
-    for number, name in enumerate(file_names(tp)):
-        entries, ends = {"__metadata__": {"rank": HOST if number == tp else str(number)}}, [0]
-        for cut in cuts:
-            mine = (cut.split == HOST) == (number == tp)
-            end = ends[-1] + (prod(cut.stored) * dtype.itemsize if mine else 0)
-            if mine:
-                entries[cut.name] = {
+class _FileLayout(NamedTuple):
+    """The header of a file, and where the data of the first n = 0, 1, ... tensors of all specs
+    ends: bytes after the header."""
+
+    header: bytes
+    ends: list[int]
+
+
+def _file_layouts(specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> dict[str, _FileLayout]:
+    """The layout of each file, by its name."""
+    layouts = {}
+    for index, name in enumerate(file_names(tp)):
+        entries, ends = {"__metadata__": {"rank": HOST if index == tp else str(index)}}, [0]
+        for spec in specs:
+            belongs_here = (spec.split == HOST) == (index == tp)
+            end = ends[-1] + (prod(spec.stored) * dtype.itemsize if belongs_here else 0)
+            if belongs_here:
+                entries[spec.name] = {
                     "dtype": DTYPE_NAMES[dtype],
-                    "shape": list(cut.stored),
+                    "shape": list(spec.stored),
                     "data_offsets": [ends[-1], end],
                 }
             ends.append(end)
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        found[name] = (len(text).to_bytes(8, "little") + text, ends, dtype)
-    return found
+        layouts[name] = _FileLayout(len(text).to_bytes(8, "little") + text, ends)
+    return layouts
 
 
 class _File:
-    """One file in the making, written in order, with the digest of what is in it."""
+    """A file that is being written in order, with the digest of its content so far.
 
-    def __init__(self, path: Path, header: bytes, ends: list[int], dtype: torch.dtype):
-        self.path, self.header, self.ends, self.dtype = path, header, ends, dtype
+    This is the one exception to files.whole_file: a .partial file has a fixed name and outlives
+    its run, because the next run goes on with it.
+    """
+
+    def __init__(self, path: Path, layout: _FileLayout, dtype: torch.dtype):
+        self.path, self.dtype = path, dtype
+        self.header, self.ends = layout
         self.partial = path.with_name(path.name + PARTIAL)
-        self.size = len(header) + ends[-1]
+        self.size = len(self.header) + self.ends[-1]
         self.error: OSError | None = None
-        self.scratch = torch.empty(
-            0, dtype=torch.uint8
-        )  # kept: new memory costs the system more than the copy into it
+        # Kept between tensors: new memory costs the system more than the copy into it.
+        self._cast_buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> "_File":
         return self
@@ -235,15 +267,14 @@ class _File:
         self.file.close()
 
     def open(self, tensors: int, digest: str | None) -> bool:
-        """Begin after the first `tensors` tensors, which must have that digest; False if they are
-        not there."""
+        """Open the file to append after its first `tensors` tensors, which must have that digest
+        together with the header; digest None begins the file. Returns False if they do not."""
         if self.path.exists() and not self.partial.exists():
-            os.replace(self.path, self.partial)  # stopped between its renaming and the manifest
+            # The last run was stopped between renaming this file and writing the manifest.
+            os.replace(self.path, self.partial)
         keep = len(self.header) + self.ends[tensors] if digest else 0
-        self.file, self.hasher = (
-            open(self.partial, "r+b" if self.partial.exists() else "w+b", buffering=0),
-            blake3(),
-        )
+        self.file = open(self.partial, "r+b" if self.partial.exists() else "w+b", buffering=0)
+        self.hasher = blake3()
         left = keep
         while left and (block := self.file.read(min(left, _PIECE_BYTES))):
             self.hasher.update(block)
@@ -252,28 +283,32 @@ class _File:
             self.file.close()
             return False
         self.file.truncate(keep)
-        # room that nobody else can take meanwhile; and a file of known length is written with half
-        # the system's work
+        self._reserve()
+        if not keep:
+            self._write(self.header)
+        return True
+
+    def _reserve(self) -> None:
+        """Take the room of the whole file on the disk, which nobody else can take meanwhile; also,
+        a file of known length is written with half the system's work."""
         try:
             os.posix_fallocate(self.file.fileno(), 0, self.size)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
                 raise
-        if not keep:
-            self._write(self.header)
-        return True
 
-    def put(self, tensor: Tensor) -> None:
+    def append(self, tensor: Tensor) -> None:
+        """Write a tensor's data, cast to the file's dtype."""
         if tensor.dtype == self.dtype and tensor.is_contiguous():
             self._write(_bytes(tensor))
             return
-        for rows in tensor.split(
-            max(1, _PIECE_BYTES // max(1, tensor[0].numel() * self.dtype.itemsize))
-        ):
+        row_bytes = tensor[0].numel() * self.dtype.itemsize
+        for rows in tensor.split(max(1, _PIECE_BYTES // max(1, row_bytes))):
             size = rows.numel() * self.dtype.itemsize
-            if size > len(self.scratch):
-                self.scratch = torch.empty(size, dtype=torch.uint8)
-            self._write(_bytes(self.scratch[:size].view(self.dtype).view(rows.shape).copy_(rows)))
+            if size > len(self._cast_buffer):
+                self._cast_buffer = torch.empty(size, dtype=torch.uint8)
+            cast = self._cast_buffer[:size].view(self.dtype).view(rows.shape).copy_(rows)
+            self._write(_bytes(cast))
 
     def _write(self, content) -> None:
         self.hasher.update(content)
@@ -283,19 +318,21 @@ class _File:
                 view = view[self.file.write(view) :]
         except OSError as error:
             self.error = error
-        if self.error:  # nothing may follow what is not there
+        if self.error:  # after a failed write nothing may be appended: a gap would go unnoticed
             raise self.error
 
     def digest(self) -> str:
+        """blake3 of all that was written so far. Raises the error of an earlier write."""
         if self.error:
             raise self.error
         return self.hasher.hexdigest()
 
     def sync(self) -> None:
+        """Wait until all that was written is on the disk."""
         os.fsync(self.file.fileno())
 
     def finish(self) -> dict:
-        """Give the file its name; returns its line of the manifest."""
+        """Give the file its final name. Returns its entry in the manifest."""
         digest, size = self.digest(), self.file.tell()
         if size != self.size:
             raise RuntimeError(f"{self.path}: wrote {size} bytes, the header says {self.size}")
@@ -303,13 +340,14 @@ class _File:
         return {"bytes": size, "blake3": digest, "header_blake3": blake3(self.header).hexdigest()}
 
 
-class _Lanes:
-    """Threads that each do what they are given in its order. Leaving drops what was not begun."""
+class _SerialExecutors:
+    """Threads that each run their tasks in the order of submission. Leaving the context cancels
+    the tasks that have not begun."""
 
     def __init__(self, count: int):
         self._pools = [ThreadPoolExecutor(1) for _ in range(count)]
 
-    def __enter__(self) -> "_Lanes":
+    def __enter__(self) -> "_SerialExecutors":
         return self
 
     def __exit__(self, *_) -> None:
@@ -318,109 +356,138 @@ class _Lanes:
         for pool in self._pools:
             pool.shutdown()
 
-    def do(self, lane: int, job: Callable, *arguments) -> Future:
-        """All jobs of one number are done in their order."""
-        return self._pools[lane % len(self._pools)].submit(job, *arguments)
+    def submit(self, key: int, task: Callable, *arguments) -> Future:
+        """Run a task; tasks of one key run one after another."""
+        return self._pools[key % len(self._pools)].submit(task, *arguments)
 
 
-def _write(
-    source, folder: Path, identity: dict, tp: int, cuts: list[Cut], files: list[_File], workers: int
-) -> None:
-    """Read, cut and write. Nothing waits for the disk but the end: a thread of its own makes safe
-    what was written."""
+class _Journal:
+    """The record of how far a folder has been written, from which the next run goes on."""
+
+    def __init__(self, folder: Path, identity: dict, files: list[_File]):
+        self.folder, self.identity, self.files = folder, identity, files
+
+    def write(self, tensors: dict[str, str | Future], file_digests: list[Future]) -> dict[str, str]:
+        """Record that `tensors`, with their digests, are written. Waits until they are on the
+        disk, then returns the digests of the source's tensors."""
+        digests = {
+            name: digest if isinstance(digest, str) else digest.result()
+            for name, digest in tensors.items()
+        }
+        file_digests = [digest.result() for digest in file_digests]
+        for file in self.files:
+            file.sync()
+        write_json(
+            self.folder / JOURNAL,
+            {"identity": self.identity, "tensors_xxh3_128": digests, "files": file_digests},
+        )
+        return digests
+
+
+class _WritePipeline:
+    """The threads between reading and the disk: one writer a file (at most `workers`), one that
+    hashes the source's tensors, and one that waits for the disk and then writes the journal."""
+
+    def __init__(self, stack: ExitStack, journal: _Journal, digests: dict[str, str], workers: int):
+        self.journal, self.files = journal, journal.files
+        self._writers, self._hasher, self._checkpointer = (
+            stack.enter_context(_SerialExecutors(count)) for count in (workers, 1, 1)
+        )
+        self._digests: dict[str, str | Future] = dict(digests)
+        self._in_flight: deque[list[Future]] = deque()
+        self._unsaved, self._saving = 0, None
+
+    def begin_tensor(self) -> None:
+        """Begin the digest of the next tensor of the source."""
+        self._tensor_hash = xxh3_128()
+
+    def submit(self, piece: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
+        """Hash a piece of the current tensor and append its parts to their files. Waits while too
+        many pieces are in flight; `piece` must stay unchanged until _MAX_IN_FLIGHT more came."""
+        tasks = [
+            self._writers.submit(index, self.files[index].append, part) for index, part in parts
+        ]
+        tasks.append(self._hasher.submit(0, self._tensor_hash.update, _bytes(piece)))
+        self._in_flight.append(tasks)
+        self._unsaved += piece.nbytes
+        while len(self._in_flight) > _MAX_IN_FLIGHT:
+            self._wait_for_oldest()
+
+    def end_tensor(self, name: str) -> None:
+        """Note the digest of the current tensor; checkpoint the journal where much was written and
+        the last checkpoint is done."""
+        self._digests[name] = self._hasher.submit(0, self._tensor_hash.hexdigest)
+        if self._unsaved >= _SYNC_BYTES and (not self._saving or self._saving.done()):
+            if self._saving:
+                self._saving.result()
+            self._unsaved, self._saving = 0, self._checkpoint()
+
+    def finish(self) -> dict[str, str]:
+        """Wait until all is written and on the disk. Returns the digests of the source's
+        tensors."""
+        while self._in_flight:
+            self._wait_for_oldest()
+        return self._checkpoint().result()
+
+    def _checkpoint(self) -> Future:
+        """Write the journal once all that was submitted before is written."""
+        file_digests = [
+            self._writers.submit(index, file.digest) for index, file in enumerate(self.files)
+        ]
+        return self._checkpointer.submit(0, self.journal.write, dict(self._digests), file_digests)
+
+    def _wait_for_oldest(self) -> None:
+        for task in self._in_flight.popleft():
+            task.result()
+
+
+def _write_tensors(
+    source: Source | RankSource,
+    journal: _Journal,
+    tp: int,
+    specs: list[ShardSpec],
+    digests: dict[str, str],
+    workers: int,
+) -> dict[str, str]:
+    """Read, split and write the tensors after those that have `digests` already. Returns the
+    digests of all. Only the end waits for the disk."""
+    done, left = specs[: len(digests)], specs[len(digests) :]
+    total, before = (sum(source.nbytes(spec.name) for spec in part) for part in (specs, done))
+    # One more than are in flight: the next piece is read meanwhile.
+    scratch_buffers = itertools.cycle(
+        [pagecache.scratch(_PIECE_BYTES) for _ in range(_MAX_IN_FLIGHT + 1)]
+    )
     with ExitStack() as stack:
-        digests = _continue(folder, identity, files)
-        for file in files:
-            stack.enter_context(file)
-        writers, hasher, notary = (stack.enter_context(_Lanes(count)) for count in (workers, 1, 1))
-        tensors: dict[str, str | Future] = dict(digests)
-        total, before = (
-            sum(source.nbytes(cut.name) for cut in part) for part in (cuts, cuts[: len(digests)])
-        )
+        pipeline = _WritePipeline(stack, journal, digests, workers)
         bar = stack.enter_context(
-            tqdm(total=total, initial=before, unit="B", unit_scale=True, desc=folder.name)
+            tqdm(total=total, initial=before, unit="B", unit_scale=True, desc=journal.folder.name)
         )
-
-        def note() -> Future:
-            """Write down, behind what is on its way, that this much is done."""
-            ends = [writers.do(number, file.digest) for number, file in enumerate(files)]
-            return notary.do(0, _note, folder, identity, dict(tensors), files, ends)
-
-        written, noted, on_the_way = 0, None, deque()
-        scratches = itertools.cycle(
-            [pagecache.scratch(_PIECE_BYTES) for _ in range(_AHEAD + 1)]
-        )  # one more than is on the way
-
-        def wait_for_oldest() -> None:
-            for job in on_the_way.popleft():
-                job.result()
-
-        for cut in cuts[len(digests) :]:
-            digest = xxh3_128()
-            for start, piece in _pieces(source, cut, tp, scratches):
-                jobs = [
-                    writers.do(number, files[number].put, part)
-                    for number, part in cut.parts(piece, start, tp)
-                ]
-                jobs.append(hasher.do(0, digest.update, _bytes(piece)))
-                on_the_way.append(jobs)
-                written += piece.nbytes
+        for spec in left:
+            pipeline.begin_tensor()
+            for start, piece in _pieces(source, spec, tp, scratch_buffers):
+                pipeline.submit(piece, spec.parts(piece, start, tp))
                 bar.update(piece.nbytes)
-                while len(on_the_way) > _AHEAD:
-                    wait_for_oldest()
-            tensors[cut.name] = hasher.do(0, digest.hexdigest)
-            if written >= _SYNC_BYTES and (not noted or noted.done()):
-                if noted:
-                    noted.result()
-                written, noted = 0, note()
-        while on_the_way:
-            wait_for_oldest()
-        tensors = note().result()
-        lines = {file.path.name: file.finish() for file in files}
-    _sync_folder(folder)
-    content = {
-        "identity": identity,
-        "heads": source.heads,
-        "files": lines,
-        "source": source.described(tensors),
-    }
-    write_json(folder / MANIFEST, content)
-    (folder / JOURNAL).unlink()
+            pipeline.end_tensor(spec.name)
+        return pipeline.finish()
 
 
-def _pieces(source, cut: Cut, tp: int, scratches: Iterator[mmap]) -> Iterator[tuple[int, Tensor]]:
-    """A tensor's first rows and pieces in order; each may lie in the next of the scratches."""
-    bounds = list(
-        cut.bounds(tp, source.nbytes(cut.name) // max(1, cut.shape[0]) if cut.shape else 0)
-    )
-    return zip(
-        (start for start, _ in bounds), source.pieces(cut.name, bounds, scratches), strict=True
-    )
+def _pieces(
+    source: Source | RankSource, spec: ShardSpec, tp: int, scratch_buffers: Iterator[mmap]
+) -> Iterator[tuple[int, Tensor]]:
+    """(first row, piece) of a tensor, in order; each piece may lie in the next scratch buffer."""
+    row_bytes = source.nbytes(spec.name) // max(1, spec.shape[0]) if spec.shape else 0
+    bounds = list(spec.bounds(tp, row_bytes))
+    starts = (start for start, _ in bounds)
+    return zip(starts, source.pieces(spec.name, bounds, scratch_buffers), strict=True)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
-def _note(
-    folder: Path, identity: dict, tensors: dict, files: list[_File], ends: list[Future]
-) -> dict[str, str]:
-    """Write the journal, once all that it names is on the disk; returns the digests of the source's
-    tensors."""
-    digests = {
-        name: digest if isinstance(digest, str) else digest.result()
-        for name, digest in tensors.items()
-    }
-    ends = [end.result() for end in ends]
-    for file in files:
-        file.sync()
-    write_json(folder / JOURNAL, {"identity": identity, "tensors_xxh3_128": digests, "files": ends})
-    return digests
-
-
-def _continue(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
-    """Open the files where the journal says an earlier run got to, else at their beginning. Returns
-    its source digests."""
+def _resume(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
+    """Open the files where the journal says that an earlier run of this identity got to, else at
+    their beginning. Returns the digests of the source's tensors that are written already."""
     try:
         journal = read_json(folder / JOURNAL)
         tensors, digests = journal["tensors_xxh3_128"], journal["files"]
@@ -446,12 +513,10 @@ def _continue(folder: Path, identity: dict, files: list[_File]) -> dict[str, str
 
 
 def _check_space(folder: Path, files: list[_File]) -> None:
-    """Raise UserError, before the first byte, where the disk has no room for what is still to be
-    written."""
-    there = sum(
-        path.stat().st_size for file in files for path in (file.path, file.partial) if path.exists()
-    )
-    needed, free = sum(file.size for file in files) - there, shutil.disk_usage(folder).free
+    """Raise UserError where the disk has no room for what is still to be written."""
+    existing = (path for file in files for path in (file.path, file.partial) if path.exists())
+    written = sum(path.stat().st_size for path in existing)
+    needed, free = sum(file.size for file in files) - written, shutil.disk_usage(folder).free
     if needed > free:
         unit, name = (1e9, "GB") if needed > 1e9 else (1e6, "MB")
         raise UserError(
@@ -462,8 +527,9 @@ def _check_space(folder: Path, files: list[_File]) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder: two runs that write the same files would mix them."""
+def _exclusive_lock(folder: Path) -> Iterator[None]:
+    """Lock the folder: two runs that write the same files would mix them. UserError where another
+    run holds the lock; the system releases it when a process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,7 @@
-"""The sharding tables: which dimension of which tensor is split over the ranks. The only place that
-says so.
+"""The sharding tables: along which dimension each tensor is split over the ranks.
 
-Every checkpoint tensor of a model must match exactly one row (fullmatch). There is no catch-all: a
-tensor nobody knows stops the sharder instead of being copied.
+This is the only place that says so. Every tensor of a model must match exactly one row (fullmatch).
+There is no catch-all row: an unknown tensor is an error instead of being copied to every rank.
 """
 
 import re
@@ -11,9 +10,10 @@ from typing import NamedTuple
 from ltx_neuron.config import KEY_VALUE_HEADS
 from ltx_neuron.errors import UserError
 
-COL, ROW, ALL = 0, 1, None  # split out-features | split in-features | every rank keeps a copy
-# as COL by key-value heads: where ranks outnumber them, neighbouring ranks keep the same head
-KV = "kv"
+# How a tensor is split. COL and ROW are the dimension of an nn.Linear weight (out, in).
+COL, ROW = 0, 1  # column-parallel: by out-features; row-parallel: by in-features
+ALL = None  # every rank keeps a copy
+KV = "kv"  # COL by key-value heads; where ranks outnumber these, neighbouring ranks keep one head
 HOST = "host"  # stays on the host: goes to host.safetensors, never to a device
 
 BLOCK = r"transformer_blocks\.\d+\."
@@ -25,9 +25,7 @@ CONNECTOR_BLOCK = r"(?:video|audio)_connector\.transformer_1d_blocks\.\d+\."
 def _attention(prefix: str) -> dict:
     return {
         prefix + r"to_(?:q|k|v|gate_logits)\.(?:weight|bias)": COL,
-        prefix + r"[qk]_norm\.weight": (
-            COL
-        ),  # RMS over all heads: the norm sums its squares over the ranks
+        prefix + r"[qk]_norm\.weight": COL,  # RMS over all heads: squares are summed over ranks
         prefix + r"to_out\.0\.weight": ROW,
         prefix + r"to_out\.0\.bias": ALL,  # added once, after the sum
     }
@@ -47,9 +45,8 @@ DIT = {
     BLOCK + r"(?:audio_)?(?:prompt_)?scale_shift_table": ALL,
     BLOCK + r"scale_shift_table_a2v_ca_(?:audio|video)": ALL,
     r"(?:audio_)?(?:patchify_proj|proj_out)\.(?:weight|bias)|(?:audio_)?scale_shift_table": ALL,
-    r"(?:audio_)?(?:prompt_)?adaln_single\..+|av_ca_\w+_adaln_single\..+": (
-        HOST  # once per schedule, on the host
-    ),
+    # Computed on the host, once per schedule.
+    r"(?:audio_)?(?:prompt_)?adaln_single\..+|av_ca_\w+_adaln_single\..+": HOST,
 }
 GEMMA3 = {
     r"embed_tokens\.weight": HOST,  # rows are looked up on the host
@@ -63,17 +60,17 @@ GEMMA3 = {
     r"(?:video|audio)_aggregate_embed\.(?:weight|bias)": COL,
     **_attention(CONNECTOR_BLOCK + r"attn1\."),
     **_feed_forward(CONNECTOR_BLOCK + r"ff\.net\."),
-    r"(?:video|audio)_connector\.learnable_registers": (
-        HOST  # put behind the prompt's tokens on the host
-    ),
+    # The host appends them to the prompt's tokens.
+    r"(?:video|audio)_connector\.learnable_registers": HOST,
 }
 
 
 class Model(NamedTuple):
-    """A model's table and how its tensors are named: `prefixes` maps a prefix in the files to one
-    of our modules.
+    """A model's sharding table and how the files name its tensors.
 
-    `elsewhere` lists the prefixes of the same files that belong to other components.
+    table      pattern of a tensor's name -> COL, ROW, ALL, KV or HOST
+    prefixes   prefix of a name in the files -> prefix of our name
+    elsewhere  prefixes in the same files that belong to other components
     """
 
     name: str
@@ -111,7 +108,8 @@ MODELS = {
 
 
 def rename(model: Model, key: str) -> str | None:
-    """Our name for a tensor of the files; None where it belongs to another component."""
+    """Our name for a tensor of the files; None where it belongs to another component. UserError
+    where no component is known to have it."""
     prefixes = [p for p in (*model.prefixes, *model.elsewhere) if key.startswith(p)]
     if not prefixes:
         raise UserError(
@@ -125,7 +123,8 @@ def rename(model: Model, key: str) -> str | None:
 
 
 def rule(model: Model, name: str) -> int | str | None:
-    """The one row that matches a tensor's name: COL, ROW, ALL, KV or HOST."""
+    """COL, ROW, ALL, KV or HOST from the one row that matches a tensor's name; UserError unless
+    exactly one does."""
     rows = [split for pattern, split in model.table.items() if re.fullmatch(pattern, name)]
     if len(rows) != 1:
         raise UserError(
@@ -136,15 +135,15 @@ def rule(model: Model, name: str) -> int | str | None:
 
 
 def copies(kind: int | str | None, tp: int, heads: dict[str, int]) -> int:
-    """How many neighbouring ranks keep the same part of a tensor of that row: with 8 key-value
-    heads, 2 of 16 do."""
+    """How many neighbouring ranks keep the same part of a tensor of that kind: with 8 key-value
+    heads and 16 ranks, 2 do."""
     return max(1, tp // heads.get(KEY_VALUE_HEADS, tp)) if kind == KV else 1
 
 
 def local_shape(
     shape: tuple[int, ...], split: int | str | None, tp: int, name: str
 ) -> tuple[int, ...]:
-    """A rank's part of a tensor."""
+    """The shape of a rank's part of a tensor. UserError where it cannot be split evenly."""
     if split in (ALL, HOST):
         return tuple(shape)
     if split >= len(shape) or shape[split] % tp:

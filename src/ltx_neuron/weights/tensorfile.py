@@ -1,5 +1,4 @@
-"""Reading safetensors files without mapping them whole: a header that is checked, and the rows that
-are wanted.
+"""Reading safetensors files by rows, with a header that is checked and without mapping whole files.
 
 safetensors' own torch reader maps a whole file to be written to, which a machine with less memory
 than the 46 GB checkpoint refuses. Format: github.com/huggingface/safetensors, README.
@@ -34,11 +33,11 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # what --dtype may say
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # the values of --dtype
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER = 100_000_000  # safetensors' own bound
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-_GROUP_BYTES = 64 * 2**20  # of tensors that are fetched together
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of the data, for a fingerprint
+_GROUP_BYTES = 64 * 2**20  # of tensors that are mapped and fetched together
 _READERS = 2  # one reads while the other waits for the disk, or for fresh memory
 ALIGNMENT = 64  # of a tensor's memory, as torch's own has
 
@@ -46,9 +45,12 @@ ALIGNMENT = 64  # of a tensor's memory, as torch's own has
 class TensorFile:
     """A safetensors file: names, shapes and dtypes from its header, tensors on request.
 
-    The header is checked: entries follow one another without gap or overlap, each as long as its
-    shape and dtype say, and the file ends where the last one does. `download` is the command that
-    fetches the file, for error messages.
+    The header is checked on opening: entries follow one another without gap or overlap, each as
+    long as its shape and dtype say, and the file ends where the last one does. Every method raises
+    UserError for a file that is not whole or cannot be read.
+
+    path      of the file
+    download  the command that fetches or makes the file, for error messages
     """
 
     def __init__(self, path: Path, download: str):
@@ -64,11 +66,12 @@ class TensorFile:
         if self.size == 0:
             raise self._broken("it is empty")
         with self._open() as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
+            first_bytes = file.read(8)
+            length = int.from_bytes(first_bytes, "little")
             if self.size < 8 or length > min(_MAX_HEADER, self.size - 8):
                 raise self._broken(
-                    f"its first bytes {start!r} are no header length that fits {self.size} bytes"
+                    f"its first bytes {first_bytes!r} are no header length that fits"
+                    f" {self.size} bytes"
                 )
             self.header = file.read(length)
         try:
@@ -89,7 +92,9 @@ class TensorFile:
         self.metadata = entries.pop("__metadata__", {}) or {}
         if not all(isinstance(text, str) for text in self.metadata.values()):
             raise ValueError("metadata that is not text")
-        self.shapes, self.dtypes, self._begins = {}, {}, {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}  # as the format spells them: BF16, F32, ...
+        self._offsets: dict[str, int] = {}  # of a tensor's first byte, from the header's end
         expected = 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
@@ -103,11 +108,9 @@ class TensorFile:
                     f"{name} of shape {list(shape)} and dtype {entry['dtype']} has {end - begin}"
                     " bytes"
                 )
-            self.shapes[name], self.dtypes[name], self._begins[name] = (
-                shape,
-                str(entry["dtype"]),
-                begin,
-            )
+            self.shapes[name] = shape
+            self.dtypes[name] = str(entry["dtype"])
+            self._offsets[name] = begin
             expected = end
         if 8 + len(self.header) + expected != self.size:
             raise self._broken(
@@ -129,29 +132,26 @@ class TensorFile:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
-        (offset, size, shape), dtype = (
-            self._place(name, start, stop),
-            TORCH_DTYPES[self.dtypes[name]],
-        )
+        offset, size, shape = self._byte_range(name, start, stop)
+        dtype = TORCH_DTYPES[self.dtypes[name]]
         buffer = torch.empty(size, dtype=torch.uint8)
-        view, got = memoryview(buffer.numpy()), 0
+        view, done = memoryview(buffer.numpy()), 0
         with self._open() as file, self._reading(name):
-            while got < size:
-                if not (count := os.preadv(file.fileno(), [view[got:]], offset + got)):
-                    raise self._ends_at(offset + got, name)
-                got += count
+            while done < size:
+                if not (count := os.preadv(file.fileno(), [view[done:]], offset + done)):
+                    raise self._ends_at(offset + done, name)
+                done += count
         return buffer.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
 
-    def mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """As `read`, but the file's own pages in the system's cache: no copy. What is written to it
-        stays in this process.
+    def read_mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A tensor, or its rows start..stop, that is the file's own pages in the system's page
+        cache: nothing is copied. What is written to the tensor stays in this process.
 
-        A file that is cut short while such a tensor is in use ends the process (SIGBUS).
+        Data that does not begin on a multiple of its element size is copied all the same. A file
+        that is cut short while such a tensor is in use ends the process (SIGBUS).
         """
-        (offset, size, shape), dtype = (
-            self._place(name, start, stop),
-            TORCH_DTYPES[self.dtypes[name]],
-        )
+        offset, size, shape = self._byte_range(name, start, stop)
+        dtype = TORCH_DTYPES[self.dtypes[name]]
         if not size or offset % dtype.itemsize:
             return self.read(name, start, stop)
         pages, before = self._window(name, offset, size)
@@ -162,51 +162,51 @@ class TensorFile:
         ).view(shape)
 
     def prefetch(self, name: str) -> None:
-        """Have the system begin to read a tensor that will be mapped soon."""
-        offset, size, _ = self._place(name, 0, None)
+        """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
+        offset, size, _ = self._byte_range(name, 0, None)
         with self._open() as file:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def read_uncached(self, name: str, start: int, stop: int | None, scratch: mmap.mmap) -> Tensor:
-        """As `mapped`, for what is wanted once: it lies in `scratch` (pagecache.scratch), past the cache.
-        Do not write to it.
+        """Rows start..stop of a tensor that is wanted only once, read from the disk past the page
+        cache. The result must not be written to.
 
-        What the cache has already, and what is larger than the scratch, is mapped.
+        scratch  memory from pagecache.scratch, in which the result lies. What the cache has
+                 already, and what is larger than this memory, is given by `read_mapped` instead.
         """
-        (offset, size, shape), dtype = (
-            self._place(name, start, stop),
-            TORCH_DTYPES[self.dtypes[name]],
-        )
+        offset, size, shape = self._byte_range(name, start, stop)
+        dtype = TORCH_DTYPES[self.dtypes[name]]
         if not size or offset % dtype.itemsize:
             return self.read(name, start, stop)
         pages, before = self._window(name, offset, size)
         with self._reading(name):
             if before + size > len(scratch) or pagecache.is_cached(pages):
-                return self.mapped(name, start, stop)
-            got = pagecache.read_direct(self.path, offset - before, before + size, scratch)
-        if got is None:
-            return self.mapped(name, start, stop)
-        if got < before + size:
-            raise self._ends_at(offset - before + got, name)
+                return self.read_mapped(name, start, stop)
+            done = pagecache.read_direct(self.path, offset - before, before + size, scratch)
+        if done is None:  # a file system that cannot
+            return self.read_mapped(name, start, stop)
+        if done < before + size:
+            raise self._ends_at(offset - before + done, name)
         return torch.frombuffer(
             scratch, dtype=dtype, count=size // dtype.itemsize, offset=before
         ).view(shape)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, in the file's order, as `mapped`, while threads fetch what follows.
+        """(name, tensor) of every tensor in the file's order, while threads fetch what follows.
 
-        Some 64 MB of tensors are mapped together, until none of them is used any more. One that
-        does not begin on a multiple of 64 bytes has memory of its own, as operations want it: rank
-        files have few such, and small ones.
+        Tensors are the file's own pages. Groups of at least 64 MiB are mapped together and stay
+        mapped until none of a group's tensors is in use. A tensor that does not begin on a
+        multiple of 64 bytes is copied, because torch's operations are slower on it: rank files
+        have few such tensors, and small ones.
         """
-        readers, ahead = ThreadPoolExecutor(_READERS), deque()
+        readers, prefetched = ThreadPoolExecutor(_READERS), deque()
         try:
             for group in self._groups():
-                ahead.append(readers.submit(self._fetch_group, group))
-                if len(ahead) > _READERS:
-                    yield from ahead.popleft().result()
-            while ahead:
-                yield from ahead.popleft().result()
+                prefetched.append(readers.submit(self._fetch_group, group))
+                if len(prefetched) > _READERS:
+                    yield from prefetched.popleft().result()
+            while prefetched:
+                yield from prefetched.popleft().result()
         finally:
             readers.shutdown(cancel_futures=True)
 
@@ -223,11 +223,12 @@ class TensorFile:
             yield group
 
     def _fetch_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
+        """Map and read neighbouring tensors; runs in a thread of `tensors`."""
         ends = list(itertools.accumulate(map(self._nbytes, names)))
         memory = torch.empty(0, dtype=torch.uint8)
         if ends[-1]:
             pages, before = self._window(
-                names[0], 8 + len(self.header) + self._begins[names[0]], ends[-1]
+                names[0], 8 + len(self.header) + self._offsets[names[0]], ends[-1]
             )
             with self._reading(names[0]):
                 pagecache.populate(pages)
@@ -246,16 +247,17 @@ class TensorFile:
         return _count(self.shapes[name]) * TORCH_DTYPES[self.dtypes[name]].itemsize
 
     def _window(self, name: str, offset: int, size: int) -> tuple[mmap.mmap, int]:
-        """Whole pages that hold these bytes of the file, not yet read, and where the bytes begin in
-        them."""
+        """The whole pages that hold `size` bytes of the file from `offset`, mapped but not read,
+        and how many bytes of the first page come before them."""
         before = offset % mmap.PAGESIZE
         with self._open() as file, self._reading(name):
-            if (ends := os.fstat(file.fileno()).st_size) < offset + size:
-                raise self._ends_at(ends, name)
+            if (file_size := os.fstat(file.fileno()).st_size) < offset + size:
+                raise self._ends_at(file_size, name)
             return pagecache.map_pages(file.fileno(), offset - before, before + size), before
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
+        """Turn an OSError into the UserError that names the file and the tensor."""
         try:
             yield
         except OSError as error:
@@ -264,24 +266,21 @@ class TensorFile:
     def _ends_at(self, offset: int, name: str) -> UserError:
         return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
 
-    def _place(self, name: str, start: int, stop: int | None) -> tuple[int, int, tuple[int, ...]]:
-        """Where rows of a tensor begin in the file, their bytes and their shape; a tensor without
+    def _byte_range(
+        self, name: str, start: int, stop: int | None
+    ) -> tuple[int, int, tuple[int, ...]]:
+        """(offset in the file, bytes, shape) of rows start..stop of a tensor. A tensor without
         dimensions is one row."""
-        shape, row = (
-            self.shapes[name],
-            _count(self.shapes[name][1:]) * TORCH_DTYPES[self.dtypes[name]].itemsize,
-        )
+        shape = self.shapes[name]
+        row_bytes = _count(shape[1:]) * TORCH_DTYPES[self.dtypes[name]].itemsize
         rows = (stop if stop is not None else shape[0] if shape else 1) - start
-        return (
-            8 + len(self.header) + self._begins[name] + start * row,
-            rows * row,
-            (rows, *shape[1:])[: len(shape)],
-        )
+        offset = 8 + len(self.header) + self._offsets[name] + start * row_bytes
+        return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the content: size, header, and 64 samples of data (dev and distilled have
-        equal headers)."""
+        """Identity of the content without reading it all, 16 hex digits: SHA-256 of the size, the
+        header and 64 samples of the data (the dev and distilled checkpoints have equal headers)."""
         hasher, data = hashlib.sha256(self.header + str(self.size).encode()), 8 + len(self.header)
         with self._open() as file:
             for i in range(_SAMPLES):

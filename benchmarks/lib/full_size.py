@@ -1,30 +1,28 @@
 """A sparse file with the released checkpoint's header: 46 GB long, a few hundred KB on the disk,
 made in a second.
 
-python benchmarks/full_size.py FILE [--blocks N]
+    python benchmarks/lib/full_size.py FILE [--blocks N]
 """
 
 import argparse
 import gzip
 import json
 import re
-import sys
 from math import prod
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-from ltx_neuron.tiny.config import merge, released_config  # noqa: E402
-from ltx_neuron.weights.tensorfile import TORCH_DTYPES  # noqa: E402
+from ltx_neuron.tiny.config import merge, released_config
+from ltx_neuron.weights.tensorfile import TORCH_DTYPES
 
 HEADER = Path(__file__).with_name("ltx23_header.json.gz")
 
 
-def make(path: Path, blocks: int = 48) -> Path:
-    """Write the header of all tensors, or of a checkpoint that has only the first `blocks`
-    transformer blocks."""
+def write_sparse_checkpoint(path: Path, blocks: int = 48) -> Path:
+    """Write the header of the released checkpoint, with its first `blocks` transformer blocks, and
+    a hole in place of the tensors' bytes. Returns the path."""
     config = merge(released_config(), {"transformer": {"num_layers": blocks}})
-    header, end = {"__metadata__": {"config": json.dumps(config), "model_version": "2.3.0"}}, 0
+    header = {"__metadata__": {"config": json.dumps(config), "model_version": "2.3.0"}}
+    end = 0
     for name, (dtype, shape) in json.loads(gzip.decompress(HEADER.read_bytes()))["tensors"].items():
         block = re.match(r"model\.diffusion_model\.transformer_blocks\.(\d+)\.", name)
         if block and int(block[1]) >= blocks:
@@ -44,7 +42,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--blocks", type=int, default=48)
     args = parser.parse_args()
-    print(f"{make(args.file, args.blocks).stat().st_size} bytes: {args.file}")
+    print(f"{write_sparse_checkpoint(args.file, args.blocks).stat().st_size} bytes: {args.file}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What on_device.py is made of: sections that run one after another, are kept in a file, and make
-one Markdown report."""
+"""Sections of a long benchmark: run one after another, kept in a file so that a stopped benchmark
+goes on, and written as one Markdown report. on_device.py is made of them."""
 
 import time
 import traceback
@@ -12,17 +12,18 @@ from torch import Tensor
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json
 
-# As far from fp32 as the CPU's own bf16, twice that where rounding falls out otherwise, and half a
-# percent for tensors that few operations separate from exact ones.
+# A device may be this much further from fp32 than the CPU's own bf16, since the two round in other
+# places; the floor is for tensors that few operations separate from exact ones.
 FACTOR, FLOOR = 2, 0.005
+NOT_REACHED = {"status": "not run", "why": "not reached", "seconds": 0.0, "lines": []}
 
 
 class NotRun(Exception):
-    """Why a section cannot run here. No failure."""
+    """A section cannot run here, which is no failure; the text says why."""
 
 
 class Failed(Exception):
-    """A section failed: the text says how; `lines` is what it found until then."""
+    """A section failed: the text says how; `lines` are its lines of the report until then."""
 
     def __init__(self, text: str, lines: tuple[str, ...] | list[str] = ()):
         super().__init__(text)
@@ -30,7 +31,8 @@ class Failed(Exception):
 
 
 class Section(NamedTuple):
-    """A part of the report: what it does, and the sections it cannot do without."""
+    """A part of the report: a function from the benchmark to lines of Markdown, and the names of
+    the sections that must be done before it."""
 
     name: str
     run: Callable[..., list[str]]
@@ -40,19 +42,21 @@ class Section(NamedTuple):
 def run_all(
     sections: tuple[Section, ...], bench, done: dict[str, dict], keep: Callable[[dict], None]
 ) -> dict[str, dict]:
-    """Run every section that is not finished in `done` and whose needs are. `keep` is called after
-    each, with all of them."""
+    """Run every section that `done` does not have as finished, if those it needs are finished.
+
+    `done` has for each section its status ("done", "failed", "not run"), why, lines and seconds.
+    `keep` is called with it after each section.
+    """
     for section in sections:
         if done.get(section.name, {}).get("status") == "done":
             print(f"{section.name}: done before", flush=True)
             continue
         print(f"{section.name} ...", flush=True)
         began, lines = time.perf_counter(), []
+        missing = [need for need in section.needs if done.get(need, {}).get("status") != "done"]
         try:
-            if lacking := [
-                need for need in section.needs if done.get(need, {}).get("status") != "done"
-            ]:
-                raise NotRun(f"needs {', '.join(lacking)}")
+            if missing:
+                raise NotRun(f"needs {', '.join(missing)}")
             lines, status, why = section.run(bench), "done", ""
         except NotRun as reason:
             status, why = "not run", str(reason)
@@ -83,25 +87,25 @@ def cell(text: str) -> str:
 
 
 def markdown(sections: tuple[Section, ...], done: dict[str, dict], facts: dict[str, str]) -> str:
-    """The report: what ran where, a line for each section, then what each found."""
+    """The report: the facts of the run, a table with a line for each section, then the lines of
+    each section."""
     lines = ["# On the device", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["| section | | seconds |", "|---|---|---|"]
     for section in sections:
-        said = done.get(
-            section.name, {"status": "not run", "why": "not reached", "seconds": 0.0, "lines": []}
-        )
-        status = said["status"] + (f": {cell(said['why'].splitlines()[0])}" if said["why"] else "")
-        lines.append(f"| {section.name} | {status} | {said['seconds']:.1f} |")
+        result = done.get(section.name, NOT_REACHED)
+        why = f": {cell(result['why'].splitlines()[0])}" if result["why"] else ""
+        lines.append(f"| {section.name} | {result['status']}{why} | {result['seconds']:.1f} |")
     for section in sections:
-        said = done.get(section.name)
-        if said and (said["lines"] or said["status"] == "failed"):
-            lines += ["", f"## {section.name}", "", *said["lines"]]
-            lines += ["", "```", said["why"], "```"] if said["status"] == "failed" else []
+        result = done.get(section.name, NOT_REACHED)
+        if result["lines"] or result["status"] == "failed":
+            lines += ["", f"## {section.name}", "", *result["lines"]]
+        if result["status"] == "failed":
+            lines += ["", "```", result["why"], "```"]
     return "\n".join(lines) + "\n"
 
 
 def restored(path: Path, identity: dict, anew: bool) -> dict[str, dict]:
-    """The finished sections of an earlier run; UserError where that was another one."""
+    """The sections of an earlier run that `path` keeps; UserError where its identity is another."""
     if anew or not path.is_file():
         return {}
     state = read_json(path)
@@ -122,14 +126,15 @@ def rel(got: Tensor, wanted: Tensor) -> float:
 
 
 def three_way(device: dict, bf16: dict, fp32: dict, names: tuple[str, ...]) -> list[str]:
-    """A table row for each tensor; Failed where the device is further from fp32 than the rule
-    allows."""
+    """A table with a row for each tensor: its relative L2 distance from fp32 on the device and in
+    bf16 on the CPU. Failed where the device's is larger than FACTOR times the CPU's plus FLOOR."""
     rows, wrong = ["| tensor | device | CPU bf16 | allowed |", "|---|---|---|---|"], []
     for name in names:
-        off, band = rel(device[name], fp32[name]), rel(bf16[name], fp32[name])
-        allowed = FACTOR * band + FLOOR
-        rows.append(f"| {name} | {off:.4%} | {band:.4%} | {allowed:.4%} |")
-        wrong += [] if off <= allowed < float("inf") else [name]
+        on_device, on_cpu = rel(device[name], fp32[name]), rel(bf16[name], fp32[name])
+        allowed = FACTOR * on_cpu + FLOOR
+        rows.append(f"| {name} | {on_device:.4%} | {on_cpu:.4%} | {allowed:.4%} |")
+        if not on_device <= allowed < float("inf"):
+            wrong.append(name)
     if wrong:
         raise Failed(f"further from fp32 than the rule allows: {', '.join(wrong)}", rows)
     return rows

@@ -1,0 +1,146 @@
+"""Files are written whole or not at all, and what others wrote is read with care."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import (
+    MAX_JSON_BYTES,
+    check_folder,
+    check_writable,
+    read_json,
+    remove_leftovers,
+    whole_file,
+    write_json,
+    write_tensors,
+)
+
+
+def test_a_file_appears_under_its_name_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "made" / "file"
+    with whole_file(path) as partial:
+        partial.write_bytes(b"half")
+        assert not path.exists() and partial.parent == path.parent
+        partial.write_bytes(b"all of it")
+    assert path.read_bytes() == b"all of it"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("before", [None, b"the earlier one"])
+def test_an_error_leaves_nothing_but_what_was_there_before(tmp_path, before):
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as partial:
+        partial.write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+def test_a_writer_that_wrote_nothing_is_an_error_and_leaves_the_earlier_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"earlier")
+    with pytest.raises(FileNotFoundError), whole_file(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").read_bytes() == b"earlier"
+
+
+def test_two_writers_at_once_never_mix(tmp_path):
+    """Each writes in many small pieces; whenever one looks, the file is all of one writer's."""
+    path, mixed = tmp_path / "file", []
+
+    def write(letter: bytes) -> None:
+        for _ in range(20):
+            with whole_file(path) as partial, open(partial, "wb", buffering=0) as file:
+                for _ in range(50):
+                    file.write(letter)
+            content = path.read_bytes()
+            if content not in (b"a" * 50, b"b" * 50):
+                mixed.append(content)
+
+    writers = [threading.Thread(target=write, args=(letter,)) for letter in (b"a", b"b")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert mixed == [] and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_left_is_removed_and_no_other_file(tmp_path):
+    path = tmp_path / "journal.json"
+    write_json(path, {"kept": True})
+    (tmp_path / "other.json").touch()
+    (tmp_path / ".other.json.1-00.partial").touch()
+    command = (
+        "import os, sys; from ltx_neuron.files import whole_file\n"
+        "with whole_file(sys.argv[1]) as partial: partial.touch(); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", command, path])
+    assert len(list(tmp_path.iterdir())) == 4
+    remove_leftovers(path)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"journal.json", "other.json", ".other.json.1-00.partial"}
+
+
+def test_the_temporary_name_ends_as_its_writer_wants_it(tmp_path):
+    with whole_file(tmp_path / "file.mp4", suffix=".mp4") as partial:
+        assert partial.suffix == ".mp4"
+        partial.touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["file.mp4"]
+
+
+def test_objects_and_tensors_are_read_as_they_were_written(tmp_path):
+    content = {"name": "naïve ☂", "numbers": [1, 2.5, None]}
+    write_json(tmp_path / "a.json", content)
+    assert read_json(tmp_path / "a.json") == content
+    tensors = {"turned": torch.arange(6.0).view(2, 3).T, "half": torch.ones(2).bfloat16()}
+    write_tensors(tmp_path / "a.safetensors", tensors, {"about": "these"})
+    read = load_file(tmp_path / "a.safetensors")
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (None, "No such file"),
+        (b"{", "cannot be read as JSON"),
+        (b"\xff\xfe", "cannot be read as JSON"),
+        (b"[" * 100_000, "cannot be read as JSON"),
+        (json.dumps([1]).encode(), "got list, wanted a JSON object"),
+    ],
+)
+def test_what_is_no_json_object_is_refused_by_name(tmp_path, raw, message):
+    path = tmp_path / "some.json"
+    if raw is not None:
+        path.write_bytes(raw)
+    with pytest.raises(UserError, match=message) as error:
+        read_json(path)
+    assert "some.json" in str(error.value)
+
+
+def test_a_file_too_large_to_be_json_of_ours_is_not_read(tmp_path):
+    with open(tmp_path / "large.json", "wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(UserError, match=f"wanted at most {MAX_JSON_BYTES}"):
+        read_json(tmp_path / "large.json")
+
+
+def test_a_place_that_could_not_be_written_is_refused_with_the_flag_and_nothing_is_made(tmp_path):
+    (tmp_path / "a file").touch()
+    for path, words in (
+        (tmp_path, "is a folder, wanted a file"),
+        (tmp_path / ("x" * 201), "this long"),
+        (tmp_path / "a file" / "video.mp4", "not a folder you may write to"),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            check_writable(path, "--output FILE")
+        assert "--output FILE" in str(error.value)
+    check_writable(tmp_path / "new" / "folder" / "video.mp4", "--output FILE")
+    check_folder(tmp_path / "new", "--artifacts-dir DIR")
+    assert os.listdir(tmp_path) == ["a file"]
