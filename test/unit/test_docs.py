@@ -22,7 +22,8 @@ def text_of(page: str) -> str:
 
 def code_blocks(page: str) -> list[str]:
     """Fenced blocks of shell commands: those that name no language."""
-    return re.findall(r"^```\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+    return [text for language, text in blocks if not language]
 
 
 def inline_code(page: str) -> list[str]:
@@ -110,7 +111,8 @@ def test_every_command_names_a_script_that_exists_and_flags_that_it_knows(page):
 def test_commands_are_found_in_blocks_and_in_sentences():
     shown = [shlex.join(words) for page in PAGES for words in commands(page)]
     assert "make demo" in shown
-    assert sum("src/generate_ltx23.py" in command for command in shown) > 5
+    assert any("--prompts-file jobs.jsonl" in command for command in shown)  # after a block of JSON
+    assert sum("src/generate_ltx23.py" in command for command in shown) > 10
     assert sum("-m ltx_neuron.plan" in command for command in shown) > 1
 
 
