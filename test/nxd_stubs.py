@@ -22,7 +22,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import List  # noqa: UP035 - TorchScript knows these
+from typing import List  # TorchScript knows it, not list
 
 import numpy as np
 import torch
@@ -372,25 +372,25 @@ class Cores:
 
     def __init__(self, hlo: torch.Tensor, inputs: str, weight_names: list[str], ranks: int):
         self.hlo, self.inputs, self.ranks = hlo, inputs, ranks
-        self.weight_names: List[str] = weight_names  # noqa: UP006
-        self.weights: List[torch.Tensor] = [hlo]  # noqa: UP006
+        self.weight_names: List[str] = weight_names
+        self.weights: List[torch.Tensor] = [hlo]
 
     def initialize(
         self,
         states: list[dict[str, torch.Tensor]],
         weights: list[dict[str, torch.Tensor]],
         start_rank: int,
-    ):  # noqa: UP006
-        bound: List[torch.Tensor] = []  # noqa: UP006
+    ):
+        bound: List[torch.Tensor] = []
         for rank in weights:
             bound += [rank[name] for name in self.weight_names]
         self.weights = bound
 
-    def forward(self, given: List[torch.Tensor]) -> List[torch.Tensor]:  # noqa: UP006
+    def forward(self, given: List[torch.Tensor]) -> List[torch.Tensor]:
         return self.forward_ranked([given for _ in range(self.ranks)])[0]
 
-    def forward_ranked(self, given: List[List[torch.Tensor]]) -> List[List[torch.Tensor]]:  # noqa: UP006
-        flat: List[torch.Tensor] = []  # noqa: UP006
+    def forward_ranked(self, given: List[List[torch.Tensor]]) -> List[List[torch.Tensor]]:
+        flat: List[torch.Tensor] = []
         for tensors in given:
             flat += tensors
         outputs = torch.ops.neuron.run_on_xla_cpu(
@@ -399,7 +399,7 @@ class Cores:
         each = len(outputs) // self.ranks
         return [outputs[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
 
-    def forward_async(self, given: List[List[torch.Tensor]]) -> List[List[torch.Tensor]]:  # noqa: UP006
+    def forward_async(self, given: List[List[torch.Tensor]]) -> List[List[torch.Tensor]]:
         return self.forward_ranked(given)
 
 

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ltx_neuron.config import upsampler_download
 from ltx_neuron.decode_queue import DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
-from ltx_neuron.errors import UserError, require
 from ltx_neuron.host.background import BackgroundTask
-from ltx_neuron.host.images import check_image, load_image
+from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.profiles import require_runtime
+from ltx_neuron.preflight import Preflight
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
@@ -31,8 +29,7 @@ from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
-from ltx_neuron.text.encoders import Contexts, HostTextEncoder
-from ltx_neuron.weights import lora
+from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.workspace import Workspace
 
 _REMEMBERED_PROMPTS = 32  # contexts are 13 MB a prompt
@@ -76,13 +73,12 @@ class Engine:
             options.temporal_upsampler_path,
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
         )
+        self.preflight = Preflight(workspace, self.host, options.neuron_gemma)
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
         self.progress = True
         self._contexts: dict[tuple[str, ...], list[Contexts]] = {}
-        self._checked_models: set[str] = set()
-        self._checked_weight_files = False
 
     def __enter__(self) -> "Engine":
         return self
@@ -121,7 +117,7 @@ class Engine:
         hand_over  called with every Result as soon as it is there: where decoding overlaps
                    denoising, in another thread. An error of it is the job's
         """
-        compiled = self.check(jobs)
+        compiled = self.preflight.check(jobs)
         with self._session(keep):
             runs = self._encode_prompts(jobs, resume, generator)
             self._load_transformer(runs, compiled)
@@ -174,101 +170,6 @@ class Engine:
             poll=self.residency.poll,
         )
 
-    # --- checks -----------------------------------------------------------------------------------
-
-    def check(self, jobs: list[Job]) -> dict[tuple[Job, Stage], CompiledStep]:
-        """Find all that the jobs need; returns the compiled step of every stage.
-
-        First what was typed is checked, then the files it names, then what must be made from them.
-        Raises UserError with what to type. Nothing is loaded.
-        """
-        workspace = self.workspace
-        self._check_options(jobs)
-        require_runtime(workspace.profile, workspace.tp)
-        for job in jobs:
-            for image in job.images:
-                check_image(image.path, job.size.height, job.size.width)
-        self._check_host_models({name for job in jobs for name in _host_models(job)})
-        self._check_weight_files()
-        try:
-            compiled = self._find_artifacts(jobs)
-        except UserError:
-            # What does not fit the device need not be made: say that instead.
-            for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
-                workspace.check_plan_fits(size, recipe, self.options.neuron_gemma)
-            raise
-        manifests = [step.manifest for step in compiled.values()]
-        for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
-            workspace.check_compiled_fits(manifests, size, recipe, self.options.neuron_gemma)
-        return compiled
-
-    def _check_options(self, jobs: list[Job]) -> None:
-        """Refuse jobs and options that do not go together."""
-        workspace = self.workspace
-        if self.options.neuron_gemma and workspace.profile.text_encoder == "host":
-            raise UserError(
-                f"profile {workspace.profile.name!r} encodes prompts on the host"
-                " (text_encoder=host); leave out --neuron-gemma, or type --profile-set"
-                " text_encoder=sharded"
-            )
-        for job in jobs:
-            job.check()
-            if job.recipe == "dev":
-                job.resolved_guidance.check(workspace.transformer.num_layers)
-            for kind, flag in job.upsamplers.items():
-                download = f"Download it: {upsampler_download(kind)}"
-                require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
-        refines = any(job.refines for job in jobs)
-        if refines and not workspace.distilled_loras:
-            raise UserError(
-                "--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps, which"
-                f" only the distilled LoRA makes enough\nDownload it: {lora.DOWNLOAD}"
-            )
-        if workspace.distilled_loras and not refines:
-            raise UserError(
-                "--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs"
-                " that; a LoRA for every stage is --lora PATH [STRENGTH]"
-            )
-
-    def _check_host_models(self, names: set[str]) -> None:
-        """Compare the files of host models with what their configs describe, once an engine."""
-        self.host.check(sorted(names - self._checked_models))
-        self._checked_models |= names
-
-    def _check_weight_files(self) -> None:
-        """Read the headers of the checkpoint, of the LoRAs and of Gemma's files, and the tokenizer,
-        once an engine. Each raises UserError where it is not whole."""
-        if self._checked_weight_files:
-            return
-        workspace = self.workspace
-        for read in (
-            lambda: workspace.refining_source,
-            lambda: workspace.gemma,
-            lambda: workspace.gemma_source,
-            lambda: self.tokenizer,
-        ):
-            read()
-        if self.options.neuron_gemma:
-            workspace.gemma.check_tensor_parallel(workspace.tp)
-        else:
-            self.host_encoder.check()
-        self._checked_weight_files = True
-
-    def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[Job, Stage], CompiledStep]:
-        """The compiled step of every stage; the weight sets are there as well then."""
-        workspace, compiled = self.workspace, {}
-        for job in jobs:
-            for stage in job.stages:
-                bucket, manifest = workspace.dit_program_for(
-                    job.size, stage, job.images, job.recipe
-                )
-                compiled[job, stage] = CompiledStep(bucket, manifest)
-                workspace.dit_weights(stage.refines)
-        if self.options.neuron_gemma:
-            workspace.gemma3_weights()
-            workspace.text_programs(workspace.profile.text_buckets)
-        return compiled
-
     # --- encode the prompts -----------------------------------------------------------------------
 
     @cached_property
@@ -276,17 +177,6 @@ class Engine:
         if not self.options.cache_prompts:
             return None
         return self.workspace.prompt_cache(self.options.neuron_gemma)
-
-    @cached_property
-    def tokenizer(self):
-        return inputs.load_tokenizer(self.workspace.gemma_root)
-
-    @cached_property
-    def host_encoder(self) -> HostTextEncoder:
-        workspace = self.workspace
-        return HostTextEncoder(
-            workspace.gemma_source, workspace.gemma, workspace.transformer, workspace.dtype
-        )
 
     def _encode_prompts(
         self,
@@ -311,7 +201,8 @@ class Engine:
             self._contexts.clear()
         unknown = [texts for texts in prompts if texts not in self._contexts]
         tokens = {
-            texts: [inputs.tokenize(self.tokenizer, text) for text in texts] for texts in unknown
+            texts: [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
+            for texts in unknown
         }
         for texts in list(tokens) if self.prompt_cache else ():
             if contexts := self.prompt_cache.read(tokens[texts]):
@@ -334,10 +225,10 @@ class Engine:
                 yield encoder
             return
         with self.recorder.phase("load_gemma3"):
-            encoder = self.host_encoder
+            encoder = self.workspace.host_text_encoder()
         yield encoder
         with self.recorder.phase("unload_gemma3"):
-            del self.host_encoder  # its weights are gigabytes of pages
+            del encoder  # its weights are gigabytes of pages
 
     # --- prepare, steps, finish -------------------------------------------------------------------
 
@@ -445,12 +336,3 @@ def _turns(runs: list[JobRun]) -> list[tuple[JobRun, bool]]:
         for run in runs
         if any(stage.refines == refines for stage in run.job.stages)
     ]
-
-
-def _host_models(job: Job) -> list[str]:
-    """Names of the host models a job runs."""
-    names = ["video_decoder", "audio_decoder", "vocoder"]
-    names += [f"{kind}_upsampler" for kind in job.upsamplers]
-    names += ["video_encoder"] if job.images else []
-    names += ["video_statistics"] if job.upsamplers else []
-    return names

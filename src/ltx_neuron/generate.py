@@ -100,7 +100,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     recorder = Recorder()
     state = progress.state_path(outputs.video)
     with progress.keeping_state(state), Engine(workspace, recorder, options) as engine:
-        engine.check([job])
+        engine.preflight.check([job])
         identity = run_identity(job, workspace, options)
         engine.on_stage_end = lambda run: progress.save_state(state, run, identity)
 

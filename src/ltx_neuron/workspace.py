@@ -45,7 +45,8 @@ from ltx_neuron.text.cache import (
     PromptCache,
     encoder_identity,
 )
-from ltx_neuron.text.inputs import gemma3_program_name
+from ltx_neuron.text.encoders import HostTextEncoder
+from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.rankfiles import check_whole, rank_file, verify
@@ -116,6 +117,15 @@ class Workspace:
     def gemma_source(self) -> Source:
         heads = self.transformer.heads | self.gemma.heads
         return Source(MODELS["gemma3"], [self.checkpoint, *gemma_files(self.gemma_root)], heads)
+
+    @cached_property
+    def tokenizer(self):
+        """Gemma's tokenizer."""
+        return load_tokenizer(self.gemma_root)
+
+    def host_text_encoder(self) -> HostTextEncoder:
+        """The text encoder for the host's CPU; it loads weights when it encodes."""
+        return HostTextEncoder(self.gemma_source, self.gemma, self.transformer, self.dtype)
 
     @property
     def identity(self) -> dict:

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import STREAMS, block_summands, fp32_bound, made_config, randn, randomised, rel  # noqa: F401
+from helpers import STREAMS, block_summands, fp32_bound, made_config, randn, randomised, rel
 from torch.func import functional_call
 
 from ltx_neuron.config import REGISTERS, TEXT_TOKENS

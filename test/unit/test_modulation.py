@@ -4,7 +4,8 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import SIZES, STREAMS, fp32_bound, ltx_model, made_config, one_thread, rel  # noqa: F401
+from helpers import SIZES, STREAMS, fp32_bound, ltx_model, made_config, rel
+from helpers import one_thread as one_thread
 
 from ltx_neuron.models.modulation import (
     A2V,

@@ -212,10 +212,10 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
     with pytest.raises(
         UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d GB a core, cpu has 2\.1 GB"
     ):
-        Engine(workspace, Recorder(), RunOptions(neuron_gemma=True)).check([job])
+        Engine(workspace, Recorder(), RunOptions(neuron_gemma=True)).preflight.check([job])
     with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.1 GB a core"):
         workspace.compile_text()
     assert list(tmp_path.iterdir()) == []
     enough = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path, 4, "float32", tiny.gemma_root)
     with pytest.raises(UserError, match="no dit graphs"):
-        Engine(enough, Recorder()).check([job])
+        Engine(enough, Recorder()).preflight.check([job])

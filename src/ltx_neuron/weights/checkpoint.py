@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from mmap import mmap
 from pathlib import Path
 
@@ -113,7 +114,7 @@ class Source:
         if not self.locations:
             raise self._lacks("tensors")
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identity of the files' contents."""
         return digest([file.fingerprint for file in self.files])

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -277,7 +278,7 @@ class TensorFile:
         offset = 8 + len(self.header) + self._offsets[name] + start * row_bytes
         return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Identity of the content without reading it all, 16 hex digits: SHA-256 of the size, the
         header and 64 samples of the data (the dev and distilled checkpoints have equal headers)."""

@@ -1,0 +1,125 @@
+"""Everything that can be known to be wrong before a model loads, checked in one place."""
+
+from ltx_neuron.config import upsampler_download
+from ltx_neuron.denoise import CompiledStep
+from ltx_neuron.errors import UserError, require
+from ltx_neuron.host.images import check_image
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.job import Job, Stage
+from ltx_neuron.profiles import require_runtime
+from ltx_neuron.weights import lora
+from ltx_neuron.workspace import Workspace
+
+
+class Preflight:
+    """Checks jobs against a workspace. What cannot change while a process runs is checked once.
+
+    neuron_gemma  whether prompts are encoded on the ranks
+    """
+
+    def __init__(self, workspace: Workspace, host: HostModels, neuron_gemma: bool):
+        self.workspace, self.host, self.neuron_gemma = workspace, host, neuron_gemma
+        self._checked_models: set[str] = set()
+        self._checked_weight_files = False
+
+    def check(self, jobs: list[Job]) -> dict[tuple[Job, Stage], CompiledStep]:
+        """Find all that the jobs need; returns the compiled step of every stage.
+
+        First what was typed is checked, then the files it names, then what must be made from them.
+        Raises UserError with what to type. Nothing is loaded.
+        """
+        workspace = self.workspace
+        self._check_options(jobs)
+        require_runtime(workspace.profile, workspace.tp)
+        for job in jobs:
+            for image in job.images:
+                check_image(image.path, job.size.height, job.size.width)
+        self._check_host_models({name for job in jobs for name in _host_models(job)})
+        self._check_weight_files()
+        try:
+            compiled = self._find_artifacts(jobs)
+        except UserError:
+            # What does not fit the device need not be made: say that instead.
+            for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
+                workspace.check_plan_fits(size, recipe, self.neuron_gemma)
+            raise
+        manifests = [step.manifest for step in compiled.values()]
+        for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
+            workspace.check_compiled_fits(manifests, size, recipe, self.neuron_gemma)
+        return compiled
+
+    def _check_options(self, jobs: list[Job]) -> None:
+        """Refuse jobs and options that do not go together."""
+        workspace = self.workspace
+        if self.neuron_gemma and workspace.profile.text_encoder == "host":
+            raise UserError(
+                f"profile {workspace.profile.name!r} encodes prompts on the host"
+                " (text_encoder=host); leave out --neuron-gemma, or type --profile-set"
+                " text_encoder=sharded"
+            )
+        for job in jobs:
+            job.check()
+            if job.recipe == "dev":
+                job.resolved_guidance.check(workspace.transformer.num_layers)
+            for kind, flag in job.upsamplers.items():
+                download = f"Download it: {upsampler_download(kind)}"
+                require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
+        refines = any(job.refines for job in jobs)
+        if refines and not workspace.distilled_loras:
+            raise UserError(
+                "--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps, which"
+                f" only the distilled LoRA makes enough\nDownload it: {lora.DOWNLOAD}"
+            )
+        if workspace.distilled_loras and not refines:
+            raise UserError(
+                "--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs"
+                " that; a LoRA for every stage is --lora PATH [STRENGTH]"
+            )
+
+    def _check_host_models(self, names: set[str]) -> None:
+        """Compare the files of host models with what their configs describe, once an engine."""
+        self.host.check(sorted(names - self._checked_models))
+        self._checked_models |= names
+
+    def _check_weight_files(self) -> None:
+        """Read the headers of the checkpoint, of the LoRAs and of Gemma's files, and the tokenizer,
+        once an engine. Each raises UserError where it is not whole."""
+        if self._checked_weight_files:
+            return
+        workspace = self.workspace
+        for read in (
+            lambda: workspace.refining_source,
+            lambda: workspace.gemma,
+            lambda: workspace.gemma_source,
+            lambda: workspace.tokenizer,
+        ):
+            read()
+        if self.neuron_gemma:
+            workspace.gemma.check_tensor_parallel(workspace.tp)
+        else:
+            workspace.host_text_encoder().check()
+        self._checked_weight_files = True
+
+    def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[Job, Stage], CompiledStep]:
+        """The compiled step of every stage; the weight sets are there as well then."""
+        workspace, compiled = self.workspace, {}
+        for job in jobs:
+            for stage in job.stages:
+                bucket, manifest = workspace.dit_program_for(
+                    job.size, stage, job.images, job.recipe
+                )
+                compiled[job, stage] = CompiledStep(bucket, manifest)
+                workspace.dit_weights(stage.refines)
+        if self.neuron_gemma:
+            workspace.gemma3_weights()
+            workspace.text_programs(workspace.profile.text_buckets)
+        return compiled
+
+
+def _host_models(job: Job) -> list[str]:
+    """Names of the host models a job runs."""
+    names = ["video_decoder", "audio_decoder", "vocoder"]
+    names += [f"{kind}_upsampler" for kind in job.upsamplers]
+    names += ["video_encoder"] if job.images else []
+    names += ["video_statistics"] if job.upsamplers else []
+    return names
