@@ -223,7 +223,8 @@ class LocalRank:
         for name, tensor in tensors.items():
             with SharedTensor(tuple(tensor.shape), self.rank.fields[program][name].dtype) as shared:
                 shared.tensor.copy_(tensor)
-                self.rank.put(program, name, name, shared.name, list(tensor.shape))
+                upload = {"name": name, "like": name, "memory": shared.name}
+                self.rank.put(program, [upload | {"shape": list(tensor.shape)}])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -148,9 +148,13 @@ class Rank:
         gc.collect()
         return {}
 
-    def put(self, program: str, name: str, like: str, memory: str, shape: list[int]) -> dict:
-        """Keep this rank's part of a whole tensor that lies in shared memory."""
-        field = self.fields[program][like]
+    def put(self, program: str, uploads: list[dict]) -> dict:
+        """Keep this rank's parts of whole tensors that lie in shared memory."""
+        for upload in uploads:
+            self._keep_part(self.fields[program][upload.pop("like")], **upload)
+        return {}
+
+    def _keep_part(self, field: Field, name: str, memory: str, shape: list[int]) -> None:
         with SharedTensor(tuple(shape), field.dtype, memory) as shared:
             if field.per_block:
                 # One tensor per group of blocks: graphs take whole tensors, not views.
@@ -159,7 +163,6 @@ class Rank:
                     self.tensors[f"{name}{_group(first)}"] = self._copied(rows)
             else:
                 self.tensors[name] = self._copied(part_of(field, shared.tensor, self.rank))
-        return {}
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """A contiguous copy on the device: it takes no views, and shared memory is gone soon."""

@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
 from multiprocessing import connection, get_context
@@ -167,16 +168,21 @@ class Ranks(ranks.Ranks):
         self._call(op="unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
-        for name, tensor in tensors.items():
-            like_field = like or name
-            field = self.programs[program].fields[like_field]
-            ranks.check_shape(program, name, field, tensor, self.tp)
-            shape = tuple(tensor.shape)
-            with SharedTensor(shape, field.dtype) as shared:
+        # One command for all of them: a round trip to every rank costs more than a small tensor.
+        with ExitStack() as stack:
+            uploads = []
+            for name, tensor in tensors.items():
+                like_field = like or name
+                field = self.programs[program].fields[like_field]
+                ranks.check_shape(program, name, field, tensor, self.tp)
+                shape = tuple(tensor.shape)
+                shared = stack.enter_context(SharedTensor(shape, field.dtype))
                 shared.tensor.copy_(tensor)
                 self.bytes_sent += shared.tensor.nbytes  # once: all ranks read the same memory
-                where = {"program": program, "name": name, "like": like_field}
-                self._call(op="put", **where, memory=shared.name, shape=shape)
+                uploads.append(
+                    {"name": name, "like": like_field, "memory": shared.name, "shape": shape}
+                )
+            self._call(op="put", program=program, uploads=uploads)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
         self._call(op="define", program=program, sequence=sequence, runs=runs)

@@ -1,0 +1,127 @@
+"""A second call of LTXPipeline repeats nothing that the first one did: no graph is exported, no
+file hashed, no weight loaded."""
+
+import dataclasses
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from ltx_neuron.backends import manifest
+from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.denoise import StageRun
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Job, Size
+from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.plan import CoreMemory, compiled_activations
+from ltx_neuron.profiles import TRAINIUM2, resolve
+from ltx_neuron.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+
+TP = 2
+SIZE = {"height": 64, "width": 64, "num_frames": 9}
+# The profile of a trn2.3xlarge, against whose memory every call is checked, on this CPU.
+PROFILE = "trn2.3xlarge"
+ON_A_CPU = (
+    "backend=torchdist",
+    "device=cpu",
+    "process_group=gloo",
+    "compile_backend=export",
+    "attention=sdpa",
+    "start_method=forkserver",
+)
+# Milliseconds on an idle machine (benchmarks/second_call.md). Exporting head, block and tail, as
+# every call once did, takes more even at this size.
+SECONDS_TO_FIRST_STEP = 0.5
+
+
+@pytest.fixture(scope="module")
+def pipe(tiny, tmp_path_factory):
+    artifacts = tmp_path_factory.mktemp("artifacts")
+    profile = resolve(PROFILE, ON_A_CPU)
+    workspace = Workspace(
+        tiny.checkpoint, profile, artifacts, TP, "float32", gemma_root=tiny.gemma_root
+    )
+    workspace.shard_dit()
+    workspace.shard_gemma3()
+    workspace.compile_text()
+    size = Size(**SIZE)
+    workspace.compile_dit([size.bucket(stage, ()) for stage in size.stages()])
+    threads = torch.get_num_threads()
+    with LTXPipeline.from_pretrained(
+        checkpoint_path=tiny.checkpoint,
+        gemma_root=tiny.gemma_root,
+        artifacts_dir=artifacts,
+        profile=PROFILE,
+        profile_set=ON_A_CPU,
+        tp_degree=TP,
+        dtype="float32",
+    ) as pipe:
+        pipe.engine.progress = False
+        yield pipe
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often each of these was called."""
+    counts = {"export": 0, "hash a file": 0, "load on the ranks": 0}
+
+    def count(owner, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def counting(*args, **kwargs):
+            counts[what] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    # Compiling, in this process, has hashed the files already; a user's call comes later.
+    monkeypatch.setattr(manifest, "_digests", {})
+    count(torch.export, "export", "export")
+    count(manifest.hashlib, "file_digest", "hash a file")
+    count(Ranks, "load", "load on the ranks")
+    return counts
+
+
+def test_a_second_call_exports_hashes_and_loads_nothing(pipe, counted, monkeypatch):
+    began, step = [], StageRun.step
+
+    def noting(self, number):
+        began.append(time.perf_counter())
+        return step(self, number)
+
+    monkeypatch.setattr(StageRun, "step", noting)
+    first = pipe(prompt="rain", **SIZE, output_type="latent")
+    assert counted["load on the ranks"] == 2 and counted["hash a file"] > 0  # the counters count
+    assert counted["export"] == 0
+    counted.update(dict.fromkeys(counted, 0))
+    began.clear()
+    called = time.perf_counter()
+    second = pipe(prompt="rain", **SIZE, output_type="latent")
+    assert counted == dict.fromkeys(counted, 0)
+    assert began[0] - called < SECONDS_TO_FIRST_STEP
+    assert torch.equal(first.video_latent, second.video_latent)
+
+
+def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, monkeypatch):
+    """What is compared is what was counted when compiling; the plan, which exports graphs, is
+    asked only then, for a size that fits."""
+    workspace = pipe.engine.workspace
+    job = Job("rain", Size(**SIZE))
+    compiled = pipe.engine.preflight.check([job])
+    manifests = [step.manifest for step in compiled.values()]
+    needed = CoreMemory(
+        (workspace.dit_weights() / "rank0.safetensors").stat().st_size,
+        (workspace.gemma3_weights() / "rank0.safetensors").stat().st_size,
+        compiled_activations(manifests),
+    ).in_turn
+    for limit, exports in ((needed, False), (needed - 1, True)):
+        chip = dataclasses.replace(TRAINIUM2, memory_bytes=4 * limit)
+        profile = dataclasses.replace(workspace.profile, chip=chip)
+        monkeypatch.setattr(workspace, "profile", profile)
+        with pytest.raises(UserError, match="needs .* GB a core") if exports else nullcontext():
+            workspace.check_compiled_fits(manifests, job.size, job.recipe, neuron_gemma=True)
+        assert bool(counted["export"]) == exports
