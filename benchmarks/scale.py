@@ -46,14 +46,8 @@ from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
-SIZES = (
-    "192x256x25",
-    "384x512x25",
-    "512x768x57",
-    "512x768x121",
-    "1024x1536x57",
-    "1024x1536x121",
-)  # 192 to 24,576 tokens
+# 192 to 24,576 tokens.
+SIZES = ("192x256x25", "384x512x25", "512x768x57", "512x768x121", "1024x1536x57", "1024x1536x121")
 DEGREES, ROUNDS = (1, 2, 4), 3
 TIME, MEMORY = 2, 1  # the exponents of attention, and of holding every token once
 # Noise: an exponent between sizes a factor of two apart is off by 0.2 where one of the two medians

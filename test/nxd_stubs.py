@@ -345,10 +345,8 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
     ]
     used = {name: parameter for name, parameter in held.items() if parameter is not None}
     metas += [MetaTensor(weights[n], kinds.INPUT_WEIGHT, n.encode(), p) for n, p in used.items()]
-    constants = {*range(len(ids))} - {
-        *taken.values(),
-        *held.values(),
-    }  # scalars of the code: they have no tensor, so no id
+    # Scalars of the code: they have no tensor, so no id.
+    constants = {*range(len(ids))} - {*taken.values(), *held.values()}
     metas += [
         MetaTensor(values[p], kinds.CONSTANT, parameter=p, value=values[p].cpu().tolist())
         for p in constants

@@ -12,7 +12,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from ltx_neuron.backends.manifest import graph_file, sha256
+from ltx_neuron.backends.manifest import damaged_graphs
 from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json
@@ -27,119 +27,90 @@ _MEANINGS = {
     "torch": "the version of PyTorch",
     "bucket": "the video's size in tokens, or the prompt's",
 }
-_TRACING = {
-    "torchdist": "backends/export",
-    "nxd": "backends/nxd_compile",
-}  # what makes a backend's graphs from them
+# What makes a backend's graphs from them.
+_TRACING = {"torchdist": "backends/export", "nxd": "backends/nxd_compile"}
 
 
 def folder(artifacts: Path, identity: dict) -> Path:
-    """artifacts/<weights|graphs>/<model>-<what a person looks for>-<digest of the whole
-    identity>"""
-    said = [
-        identity["model"],
-        *([identity["bucket"]] if "bucket" in identity else []),
-        f"tp{identity['tp']}",
-        identity["dtype"],
-        digest(identity)[:8],
-    ]
-    return Path(artifacts) / identity["kind"] / "-".join(said)
+    """artifacts/<weights|graphs>/<model>-<bucket>-<tp>-<dtype>-<digest of the whole identity>"""
+    parts = [identity["model"], f"tp{identity['tp']}", identity["dtype"], digest(identity)[:8]]
+    if "bucket" in identity:
+        parts.insert(1, identity["bucket"])
+    return Path(artifacts) / identity["kind"] / "-".join(parts)
 
 
 def find(artifacts: Path, identity: dict, command: str) -> Path:
-    """The finished folder of that identity; else a UserError that names the differing fields and
-    the command to type."""
-    path = folder(artifacts, identity)
+    """The finished folder of an identity.
+
+    Raises UserError that names the fields in which the nearest one differs, and the command to
+    type.
+    """
+    path, what = folder(artifacts, identity), f"{identity['model']} {identity['kind']}"
     if (path / MANIFEST).is_file():
-        got = _identity(path)
-        problems = (
-            _problems(path) if got == identity else [f"its {MANIFEST} {_said(identity, got)}"]
-        )
-        if problems:
-            again = f"rm -r {shlex.quote(str(path))} && {command}"
-            raise UserError(
-                "\n  ".join([f"{path} is damaged:", *problems]) + f"\nMake it again: {again}"
-            )
+        _check_finished(path, identity, command)
         return path
-    others = [
-        other
-        for other in _identities(Path(artifacts) / identity["kind"])
-        if other.get("model") == identity["model"]
-    ]
-    what = f"{identity['model']} {identity['kind']}"
     if path.is_dir():
         raise UserError(
             f"the {what} in {path} were never finished: there is no {MANIFEST}\nMake them again:"
             f" {command}"
         )
+    finished = map(stored_identity, _finished_folders(artifacts, identity["kind"]))
+    others = [other for other in finished if other and other.get("model") == identity["model"]]
     if not others:
         raise UserError(f"no {what} in {artifacts}\nMake them: {command}")
     nearest = min(others, key=lambda other: len(differences(identity, other)))
     raise UserError(
-        f"no fitting {what} in {artifacts}. The nearest {_said(identity, nearest)}\nMake them:"
-        f" {command}"
+        f"no fitting {what} in {artifacts}. The nearest {_differing(identity, nearest)}\nMake"
+        f" them: {command}"
     )
 
 
-def _problems(path: Path) -> list[str]:
-    """What is wrong with a finished folder's files: of weights the sizes, of graphs, which are
-    small, everything."""
-    content = read_json(path / MANIFEST)
-    if content["identity"]["kind"] == "weights":
-        return verify(path, quick=True)
-    backend = content["identity"].get("backend")
-    try:
-        graphs = {
-            graph_file(name, backend): graph["sha256"]
-            for name, graph in content["graphs"].items()
-            if graph["file"] == graph_file(name, backend)
-        }
-    except (KeyError, TypeError, AttributeError):
-        graphs = {}
-    if not graphs or len(graphs) != len(content["graphs"]):
-        return [f"{MANIFEST}: not a list of graphs"]
-    problems = []
-    for name, digest_wanted in graphs.items():
-        if not (path / name).is_file():
-            problems.append(f"{name}: missing")
-        elif sha256(path / name) != digest_wanted:
-            problems.append(f"{name}: content differs from its sha256")
-    return problems
+def _check_finished(path: Path, identity: dict, command: str) -> None:
+    """Raise UserError where a finished folder is not that identity's, or not whole: of weights the
+    sizes of the files are compared, of graphs, which are small, all bytes."""
+    stored = stored_identity(path)
+    if stored != identity:
+        problems = [f"its {MANIFEST} {_differing(identity, stored)}"]
+    elif identity["kind"] == "weights":
+        problems = verify(path, quick=True)
+    else:
+        problems = damaged_graphs(path)
+    if problems:
+        listed = "\n  ".join([f"{path} is damaged:", *problems])
+        raise UserError(f"{listed}\nMake it again: rm -r {shlex.quote(str(path))} && {command}")
 
 
-def _said(wanted: dict, got: dict | None) -> str:
-    """What two identities differ in, or that there is none."""
-    if got is None:
-        return "cannot be read"
-    fields = [
-        f"{k}{f' ({_MEANINGS[k]})' if k in _MEANINGS else ''}: got {g}, wanted {w}"
-        for k, w, g in differences(wanted, got)
+def differences(wanted: dict, stored: dict) -> list[tuple]:
+    """(field, wanted, stored) for every field in which two identities differ."""
+    return [
+        (field, wanted.get(field), stored.get(field))
+        for field in sorted({*wanted, *stored})
+        if wanted.get(field) != stored.get(field)
     ]
+
+
+def _differing(wanted: dict, stored: dict | None) -> str:
+    """What two identities differ in, in words."""
+    if stored is None:
+        return "cannot be read"
+    fields = []
+    for field, want, got in differences(wanted, stored):
+        meaning = f" ({_MEANINGS[field]})" if field in _MEANINGS else ""
+        fields.append(f"{field}{meaning}: got {got}, wanted {want}")
     return "differs in " + "; ".join(fields)
 
 
-def differences(wanted: dict, got: dict) -> list[tuple]:
-    """(field, wanted, got) for every field in which two identities differ."""
-    return [
-        (k, wanted.get(k), got.get(k))
-        for k in sorted({*wanted, *got})
-        if wanted.get(k) != got.get(k)
-    ]
-
-
-def _identities(parent: Path) -> list[dict]:
-    """Those of the finished folders; somebody's broken one is no candidate."""
-    found = (_identity(path.parent) for path in sorted(parent.glob(f"*/{MANIFEST}")))
-    return [identity for identity in found if identity is not None]
-
-
 def finished_weights(artifacts: Path, model: str) -> list[Path]:
-    """The folders of a model's finished weight sets."""
-    found = [path.parent for path in sorted((Path(artifacts) / "weights").glob(f"*/{MANIFEST}"))]
-    return [path for path in found if (_identity(path) or {}).get("model", model) == model]
+    """The folders of a model's finished weight sets; also those whose manifest cannot be read."""
+    folders = _finished_folders(artifacts, "weights")
+    return [path for path in folders if (stored_identity(path) or {}).get("model", model) == model]
 
 
-def _identity(path: Path) -> dict | None:
+def _finished_folders(artifacts: Path, kind: str) -> list[Path]:
+    return [path.parent for path in sorted((Path(artifacts) / kind).glob(f"*/{MANIFEST}"))]
+
+
+def stored_identity(path: Path) -> dict | None:
     """What a finished folder was made from and for; None where its manifest cannot be read."""
     try:
         return {**read_json(path / MANIFEST)["identity"]}

@@ -282,9 +282,8 @@ class GemmaConfig:
     vocab_size: int
     rms_norm_eps: float
     sliding_window: int
-    full_attention_layers: tuple[
-        int, ...
-    ]  # every 6th; the others are sliding and use the local RoPE base
+    # Every 6th; the others are sliding and use the local RoPE base.
+    full_attention_layers: tuple[int, ...]
     rope_theta: float
     rope_factor: float
     rope_local_base_freq: float

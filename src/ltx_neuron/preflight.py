@@ -34,7 +34,7 @@ class Preflight:
         for job in jobs:
             for image in job.images:
                 check_image(image.path, job.size.height, job.size.width)
-        self._check_host_models({name for job in jobs for name in _host_models(job)})
+        self._check_host_models([name for job in jobs for name in _host_models(job)])
         self._check_weight_files()
         try:
             compiled = self._find_artifacts(jobs)
@@ -76,10 +76,11 @@ class Preflight:
                 " that; a LoRA for every stage is --lora PATH [STRENGTH]"
             )
 
-    def _check_host_models(self, names: set[str]) -> None:
+    def _check_host_models(self, names: list[str]) -> None:
         """Compare the files of host models with what their configs describe, once an engine."""
-        self.host.check(sorted(names - self._checked_models))
-        self._checked_models |= names
+        unchecked = [name for name in dict.fromkeys(names) if name not in self._checked_models]
+        self.host.check(unchecked)
+        self._checked_models.update(unchecked)
 
     def _check_weight_files(self) -> None:
         """Read the headers of the checkpoint, of the LoRAs and of Gemma's files, and the tokenizer,

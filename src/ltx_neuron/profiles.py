@@ -6,7 +6,6 @@ us.
 """
 
 import dataclasses
-import importlib.metadata
 import os
 import typing
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 from ltx_neuron.config import TEXT_TOKENS
 from ltx_neuron.errors import UserError
-from ltx_neuron.machine import Machine, probe
+from ltx_neuron.machine import Machine, package_version, probe
 
 
 @dataclass(frozen=True)
@@ -182,22 +181,16 @@ _TRN2 = dict(
         # (runtime configuration guide).
         ("NEURON_RT_EXEC_TIMEOUT", "600"),
         ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
-        (
-            "NEURON_PLATFORM_TARGET_OVERRIDE",
-            "trn2",
-        ),  # replica groups and targets are those of trn2 on a build machine too
+        # Replica groups and targets are those of trn2 on a build machine too.
+        ("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2"),
         # TorchNeuron. 14 launches a step do not fit the default queue; published LTX runs use the
         # largest (63).
         ("NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS", "63"),
         ("NEURON_RT_IO_RING_CACHE_SIZE", "32"),  # reuse DMA rings, as published runs do
-        (
-            "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
-            "1",
-        ),  # a graph that does not lower is an error, not op by op
-        (
-            "TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY",
-            "1",
-        ),  # a tensor left on the host is an error, not an upload per call
+        # A graph that does not lower is an error, not op by op.
+        ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),
+        # A tensor left on the host is an error, not an upload per call.
+        ("TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY", "1"),
         ("NKI_ENABLE_TRACE_CACHE", "0"),  # a stale one replays old kernels
         ("OMP_NUM_THREADS", "1"),  # rank_threads says how many
     ),
@@ -222,6 +215,7 @@ PROFILES = {
     for profile in (
         # The cut is TorchNeuron's fastest one (4 blocks per graph), so what is proven on a CPU is
         # what runs there.
+        # Each rank would start a pool of processes.
         Profile(
             "cpu",
             "any machine",
@@ -235,7 +229,7 @@ PROFILES = {
             return_hidden_states=True,
             start_method="forkserver",
             environment=(("TORCHINDUCTOR_COMPILE_THREADS", "1"),),
-        ),  # each rank would start a pool of processes
+        ),
         # One GPU holds the DiT in bf16; not run by us, so no peaks are claimed.
         Profile(
             "cuda",
@@ -359,8 +353,7 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
         _require_package(profile, "neuronx-distributed", _INSTALL_NXD, other)
     elif profile.device == "neuron":
         other = "--profile-set backend=nxd in an environment with neuronx-distributed"
-        _require_package(profile, "torch-neuronx", _INSTALL, other)
-        version = importlib.metadata.version("torch-neuronx")
+        version = _require_package(profile, "torch-neuronx", _INSTALL, other)
         if tuple(map(int, version.split(".")[:2])) < _TORCH_NEURON:
             raise UserError(
                 f"torch-neuronx {version} is for torch-xla; TorchNeuron begins with 2.13.\nInstall"
@@ -381,22 +374,21 @@ _INSTALL = "pip install -r requirements-torchneuron.txt"
 _INSTALL_NXD = "pip install -r requirements-neuron.txt"
 
 
-def _require_package(profile: Profile, package: str, install: str, other: str) -> None:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+def _require_package(profile: Profile, package: str, install: str, other: str) -> str:
+    """The installed version of a package; UserError with what to type where there is none."""
+    version = package_version(package)
+    if version is None:
         raise UserError(
             f"profile {profile.name!r} runs on {package}, which is not installed.\n"
             f"Install it: {install}; or type {other}, or --profile cpu"
-        ) from None
+        )
+    return version
 
 
 _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
 _TYPES = {name: kind for name, kind in typing.get_type_hints(Profile).items() if name not in _FIXED}
-_TABLES = (
-    "environment",
-    "compiler_flags",
-)  # key=value pairs of their own: --profile-set environment.NAME=value
+# Key=value pairs of their own: --profile-set environment.NAME=value.
+_TABLES = ("environment", "compiler_flags")
 _MAY_BE_ZERO = ("blocks_per_graph", "drain_every")
 _MODELS = ("dit", "gemma3", "connectors")
 

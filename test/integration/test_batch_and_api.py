@@ -170,9 +170,8 @@ def test_a_batch_loads_each_model_once(batch):
 def test_a_batch_makes_the_bits_of_single_runs(batch, api, setup, tiny, tmp_path):
     for number, line in enumerate(lines(tiny), 1):
         if number == 2:
-            alone = setup.generate(
-                **SIZE, prompt=line["prompt"], seed=4, neuron_gemma=True
-            )  # in its own process
+            # In its own process.
+            alone = setup.generate(**SIZE, prompt=line["prompt"], seed=4, neuron_gemma=True)
             assert alone.video.read_bytes() == videos(batch)["0002.mp4"]
             continue
         image = (
@@ -211,9 +210,8 @@ def test_clips_are_the_same_bits_when_decoding_overlaps_denoising(batch, setup, 
     assert all("overlapped_seconds" not in phase for phase in plain["phases"])
     names = ("decode_video", "decode_audio", "encode_mp4")
     beside = [phase["name"] for phase in perf["phases"] if "overlapped_seconds" in phase]
-    assert (
-        set(beside) == {*names} and beside.count("decode_video") >= 4
-    )  # all but the last, after which nothing is left
+    # All but the last, after which nothing is left.
+    assert set(beside) == {*names} and beside.count("decode_video") >= 4
     assert sum(phase["seconds"] for phase in perf["phases"]) <= perf["end_to_end_seconds"]
     assert perf["residual_seconds"] >= 0
     loads = ("load_gemma3", "load_transformer", "unload_transformer")
@@ -530,19 +528,16 @@ def test_latents_follow_from_the_seed_or_the_generator(api):
         assert torch.equal(first.audio_latent, other.audio_latent)
     assert rel(api(**call, seed=6).video_latent, first.video_latent) > OTHER
     generator = torch.Generator().manual_seed(5)
-    kept = [
-        api(**call, generator=generator).video_latent for _ in range(2)
-    ]  # drawn on from, not started anew
+    # Drawn on from, not started anew.
+    kept = [api(**call, generator=generator).video_latent for _ in range(2)]
     assert torch.equal(kept[0], first.video_latent) and not torch.equal(kept[1], first.video_latent)
 
 
 def test_frames_and_waveform_come_as_arrays(api):
     made = api("birds sing", **SIZE)
     assert made.frames.dtype == np.uint8 and made.frames.shape == (9, 64, 64, 3)
-    assert made.audio.dtype == np.float32 and made.audio.shape == (
-        2,
-        33 * 480,
-    )  # 4 * 9 - 3 mel frames
+    # 4 * 9 - 3 mel frames.
+    assert made.audio.dtype == np.float32 and made.audio.shape == (2, 33 * 480)
     assert (made.frame_rate, made.sample_rate) == (24.0, 48000)
     assert np.isfinite(made.audio).all() and made.frames.std() > 0
 
@@ -575,9 +570,8 @@ def test_models_stay_loaded_between_calls_and_the_prompt_encoded(api, monkeypatc
     before = children()
     api("birds sing", **SIZE, output_type="latent", seed=8)
     assert (loaded, children()) == ([], before)
-    api(
-        "another prompt", **SIZE, output_type="latent"
-    )  # the spy would have seen: this one has to be encoded
+    # The spy would have seen: this one has to be encoded.
+    api("another prompt", **SIZE, output_type="latent")
     assert len(loaded) == 2 and children() == before
 
 
@@ -630,9 +624,8 @@ def test_the_readmes_example_runs(scripts, tiny, tmp_path):
     ):
         (tmp_path / name).symlink_to(target)
     body = "".join(f"    {line}\n" if line else "\n" for line in code.splitlines())
-    (tmp_path / "example.py").write_text(
-        f'if __name__ == "__main__":\n{body}'
-    )  # as the README says of scripts
+    # As the README says of scripts.
+    (tmp_path / "example.py").write_text(f'if __name__ == "__main__":\n{body}')
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     process = subprocess.run(
         [sys.executable, "example.py"],

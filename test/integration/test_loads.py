@@ -114,9 +114,8 @@ def test_every_weight_is_loaded_once(events, recipe, tiny):
     assert read == {"vae", "audio_vae", "vocoder"}
     assert any(what.startswith(str(tiny.spatial_upsampler)) for what in counts)
     on_ranks = [what for what in counts if ": " not in what]
-    assert (
-        len(on_ranks) == {"distilled": 2, "dev": 3}[recipe]
-    )  # Gemma3, the DiT, the DiT with the distilled LoRA
+    # Gemma3, the DiT, the DiT with the distilled LoRA.
+    assert len(on_ranks) == {"distilled": 2, "dev": 3}[recipe]
 
 
 def test_between_the_stages_nothing_happens_but_upsampling(events, recipe):

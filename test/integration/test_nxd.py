@@ -72,9 +72,8 @@ def source(tmp_path_factory):
     )
     logging.getLogger("Neuron").setLevel(logging.ERROR)
     patch = pytest.MonkeyPatch()
-    patch.setattr(
-        nxd, "to_core", lambda tensor, rank: tensor.clone()
-    )  # the one place that names a device
+    # The one place that names a device.
+    patch.setattr(nxd, "to_core", lambda tensor, rank: tensor.clone())
     yield
     patch.undo()
     library._destroy()
@@ -415,9 +414,8 @@ def test_unloading_frees_weights_graphs_and_tensors(workspace):
         del held
         ranks.unload()
         assert [ref() for ref in watched if ref() is not None] == []
-        ranks.load(
-            workspace.dit_weights(), dit_manifests(workspace), torch.float32
-        )  # and comes back
+        # And comes back.
+        ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
 
 
 def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(workspace, tmp_path):

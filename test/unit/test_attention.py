@@ -123,9 +123,8 @@ def test_pytorchs_kernel_does_not_hold_the_scores_of_a_long_sequence():
     query = key = value = randn(1, 1, TOKENS, 16)
     assert peak(lambda: sdpa(query, key, value, 0.25)) < SCORES / 10
     short = query[:, :, :1024]
-    assert (
-        peak(lambda: matmul(short, short, short, 0.25)) >= 4 * 1024**2
-    )  # what the measure sees where they are held
+    # What the measure sees where they are held.
+    assert peak(lambda: matmul(short, short, short, 0.25)) >= 4 * 1024**2
 
 
 def kernels_of(graph) -> set[str]:

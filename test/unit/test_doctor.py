@@ -54,9 +54,8 @@ class Trn2:
 
     driver: str | None = "2.29.0.0"
     chips: int = 1
-    listed: object = field(
-        default_factory=lambda: [chip()]
-    )  # what neuron-ls prints; None: it is not installed
+    # What neuron-ls prints; None: it is not installed.
+    listed: object = field(default_factory=lambda: [chip()])
     packages: dict = field(default_factory=lambda: NXD_29)
     environment: dict = field(default_factory=dict)
     lnc_file: str | None = None

@@ -129,9 +129,8 @@ def test_hidden_states_are_transformers_from_the_exact_tokens_a_bucket_or_all_10
 def test_the_last_state_is_the_only_normed_one(setting):
     states = encode(setting, inputs_of(setting, [setting.ids], COUNT)).hidden_states
     weight = 1 + setting.weights["norm.weight"]
-    sizes = (
-        (states / weight[:, None]).square().mean(2)
-    )  # (1, count, layers + 1): 1 where a state was normed last
+    # (1, count, layers + 1): 1 where a state was normed last.
+    sizes = (states / weight[:, None]).square().mean(2)
     assert (sizes[..., -1] - 1).abs().max() < SHOWS
     assert (sizes[..., :-1] - 1).abs().min() > SHOWS
 

@@ -63,10 +63,8 @@ SCHEDULE = 16 * FP32_ROUNDING  # sigmas from 0 to 1, by at most sixteen operatio
 TOKEN_COUNT_SHOWS = 0.02
 
 SHAPE, FPS, AUDIO_TOKENS, LAYERS, STEPS, STEP = (2, 2, 3), 24.0, 9, 3, 5, 2
-IMAGES = (
-    ImageCondition("", 0, 0.7),
-    ImageCondition("", 8, 0.4),
-)  # held in part; the second appends keyframe tokens
+# Held in part; the second appends keyframe tokens.
+IMAGES = (ImageCondition("", 0, 0.7), ImageCondition("", 8, 0.4))
 FULL = OFF | {
     "cfg_scale": 3.0,
     "stg_scale": 1.0,
@@ -410,9 +408,8 @@ def replaced(outputs: str, value) -> dict[str, torch.Tensor]:
 
 STG_TRAPS = {
     "zeros instead of V": lambda: replaced("to_v", torch.zeros_like),
-    "V without the head gate": lambda: replaced(
-        "to_gate_logits", torch.zeros_like
-    ),  # the gate of zero is 1
+    # The gate of zero is 1.
+    "V without the head gate": lambda: replaced("to_gate_logits", torch.zeros_like),
     "another block": lambda: ltx_pass(((VIDEO_SELF, [0]), (AUDIO_SELF, [0]))),
     "every block": lambda: ltx_pass(((VIDEO_SELF, None), (AUDIO_SELF, None))),
     "the streams' attentions to each other as well": lambda: ltx_pass(
@@ -644,9 +641,10 @@ def test_flags_have_the_names_and_meanings_of_ltx_pipelines():
         "--video-skip-step",
         "1",
     )
+    # a2v is video's.
     wanted = dataclasses.replace(
         DEFAULTS["2.3"].video, modality_scale=2.0, stg_blocks=(), skip_step=1
-    )  # a2v is video's
+    )
     assert parsed == Guidance(wanted, dataclasses.replace(DEFAULTS["2.3"].audio, stg_blocks=(1, 2)))
     assert guidance_by_flags() is None
 

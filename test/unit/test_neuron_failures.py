@@ -93,9 +93,8 @@ def library(tmp_path_factory):
         ("NEURON_LOGICAL_NC_CONFIG", ""),
         ("NEURON_RT_NUM_CORES", ""),
     ):
-        patch.setenv(
-            name, "2" if name == "NEURON_LOGICAL_NC_CONFIG" else "4"
-        )  # put back afterwards
+        # Put back afterwards.
+        patch.setenv(name, "2" if name == "NEURON_LOGICAL_NC_CONFIG" else "4")
     invalidate_caches()
     sys.modules.pop("neuronx_distributed", None)
     import neuronx_distributed
@@ -144,9 +143,8 @@ def script(workspace, monkeypatch, capsys):
             9,
         )
         monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
-        monkeypatch.setattr(
-            Workspace, "check_compiled_fits", lambda *_, **__: None
-        )  # plans with real graphs: 2 s
+        # Plans with real graphs: 2 s.
+        monkeypatch.setattr(Workspace, "check_compiled_fits", lambda *_, **__: None)
         before, code = signal.getsignal(signal.SIGTERM), 0
         try:
             runpy.run_path(str(ROOT / path), run_name="__main__")

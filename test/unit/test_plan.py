@@ -142,9 +142,8 @@ def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
         < made.host_limit_bytes
         == TRN2.host_memory_bytes
     )
-    assert (
-        2.0e9 < made.host_bytes_to_decode < 3.0e9
-    )  # 2.2 to 2.5 GB were measured on two cores; more take more
+    # 2.2 to 2.5 GB were measured on two cores; more take more.
+    assert 2.0e9 < made.host_bytes_to_decode < 3.0e9
 
 
 def test_illegal_sizes_and_degrees_are_refused(released):

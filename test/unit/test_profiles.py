@@ -218,12 +218,9 @@ def test_an_unknown_name_lists_the_known_ones():
 def installed(monkeypatch, **packages):
     """The machine has these packages, with - for _."""
 
-    def version(name):
-        if name.replace("-", "_") not in packages:
-            raise profiles.importlib.metadata.PackageNotFoundError(name)
-        return packages[name.replace("-", "_")]
-
-    monkeypatch.setattr(profiles.importlib.metadata, "version", version)
+    monkeypatch.setattr(
+        profiles, "package_version", lambda name: packages.get(name.replace("-", "_"))
+    )
 
 
 # settings, what is installed -> what the refusal says; None: none

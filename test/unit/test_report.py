@@ -344,9 +344,8 @@ def test_the_table_shows_every_part_within_100_columns():
     assert rows["stage_1"] == ["stage_1", "4", "900.000", "110.000", "118.000", "27.500", "82.500"]
     assert rows["stage_2"] == ["stage_2", "2", "500.000", "300.000", "300.000", "75.000", "225.000"]
     assert "each step of stage_1, ms: 900.0 100.0 110.0 120.0" in text
-    assert (
-        text.count("decode_video") == 1 and float(rows["decode_video"][1]) >= 0.004
-    )  # two of 2 ms, summed
+    # Two of 2 ms, summed.
+    assert text.count("decode_video") == 1 and float(rows["decode_video"][1]) >= 0.004
     assert rows["end"][-2:] == ["100.0", "%"]
     for part in (
         "residual",

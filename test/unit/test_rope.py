@@ -149,9 +149,8 @@ def test_gemma_tables_are_those_of_transformers_for_either_kind_of_layer(
     positions = torch.arange(1024)
     ours = half_rope(positions, head_dim, *base[layer_type])
     rotary = Gemma3RotaryEmbedding(Gemma3Config.from_dict(content).text_config)
-    cos, sin = rotary(
-        torch.zeros(1), positions[None], layer_type=layer_type
-    )  # both halves are alike
+    # Both halves are alike.
+    cos, sin = rotary(torch.zeros(1), positions[None], layer_type=layer_type)
     assert torch.equal(ours.cos[0], cos[..., : head_dim // 2])
     assert torch.equal(ours.sin[0], sin[..., : head_dim // 2])
 

@@ -215,9 +215,8 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_is_sent(ranks, toy
         ValueError,
         match=rf"toy\.{name}: got shape \(1, 4, {WIDTH // TP}\), wanted \(1, 4, {WIDTH}\)",
     ):
-        ranks.put(
-            "toy", **{name: torch.zeros(1, 4, WIDTH // TP)}
-        )  # what a single rank has of the split one
+        # What a single rank has of the split one.
+        ranks.put("toy", **{name: torch.zeros(1, 4, WIDTH // TP)})
     assert ranks.bytes_sent == sent
     assert ranks.hashes("x", "table") == before
 

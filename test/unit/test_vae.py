@@ -59,9 +59,8 @@ def test_frames_equal_ltx_cores(method, size):
 
 
 def test_another_order_of_blocks_is_followed(method, monkeypatch):
-    monkeypatch.setattr(
-        vae, "LARGEST_FILTERS", 3 * 32 * 16
-    )  # some of eight parts of an upsampling at a time, not evenly
+    # Some of eight parts of an upsampling at a time, not evenly.
+    monkeypatch.setattr(vae, "LARGEST_FILTERS", 3 * 32 * 16)
     decoder = ltx_decoder(decoder_blocks=OTHER_ORDER, patch_size=2, decoder_base_channels=8)
     latent = randn(1, 128, 2, 3, 2)
     assert rel(FastVideoDecoder(decoder)(latent), decoder(latent)) < rounding(decoder, method)

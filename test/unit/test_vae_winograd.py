@@ -61,9 +61,8 @@ def workers(request):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (8, 4)])
 def test_a_convolution_equals_torchs(workers, method, size, inputs, outputs, monkeypatch):
-    monkeypatch.setattr(
-        winograd, "TILES_AT_ONCE", 5
-    )  # several pieces of several rows, and of several groups of frames
+    # Several pieces of several rows, and of several groups of frames.
+    monkeypatch.setattr(winograd, "TILES_AT_ONCE", 5)
     source = filled(*size, inputs)
     weight, bias = randn(outputs, inputs, 3, 3, 3, seed=1), randn(outputs, seed=2)
     video = border(source.inner.permute(3, 0, 1, 2)[None]).double()

@@ -143,6 +143,29 @@ def _cached_type_hints():
         yield
 
 
+def damaged_graphs(folder: Path) -> list[str]:
+    """What is wrong with the graph files of a finished folder; empty if they are whole."""
+    content = read_json(folder / MANIFEST)
+    try:
+        backend = content["identity"].get("backend")
+        digests = {
+            graph_file(name, backend): graph["sha256"]
+            for name, graph in content["graphs"].items()
+            if graph["file"] == graph_file(name, backend)
+        }
+    except (KeyError, TypeError, AttributeError):
+        digests = {}
+    if not digests or len(digests) != len(content["graphs"]):
+        return [f"{MANIFEST}: not a list of graphs"]
+    problems = []
+    for name, digest in digests.items():
+        if not (folder / name).is_file():
+            problems.append(f"{name}: missing")
+        elif sha256(folder / name) != digest:
+            problems.append(f"{name}: content differs from its sha256")
+    return problems
+
+
 _digests: dict[tuple, str] = {}  # of the files that this process has hashed
 
 

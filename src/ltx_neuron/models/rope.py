@@ -45,9 +45,8 @@ def split_rope(
     axes = positions.shape[1]
     # float64 here and fp32 below, as ltx-core rounds: see the module's docstring.
     exponents = np.linspace(0.0, 1.0, inner_dim // (2 * axes), dtype=np.float64)
-    frequencies = torch.tensor(
-        np.power(theta, exponents) * math.pi / 2, dtype=torch.float32
-    )  # (F,)
+    # (F,).
+    frequencies = torch.tensor(np.power(theta, exponents) * math.pi / 2, dtype=torch.float32)
     fractions = [positions[:, axis] / max_pos[axis] for axis in range(axes)]
     fractions = torch.stack(fractions, dim=-1)  # (B, T, axes), 0 to 1
     phases = frequencies * (fractions.unsqueeze(-1) * 2 - 1)  # (B, T, axes, F)
