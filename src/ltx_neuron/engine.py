@@ -128,11 +128,11 @@ class Engine:
                         continue  # its plain stages failed
                     try:
                         with isolated(run, isolate):
-                            for stage in run.stages_left:
-                                if stage.refines == refines:
-                                    stage_run = self._prepare(run, stage, compiled[run.job, stage])
-                                    video, audio = self._steps(stage_run)
-                                    self._finish(run, stage_run, video, audio)
+                            for stage in run.stages_left_on(refines):
+                                step = compiled[id(run.job), stage]
+                                stage_run = self._prepare(run, stage, step)
+                                video, audio = self._steps(stage_run)
+                                self._finish(run, stage_run, video, audio)
                     except Exception:  # all jobs end: what is done is handed out first
                         yield from queue.drain(wait=False)
                         raise

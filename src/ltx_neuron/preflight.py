@@ -22,8 +22,8 @@ class Preflight:
         self._checked_models: set[str] = set()
         self._checked_weight_files = False
 
-    def check(self, jobs: list[Job]) -> dict[tuple[Job, Stage], CompiledStep]:
-        """Find all that the jobs need; returns the compiled step of every stage.
+    def check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
+        """Find all that the jobs need; returns the compiled step by (id(job), stage).
 
         First what was typed is checked, then the files it names, then what must be made from them.
         Raises UserError with what to type. Nothing is loaded.
@@ -43,9 +43,9 @@ class Preflight:
             for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
                 workspace.check_plan_fits(size, recipe, self.neuron_gemma)
             raise
-        manifests = [step.manifest for step in compiled.values()]
-        for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
-            workspace.check_compiled_fits(manifests, size, recipe, self.neuron_gemma)
+        for job in jobs:
+            manifests = [compiled[id(job), stage].manifest for stage in job.stages]
+            workspace.check_compiled_fits(manifests, job.size, job.recipe, self.neuron_gemma)
         return compiled
 
     def _check_options(self, jobs: list[Job]) -> None:
@@ -101,7 +101,7 @@ class Preflight:
             workspace.host_text_encoder().check()
         self._checked_weight_files = True
 
-    def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[Job, Stage], CompiledStep]:
+    def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
         """The compiled step of every stage; the weight sets are there as well then."""
         workspace, compiled = self.workspace, {}
         for job in jobs:
@@ -109,7 +109,7 @@ class Preflight:
                 bucket, manifest = workspace.dit_program_for(
                     job.size, stage, job.images, job.recipe
                 )
-                compiled[job, stage] = CompiledStep(bucket, manifest)
+                compiled[id(job), stage] = CompiledStep(bucket, manifest)
                 workspace.dit_weights(stage.refines)
         if self.neuron_gemma:
             workspace.gemma3_weights()

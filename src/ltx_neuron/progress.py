@@ -59,6 +59,10 @@ class JobRun:
         """The stages that are still to be run."""
         return [stage for stage in self.job.stages if f"{stage.key}_video" not in self.tensors]
 
+    def stages_left_on(self, refines: bool) -> list[Stage]:
+        """Those that run on the plain weights, or on those with the distilled LoRA."""
+        return [stage for stage in self.stages_left if stage.refines == refines]
+
     def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
         """Take a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         self.tensors[f"{stage.key}_video"] = video
