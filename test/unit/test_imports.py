@@ -2,6 +2,7 @@
 functions."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -279,3 +280,18 @@ def test_a_script_finds_the_installed_package(monkeypatch):
     script = ROOT / "shards/shard_backbone_weights.py"
     process = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
     assert process.returncode == 0 and "--tp-degree" in process.stdout, process.stderr
+
+
+# What one module does for all others, and what shows that another does it by itself.
+ONE_PLACE = {
+    "files are written whole": (r"os\.replace|\"\.partial", {"files", "weights.sharder"}),
+    "versions are looked up": (r"importlib\.metadata|import metadata", {"machine"}),
+    "the tensor-parallel degree is chosen": (r"tp_degree (is None|or )", {"profiles"}),
+}
+
+
+@pytest.mark.parametrize("what", ONE_PLACE)
+def test_what_all_modules_need_is_done_in_one_place(what):
+    pattern, places = ONE_PLACE[what]
+    found = {module for module, path in MODULES.items() if re.search(pattern, path.read_text())}
+    assert found - {f"ltx_neuron.{place}" for place in places} == set()
