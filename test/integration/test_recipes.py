@@ -143,7 +143,10 @@ def generate(engine: Engine, job: Job, decode: bool = False) -> dict[str, torch.
         name = workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
         for kind in (*job.resolved_guidance.passes(), "guided"):
             first.update(
-                {f"step0.{kind}.{s}": engine._ranks.get(name, f"{kind}_{s}") for s in STREAMS}
+                {
+                    f"step0.{kind}.{s}": engine.residency.ranks.get(name, f"{kind}_{s}")
+                    for s in STREAMS
+                }
             )
 
     engine.on_step_end = read
