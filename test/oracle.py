@@ -200,15 +200,20 @@ def ledger(assets, dtype: torch.dtype):
 
 
 @contextmanager
-def one_thread():
-    """Operations this small take no time on one core, and very long on two that others use as
-    well."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def threads(count: int):
+    """Run with so many threads for an operation: a result's last bits depend on the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+def one_thread():
+    """Operations this small take no time on one core, and very long on two that others use as
+    well."""
+    return threads(1)
 
 
 @contextmanager
