@@ -11,9 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, words
 
-from ltx_neuron.progress import SUFFIX
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Job
+from ltx_neuron.progress import SUFFIX, restore_state
 
 pytestmark = pytest.mark.slow
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
@@ -150,12 +153,16 @@ def test_another_runs_latents_are_refused_by_the_flags_that_differ(made, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"no safetensors file", None])
-def test_what_is_no_state_of_a_run_is_refused(made, tmp_path, tiny, content):
-    path = tmp_path / "state"
-    path.write_bytes(tiny.lora.read_bytes() if content is None else content)
-    said = run(made.command(tmp_path / "out", "--resume", str(path)), code=2).stderr
+def test_what_is_no_state_of_a_run_is_refused(made, tmp_path, tiny):
+    said = run(made.command(tmp_path / "out", "--resume", str(tiny.lora)), code=2).stderr
     assert "leave" in said and "to begin anew" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors file"])
+def test_what_is_no_safetensors_file_is_no_state(tmp_path, content):
+    (tmp_path / "state").write_bytes(content)
+    with pytest.raises(UserError, match="leave --resume out to begin anew"):
+        restore_state(tmp_path / "state", Job("a red fox"), {}, torch.float32)
 
 
 def test_a_disk_that_is_full_when_the_mp4_is_written_keeps_the_latents(made, tmp_path):

@@ -1,12 +1,15 @@
 """README and docs say what is so: links lead somewhere, commands and files exist, and the reader's
 path is as short as it claims."""
 
-import os
+import io
 import re
+import runpy
 import shlex
-import subprocess
+import signal
 import sys
-from functools import cache
+from contextlib import redirect_stdout
+from functools import cache, partial
+from unittest import mock
 
 import pytest
 from conftest import ROOT
@@ -48,17 +51,21 @@ def first_word(words: list[str]) -> int:
 
 @cache
 def flags_of(*script: str) -> frozenset[str]:
-    """The flags that a script's own --help lists."""
-    process = subprocess.run(
-        [sys.executable, *script, "--help"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, f"{script}: {process.stderr[-2000:]}"
-    options = re.findall(r"^ +(-.*)$", process.stdout, re.MULTILINE)
+    """The flags that a script's own --help lists. Run in this process, which has imported torch."""
+    if script[0] == "-m":
+        run = partial(runpy.run_module, script[1], alter_sys=True)
+    else:
+        run = partial(runpy.run_path, str(ROOT / script[0]))
+    handler, printed = signal.getsignal(signal.SIGTERM), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [script[-1], "--help"]),
+        redirect_stdout(printed),
+        pytest.raises(SystemExit) as end,
+    ):
+        run(run_name="__main__")
+    signal.signal(signal.SIGTERM, handler)  # errors.run has its own
+    assert not end.value.code, script
+    options = re.findall(r"^ +(-.*)$", printed.getvalue(), re.MULTILINE)
     return frozenset(flag for line in options for flag in re.findall(r"--[a-z0-9-]+", line))
 
 
