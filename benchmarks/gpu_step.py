@@ -199,7 +199,7 @@ class LocalRank:
             rank_settings(profile, 1, 0, None),
             model.device,
             barrier=lambda: None,
-            set_timeout=lambda seconds: None,
+            launched=lambda: None,
         )
         self.programs = {name: Manifest(folder) for name, folder in folders.items()}
         wanted = {

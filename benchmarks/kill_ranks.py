@@ -14,7 +14,6 @@ import os
 import random
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,23 +21,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
+from lib.tiny_scripts import TinyScripts
 from safetensors.torch import load_file
 
-from ltx_neuron.tiny import TinyAssets, make_tiny
-
-ROOT = Path(__file__).resolve().parents[1]
-GENERATE = ROOT / "src/generate_ltx23.py"
 TP, LIMIT_SECONDS = 4, 10
 # The share of the ranks' life after which they denoise: starting them takes most of it, and a tiny
 # model's steps are fast.
 DENOISING = 0.85
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9", "--two-stage"]
-PREPARE = {
-    "shards/shard_backbone_weights.py": [],
-    "shards/shard_gemma3_weights.py": ["--gemma-root"],
-    "compile/compile_transformer.py": SIZE,
-    "compile/compile_gemma3.py": ["--gemma-root"],
-}
 
 
 def ranks() -> dict[str, int]:
@@ -107,29 +97,20 @@ class Generator:
     """Runs generate_ltx23.py on tiny assets, in this process: its ranks are then grandchildren."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.assets: TinyAssets = make_tiny(folder / "assets")
-        self.common = ["--checkpoint-path", self.assets.checkpoint, "--profile", "cpu"]
-        self.common += ["--artifacts-dir", folder / "artifacts"]
-        self.common += ["--tp-degree", TP, "--dtype", "float32"]
-        for script, flags in PREPARE.items():
-            gemma = [self.assets.gemma_root] if flags == ["--gemma-root"] else []
-            command = [sys.executable, ROOT / script, *self.common, *flags, *gemma]
-            subprocess.run(list(map(str, command)), check=True, capture_output=True)
+        self.folder, self.scripts = folder, TinyScripts(folder, TP, SIZE)
+        self.scripts.prepare()
 
     def run(self, name: str, *more: str) -> Run:
         """Generate into the folder `name`. Without hidden_states among the tensors: a run's kept
         state has none, so a resumed run does not save them."""
         folder = self.folder / name
-        flags = ["--gemma-root", self.assets.gemma_root, "--neuron-gemma"]
-        flags += ["--spatial-upsampler-path", self.assets.spatial_upsampler]
-        flags += ["--prompt", "a red fox", "--output-path", folder / "fox.mp4"]
+        flags = ["--prompt", "a red fox", "--output-path", folder / "fox.mp4"]
         flags += ["--save-tensors", folder / "fox.safetensors"]
-        sys.argv = list(map(str, [GENERATE, *self.common, *SIZE, *flags, *more]))
+        sys.argv = self.scripts.generate(*flags, *more)
         printed = io.StringIO()
         try:
             with redirect_stdout(io.StringIO()), redirect_stderr(printed):
-                runpy.run_path(str(GENERATE), run_name="__main__")
+                runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             if end.code:
                 *_, message = printed.getvalue().rpartition("error: ")

@@ -14,7 +14,9 @@ class UserError(Exception):
 
 class RunError(RuntimeError):
     """A run failed through no mistake in what was typed. Its text says all there is to say: exit
-    code 1, no traceback."""
+    code 1, no traceback. `details`: what else is known, for the log beside the output."""
+
+    details = ""
 
 
 class Terminated(KeyboardInterrupt):

@@ -99,7 +99,11 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     """Make one video. Raises UserError before anything loads where something does not fit."""
     recorder = Recorder()
     state = progress.state_path(outputs.video)
-    with progress.keeping_state(state), Engine(workspace, recorder, options) as engine:
+    with (
+        progress.logging_failure(progress.log_path(outputs.video)),
+        progress.keeping_state(state),
+        Engine(workspace, recorder, options) as engine,
+    ):
         engine.preflight.check([job])
         identity = run_identity(job, workspace, options)
         engine.on_stage_end = lambda run: progress.save_state(state, run, identity)
@@ -132,7 +136,8 @@ def generate_batch(
         report = make_report(recorder, workspace, result.job.describe())
         write_json(path.with_suffix(".json"), sidecar(result.job, report))
 
-    with Engine(workspace, recorder, options) as engine:
+    log = progress.log_path(outputs.folder / batch.RESULTS)
+    with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
         entries = batch.run(
             lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
         )

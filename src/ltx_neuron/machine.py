@@ -1,7 +1,7 @@
-"""What this machine has, as far as it decides on a profile: looked up once, when a script
-starts."""
+"""What this machine has, as far as it decides on a profile, and how busy it is."""
 
 import importlib.metadata
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,27 @@ def _cuda_devices() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def load() -> list[str]:
+    """How busy the machine is, a line each: for the log of a run that failed."""
+    lines = [f"load: {' '.join(f'{number:.1f}' for number in os.getloadavg())}, {_cpus()} CPUs"]
+    for path in ("/proc/pressure/cpu", "/proc/pressure/memory", "/proc/pressure/io"):
+        lines += [f"{path}: {line}" for line in _lines_of(path)[:1]]
+    memory = ("MemTotal:", "MemAvailable:", "SwapFree:")
+    return lines + [line for line in _lines_of("/proc/meminfo") if line.startswith(memory)]
+
+
+def _cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _lines_of(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:  # no Linux, or an older one
+        return []
 
 
 def package_version(package: str) -> str | None:

@@ -2,27 +2,31 @@
 
 After every stage the contexts, the latents so far and the noise generator's state are written
 beside the output. A --save-tensors file holds the latents of a finished run: with it the decoding
-alone can be run again.
+alone can be run again. A run that fails also leaves a log there, of why.
 """
 
 import json
+import shlex
 import sys
+import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ltx_neuron import artifacts
+from ltx_neuron import artifacts, machine
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import write_tensors
+from ltx_neuron.files import whole_file, write_tensors
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
 
-SUFFIX = ".resume.safetensors"
+SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".log"
+LOG_TITLE = "ltx-neuron: a run that failed"  # the first line of a log
 _IDENTITY, _GENERATOR = "job", "generator_state"
 _STAGE_TENSORS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")
 _CONTEXTS = ("video_context", "audio_context")
@@ -171,3 +175,38 @@ def keeping_state(path: Path) -> Iterator[None]:
             print(message, file=sys.stderr)
         raise
     path.unlink(missing_ok=True)
+
+
+def log_path(output_path: Path) -> Path:
+    """Where a run that fails to make `output_path` says why."""
+    return output_path.with_suffix(LOG_SUFFIX)
+
+
+@contextmanager
+def logging_failure(path: Path) -> Iterator[None]:
+    """Where the block fails through no mistake of the user's, write to `path` what is known of the
+    failure, and of the machine at that moment. Where all is well, an earlier log goes."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        with suppress(OSError):  # a full disk: the error itself is said all the same
+            _write_log(path, error)
+            print(f"log: {path}", file=sys.stderr)
+        raise
+    path.unlink(missing_ok=True)
+
+
+def _write_log(path: Path, error: Exception) -> None:
+    lines = [
+        LOG_TITLE,
+        time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        f"command: {shlex.join(sys.argv)}",
+        f"error: {type(error).__name__}: {error}",
+        *filter(None, [getattr(error, "details", "")]),
+        *machine.load(),
+        "".join(traceback.format_exception(error)),
+    ]
+    with whole_file(path) as partial:
+        partial.write_text("\n".join(lines))

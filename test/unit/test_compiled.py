@@ -14,7 +14,7 @@ from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from test_attention import block_graph
 from test_torchdist import EQUAL, SOON, TP, make_toy, wanted
 
-from ltx_neuron.backends import compiled, environment, torchdist
+from ltx_neuron.backends import compiled, environment, liveness
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import RankError
@@ -78,7 +78,8 @@ class Slow:
 
 
 def test_a_rank_may_be_late_while_it_compiles_and_not_in_what_was_compiled(toy, monkeypatch):
-    monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(liveness, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(liveness, "HANG_TIMES", 1.0)
     with Ranks(TRACED, TP) as ranks:
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         ranks.put("toy", x=toy.x, table=toy.table)

@@ -5,6 +5,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from helpers import randn, rel, save_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ltx_neuron.backends import torchdist
+from ltx_neuron.backends import liveness, torchdist
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal, finite
@@ -363,13 +364,16 @@ def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explai
 def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
     with ready(toy) as ranks:
         pids = pids_of(ranks)
-        monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
+        monkeypatch.setattr(liveness, "FROZEN_SECONDS", 2.0)
         os.kill(pids[0], signal.SIGSTOP)
         with pytest.raises(
             RankError, match="rank 0 of 2 failed: the process gives no sign of life for 2.0 s"
-        ):
+        ) as error:
             ranks.run("toy", step=1)
         assert_all_end(pids)
+    # What explains it afterwards, for the log.
+    assert re.search(r"rank 0: process \d+, last heartbeat [2-9]\.\d s ago", error.value.details)
+    assert "threads T" in error.value.details and "the host's own gaps" in error.value.details
 
 
 @pytest.mark.parametrize(
@@ -378,7 +382,7 @@ def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
 def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(
     toy, monkeypatch, number, words
 ):
-    monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(liveness, "FROZEN_SECONDS", 2.0)
     with ready(toy) as ranks:
         pids = pids_of(ranks)
         ranks.check()  # of ranks that live, nothing
@@ -393,19 +397,84 @@ def test_a_rank_that_fails_while_it_has_nothing_to_do_is_seen_by_a_check(
 
 def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_run(toy, monkeypatch):
     """It lives, but does not come to the sum."""
-    monkeypatch.setattr(torchdist, "TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(liveness, "HANG_SECONDS", 2.0)
     with ready(toy) as ranks:
         pids = pids_of(ranks)
+        ranks.run("toy", step=1)  # from now on it is known how long that takes
         ours, unread = multiprocessing.Pipe()
         pipe, ranks._pipes[1] = ranks._pipes[1], ours
         with pytest.raises(
             RankError,
-            match="rank 1 of 2 failed: it hangs; the other ranks waited for it in a sum for 2.0 s",
+            match="rank 1 of 2 failed: it hangs; the other ranks have waited for it for 2.0 s",
         ):
             ranks.run("toy", step=1)
         assert_all_end(pids)
         pipe.close()
         unread.close()
+
+
+PAUSED = """
+import sys
+from pathlib import Path
+import torch
+from ltx_neuron.backends import liveness
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.profiles import PROFILES
+
+liveness.FROZEN_SECONDS = liveness.HANG_SECONDS = 1.0
+weights, graphs = map(Path, sys.argv[1:])
+with Ranks(PROFILES["cpu"], 2) as ranks:
+    ranks.load(weights, {"toy": Manifest(graphs)}, torch.float32)
+    ranks.put("toy", x=torch.zeros(1, 4, 256), table=torch.zeros(1, 4, 256))
+    print("ready", flush=True)
+    for step in range(1000):
+        ranks.run("toy", step=step)
+        ranks.check()
+        if step == 200:
+            print("runs", flush=True)
+print("done", flush=True)
+"""
+
+
+def test_a_job_that_is_paused_and_continued_goes_on(toy, tmp_path):
+    """Ctrl-Z and fg, a paused container, a stalled machine; and a script that has no guard for its
+    main module."""
+    (tmp_path / "host.py").write_text(PAUSED)
+    graphs = toy.programs["toy"].folder
+    host = subprocess.Popen(
+        [sys.executable, tmp_path / "host.py", toy.folders[1], graphs],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        start_new_session=True,
+    )
+    for line in ("ready\n", "runs\n"):
+        assert host.stdout.readline() == line
+        os.killpg(host.pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        os.killpg(host.pid, signal.SIGCONT)
+    said, _ = host.communicate(timeout=SOON * 3)
+    assert (host.returncode, said) == (0, "done\n")
+
+
+def test_a_rank_that_cannot_be_started_is_said_in_a_sentence(monkeypatch):
+    def refuse(*_):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr("multiprocessing.forkserver.connect_to_new_process", refuse)
+    with pytest.raises(
+        RankError, match="rank 0 of 2 could not be started: (?s:.*)killed the process"
+    ):
+        Ranks(PROFILES["cpu"], TP)
+
+
+def test_an_interface_that_is_not_there_does_not_matter(monkeypatch, toy):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with ready(toy) as ranks:
+        ranks.run("toy", step=1)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "nosuch0"
 
 
 HOST = """

@@ -23,6 +23,10 @@ def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
     """Everything a rank adds to the host's environment. `cache` is where compilers keep what they
     made."""
     variables = dict(profile.environment)
+    # gloo connects the host's side of all ranks, which are on one machine: neither a host name that
+    # does not resolve nor another interface that the user's environment names matters.
+    if os.path.exists("/sys/class/net/lo"):
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
     # torch makes this folder whether it compiles or not.
     if cache is not None and profile.compile_backend != "export":
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute() / "inductor")

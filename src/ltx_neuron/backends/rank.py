@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ltx_neuron.backends import compiled, wire
 from ltx_neuron.backends.export import GROUP
+from ltx_neuron.backends.liveness import Pulse
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import finite, latents_among, part_of, tensors_digest, whole_shape
 from ltx_neuron.backends.wire import RankSettings, SharedTensor
@@ -32,6 +34,9 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 _HEARTBEAT_SECONDS = 0.5
 _CLOSING_SECONDS = 0.1  # within which the system closes everything of a killed process
+# For ranks to meet, and in a sum: none that counts. The host judges its ranks (liveness.Watch),
+# because a clock in a rank runs on while its machine is paused.
+_COLLECTIVE_TIMEOUT = timedelta(days=365)
 
 
 class Call(NamedTuple):
@@ -55,8 +60,8 @@ class Rank:
     Nothing but copies and compiled graphs runs on the device: whatever is made, cut or looked at
     is so on the host.
 
-    barrier      waits until every rank has called it
-    set_timeout  sets how long a collective may wait, in seconds
+    barrier   waits until every rank has called it
+    launched  called after every launch of a graph
     """
 
     def __init__(
@@ -64,11 +69,11 @@ class Rank:
         settings: RankSettings,
         device: torch.device,
         barrier: Callable[[], None],
-        set_timeout: Callable[[float], None],
+        launched: Callable[[], None],
     ):
         self.settings, self.device = settings, device
         self.rank, self.tp = settings.rank, settings.tp
-        self._barrier, self._set_timeout, self._timeout = barrier, set_timeout, None
+        self._barrier, self._launched = barrier, launched
         self._synchronize = torch.get_device_module(device).synchronize
         # Graphs hold no weights and survive unload: a model that comes again compiles nothing.
         self._graphs: dict[tuple[str, str, str], Callable] = {}
@@ -184,7 +189,6 @@ class Rank:
             for run, reads, writes in runs
             for call in self.calls[program][run]
         ]
-        self._limit_collectives(all(_is_compiled(call.graph) for call, _, _ in launches))
         self._synchronize()
         start = time.perf_counter()
         for number, (call, reads, writes) in enumerate(launches, 1):
@@ -200,15 +204,8 @@ class Rank:
         not_finite = [name for name in latents if not finite(self.tensors[name].cpu())]
         return {"milliseconds": milliseconds, "not_finite": not_finite}
 
-    def _limit_collectives(self, all_compiled: bool) -> None:
-        """Set how late another rank may be: long where it may still compile, else short."""
-        settings = self.settings
-        seconds = settings.timeout_seconds if all_compiled else settings.compile_seconds
-        if seconds != self._timeout:
-            self._set_timeout(seconds)
-            self._timeout = seconds
-
     def _after_launch(self, number: int, first_time: bool) -> None:
+        self._launched()
         drain = self.settings.drain_every
         # The queue of a device may be full after so many launches.
         if first_time or drain and number % drain == 0:
@@ -259,22 +256,24 @@ def _is_compiled(graph: Callable) -> bool:
     return getattr(graph, "warm", True)
 
 
-def serve(pipe: connection.Connection, settings: RankSettings, heartbeats) -> None:
+def serve(pipe: connection.Connection, settings: RankSettings, pulse: Pulse) -> None:
     """A rank process: join the group, then answer commands until the host closes the pipe. An error
     is the last answer. Never returns."""
     # Ctrl-C reaches every process of a terminal; it is the host that ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(settings.store).parent
-    threading.Thread(target=_beat, args=(heartbeats, settings.rank, folder), daemon=True).start()
+    threading.Thread(target=_beat, args=(pulse, settings.rank, folder), daemon=True).start()
+    advance = partial(pulse.advance, settings.rank)
     try:
         os.environ.update(settings.environment)  # a fork server's children do not have it yet
         torch.set_num_threads(settings.threads)
-        barrier, set_timeout = _join_group(settings)
-        rank = Rank(settings, _device(settings), barrier, set_timeout)
+        barrier = _join_group(settings)
+        rank = Rank(settings, _device(settings), barrier, advance)
         pipe.send_bytes(wire.encode_answer({}))
         with torch.no_grad():
             while True:
                 op, arguments = wire.decode_command(pipe.recv_bytes())
+                advance()
                 pipe.send_bytes(wire.encode_answer(getattr(rank, op)(**arguments)))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         # The host is done, or is ending the run, or was killed: then it cannot remove its folder.
@@ -286,7 +285,7 @@ def serve(pipe: connection.Connection, settings: RankSettings, heartbeats) -> No
         os._exit(0)  # gloo's threads may wait for a rank that is gone
 
 
-def _beat(heartbeats, rank: int, folder: Path) -> None:
+def _beat(pulse: Pulse, rank: int, folder: Path) -> None:
     """Show the host that this process lives; end it when the host's has ended, in whatever way,
     and remove the host's temporary folder.
 
@@ -294,24 +293,23 @@ def _beat(heartbeats, rank: int, folder: Path) -> None:
     machine hangs, shows nothing.
     """
     host = parent_process().sentinel
-    heartbeats[rank] = time.monotonic()
+    pulse.beat(rank)
     while not connection.wait([host], timeout=_HEARTBEAT_SECONDS):
-        heartbeats[rank] = time.monotonic()
+        pulse.beat(rank)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def _join_group(settings: RankSettings) -> tuple[Callable[[], None], Callable[[float], None]]:
-    """Join the process group; returns Rank's `barrier` and `set_timeout`."""
+def _join_group(settings: RankSettings) -> Callable[[], None]:
+    """Join the process group; returns Rank's `barrier`."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     dist.init_process_group(
         settings.process_group,
         store=dist.FileStore(settings.store, settings.tp),
         rank=settings.rank,
         world_size=settings.tp,
-        timeout=timedelta(seconds=wire.START_SECONDS),
+        timeout=_COLLECTIVE_TIMEOUT,
     )
     if dist.group.WORLD.group_name != GROUP:
         raise RuntimeError(
@@ -319,16 +317,12 @@ def _join_group(settings: RankSettings) -> tuple[Callable[[], None], Callable[[f
             f" {GROUP!r}"
         )
     # The device's group carries tensors of the device alone: the host's side has one of its own.
-    host = dist.new_group(backend="gloo", timeout=timedelta(seconds=wire.START_SECONDS))
+    host = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
 
     def barrier() -> None:
         dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
 
-    def set_timeout(seconds: float) -> None:
-        for group in (dist.group.WORLD, host):
-            _set_pg_timeout(timedelta(seconds=seconds), group)
-
-    return barrier, set_timeout
+    return barrier
 
 
 def _device(settings: RankSettings) -> torch.device:

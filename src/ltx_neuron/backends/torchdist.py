@@ -6,11 +6,13 @@ counted. Running a program touches only tensors that the ranks hold, so a denois
 host one command with the step's number.
 """
 
-import os
 import signal
+import sys
 import tempfile
+import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import inf
 from multiprocessing import connection, get_context
@@ -20,12 +22,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends import compiled, environment, ranks
+from ltx_neuron.backends import compiled, environment, liveness, ranks
+from ltx_neuron.backends.liveness import Pulse, Watch
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.rank import serve
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
 from ltx_neuron.backends.wire import (
-    START_SECONDS,
     Blame,
     Failure,
     RankSettings,
@@ -36,17 +38,17 @@ from ltx_neuron.backends.wire import (
 from ltx_neuron.errors import RunError
 from ltx_neuron.profiles import Profile
 
-# How long a rank may be without a heartbeat, or keep the others waiting in a collective.
-TIMEOUT_SECONDS = 8.0
-# The same for collectives where ranks compile what they run: one may be much later than another.
-_COMPILE_SECONDS = 1800.0
-_POLL_SECONDS = 0.5  # between two looks at the heartbeats
+# How long ranks may do nothing while they load, compile, or run what they have never run: the work
+# may be a compiler's, or a file system's behind a network.
+_FIRST_SECONDS = 1800.0
+_POLL_SECONDS = 0.5  # between two looks at the ranks
 _GRACE_SECONDS = 1.0  # after the first failure: how long the others may take to say what they know
 _LEAVE_SECONDS = 2.0  # how long ranks may take to end by themselves
 _KILLED_BY = {
     signal.SIGKILL: ": by somebody, or by the system because memory ran out (dmesg says so)",
     signal.SIGBUS: ": its weight file was cut short, or its disk failed, while it was in use",
 }
+_starting = threading.Lock()  # what a child inherits is set for the whole process
 
 
 def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> RankSettings:
@@ -72,7 +74,7 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
         settings.environment["TORCH_NEURONX_COMPILE_ONLY"] = "1"
     arguments = [str(folder) for folder in folders], settings
     process = get_context("spawn").Process(target=compiled.compile_only, args=arguments)
-    with environment.added(settings.environment):
+    with _inherited(settings.environment):
         process.start()
     process.join()
     if process.exitcode:
@@ -82,11 +84,30 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
         )
 
 
+@contextmanager
+def _inherited(variables: dict[str, str]) -> Iterator[None]:
+    """What the children that are started meanwhile get: more variables, and not the user's script.
+
+    multiprocessing has each child import the main module, which without `if __name__ ==
+    "__main__":` would start all over again. Ranks need nothing of it.
+    """
+    main = sys.modules["__main__"]
+    named = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    with _starting, environment.added(variables):
+        vars(main).pop("__file__", None)
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            vars(main).update(named)
+
+
 class Ranks(ranks.Ranks):
     """The rank processes of one run, started. cache: where ranks keep what they compile.
 
-    A rank that dies, freezes or keeps the others waiting in a collective ends the run within 10 s,
-    with RankError (RankRefusal where the user can mend it), and leaves no process.
+    A rank that dies or freezes ends the run within 10 s, with RankError (RankRefusal where the
+    user can mend it), and leaves no process. So does, later, one that lives but keeps the others
+    waiting. A rank that is only slow, because its machine is busy or was paused, does not.
     """
 
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
@@ -95,19 +116,18 @@ class Ranks(ranks.Ranks):
         self._store = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
         self._pipes: list[connection.Connection] = []
         self._processes = []
+        self._took: dict[tuple[str, str], float] = {}  # seconds of each sequence's last run
         context = get_context(profile.start_method)
         # Ranks are forked from a server that has imported torch once for all of them.
         if profile.start_method == "forkserver":
             context.set_forkserver_preload(
                 ["ltx_neuron.backends.rank", "torch._export.serde.serialize"]
             )
-        # gloo connects the hosts of all devices; a host name that does not resolve must not matter.
-        if os.path.exists("/sys/class/net/lo"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._heartbeats = context.RawArray("d", tp)
+        self._pulse = Pulse(context, tp)
         try:
             self._start(context, profile)
-            self._gather()
+            self._watch = Watch([process.pid for process in self._processes], self._pulse)
+            self._gather(liveness.START_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -119,22 +139,26 @@ class Ranks(ranks.Ranks):
             settings = replace(
                 rank_settings(profile, self.tp, rank, self._cache),
                 store=f"{self._store.name}/store",
-                timeout_seconds=TIMEOUT_SECONDS,
-                compile_seconds=_COMPILE_SECONDS,
             )
             process = context.Process(
                 target=serve,
-                args=(rank_end, settings, self._heartbeats),
+                args=(rank_end, settings, self._pulse),
                 daemon=True,
                 name=f"ltx-rank{rank}",
             )
-            # The first heartbeat may be late by the time that importing torch takes.
-            self._heartbeats[rank] = time.monotonic() + START_SECONDS - TIMEOUT_SECONDS
-            # A spawned process imports torch before `serve` can set anything.
-            with environment.added(settings.environment):
-                process.start()
-            rank_end.close()  # or the end of the rank would not be seen on the host's end
             self._pipes.append(host_end)
+            try:
+                # A spawned process imports torch before `serve` can set anything.
+                with _inherited(settings.environment):
+                    process.start()
+            except (OSError, EOFError) as error:  # the fork server is gone, or no process is left
+                raise RankError(
+                    f"rank {rank} of {self.tp} could not be started: {type(error).__name__}"
+                    f" {error}\nSomebody killed the process that starts ranks, or memory ran out"
+                    " (dmesg says so); type the same again"
+                ) from None
+            finally:
+                rank_end.close()  # or the end of the rank would not be seen on the host's end
             self._processes.append(process)
 
     def close(self) -> None:
@@ -152,7 +176,9 @@ class Ranks(ranks.Ranks):
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
         self.programs |= programs
+        self._took.clear()  # the next runs page new weights in
         self._call(
+            _FIRST_SECONDS,
             op="load",
             weights=str(weights),
             wanted=ranks.weights_of(programs),
@@ -161,11 +187,12 @@ class Ranks(ranks.Ranks):
         )
 
     def replace_weights(self, weights: Path) -> None:
-        self._call(op="replace_weights", weights=str(weights))
+        self._took.clear()
+        self._call(_FIRST_SECONDS, op="replace_weights", weights=str(weights))
 
     def unload(self) -> None:
         self.programs.clear()
-        self._call(op="unload")
+        self._call(self._patience(), op="unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         # One command for all of them: a round trip to every rank costs more than a small tensor.
@@ -182,13 +209,21 @@ class Ranks(ranks.Ranks):
                 uploads.append(
                     {"name": name, "like": like_field, "memory": shared.name, "shape": shape}
                 )
-            self._call(op="put", program=program, uploads=uploads)
+            self._call(self._patience(), op="put", program=program, uploads=uploads)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
-        self._call(op="define", program=program, sequence=sequence, runs=runs)
+        self._call(self._patience(), op="define", program=program, sequence=sequence, runs=runs)
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        answers = self._call(op="run", program=program, sequence=sequence, numbers=numbers)
+        began = time.monotonic()
+        answers = self._call(
+            self._patience((program, sequence)),
+            op="run",
+            program=program,
+            sequence=sequence,
+            numbers=numbers,
+        )
+        self._took[program, sequence] = time.monotonic() - began
         if names := sorted({name for answer in answers for name in answer["not_finite"]}):
             raise NotFiniteError(names)
         return max(answer["milliseconds"] for answer in answers)
@@ -196,27 +231,37 @@ class Ranks(ranks.Ranks):
     def get(self, program: str, name: str) -> Tensor:
         field = self.programs[program].fields[name]
         with SharedTensor(ranks.whole_shape(field, self.tp), field.dtype) as shared:
-            self._call(op="get", program=program, name=name, memory=shared.name)
+            self._call(self._patience(), op="get", program=program, name=name, memory=shared.name)
             return shared.tensor.clone()
 
     def hashes(self, *names: str) -> list[str]:
-        return [answer["hash"] for answer in self._call(op="hash", names=names)]
+        return [answer["hash"] for answer in self._call(self._patience(), op="hash", names=names)]
 
     def compiled_graphs(self) -> int:
         """Graphs that torch.compile made for the programs so far; every rank has as many."""
-        (count,) = {answer["count"] for answer in self._call(op="compiled_graphs")}
+        answers = self._call(self._patience(), op="compiled_graphs")
+        (count,) = {answer["count"] for answer in answers}
         return count
 
     def check(self) -> None:
+        self._watch.look()
         failures = {}
         for rank, process in enumerate(self._processes):
             failure = self._frozen(rank) if process.is_alive() else self._receive(rank)
             if isinstance(failure, Failure):
                 failures[rank] = failure
         if failures:
-            self._fail(failures, silent=set())
+            self._fail(failures)
 
-    def _call(self, **command) -> list[dict]:
+    def _patience(self, run: tuple[str, str] | None = None) -> float:
+        """How many seconds all ranks may do nothing before they are taken for hanging, in a `run`
+        of a sequence or between runs."""
+        if run and run not in self._took:
+            return _FIRST_SECONDS
+        longest = self._took[run] if run else max(self._took.values(), default=0.0)
+        return max(liveness.HANG_SECONDS, liveness.HANG_TIMES * longest)
+
+    def _call(self, patience: float, **command) -> list[dict]:
         """Have every rank call the method `op` of Rank; returns what each returned."""
         line = encode_command(**command)
         for pipe in self._pipes:
@@ -225,11 +270,12 @@ class Ranks(ranks.Ranks):
             except (BrokenPipeError, ConnectionResetError):
                 break  # that rank is gone: _gather says why
             self.bytes_sent += len(line)
-        return self._gather()
+        return self._gather(patience)
 
-    def _gather(self) -> list[dict]:
+    def _gather(self, patience: float) -> list[dict]:
         """Every rank's answer. The first failure ends all ranks: the others would wait for it for
-        ever."""
+        ever. patience: how long all of them may do nothing."""
+        self._watch.begin()
         answers: dict[int, dict] = {}
         failures: dict[int, Failure] = {}
         waiting, deadline = set(range(self.tp)), inf
@@ -237,21 +283,26 @@ class Ranks(ranks.Ranks):
             pipes = [self._pipes[rank] for rank in waiting]
             ends = [self._processes[rank].sentinel for rank in waiting]
             ready = connection.wait([*pipes, *ends], timeout=_POLL_SECONDS)
+            looked = not ready  # while answers arrive nobody is slow
+            if looked:
+                self._watch.look()
             for rank in sorted(waiting):
                 if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
                     answer = self._receive(rank)
                 else:
-                    answer = self._frozen(rank)
+                    answer = self._frozen(rank) if looked else None
                 if isinstance(answer, Failure):
                     failures[rank] = answer
                 elif answer is not None:
                     answers[rank] = answer
+            if looked and not failures and (hanging := self._watch.hanging(waiting, patience)):
+                failures[hanging[0]] = Failure(hanging[1], Blame.FROZEN)
             waiting -= {*answers, *failures}
             # The first failure to arrive need not be the first that happened.
             if failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
-            self._fail(failures, silent=waiting)
+            self._fail(failures)
         return [answers[rank] for rank in range(self.tp)]
 
     def _receive(self, rank: int) -> dict | Failure:
@@ -268,22 +319,22 @@ class Ranks(ranks.Ranks):
             return Failure(f"the process {ended}", Blame.ENDED)
 
     def _frozen(self, rank: int) -> Failure | None:
-        """What is wrong with a rank whose last heartbeat is too long ago."""
-        if time.monotonic() - self._heartbeats[rank] <= TIMEOUT_SECONDS:
-            return None
-        text = f"the process gives no sign of life for {TIMEOUT_SECONDS} s"
-        return Failure(text, Blame.FROZEN)
+        """What is wrong with a rank whose last sign of life is too long ago."""
+        text = self._watch.frozen(rank)
+        return text and Failure(text, Blame.FROZEN)
 
-    def _fail(self, failures: dict[int, Failure], silent: set[int]) -> NoReturn:
-        """End all ranks and raise the error of the one that failed first.
-
-        silent  ranks that have not answered: if all failures only lost a peer, it is one of these
-        """
+    def _fail(self, failures: dict[int, Failure]) -> NoReturn:
+        """End all ranks and raise the error of the one that failed first."""
+        seen = self._watch.describe()
         for process in self._processes:
             process.kill()
         rank = min(failures, key=lambda rank: (failures[rank].blame, rank))
-        text, kind = failures[rank].error, RankRefusal if failures[rank].refusal else RankError
-        if failures[rank].blame is Blame.LOST_PEER and silent:
-            rank, kind = min(silent), RankError
-            text = f"it hangs; the other ranks waited for it in a sum for {TIMEOUT_SECONDS} s"
-        raise kind(f"rank {rank} of {self.tp} failed: {text}")
+        kind = RankRefusal if failures[rank].refusal else RankError
+        error = kind(f"rank {rank} of {self.tp} failed: {failures[rank].error}")
+        others = [
+            f"rank {other} failed as well: {failure.error}"
+            for other, failure in failures.items()
+            if other != rank
+        ]
+        error.details = "\n".join([seen, *others])
+        raise error

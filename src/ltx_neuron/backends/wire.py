@@ -4,7 +4,7 @@ read it with what is here.
 host to rank  a command, one JSON line on a pipe: {"op": method of Rank, its arguments}
 rank to host  {"result": what the method returned}, or {"failure": ...}, after which the rank ends
 tensors       in shared memory that the host makes and a command names
-heartbeats    an array of doubles, one a rank: time.monotonic() when it last showed that it lives
+signs of life  in shared memory: liveness.Pulse
 """
 
 import json
@@ -20,9 +20,6 @@ import torch
 from ltx_neuron.backends.neuron_errors import failure
 from ltx_neuron.errors import UserError
 
-# Until a process has imported torch and met the others: slow on a busy machine.
-START_SECONDS = 120.0
-
 
 @dataclass(frozen=True)
 class RankSettings:
@@ -32,8 +29,6 @@ class RankSettings:
     drain_every      launches after which a rank waits for its device; 0 never
     environment      variables that must be set before torch is imported
     store            the file over which the process group meets, in the run's temporary folder
-    timeout_seconds  how long a rank may keep the others waiting in a collective
-    compile_seconds  the same where one may still compile what it runs
     """
 
     rank: int
@@ -46,8 +41,6 @@ class RankSettings:
     threads: int
     environment: dict[str, str]
     store: str = ""
-    timeout_seconds: float = 0.0
-    compile_seconds: float = 0.0
 
 
 class SharedTensor:
@@ -82,7 +75,7 @@ class Blame(IntEnum):
 
     ENDED = 0  # its process is gone
     RAISED = 1  # an error of its own
-    FROZEN = 2  # no heartbeat
+    FROZEN = 2  # no sign of life, or no work
     LOST_PEER = 3  # it only lost another rank in a collective
 
 
@@ -96,20 +89,17 @@ class Failure:
 
 
 # What gloo says to a rank that lost another one; its own error is not the cause.
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "Broken pipe",
-)
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def failure_of(error: BaseException, device: str) -> Failure:
     """A rank's error as the host reports it: in words where they say all, else its traceback."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER):
+        text = f"it lost its connection to another rank: {str(error).splitlines()[0]}"
+        return Failure(text, Blame.LOST_PEER)
     refusal, known = isinstance(error, UserError), failure(error) if device == "neuron" else None
     text = str(known or error) if known or refusal else "".join(traceback.format_exception(error))
-    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
-    return Failure(text, Blame.LOST_PEER if lost else Blame.RAISED, refusal)
+    return Failure(text, Blame.RAISED, refusal)
 
 
 def encode_command(op: str, **arguments) -> bytes:

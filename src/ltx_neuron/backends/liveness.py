@@ -1,0 +1,172 @@
+"""Whether rank processes live: what they show themselves (Pulse), what the system shows of them
+(ProcessState), and the host's judgement of both (Watch).
+
+A busy or a paused machine must not look like a broken rank. So a rank is frozen only while the
+system shows that it neither computes nor waits for a CPU or a disk, and time counts only while the
+host itself runs: a pause of the whole job (Ctrl-Z, a paused container, a stalled virtual machine)
+is no time at all.
+"""
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+# How long a rank may show no sign of life.
+FROZEN_SECONDS = 6.0
+# How long ranks that live may do nothing although they were asked to, where it is known how long
+# that takes; and how often longer than the last time.
+HANG_SECONDS, HANG_TIMES = 30.0, 10.0
+# Until a process has imported torch and met the others.
+START_SECONDS = 120.0
+# More time than this between two looks is the host's own gap: it was paused, or had other work.
+GAP_SECONDS = 2.0
+_GAPS_KEPT = 20
+# CPU time between two looks that is work: an idle rank's threads for heartbeats and for the network
+# use a hundredth of it.
+_WORK_SECONDS = 0.02
+
+
+class Pulse:
+    """What rank processes show the host, in memory that they share.
+
+    beats     time.monotonic() of each rank's last heartbeat; 0 before its first
+    progress  how many commands and launches of graphs each rank has done
+    """
+
+    def __init__(self, context, tp: int):
+        self.beats = context.RawArray("d", tp)
+        self.progress = context.RawArray("q", tp)
+
+    def beat(self, rank: int) -> None:
+        self.beats[rank] = time.monotonic()
+
+    def advance(self, rank: int) -> None:
+        self.progress[rank] += 1
+
+
+class ProcessState(NamedTuple):
+    """What the system shows of a process.
+
+    seconds  of CPU time that its threads have used
+    states   of its threads, as proc(5) has them: R computes or waits for a CPU, D waits for a disk,
+             S sleeps, T is stopped. Empty where there is no such process, or no /proc
+    """
+
+    seconds: float = 0.0
+    states: frozenset[str] = frozenset()
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.states) and self.states <= {"T", "t"}
+
+
+def process_state(pid: int) -> ProcessState:
+    states, ticks = set(), 0
+    tasks = Path(f"/proc/{pid}/task")
+    for thread in tasks.iterdir() if tasks.is_dir() else ():
+        try:
+            fields = (thread / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # a thread that has just ended
+        states.add(fields[0])
+        ticks += int(fields[11]) + int(fields[12])  # in user mode and in the system
+    return ProcessState(ticks / os.sysconf("SC_CLK_TCK"), frozenset(states))
+
+
+@dataclass
+class _Signs:
+    """The last signs of a rank that were seen, and when: on the watch's clock.
+
+    alive_at  a heartbeat, or work
+    work_at   work: CPU time, a disk or a CPU that it waits for, or progress
+    """
+
+    alive_at: float = 0.0
+    work_at: float = 0.0
+    beat: float = 0.0
+    progress: int = 0
+    state: ProcessState = ProcessState()
+
+    def update(self, clock: float, beat: float, progress: int, state: ProcessState) -> None:
+        # Seen twice: the short-lived threads' work of a rank that only waits may be met once.
+        runs = "R" in state.states & self.state.states
+        used = state.seconds - self.state.seconds >= _WORK_SECONDS
+        if runs or used or "D" in state.states or progress != self.progress:
+            self.work_at = self.alive_at = clock
+        if beat != self.beat:
+            self.alive_at = clock
+        self.beat, self.progress, self.state = beat, progress, state
+
+
+class Watch:
+    """The host's judgement of its rank processes. It knows what it has seen in `look`.
+
+    clock  seconds in which the host looked; a gap of its own counts as GAP_SECONDS
+    """
+
+    def __init__(self, pids: list[int], pulse: Pulse):
+        self.pids, self.pulse = pids, pulse
+        self.clock, self._looked = 0.0, time.monotonic()
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
+        self._signs = [_Signs() for _ in pids]
+
+    def begin(self) -> None:
+        """Begin to wait for the ranks: what they did not do before is no fault of theirs."""
+        self._looked = time.monotonic()
+        for signs in self._signs:
+            signs.work_at = self.clock
+
+    def look(self) -> None:
+        now = time.monotonic()
+        elapsed, self._looked = now - self._looked, now
+        if elapsed > GAP_SECONDS:
+            self._gaps.append((time.time(), elapsed))
+        self.clock += min(elapsed, GAP_SECONDS)
+        for rank, (pid, signs) in enumerate(zip(self.pids, self._signs, strict=True)):
+            beat, progress = self.pulse.beats[rank], self.pulse.progress[rank]
+            signs.update(self.clock, beat, progress, process_state(pid))
+
+    def frozen(self, rank: int) -> str | None:
+        """What is wrong with a rank that has shown no sign of life for too long."""
+        signs = self._signs[rank]
+        # A process that imports torch cannot beat yet.
+        limit = FROZEN_SECONDS if signs.beat or signs.state.stopped else START_SECONDS
+        if self.clock - signs.alive_at <= limit:
+            return None
+        text = f"the process gives no sign of life for {limit} s"
+        if signs.state.stopped:
+            text += "; somebody has stopped it (SIGSTOP)"
+        return text
+
+    def hanging(self, ranks: set[int], patience: float) -> tuple[int, str] | None:
+        """The rank for which all of these wait, where none has worked for `patience` seconds."""
+        if any(self.clock - self._signs[rank].work_at <= patience for rank in ranks):
+            return None
+        progress = self.pulse.progress
+        rank = min(ranks, key=lambda rank: (progress[rank], rank))
+        if all(progress[other] == progress[rank] for other in range(len(self.pids))):
+            return rank, f"it hangs, as all ranks do: none has done anything for {patience} s"
+        return rank, f"it hangs; the other ranks have waited for it for {patience} s"
+
+    def describe(self) -> str:
+        """What was seen last, for a log."""
+        now, lines = time.monotonic(), []
+        for rank, (pid, signs) in enumerate(zip(self.pids, self._signs, strict=True)):
+            beat = self.pulse.beats[rank]
+            lines.append(
+                f"rank {rank}: process {pid}, last heartbeat"
+                f" {f'{now - beat:.1f} s ago' if beat else 'none'}, last sign of life"
+                f" {self.clock - signs.alive_at:.1f} s ago, last work"
+                f" {self.clock - signs.work_at:.1f} s ago, {self.pulse.progress[rank]} commands and"
+                f" launches, {signs.state.seconds:.1f} s of CPU, threads"
+                f" {''.join(sorted(signs.state.states)) or 'unknown'}"
+            )
+        gaps = ", ".join(
+            f"{seconds:.1f} s until {time.strftime('%H:%M:%S', time.localtime(until))}"
+            for until, seconds in self._gaps
+        )
+        lines.append(f"the host's own gaps: {gaps or 'none'}")
+        return "\n".join(lines)

@@ -1,0 +1,135 @@
+"""A rank that is broken is told from one that is slow because its machine is busy or was paused."""
+
+import subprocess
+import sys
+import time
+from multiprocessing import get_context
+
+import pytest
+
+from ltx_neuron.backends import liveness
+from ltx_neuron.backends.liveness import ProcessState, Pulse, Watch, process_state
+
+LIMIT, LOOK = 0.6, 0.05  # seconds; a rank may show nothing for LIMIT
+BUSY = "while True: pass"  # as in a computation that keeps the interpreter's lock: no heartbeat
+IDLE = "import time; time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch):
+    monkeypatch.setattr(liveness, "FROZEN_SECONDS", LIMIT)
+    monkeypatch.setattr(liveness, "GAP_SECONDS", 4 * LOOK)
+
+
+@pytest.fixture
+def watched():
+    """watched(code, ...) watches Python processes that run the code, as ranks that have beaten
+    once."""
+    processes = []
+
+    def watch(*codes: str) -> tuple[Watch, Pulse]:
+        processes.extend(subprocess.Popen([sys.executable, "-Sc", code]) for code in codes)
+        time.sleep(0.5)  # they begin
+        pulse = Pulse(get_context("spawn"), len(codes))
+        for rank in range(len(codes)):
+            pulse.beat(rank)
+        return Watch([process.pid for process in processes], pulse), pulse
+
+    yield watch
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def look_for(watch: Watch, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        watch.look()
+        time.sleep(LOOK)
+
+
+def test_a_rank_that_shows_nothing_is_frozen(watched):
+    watch, _ = watched(IDLE)
+    look_for(watch, LIMIT / 2)
+    assert watch.frozen(0) is None
+    look_for(watch, LIMIT)
+    assert watch.frozen(0) == f"the process gives no sign of life for {LIMIT} s"
+
+
+def test_a_rank_without_heartbeat_that_computes_is_not_frozen(watched):
+    watch, _ = watched(BUSY)
+    look_for(watch, 3 * LIMIT)
+    assert watch.frozen(0) is None
+
+
+def test_a_stopped_rank_is_frozen_even_while_it_starts(watched):
+    watch, pulse = watched(BUSY)
+    pulse.beats[0] = 0.0
+    subprocess.run(["kill", "-STOP", str(watch.pids[0])], check=True)
+    look_for(watch, 2 * LIMIT)
+    assert "somebody has stopped it (SIGSTOP)" in watch.frozen(0)
+
+
+def test_a_rank_that_has_not_beaten_yet_may_take_longer(watched):
+    watch, pulse = watched(IDLE)
+    pulse.beats[0] = 0.0
+    look_for(watch, 2 * LIMIT)
+    assert watch.frozen(0) is None
+
+
+def test_a_gap_of_the_host_counts_for_no_rank_and_is_told(watched):
+    watch, _ = watched(IDLE)
+    watch.look()
+    time.sleep(2 * LIMIT)  # as if the machine had been paused
+    watch.look()
+    assert watch.frozen(0) is None
+    assert "the host's own gaps: 1." in watch.describe()
+    look_for(watch, 2 * LIMIT)
+    assert watch.frozen(0)
+
+
+def test_a_rank_that_waits_for_a_cpu_or_a_disk_is_not_frozen(watched, monkeypatch):
+    """As under eight busy loops at a better priority, which a test cannot rely on."""
+    watch, _ = watched(IDLE)
+    for state in ("R", "D"):
+        states = ProcessState(0.0, frozenset({"S", state}))
+        monkeypatch.setattr(liveness, "process_state", lambda pid, states=states: states)
+        look_for(watch, 2 * LIMIT)
+        assert watch.frozen(0) is None
+
+
+def test_of_ranks_that_hang_the_one_that_has_done_least_is_named(watched):
+    watch, pulse = watched(IDLE, IDLE)
+    watch.begin()
+    pulse.advance(0)
+    look_for(watch, LIMIT / 2)
+    assert watch.hanging({0, 1}, LIMIT) is None
+    look_for(watch, LIMIT)
+    assert watch.hanging({0, 1}, LIMIT) == (
+        1,
+        f"it hangs; the other ranks have waited for it for {LIMIT} s",
+    )
+
+
+def test_ranks_do_not_hang_while_one_of_them_works(watched):
+    watch, _ = watched(IDLE, BUSY)
+    watch.begin()
+    look_for(watch, 2 * LIMIT)
+    assert watch.hanging({0, 1}, LIMIT) is None
+    assert watch.hanging({0}, LIMIT) == (
+        0,
+        f"it hangs, as all ranks do: none has done anything for {LIMIT} s",
+    )
+
+
+def test_what_the_host_did_between_two_commands_is_no_hang(watched):
+    watch, _ = watched(IDLE)
+    look_for(watch, 2 * LIMIT)
+    watch.begin()
+    assert watch.hanging({0}, LIMIT) is None
+
+
+def test_a_process_that_is_gone_has_no_state():
+    process = subprocess.Popen([sys.executable, "-Sc", ""])
+    process.wait()
+    assert process_state(process.pid) == ProcessState()
