@@ -188,10 +188,10 @@ def logging_failure(path: Path) -> Iterator[None]:
     failure, and of the machine at that moment. Where all is well, an earlier log goes."""
     try:
         yield
-    except UserError:
+    except (UserError, OSError):  # a full disk is the user's to mend as well
         raise
     except Exception as error:
-        with suppress(OSError):  # a full disk: the error itself is said all the same
+        with suppress(OSError):  # the error itself is said all the same
             _write_log(path, error)
             print(f"log: {path}", file=sys.stderr)
         raise

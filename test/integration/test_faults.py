@@ -16,7 +16,7 @@ from conftest import ROOT, words
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
-from ltx_neuron.progress import SUFFIX, restore_state
+from ltx_neuron.progress import LOG_SUFFIX, LOG_TITLE, SUFFIX, restore_state
 
 pytestmark = pytest.mark.slow
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
@@ -100,6 +100,7 @@ def ended(pids: list[int]) -> bool:
 
 
 STAGE_2 = r"stage_2:\s+33%"
+PAUSE = 12  # seconds: longer than any rank may show no sign of life
 
 
 def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(made, tmp_path):
@@ -114,11 +115,35 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
     )
     assert "Traceback" not in said and "the same command with --resume" in said
     assert ended(ranks)
-    assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fox" + LOG_SUFFIX, "fox" + SUFFIX]
+    log = (tmp_path / ("fox" + LOG_SUFFIX)).read_text()
+    assert log.startswith(LOG_TITLE) and "rank 2 of 4 failed: the process was killed" in log
+    for rank in range(4):
+        assert re.search(rf"rank {rank}: process {ranks[rank]}, last heartbeat \d\.\d s ago", log)
+    assert "the host's own gaps" in log and re.search(r"load: [\d. ]+, \d+ CPUs", log)
     resumed = run(made.command(tmp_path, "--resume"))
     assert "stage_2 is left" in resumed.stdout and "stage_1:" not in resumed.stderr
     assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
-    assert not (tmp_path / ("fox" + SUFFIX)).exists()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"fox.mp4", "fox.json"}
+
+
+def test_a_run_that_is_paused_goes_on_and_makes_the_same_bytes(made, tmp_path):
+    """Ctrl-Z in the steps, and fg."""
+    command = made.command(tmp_path)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    said = b""
+    while not re.search(STAGE_2.encode(), said):
+        said += (read := process.stderr.read(1))
+        assert read, said
+    os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(PAUSE)
+    os.killpg(process.pid, signal.SIGCONT)
+    said += process.communicate(timeout=60)[1]
+    assert process.returncode == 0, said.decode()
+    assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
 
 
 @pytest.mark.parametrize(
