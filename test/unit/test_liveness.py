@@ -1,5 +1,7 @@
 """A rank that is broken is told from one that is slow because its machine is busy or was paused."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,37 +50,45 @@ def look_for(watch: Watch, seconds: float) -> None:
         time.sleep(LOOK)
 
 
-def test_a_rank_that_shows_nothing_is_frozen(watched):
-    watch, _ = watched(IDLE)
+def stop(watch: Watch, rank: int = 0) -> None:
+    os.kill(watch.pids[rank], signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("code", [IDLE, BUSY])
+def test_a_stopped_rank_is_frozen(watched, code):
+    watch, _ = watched(code)
+    look_for(watch, LIMIT)
+    stop(watch)
     look_for(watch, LIMIT / 2)
     assert watch.frozen(0) is None
     look_for(watch, LIMIT)
-    assert watch.frozen(0) == f"the process gives no sign of life for {LIMIT} s"
+    assert watch.frozen(0) == (
+        f"the process gives no sign of life for {LIMIT} s: somebody has stopped it (SIGSTOP)"
+    )
 
 
-def test_a_rank_without_heartbeat_that_computes_is_not_frozen(watched):
-    watch, _ = watched(BUSY)
+@pytest.mark.parametrize("code", [IDLE, BUSY])
+def test_a_rank_without_heartbeat_lives_as_long_as_it_is_not_stopped(watched, code):
+    """It may wait for its device, or compute, and hold the interpreter's lock meanwhile."""
+    watch, _ = watched(code)
     look_for(watch, 3 * LIMIT)
     assert watch.frozen(0) is None
 
 
-def test_a_stopped_rank_is_frozen_even_while_it_starts(watched):
-    watch, pulse = watched(BUSY)
-    pulse.beats[0] = 0.0
-    subprocess.run(["kill", "-STOP", str(watch.pids[0])], check=True)
-    look_for(watch, 2 * LIMIT)
-    assert "somebody has stopped it (SIGSTOP)" in watch.frozen(0)
-
-
-def test_a_rank_that_has_not_beaten_yet_may_take_longer(watched):
+def test_where_the_system_does_not_tell_a_heartbeat_is_the_sign_of_life(watched, monkeypatch):
     watch, pulse = watched(IDLE)
-    pulse.beats[0] = 0.0
-    look_for(watch, 2 * LIMIT)
+    monkeypatch.setattr(liveness, "process_state", lambda pid: ProcessState())
+    for _ in range(3):
+        look_for(watch, LIMIT / 2)
+        pulse.beat(0)
     assert watch.frozen(0) is None
+    look_for(watch, 2 * LIMIT)
+    assert watch.frozen(0) == f"the process gives no sign of life for {LIMIT} s"
 
 
 def test_a_gap_of_the_host_counts_for_no_rank_and_is_told(watched):
     watch, _ = watched(IDLE)
+    stop(watch)
     watch.look()
     time.sleep(2 * LIMIT)  # as if the machine had been paused
     watch.look()
@@ -88,14 +98,15 @@ def test_a_gap_of_the_host_counts_for_no_rank_and_is_told(watched):
     assert watch.frozen(0)
 
 
-def test_a_rank_that_waits_for_a_cpu_or_a_disk_is_not_frozen(watched, monkeypatch):
+@pytest.mark.parametrize("state", ["R", "D"])
+def test_ranks_that_wait_for_a_cpu_or_a_disk_do_not_hang(watched, monkeypatch, state):
     """As under eight busy loops at a better priority, which a test cannot rely on."""
     watch, _ = watched(IDLE)
-    for state in ("R", "D"):
-        states = ProcessState(0.0, frozenset({"S", state}))
-        monkeypatch.setattr(liveness, "process_state", lambda pid, states=states: states)
-        look_for(watch, 2 * LIMIT)
-        assert watch.frozen(0) is None
+    watch.begin()
+    states = ProcessState(0.0, frozenset({"S", state}))
+    monkeypatch.setattr(liveness, "process_state", lambda pid: states)
+    look_for(watch, 2 * LIMIT)
+    assert watch.hanging({0}, LIMIT) is None
 
 
 def test_of_ranks_that_hang_the_one_that_has_done_least_is_named(watched):

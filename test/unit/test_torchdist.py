@@ -122,7 +122,7 @@ def alive(pids: list[int]) -> list[int]:
     def running(pid: int) -> bool:
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
     return [pid for pid in pids if running(pid)]

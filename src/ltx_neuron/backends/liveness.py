@@ -1,10 +1,12 @@
 """Whether rank processes live: what they show themselves (Pulse), what the system shows of them
 (ProcessState), and the host's judgement of both (Watch).
 
-A busy or a paused machine must not look like a broken rank. So a rank is frozen only while the
-system shows that it neither computes nor waits for a CPU or a disk, and time counts only while the
-host itself runs: a pause of the whole job (Ctrl-Z, a paused container, a stalled virtual machine)
-is no time at all.
+A busy or a paused machine must not look like a broken rank, and a rank that waits for its device or
+for a compiler may hold Python's lock for minutes, so that none of its threads can show anything. So
+a rank is judged from outside: it is frozen while the system shows it as stopped, and ranks hang
+while the system shows no work of any of them for longer than what they do can take. Time counts
+only while the host itself runs: a pause of the whole job (Ctrl-Z, a paused container, a stalled
+virtual machine) is no time at all.
 """
 
 import os
@@ -14,16 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# How long a rank may show no sign of life.
+# How long a rank may be stopped.
 FROZEN_SECONDS = 6.0
-# How long ranks that live may do nothing although they were asked to, where it is known how long
-# that takes; and how often longer than the last time.
-HANG_SECONDS, HANG_TIMES = 30.0, 10.0
+# How long ranks may do nothing although they were asked to, where it is known how long that takes;
+# and how many times as long as it took last.
+HANG_SECONDS, HANG_TIMES = 8.0, 10.0
 # Until a process has imported torch and met the others.
 START_SECONDS = 120.0
 # More time than this between two looks is the host's own gap: it was paused, or had other work.
 GAP_SECONDS = 2.0
 _GAPS_KEPT = 20
+_STOPPED = {"T", "t"}
 # CPU time between two looks that is work: an idle rank's threads for heartbeats and for the network
 # use a hundredth of it.
 _WORK_SECONDS = 0.02
@@ -52,23 +55,22 @@ class ProcessState(NamedTuple):
 
     seconds  of CPU time that its threads have used
     states   of its threads, as proc(5) has them: R computes or waits for a CPU, D waits for a disk,
-             S sleeps, T is stopped. Empty where there is no such process, or no /proc
+             S sleeps, T and t are stopped. Empty where there is no such process, or no /proc
     """
 
     seconds: float = 0.0
     states: frozenset[str] = frozenset()
 
-    @property
-    def stopped(self) -> bool:
-        return bool(self.states) and self.states <= {"T", "t"}
-
 
 def process_state(pid: int) -> ProcessState:
-    states, ticks = set(), 0
-    tasks = Path(f"/proc/{pid}/task")
-    for thread in tasks.iterdir() if tasks.is_dir() else ():
+    states, ticks, tasks = set(), 0, Path(f"/proc/{pid}/task")
+    try:
+        threads = os.listdir(tasks)
+    except OSError:
+        return ProcessState()
+    for thread in threads:
         try:
-            fields = (thread / "stat").read_text().rpartition(")")[2].split()
+            fields = (tasks / thread / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue  # a thread that has just ended
         states.add(fields[0])
@@ -80,7 +82,7 @@ def process_state(pid: int) -> ProcessState:
 class _Signs:
     """The last signs of a rank that were seen, and when: on the watch's clock.
 
-    alive_at  a heartbeat, or work
+    alive_at  not stopped; where the system does not tell, a heartbeat
     work_at   work: CPU time, a disk or a CPU that it waits for, or progress
     """
 
@@ -95,8 +97,8 @@ class _Signs:
         runs = "R" in state.states & self.state.states
         used = state.seconds - self.state.seconds >= _WORK_SECONDS
         if runs or used or "D" in state.states or progress != self.progress:
-            self.work_at = self.alive_at = clock
-        if beat != self.beat:
+            self.work_at = clock
+        if state.states - _STOPPED or beat != self.beat:
             self.alive_at = clock
         self.beat, self.progress, self.state = beat, progress, state
 
@@ -131,15 +133,10 @@ class Watch:
 
     def frozen(self, rank: int) -> str | None:
         """What is wrong with a rank that has shown no sign of life for too long."""
-        signs = self._signs[rank]
-        # A process that imports torch cannot beat yet.
-        limit = FROZEN_SECONDS if signs.beat or signs.state.stopped else START_SECONDS
-        if self.clock - signs.alive_at <= limit:
+        if self.clock - self._signs[rank].alive_at <= FROZEN_SECONDS:
             return None
-        text = f"the process gives no sign of life for {limit} s"
-        if signs.state.stopped:
-            text += "; somebody has stopped it (SIGSTOP)"
-        return text
+        stopped = ": somebody has stopped it (SIGSTOP)" if self._signs[rank].state.states else ""
+        return f"the process gives no sign of life for {FROZEN_SECONDS} s{stopped}"
 
     def hanging(self, ranks: set[int], patience: float) -> tuple[int, str] | None:
         """The rank for which all of these wait, where none has worked for `patience` seconds."""
