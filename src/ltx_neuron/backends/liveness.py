@@ -121,6 +121,11 @@ class Watch:
         for signs in self._signs:
             signs.work_at = self.clock
 
+    @property
+    def age(self) -> float:
+        """Seconds since the last look, which costs a millisecond or more."""
+        return time.monotonic() - self._looked
+
     def look(self) -> None:
         now = time.monotonic()
         elapsed, self._looked = now - self._looked, now

@@ -244,7 +244,8 @@ class Ranks(ranks.Ranks):
         return count
 
     def check(self) -> None:
-        self._watch.look()
+        if self._watch.age >= _POLL_SECONDS:
+            self._watch.look()
         failures = {}
         for rank, process in enumerate(self._processes):
             failure = self._frozen(rank) if process.is_alive() else self._receive(rank)
