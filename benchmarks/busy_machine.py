@@ -3,7 +3,7 @@ moment: whether all end well, with the same bytes.
 
     python benchmarks/busy_machine.py --folder DIR [--clips 200] [--loops 8] [--pauses 20]
 
-Tiny assets are made, sharded and compiled in the folder. A process makes two clips, and four
+Tiny assets are made, sharded and compiled in the folder. A process makes five clips, and four
 processes run at a time, so that starting and loading are under load as well. A pause stops every
 process of a run (SIGSTOP to its group, as Ctrl-Z does) and continues it. Prints a line for what
 does not end well and the verdict last; exits 1 unless all did.
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from lib.tiny_scripts import TinyScripts
 
-TP, PAUSE_SECONDS, CLIPS_A_PROCESS, AT_A_TIME = 4, 10.0, 2, 4
+TP, PAUSE_SECONDS, CLIPS_A_PROCESS, AT_A_TIME = 4, 10.0, 5, 4
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
 
 
@@ -78,7 +78,9 @@ def pause(process: subprocess.Popen) -> None:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    command = [sys.executable, "-c", "while True: pass"]
+    # Sessions of their own: Linux shares CPUs between sessions, and a run has its own as well.
+    loops = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield
     finally:
