@@ -3,7 +3,7 @@ moment: whether all end well, with the same bytes.
 
     python benchmarks/busy_machine.py --folder DIR [--clips 200] [--loops 8] [--pauses 20]
 
-Tiny assets are made, sharded and compiled in the folder. A process makes five clips, and four
+Tiny assets are made, sharded and compiled in the folder. A process makes five clips, and eight
 processes run at a time, so that starting and loading are under load as well. A pause stops every
 process of a run (SIGSTOP to its group, as Ctrl-Z does) and continues it. Prints a line for what
 does not end well and the verdict last; exits 1 unless all did.
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from lib.tiny_scripts import TinyScripts
 
-TP, PAUSE_SECONDS, CLIPS_A_PROCESS, AT_A_TIME = 4, 10.0, 5, 4
+TP, PAUSE_SECONDS, CLIPS_A_PROCESS, AT_A_TIME = 4, 10.0, 5, 8
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
 
 
