@@ -78,7 +78,9 @@ def pause(process: subprocess.Popen) -> None:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    command = [sys.executable, "-c", "while True: pass"]
+    # A loop ends with this process, however that ends.
+    code = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    command = [sys.executable, "-c", code]
     # Sessions of their own: Linux shares CPUs between sessions, and a run has its own as well.
     loops = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
