@@ -4,14 +4,21 @@ run in this process.
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
 
+import json
 import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from blake3 import blake3
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -226,6 +233,41 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
         {"identity": {"kind": "weights", "model": "toy", "tp": len(ranks)}, "files": lines},
     )
     return folder
+
+
+def forked(function: Callable[[], None], seconds: int = 30) -> int:
+    """Start a function in a forked process, which ends after so many seconds in any case. Returns
+    its pid; its exit code is 0 where the function returned, and 1 where it raised."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)
+        function()
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - also SystemExit: it must not leave this function
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
+
+
+def exit_code(child: int) -> int:
+    """Of a forked process, once it has ended; negative where a signal ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def rewrite(source, destination, change, metadata_change=None):
+    """A copy of a safetensors file with `change` applied to its tensors and `metadata_change` to
+    its config."""
+    with safe_open(source, "pt") as file:
+        metadata = dict(file.metadata())
+    config = json.loads(metadata["config"]) | (metadata_change or {})
+    tensors = load_file(source)
+    change(tensors)
+    save_file(tensors, destination, metadata | {"config": json.dumps(config)})
+    return destination
 
 
 def read_video(path: str | Path) -> dict:

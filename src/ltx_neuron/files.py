@@ -1,7 +1,9 @@
-"""Writing files so that they are whole or absent, reading files that others may have written, and
-checking early that an output can be written.
+"""Writing files so that they are whole or absent, reading files that others may have written,
+making a folder in one process at a time, and checking early that an output can be written.
 """
 
+import errno
+import fcntl
 import glob
 import json
 import os
@@ -51,6 +53,73 @@ def remove_leftovers(path: Path) -> None:
     (by a lock) that nobody is writing it now."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}*"):
         leftover.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive(folder: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of a folder while it is made. Where another process holds it, this says so once
+    and waits: the folder may be finished then.
+
+    The lock is a file beside the folder, with the number of the process that holds it, and is
+    removed at the end. The system releases that of a killed process; the next one takes it over.
+
+    doing  what is done with the folder, for the process that waits: "compiling"
+    """
+    path = folder.with_name(f".{folder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _locked(path, f"{doing} {folder}")
+    try:
+        yield
+    finally:
+        # Removed first: a process that waits for this file then knows that it is not the lock.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path, doing: str) -> int:
+    """The descriptor of the file at `path`, locked, with this process's number in it."""
+    said = False
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not _lock_at_once(descriptor, path):
+                if not said:
+                    holder = os.read(descriptor, 20).decode(errors="replace") or "just begun"
+                    print(f"another process ({holder}) is {doing}; waiting for it", flush=True)
+                said = True
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # Ctrl-C ends it
+            if _is_at(path, descriptor):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock_at_once(descriptor: int, path: Path) -> bool:
+    """Whether the file could be locked without waiting. Where the file system knows no locks, a
+    warning has to do."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        print(
+            f"{path.parent} cannot be locked ({error.strerror}): start nothing else that writes it"
+        )
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still the one at `path`: who held the lock removes it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -352,17 +354,30 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
-def test_two_runs_do_not_write_one_folder_at_once(source, tmp_path, monkeypatch):
-    pieces = Source.pieces
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_second_run_waits_for_the_first_and_writes_only_what_that_did_not(
+    source, whole, tmp_path, monkeypatch, capsys, fails
+):
+    """The first run may fail: it then removes the folder, which it made, and the second makes it
+    anew."""
+    pieces, folder, second = Source.pieces, tmp_path / "weights", []
 
     def meanwhile(self, name, bounds, buffers):
         monkeypatch.setattr(Source, "pieces", pieces)
-        with pytest.raises(UserError, match="another run is writing"):
-            write(source, tmp_path / "weights")
+        second.append(pool.submit(write, source, folder))
+        assert not wait(second, timeout=0.3).done
+        if fails:
+            raise OSError("as the disk may")
         return pieces(self, name, bounds, buffers)
 
-    monkeypatch.setattr(Source, "pieces", meanwhile)
-    assert write(source, tmp_path / "weights")
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(Source, "pieces", meanwhile)
+        with pytest.raises(OSError, match="as the disk may") if fails else nullcontext():
+            assert write(source, folder)
+        assert second[0].result() == fails
+    said = f"another process ({os.getpid()}) is writing {folder}; waiting for it"
+    assert capsys.readouterr().out.count(said) == 1
+    assert content(folder) == content(whole) and names(tmp_path) == ["weights"]
 
 
 # the disk
