@@ -15,7 +15,7 @@ from ltx_neuron.config import digest
 from ltx_neuron.decode_queue import Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import write_json
+from ltx_neuron.files import read_json, write_json
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun, restore_state, save_state, state_path
@@ -143,6 +143,16 @@ def run(
             if isinstance(outcome, Failure):
                 results.failed(line_of(outcome.job), outcome.error)
     return [results.entries[line.number] for line in lines]
+
+
+def recorded_files(folder: Path) -> set[str]:
+    """The videos that a folder's results.json lists; none where it cannot be read."""
+    path = folder / RESULTS
+    try:
+        entries = read_json(path)["lines"] if path.is_file() else []
+        return {entry["output"] for entry in entries if "output" in entry}
+    except (UserError, KeyError, TypeError):
+        return set()
 
 
 class Results:

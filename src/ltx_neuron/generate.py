@@ -1,7 +1,9 @@
 """What generate_ltx23.py does once its flags are parsed: run a job or a batch on an engine, write
 the files that were asked for, and print the latency table."""
 
+import os
 import platform
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,24 @@ from ltx_neuron.batch import Line
 from ltx_neuron.decode_queue import Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.files import check_folder, check_writable, write_json
+from ltx_neuron.files import (
+    MARK,
+    check_folder,
+    check_outputs,
+    check_writable,
+    first_bytes,
+    read_json,
+    write_json,
+)
 from ltx_neuron.host.images import content_digest
-from ltx_neuron.host.video import check_output_path, write_frames, write_video
+from ltx_neuron.host.video import (
+    FRAME_NAME,
+    check_frames,
+    check_output_path,
+    frames_in,
+    write_frames,
+    write_video,
+)
 from ltx_neuron.job import Job
 from ltx_neuron.machine import package_version
 from ltx_neuron.progress import JobRun
@@ -23,6 +40,8 @@ from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.workspace import Workspace
 
+_FROM_THE_REPORT = ("profile", "tp", "versions", "identity")  # in a sidecar
+_SIDECAR_KEYS = {"sigmas", *_FROM_THE_REPORT}  # by which one is known
 _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
 
@@ -50,32 +69,55 @@ class Outputs:
         """The JSON beside the video: what made it."""
         return self.video.with_suffix(".json")
 
-    def check(self, input_files: dict[str, Path | None]) -> None:
+    def check(self, inputs: dict[str, Path]) -> None:
         """Raise UserError unless all that is asked for can be written, each to a file of its own.
 
-        input_files  files that no output may replace, by flag
+        inputs  what the job reads: files and folders by flag
         """
         require(self.video, "--output-path", "--prompt", "Type for example --output-path out.mp4")
         check_output_path(self.video)
-        taken = {path.resolve(): flag for flag, path in input_files.items() if path}
-        for flag, path in {
+        named = {
             "--output-path": self.video,
-            "the JSON of --output-path": self.sidecar,
-            "the state of --output-path": progress.state_path(self.video),
+            **{f"the {kind} of --output-path": p for kind, p in beside(self.video).items()},
             "--save-tensors": self.tensors,
             "--perf-dump-path": self.report,
-        }.items():
-            if path is None:
-                continue
-            check_writable(path, f"{flag.split()[-1]} FILE")
-            if path.resolve() in taken:
-                raise UserError(
-                    f"{taken[path.resolve()]} and {flag} are the same file {path}; pass another"
-                    " name"
-                )
-            taken[path.resolve()] = flag
+        }
+        outputs = {name: path for name, path in named.items() if path}
+        for name, path in outputs.items():
+            check_writable(path, f"{name.split()[-1]} FILE")
         if self.frames:
             check_folder(self.frames, "--save-frames DIR")
+            outputs |= self._frame_files(outputs.values())
+        resumed = {"--resume": Path(self.resume)} if isinstance(self.resume, str) else {}
+        check_outputs(outputs, inputs | resumed)
+        check_replaceable(self.video, "--output-path")
+        if self.frames:
+            check_frames(self.frames)
+
+    def _frame_files(self, others: Iterable[Path]) -> dict[str, Path]:
+        """The frames that are there, and those that another output has the name of: how many are
+        written is not known yet."""
+        names = {path.name for path in (*frames_in(self.frames), *others)} | {"frame_00000.png"}
+        frames = filter(FRAME_NAME.fullmatch, sorted(names))
+        return {f"{name} of --save-frames": self.frames / name for name in frames}
+
+    def check_lines(self, lines: list[Line], inputs: dict[str, Path]) -> None:
+        """Raise UserError where a batch would write over what its lines read, or over files that no
+        batch made."""
+        outputs = {f"{batch.RESULTS} of --output-dir": self.folder / batch.RESULTS}
+        outputs |= {"--perf-dump-path": self.report} if self.report else {}
+        for line in lines:
+            video = self.folder / line.file
+            for path in (video, *beside(video).values()):
+                outputs[f"{path.name} of --output-dir"] = path
+        check_outputs(outputs, inputs)
+        done = batch.recorded_files(self.folder)
+        for line in lines:
+            video = self.folder / line.file
+            check_replaceable(video, "--output-dir")
+            ours = line.file in done or any(map(os.path.lexists, beside(video).values()))
+            if os.path.lexists(video) and not ours:
+                raise _not_ours(video, "--output-dir")
 
     def check_batch(self, prompt: str | None) -> None:
         """Raise UserError for outputs that a batch does not have, or cannot write."""
@@ -95,11 +137,55 @@ class Outputs:
             check_writable(self.report, "--perf-dump-path FILE")
 
 
+def beside(video: Path) -> dict[str, Path]:
+    """What a run writes beside a video without being asked to, by kind."""
+    return {
+        "JSON": video.with_suffix(".json"),
+        "state": progress.state_path(video),
+        "log": video.with_suffix(".log"),
+    }
+
+
+def check_replaceable(video: Path, flag: str) -> None:
+    """Raise UserError where a file that nobody named would be replaced and is not one of ours."""
+    for kind, path in beside(video).items():
+        if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
+            raise _not_ours(path, flag)
+
+
+def is_sidecar(path: Path) -> bool:
+    """Whether a file is the JSON that a run wrote beside its video; a latency report is not."""
+    try:
+        return read_json(path).keys() >= _SIDECAR_KEYS
+    except UserError:
+        return False
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file is the log that a run wrote beside its video."""
+    return first_bytes(path, 100).partition(b"\n")[0].rstrip() == MARK.encode()
+
+
+_IS_OURS: dict[str, Callable[[Path], bool]] = {
+    "JSON": is_sidecar,
+    "state": progress.is_state,
+    "log": is_log,
+}
+
+
+def _not_ours(path: Path, flag: str) -> UserError:
+    return UserError(
+        f"{path} exists and is not a file of this toolkit; move it or choose another {flag}"
+    )
+
+
 def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
     """Make one video. Raises UserError before anything loads where something does not fit."""
     recorder = Recorder()
+    engine = Engine(workspace, recorder, options)
+    outputs.check(engine.preflight.inputs([job]))
     state = progress.state_path(outputs.video)
-    with progress.keeping_state(state), Engine(workspace, recorder, options) as engine:
+    with progress.keeping_state(state), engine:
         engine.preflight.check([job])
         identity = run_identity(job, workspace, options)
         engine.on_stage_end = lambda run: progress.save_state(state, run, identity)
@@ -133,6 +219,8 @@ def generate_batch(
         write_json(path.with_suffix(".json"), sidecar(result.job, report))
 
     with Engine(workspace, recorder, options) as engine:
+        read = engine.preflight.inputs([line.job for line in lines])
+        outputs.check_lines(lines, {"--prompts-file": prompts_file} | read)
         entries = batch.run(
             lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
         )
@@ -215,7 +303,7 @@ def sidecar(job: Job, report: dict) -> dict:
     return {
         **report["job"],
         "sigmas": {stage.name: list(stage.sigmas) for stage in job.stages},
-        **{key: report[key] for key in ("profile", "tp", "versions", "identity")},
+        **{key: report[key] for key in _FROM_THE_REPORT},
         "seconds": seconds,
         "torch_threads": torch.get_num_threads(),
     }

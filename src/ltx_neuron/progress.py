@@ -87,6 +87,16 @@ def save_state(path: Path, run: JobRun, identity: dict) -> None:
     write_run_tensors(path, tensors | {_GENERATOR: run.generator.get_state()}, identity)
 
 
+def is_state(path: Path) -> bool:
+    """Whether `save_state` wrote a file: a run may write over it, and removes it when it is done. A
+    --save-tensors file has no generator."""
+    try:
+        file = TensorFile(path, "")
+    except UserError:
+        return False
+    return _IDENTITY in file.metadata and _GENERATOR in file.shapes
+
+
 def restore_state(path: Path, job: Job, identity: dict, dtype: torch.dtype) -> JobRun:
     """The run as it was after its last finished stage.
 
