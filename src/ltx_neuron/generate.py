@@ -1,9 +1,8 @@
 """What generate_ltx23.py does once its flags are parsed: run a job or a batch on an engine, write
 the files that were asked for, and print the latency table."""
 
-import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +14,7 @@ from ltx_neuron.batch import Line
 from ltx_neuron.decode_queue import Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.files import (
-    MARK,
-    check_folder,
-    check_outputs,
-    check_writable,
-    first_bytes,
-    read_json,
-    write_json,
-)
+from ltx_neuron.files import check_folder, check_outputs, check_writable, write_json
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.host.video import (
     FRAME_NAME,
@@ -40,8 +31,6 @@ from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.workspace import Workspace
 
-_FROM_THE_REPORT = ("profile", "tp", "versions", "identity")  # in a sidecar
-_SIDECAR_KEYS = {"sigmas", *_FROM_THE_REPORT}  # by which one is known
 _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
 
@@ -76,9 +65,10 @@ class Outputs:
         """
         require(self.video, "--output-path", "--prompt", "Type for example --output-path out.mp4")
         check_output_path(self.video)
+        beside = progress.beside(self.video).items()
         named = {
             "--output-path": self.video,
-            **{f"the {kind} of --output-path": p for kind, p in beside(self.video).items()},
+            **{f"the {kind} of --output-path": path for kind, path in beside},
             "--save-tensors": self.tensors,
             "--perf-dump-path": self.report,
         }
@@ -90,7 +80,7 @@ class Outputs:
             outputs |= self._frame_files(outputs.values())
         resumed = {"--resume": Path(self.resume)} if isinstance(self.resume, str) else {}
         check_outputs(outputs, inputs | resumed)
-        check_replaceable(self.video, "--output-path")
+        progress.check_replaceable(self.video, "--output-path")
         if self.frames:
             check_frames(self.frames)
 
@@ -100,24 +90,6 @@ class Outputs:
         names = {path.name for path in (*frames_in(self.frames), *others)} | {"frame_00000.png"}
         frames = filter(FRAME_NAME.fullmatch, sorted(names))
         return {f"{name} of --save-frames": self.frames / name for name in frames}
-
-    def check_lines(self, lines: list[Line], inputs: dict[str, Path]) -> None:
-        """Raise UserError where a batch would write over what its lines read, or over files that no
-        batch made."""
-        outputs = {f"{batch.RESULTS} of --output-dir": self.folder / batch.RESULTS}
-        outputs |= {"--perf-dump-path": self.report} if self.report else {}
-        for line in lines:
-            video = self.folder / line.file
-            for path in (video, *beside(video).values()):
-                outputs[f"{path.name} of --output-dir"] = path
-        check_outputs(outputs, inputs)
-        done = batch.recorded_files(self.folder)
-        for line in lines:
-            video = self.folder / line.file
-            check_replaceable(video, "--output-dir")
-            ours = line.file in done or any(map(os.path.lexists, beside(video).values()))
-            if os.path.lexists(video) and not ours:
-                raise _not_ours(video, "--output-dir")
 
     def check_batch(self, prompt: str | None) -> None:
         """Raise UserError for outputs that a batch does not have, or cannot write."""
@@ -135,48 +107,6 @@ class Outputs:
         check_folder(self.folder, "--output-dir DIR")
         if self.report:
             check_writable(self.report, "--perf-dump-path FILE")
-
-
-def beside(video: Path) -> dict[str, Path]:
-    """What a run writes beside a video without being asked to, by kind."""
-    return {
-        "JSON": video.with_suffix(".json"),
-        "state": progress.state_path(video),
-        "log": video.with_suffix(".log"),
-    }
-
-
-def check_replaceable(video: Path, flag: str) -> None:
-    """Raise UserError where a file that nobody named would be replaced and is not one of ours."""
-    for kind, path in beside(video).items():
-        if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
-            raise _not_ours(path, flag)
-
-
-def is_sidecar(path: Path) -> bool:
-    """Whether a file is the JSON that a run wrote beside its video; a latency report is not."""
-    try:
-        return read_json(path).keys() >= _SIDECAR_KEYS
-    except UserError:
-        return False
-
-
-def is_log(path: Path) -> bool:
-    """Whether a file is the log that a run wrote beside its video."""
-    return first_bytes(path, 100).partition(b"\n")[0].rstrip() == MARK.encode()
-
-
-_IS_OURS: dict[str, Callable[[Path], bool]] = {
-    "JSON": is_sidecar,
-    "state": progress.is_state,
-    "log": is_log,
-}
-
-
-def _not_ours(path: Path, flag: str) -> UserError:
-    return UserError(
-        f"{path} exists and is not a file of this toolkit; move it or choose another {flag}"
-    )
 
 
 def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
@@ -220,7 +150,8 @@ def generate_batch(
 
     with Engine(workspace, recorder, options) as engine:
         read = engine.preflight.inputs([line.job for line in lines])
-        outputs.check_lines(lines, {"--prompts-file": prompts_file} | read)
+        read["--prompts-file"] = prompts_file
+        batch.check_outputs(lines, outputs.folder, outputs.report, read)
         entries = batch.run(
             lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
         )
@@ -303,7 +234,7 @@ def sidecar(job: Job, report: dict) -> dict:
     return {
         **report["job"],
         "sigmas": {stage.name: list(stage.sigmas) for stage in job.stages},
-        **{key: report[key] for key in _FROM_THE_REPORT},
+        **{key: report[key] for key in ("profile", "tp", "versions", "identity")},
         "seconds": seconds,
         "torch_threads": torch.get_num_threads(),
     }

@@ -6,6 +6,7 @@ alone can be run again.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import write_tensors
+from ltx_neuron.files import MARK, first_bytes, read_json, write_tensors
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
 
 SUFFIX = ".resume.safetensors"
+_SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # by which one is known
 _IDENTITY, _GENERATOR = "job", "generator_state"
 _STAGE_TENSORS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")
 _CONTEXTS = ("video_context", "audio_context")
@@ -74,6 +76,54 @@ def state_path(output_path: Path) -> Path:
     return output_path.with_suffix(SUFFIX)
 
 
+def beside(video: Path) -> dict[str, Path]:
+    """What a run writes beside a video without being asked to, by kind."""
+    return {
+        "JSON": video.with_suffix(".json"),
+        "state": state_path(video),
+        "log": video.with_suffix(".log"),
+    }
+
+
+def check_replaceable(video: Path, flag: str) -> None:
+    """Raise UserError where a file that nobody named would be replaced and is not one of ours."""
+    for kind, path in beside(video).items():
+        if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
+            raise not_ours(path, flag)
+
+
+def is_state(path: Path) -> bool:
+    """Whether `save_state` wrote a file: a run may write over it, and removes it when it is done. A
+    --save-tensors file has no generator."""
+    try:
+        file = TensorFile(path, "")
+    except UserError:
+        return False
+    return _IDENTITY in file.metadata and _GENERATOR in file.shapes
+
+
+def is_sidecar(path: Path) -> bool:
+    """Whether a file is the JSON that a run wrote beside its video; a latency report is not."""
+    try:
+        return read_json(path).keys() >= _SIDECAR_KEYS
+    except UserError:
+        return False
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file is the log that a run wrote beside its video."""
+    return first_bytes(path, 100).partition(b"\n")[0].rstrip() == MARK.encode()
+
+
+_IS_OURS = {"JSON": is_sidecar, "state": is_state, "log": is_log}
+
+
+def not_ours(path: Path, flag: str) -> UserError:
+    return UserError(
+        f"{path} exists and is not a file of this toolkit; move it or choose another {flag}"
+    )
+
+
 def write_run_tensors(path: Path, tensors: dict[str, Tensor], identity: dict) -> None:
     """Write named tensors with the identity of the run they are of."""
     write_tensors(path, tensors, {_IDENTITY: json.dumps(identity)})
@@ -85,16 +135,6 @@ def save_state(path: Path, run: JobRun, identity: dict) -> None:
     for names, contexts in zip((_CONTEXTS, _NEGATIVE_CONTEXTS), run.contexts, strict=False):
         tensors |= dict(zip(names, (contexts.video, contexts.audio), strict=True))
     write_run_tensors(path, tensors | {_GENERATOR: run.generator.get_state()}, identity)
-
-
-def is_state(path: Path) -> bool:
-    """Whether `save_state` wrote a file: a run may write over it, and removes it when it is done. A
-    --save-tensors file has no generator."""
-    try:
-        file = TensorFile(path, "")
-    except UserError:
-        return False
-    return _IDENTITY in file.metadata and _GENERATOR in file.shapes
 
 
 def restore_state(path: Path, job: Job, identity: dict, dtype: torch.dtype) -> JobRun:

@@ -5,22 +5,24 @@ import json
 import os
 import random
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from test_batch import prompts
 
-from ltx_neuron import progress
+from ltx_neuron import batch, progress
 from ltx_neuron.batch import RESULTS, Line, Results
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, whole_file, write_json, write_tensors
-from ltx_neuron.generate import Outputs, beside
+from ltx_neuron.generate import Outputs, sidecar
 from ltx_neuron.host.video import write_frames
 from ltx_neuron.job import Job
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.profiles import resolve
+from ltx_neuron.progress import beside
 from ltx_neuron.report.__main__ import main as print_report
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditioning import ImageCondition
@@ -40,8 +42,8 @@ def refused(outputs: Outputs, **inputs) -> str:
 
 def refused_batch(lines: list[Line], folder: Path, **inputs) -> str:
     with pytest.raises(UserError) as error:
-        outputs = Outputs(folder=folder)
-        outputs.check_lines(lines, {f"--{name}": path for name, path in inputs.items()})
+        read = {f"--{name}": path for name, path in inputs.items()}
+        batch.check_outputs(lines, folder, None, read)
     return str(error.value)
 
 
@@ -173,15 +175,15 @@ def test_a_sidecar_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
 
 
 def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
-    from ltx_neuron.generate import is_sidecar, sidecar
-
     job, recorder = Job("rain"), Recorder()
     write_json(
         tmp_path / "out.json",
         sidecar(job, recorder.report(job.describe(), "cpu", 1, {}, {"code": ""})),
     )
     recorder.write(tmp_path / "report.json")
-    assert is_sidecar(tmp_path / "out.json") and not is_sidecar(tmp_path / "report.json")
+    assert progress.is_sidecar(tmp_path / "out.json") and not progress.is_sidecar(
+        tmp_path / "report.json"
+    )
 
 
 def test_a_state_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
@@ -269,9 +271,9 @@ def test_a_prompts_file_is_an_input_and_a_batchs_report_an_output(tmp_path):
     assert "--prompts-file and 0001.json of" in refused_batch(
         lines, tmp_path, **{"prompts-file": file}
     )
-    outputs = Outputs(folder=tmp_path / "new", report=tmp_path / "new" / "0001.json")
+    folder = tmp_path / "new"
     with pytest.raises(UserError, match=r"--perf-dump-path and 0001\.json of --output-dir are the"):
-        outputs.check_lines(lines, {})
+        batch.check_outputs(lines, folder, folder / "0001.json", {})
 
 
 @pytest.mark.parametrize("name", ["0002.json", "0002.mp4", "0002.log", "0002.resume.safetensors"])
@@ -289,7 +291,7 @@ def test_what_an_earlier_batch_made_is_replaced(tmp_path):
     (tmp_path / "0001.json").write_text(json.dumps(SIDECAR))
     write_state(tmp_path / "0002.resume.safetensors")  # killed before the JSON was written
     Results(tmp_path, lines).done(lines[2])  # its JSON was removed later
-    Outputs(folder=tmp_path).check_lines(lines, {})
+    batch.check_outputs(lines, tmp_path, None, {})
 
 
 # --- 2,000 runs -----------------------------------------------------------------------------------
@@ -315,6 +317,8 @@ OF_OTHERS = (
     "theirs/frame_00001.png",
     "theirs/0001.mp4",
     "theirs/" + RESULTS,
+    "films/0001.mp4",
+    "blob",
     "fr/notes.txt",
 )
 OURS = ("out/ours.json", "out/ours.resume.safetensors", "out/ours.log")
@@ -326,7 +330,7 @@ LINKS = {
     "fr2": "fr",
 }
 HARD = {"hard.png": "in/photo.png", "out/hard.json": "in/lora.safetensors"}
-FOLDERS = ("", "out", "out", "out", "new", "new/a", "fr", "fr2", "theirs", "in", "linked")
+FOLDERS = ("", "out", "out", "out", "new", "new/a", "fr", "fr2", "films", "theirs", "in", "linked")
 FOLDERS += ("out/../in", "in/gemma", "linked/gemma", "in/artifacts/dit", "linked/artifacts", "OUT")
 STEMS = ("a", "b", "ours", "ours", "theirs", "stated", "logged", "photo", "hard", "PHOTO")
 NAMES = ("a.safetensors", "b.json", "photo.json", "Photo.JSON", "frame_00001.png", "ours.mp4")
@@ -337,7 +341,7 @@ IMAGES += ("fr2/frame_00003.png", "linked/photo.png", "out/0002.json", "out/hard
 
 def plant(root: Path, checkpoint: Path) -> None:
     """Files that are read, files of others, files of ours, and links."""
-    for name in (*INPUTS, *OF_OTHERS, "blob"):
+    for name in (*INPUTS, *OF_OTHERS):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"this is {name}")
     (root / INPUTS[0]).unlink()
@@ -365,10 +369,12 @@ def write_one(path: Path) -> None:
 
 
 def content(root: Path) -> dict[str, object]:
-    """Every file under its path, through links to files; the checkpoint by its number and time."""
+    """Every file and link under its path; the checkpoint by its number and time."""
     found = {}
     for path in root.rglob("*"):
-        if path.is_file():
+        if path.is_symlink():
+            found[place(path)] = os.readlink(path)
+        elif path.is_file():
             status = path.stat()
             unchanged = status.st_ino, status.st_mtime_ns
             found[place(path)] = unchanged if status.st_size > 2**20 else path.read_bytes()
@@ -378,6 +384,15 @@ def content(root: Path) -> dict[str, object]:
 def place(path: Path) -> str:
     """The one path of a file, or of a link to one, whatever links lead to its folder."""
     return f"{os.path.realpath(path.parent)}/{path.name}"
+
+
+@cache
+def opened(folder: Path, artifacts: Path, lora: Path) -> Workspace:
+    """A workspace of these paths; it reads the checkpoint, which is always the same."""
+    model, gemma = folder / "model.safetensors", folder / "gemma"
+    return Workspace(
+        model, resolve("cpu"), artifacts, 1, "float32", gemma, loras=(Lora(lora, 1.0),)
+    )
 
 
 def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
@@ -391,15 +406,9 @@ def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
         return value if chance.random() < often else None
 
     spelled = chance.choice(("in", "linked", "out/../in", "./in"))
-    workspace = Workspace(
-        root / spelled / "model.safetensors",
-        resolve("cpu"),
-        root / chance.choice(("in", "linked")) / "artifacts",
-        1,
-        "float32",
-        root / spelled / "gemma",
-        loras=(Lora(root / chance.choice(("in/lora.safetensors", "out/hard.json")), 1.0),),
-    )
+    artifacts = root / chance.choice(("in", "linked")) / "artifacts"
+    lora = root / chance.choice(("in/lora.safetensors", "out/hard.json"))
+    workspace = opened(root / spelled, artifacts, lora)
     options = RunOptions(spatial_upsampler_path=sometimes(root / "in" / "up.safetensors", 0.5))
     images = tuple(ImageCondition(str(root / chance.choice(IMAGES))) for _ in range(2))
     preflight = Engine(workspace, Recorder(), options).preflight
@@ -426,7 +435,7 @@ def run_of(outputs: Outputs, read: dict[str, Path]) -> None:
         lines = [Line(number, Job("rain"), "") for number in (1, 2)]
         videos = [outputs.folder / line.file for line in lines]
         outputs.check_batch(None)
-        outputs.check_lines(lines, read)
+        batch.check_outputs(lines, outputs.folder, outputs.report, read)
         Results(outputs.folder, lines).done(lines[0])
     else:
         videos = [outputs.video]
@@ -442,17 +451,18 @@ def run_of(outputs: Outputs, read: dict[str, Path]) -> None:
 
 
 def test_2000_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_did_not_name(
-    tmp_path, tiny
+    tmp_path, tiny, monkeypatch
 ):
     """Inputs and outputs are drawn, checked by what checks a run and, where that accepts them,
     written as a run writes them."""
-    checkpoint = Path(shutil.copy(tiny.checkpoint, tmp_path / "checkpoint"))
-    chance, accepted, root = random.Random(18), 0, None
-    for number in range(2000):
-        if root is None:
-            root = tmp_path / str(number)
-            plant(root, checkpoint)
-            before = content(root)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # the disk's speed is not what is tested
+    checkpoint, before = Path(shutil.copy(tiny.checkpoint, tmp_path / "checkpoint")), {}
+    chance, accepted, root = random.Random(18), 0, tmp_path / "tree"
+    plant(tmp_path / "planted", checkpoint)
+    for _ in range(2000):
+        if not root.exists():  # of links, which is fast; a file written in place would be seen
+            shutil.copytree(tmp_path / "planted", root, symlinks=True, copy_function=os.link)
+            before = before or content(root)
         outputs, read = draw(chance, root)
         try:
             run_of(outputs, read)
@@ -466,6 +476,8 @@ def test_2000_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_d
         kept = before.keys() - set(map(place, (*named, *ours)))
         kept |= before.keys() & {place(file) for path in inputs for file in (path, path.resolve())}
         assert [name for name in sorted(kept) if after.get(name) != before[name]] == [], outputs
+        new = [Path(name) for name in after.keys() - before.keys()]
+        read_folders = (root / "in" / "gemma", root / "in" / "artifacts")
+        assert not [path for path in new if any(map(path.is_relative_to, read_folders))], outputs
         shutil.rmtree(root)
-        root = None
     assert 400 < accepted < 1600
