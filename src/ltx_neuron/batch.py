@@ -6,19 +6,31 @@ are not run again, and one that was under way goes on after its last finished st
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ltx_neuron import files
 from ltx_neuron.config import digest
 from ltx_neuron.decode_queue import Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import write_json
+from ltx_neuron.files import read_json, write_json
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
-from ltx_neuron.progress import JobRun, restore_state, save_state, state_path
+from ltx_neuron.progress import (
+    JobRun,
+    beside,
+    check_replaceable,
+    is_log,
+    log_path,
+    not_ours,
+    restore_state,
+    save_state,
+    state_path,
+)
 
 RESULTS = "results.json"
 MAX_LINES = 100_000
@@ -143,6 +155,44 @@ def run(
             if isinstance(outcome, Failure):
                 results.failed(line_of(outcome.job), outcome.error)
     return [results.entries[line.number] for line in lines]
+
+
+def check_outputs(
+    lines: list[Line], folder: Path, report: Path | None, inputs: dict[str, Path]
+) -> None:
+    """Raise UserError where a batch would write over what it reads, or over files that no batch
+    made.
+
+    report  where the latency report is written
+    inputs  what the lines read: files and folders by flag
+    """
+    log = log_path(folder / RESULTS)
+    outputs = {f"{path.name} of --output-dir": path for path in (folder / RESULTS, log)}
+    outputs |= {"--perf-dump-path": report} if report else {}
+    for line in lines:
+        video = folder / line.file
+        for path in (video, *beside(video).values()):
+            outputs[f"{path.name} of --output-dir"] = path
+    files.check_outputs(outputs, inputs)
+    if os.path.lexists(log) and not is_log(log):
+        raise not_ours(log, "--output-dir")
+    done = _recorded_files(folder)
+    for line in lines:
+        video = folder / line.file
+        check_replaceable(video, "--output-dir")
+        ours = line.file in done or any(map(os.path.lexists, beside(video).values()))
+        if os.path.lexists(video) and not ours:
+            raise not_ours(video, "--output-dir")
+
+
+def _recorded_files(folder: Path) -> set[str]:
+    """The videos that a folder's results.json lists; none where it cannot be read."""
+    path = folder / RESULTS
+    try:
+        entries = read_json(path)["lines"] if path.is_file() else []
+        return {entry["output"] for entry in entries if "output" in entry}
+    except (UserError, KeyError, TypeError):
+        return set()
 
 
 class Results:

@@ -358,15 +358,6 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     )
 
 
-def input_files(args: argparse.Namespace) -> dict[str, Path | None]:
-    """The files that a generation reads, by flag: no output may replace one."""
-    return {
-        "--checkpoint-path": args.checkpoint_path,
-        "--spatial-upsampler-path": args.spatial_upsampler_path,
-        "--temporal-upsampler-path": args.temporal_upsampler_path,
-    }
-
-
 def outputs(args: argparse.Namespace) -> Outputs:
     return Outputs(
         video=args.output_path,

@@ -14,6 +14,7 @@ from torch import Tensor
 from ltx_neuron.decode_queue import UPSCALED, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
+from ltx_neuron.files import check_outputs
 from ltx_neuron.host.video import check_output_path, write_video
 from ltx_neuron.job import RECIPES, UPSCALES, Job, Size
 from ltx_neuron.profiles import resolve
@@ -161,6 +162,9 @@ class LTXPipeline:
             guidance=guidance,
             upscale=upscale,
         )
+        if output_type == "mp4":
+            inputs = self.engine.preflight.inputs([job])
+            check_outputs({"output_path": Path(output_path)}, inputs)
         on_step_end = callback_on_step_end and (
             lambda stage, step: callback_on_step_end(
                 self, step, stage.sigmas[step], {"stage": stage.name}

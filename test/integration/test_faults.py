@@ -15,8 +15,9 @@ import torch
 from conftest import ROOT, words
 
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import MARK
 from ltx_neuron.job import Job
-from ltx_neuron.progress import LOG_SUFFIX, LOG_TITLE, SUFFIX, restore_state
+from ltx_neuron.progress import LOG_SUFFIX, SUFFIX, restore_state
 
 pytestmark = pytest.mark.slow
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
@@ -117,7 +118,7 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
     assert ended(ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fox" + LOG_SUFFIX, "fox" + SUFFIX]
     log = (tmp_path / ("fox" + LOG_SUFFIX)).read_text()
-    assert log.startswith(LOG_TITLE) and "rank 2 of 4 failed: the process was killed" in log
+    assert log.startswith(MARK + "\n") and "rank 2 of 4 failed: the process was killed" in log
     for rank in range(4):
         assert re.search(rf"rank {rank}: process {ranks[rank]}, last heartbeat \d\.\d s ago", log)
     assert "the host's own gaps" in log and re.search(r"load: [\d. ]+, \d+ CPUs", log)
