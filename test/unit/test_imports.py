@@ -286,6 +286,7 @@ def test_a_script_finds_the_installed_package(monkeypatch):
 ONE_PLACE = {
     "files are written whole": (r"os\.replace|\"\.partial", {"files", "weights.sharder"}),
     "versions are looked up": (r"importlib\.metadata|import metadata", {"machine"}),
+    "the system's errors are put in words": (r"error\.strerror", {"errors"}),
     "the tensor-parallel degree is chosen": (r"tp_degree (is None|or )", {"profiles"}),
 }
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import locked, said_to_an_ordinary_user
 from torch import Tensor, nn
 
 from ltx_neuron.backends import manifest
@@ -114,3 +115,12 @@ def test_a_file_is_hashed_once_a_process_and_again_when_it_changed(tmp_path, mon
     other.replace(path)  # another inode
     assert sha256(path) == hashlib.sha256(b"three").hexdigest()
     assert len(hashed) == 4
+
+
+def test_a_graph_that_one_may_not_read_is_said_so(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    made = Manifest(tmp_path)
+    with locked(tmp_path / "chain2.pt2") as path:
+        for use in (lambda: manifest.damaged_graphs(tmp_path), lambda: made.load("chain2")):
+            said = said_to_an_ordinary_user(lambda use=use: (manifest._digests.clear(), use()))
+            assert said.startswith(f"NoPermission: {path}: you may not read")
