@@ -4,13 +4,16 @@ run in this process.
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
 
+import ctypes
 import json
 import math
 import os
 import signal
+import stat
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -290,3 +293,39 @@ def read_video(path: str | Path) -> dict:
             "audio_seconds": float(audio.duration * audio.time_base),
             "frame_count": sum(1 for _ in container.decode(video)),
         }
+
+
+_CAPABILITIES_V3 = 0x20080522
+
+
+def said_to_an_ordinary_user(function: Callable[[], object]) -> str:
+    """The kind and text of what `function` raises in a process that permissions bind, also where
+    the tests run as root: a fork without capabilities. `function` must use no threads."""
+    readable, writable = os.pipe()
+    if not os.fork():
+        said = "nothing was refused"
+        try:
+            header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
+            ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
+            function()
+        except BaseException as error:  # noqa: BLE001 - a fork must not go on with the tests
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writable, said.encode())
+            os._exit(0)
+    os.close(writable)
+    with open(readable) as pipe:
+        said = pipe.read()
+    os.wait()
+    return said
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[Path]:
+    """Take all permissions from a file or folder inside the block."""
+    before = stat.S_IMODE(path.stat().st_mode)
+    path.chmod(0)
+    try:
+        yield path
+    finally:
+        path.chmod(before)

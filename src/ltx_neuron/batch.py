@@ -17,7 +17,7 @@ from ltx_neuron.config import digest
 from ltx_neuron.decode_queue import Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import read_json, write_json
+from ltx_neuron.files import check_readable, read_json, write_json
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
 from ltx_neuron.progress import (
@@ -59,11 +59,9 @@ def read_lines(
     identity     what a line's video depends on besides the job: with another checkpoint, for
                  example, what is done already does not count
     """
-    if not path.is_file():
-        raise UserError(
-            f"--prompts-file {path}: no such file. Wanted: one JSON object per line, for example\n"
-            '{"prompt": "a golden retriever runs across a meadow", "seed": 10}'
-        )
+    example = '{"prompt": "a golden retriever runs across a meadow", "seed": 10}'
+    wanted = f". Wanted: one JSON object per line, for example\n{example}"
+    check_readable(path, "--prompts-file", wanted)
     lines, problems = [], []
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
@@ -90,12 +88,22 @@ def _parse(raw: bytes) -> dict[str, Any]:
     try:
         if len(raw) > MAX_LINE_BYTES:
             raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
-        values = json.loads(raw)
+        values = json.loads(raw, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(values, dict):
         kind = type(values).__name__
         raise UserError(f"got {kind}, wanted a JSON object with flags as keys")
+    return values
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; UserError for a key that it has twice, of which one would be forgotten."""
+    values = {}
+    for key, value in pairs:
+        if key in values:
+            raise UserError(f"the key {key!r} is there twice; leave one out")
+        values[key] = value
     return values
 
 

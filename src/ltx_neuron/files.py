@@ -9,6 +9,7 @@ import glob
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, reason, refusal
 
 MANIFEST = "manifest.json"  # of every finished folder; written last
 MARK = "ltx-neuron"  # by which files made beside a named one are known again: logs, frames
@@ -145,11 +146,14 @@ def read_json(path: Path) -> dict:
     """The JSON object of a file. UserError where the file is missing, larger than MAX_JSON_BYTES,
     or holds anything else."""
     try:
+        check_regular(path)
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise UserError(f"{path} has {size} bytes, wanted at most {MAX_JSON_BYTES} of JSON")
         content = json.loads(path.read_bytes())
+    except PermissionError as error:
+        raise refusal(error) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+        raise UserError(f"{path} cannot be read as JSON: {reason(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: got {type(content).__name__}, wanted a JSON object")
     return content
@@ -162,6 +166,47 @@ def first_bytes(path: Path, count: int) -> bytes:
             with open(path, "rb") as file:
                 return file.read(count)
     return b""
+
+
+# What a path may be instead of a regular file or a folder.
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_regular(path: str | Path) -> None:
+    """Raise OSError unless `path` is a regular file that may be read. Opens nothing: a named pipe
+    would not answer, a device may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError:  # a character that no path can have
+        raise _refused(FileNotFoundError, errno.ENOENT, path) from None
+    if stat.S_ISDIR(mode):
+        raise _refused(IsADirectoryError, errno.EISDIR, path)
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise OSError(errno.EINVAL, f"that is {kind}, wanted a regular file", str(path))
+    if not os.access(path, os.R_OK):
+        raise _refused(PermissionError, errno.EACCES, path)
+
+
+def _refused(kind: type[OSError], number: int, path: str | Path) -> OSError:
+    return kind(number, os.strerror(number), str(path))
+
+
+def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
+    """Raise UserError unless `path` is a regular file that may be read.
+
+    flag    what the user typed before it
+    advice  ends the message: what to type instead
+    """
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise refusal(error, flag, advice) from None
 
 
 def check_writable(path: Path, flag: str) -> None:

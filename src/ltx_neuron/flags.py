@@ -380,10 +380,12 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     """
 
     def make(line: dict[str, Any]) -> Job:
-        values = dict(vars(args))
+        values, given = dict(vars(args)), {}
         for key, value in line.items():
             action = _job_flag(key)
             if value is not None and value is not False:
+                if (other := given.setdefault(action.dest, key)) != key:
+                    raise UserError(f"{other!r} and {key!r} are the same flag; leave one out")
                 values[action.dest] = _flag_value(action, value, values[action.dest])
         return job(argparse.Namespace(**values))
 

@@ -3,11 +3,11 @@ in."""
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from ltx_neuron.config import SUPPORTED_VERSION, Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_readable
 from ltx_neuron.sampling.conditioning import ImageCondition, distinct_masks, token_count
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance
@@ -111,12 +111,8 @@ class Size:
         for index, image in enumerate(images):
             check_fields(image, f"images[{index}].")
             flag = f"--image {image.path}"
-            if not Path(image.path).is_file():
-                raise UserError(
-                    f"{flag}:"
-                    f" {'that is a folder' if Path(image.path).is_dir() else 'no such file'}; pass"
-                    " an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]"
-                )
+            advice = "; pass an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]"
+            check_readable(image.path, "--image", advice)
             if not 0 <= image.frame_index < self.num_frames:
                 raise UserError(
                     f"{flag}: frame {image.frame_index} is outside the clip's"

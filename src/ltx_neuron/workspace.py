@@ -5,6 +5,7 @@ It knows the identity of every weight set and graph, makes them, and finds them 
 to type.
 """
 
+import os
 import shlex
 import shutil
 import sys
@@ -418,7 +419,7 @@ class Workspace:
 
     def _is_compiled(self, bucket: Bucket) -> bool:
         folder = artifacts.folder(self.artifacts, self._dit_identity(bucket))
-        return (folder / artifacts.MANIFEST).is_file()
+        return os.path.isfile(folder / artifacts.MANIFEST)
 
     def _find(self, identity: dict, command: str) -> Path:
         """The finished folder of an identity, checked once; UserError with the command to type."""

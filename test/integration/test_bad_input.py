@@ -137,6 +137,8 @@ def _break_files(world: World) -> None:
     (bad / "frames").mkdir()
     shutil.copy(tiny.image, bad / "frames/frame_00020.png")
     (bad / "notes.json").write_text('{"profile": "cpu"}')
+    (bad / "circle").symlink_to(bad / "circle")
+    os.mkfifo(bad / "pipe")
     whole = tiny.checkpoint.read_bytes()
     (bad / "truncated.safetensors").write_bytes(whole[:-1000])
     (bad / "truncated-upsampler.safetensors").write_bytes(
@@ -310,6 +312,13 @@ CHECKPOINTS = [
         "is a folder",
         "one .safetensors file",
         CHECKPOINT_DOWNLOAD,
+    ),
+    case("device", "--checkpoint-path /dev/zero", "/dev/zero: that is a device", "regular file"),
+    case(
+        "links in a circle",
+        "--checkpoint-path {bad}/circle",
+        "circle: its links lead in a circle",
+        script=COMPILE_DIT,
     ),
     case("empty", "--checkpoint-path {bad}/empty.safetensors", "empty", CHECKPOINT_DOWNLOAD),
     case(
@@ -585,6 +594,8 @@ FLAGS = [
 IMAGES = [
     case("missing", "--image {bad}/absent.png", "absent.png", "no such file", "--image FILE"),
     case("folder", "--image {bad}/folder", "folder", "--image FILE"),
+    case("named pipe", "--image {bad}/pipe", "pipe: that is a named pipe", "--image FILE"),
+    case("long path", f"--image {'x' * 5000}", "(5000 characters)", "longer than the system"),
     case("no image", "--image {bad}/text.png", "cannot be read as an image", "--image FILE"),
     case("strength above", "--image {image} 0 1.5", "strength 1.5", "0..1"),
     case("strength below", "--image {image} 0 -0.5", "strength -0.5", "0..1"),

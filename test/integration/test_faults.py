@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -160,6 +161,13 @@ def test_ctrl_c_and_sigterm_end_cleanly(made, tmp_path, number, code, word):
     assert ended(ranks)
     assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_reader_who_leaves_after_a_line_costs_no_video(made, tmp_path):
+    """The ranks talk to the same pipe as the host."""
+    piped = f"{shlex.join(made.command(tmp_path))} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"
+    assert len(run(["bash", "-c", piped]).stdout.splitlines()) == 1
+    assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
 
 
 def test_the_decoding_alone_runs_again_from_saved_tensors(made, tmp_path):

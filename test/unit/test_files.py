@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,13 +13,14 @@ import time
 
 import pytest
 import torch
-from helpers import exit_code, forked
+from helpers import exit_code, forked, locked, said_to_an_ordinary_user
 from safetensors.torch import load_file
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import (
     MAX_JSON_BYTES,
     check_folder,
+    check_readable,
     check_writable,
     exclusive,
     read_json,
@@ -114,7 +116,7 @@ def test_objects_and_tensors_are_read_as_they_were_written(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (None, "No such file"),
+        (None, "no such file"),
         (b"{", "cannot be read as JSON"),
         (b"\xff\xfe", "cannot be read as JSON"),
         (b"[" * 100_000, "cannot be read as JSON"),
@@ -234,3 +236,56 @@ def test_a_file_system_without_locks_costs_a_warning(tmp_path, capsys, monkeypat
     monkeypatch.setattr(fcntl, "flock", cannot)  # there is no such file system to test on
     with exclusive(tmp_path / "dit", "compiling"):
         assert f"{tmp_path} cannot be locked" in capsys.readouterr().out
+
+
+@pytest.fixture
+def special(tmp_path):
+    """Paths that are no regular file, with what is said of each."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    return {
+        tmp_path / "absent": "no such file",
+        tmp_path / "a\0b": "no such file",
+        tmp_path: "that is a folder, wanted a file",
+        tmp_path / "pipe": "that is a named pipe, wanted a regular file",
+        tmp_path / "socket": "that is a socket, wanted a regular file",
+        "/dev/zero": "that is a device, wanted a regular file",
+        tmp_path / "link": "its links lead in a circle",
+        tmp_path / "file" / "x": "a part of this path is a file, wanted a folder",
+    }
+
+
+def test_what_is_no_regular_file_is_refused_by_what_it_is(special):
+    for path, words in special.items():
+        with pytest.raises(UserError) as error:
+            check_readable(path, "--image", "; pass FILE")
+        assert str(error.value) == f"--image {path}: {words}; pass FILE"
+
+
+def test_a_path_that_is_too_long_is_not_repeated(tmp_path):
+    with pytest.raises(UserError) as error:
+        check_readable("x" * 5000)
+    said = str(error.value)
+    assert "x... (5000 characters): this path is longer than the system allows" in said
+    assert len(said) < 300
+
+
+def test_a_named_pipe_is_not_read_as_json(special):
+    pipe = next(path for path, words in special.items() if "named pipe" in words)
+    with pytest.raises(UserError, match="pipe cannot be read as JSON: that is a named pipe"):
+        read_json(pipe)
+
+
+@pytest.mark.parametrize("what", ["file.json", "."], ids=["file", "folder"])
+@pytest.mark.parametrize("read", [check_readable, read_json])
+def test_what_one_may_not_read_is_said_with_what_to_do(tmp_path, what, read):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_json(folder / "file.json", {})
+    with locked(folder / what):
+        said = said_to_an_ordinary_user(lambda: read(folder / "file.json"))
+    assert said.startswith(f"NoPermission: {folder}/file.json: you may not read or write it")
+    assert "(chmod)" in said

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import locked, said_to_an_ordinary_user
 from torch import Tensor, nn
 
 from ltx_neuron.backends import manifest, registry
@@ -142,3 +143,12 @@ def test_a_second_compile_of_the_same_graphs_waits_for_the_first_and_takes_them(
     said = f"another process ({os.getpid()}) is compiling {folder}; waiting for it"
     assert capsys.readouterr().out.count(said) == 1
     assert manifest.damaged_graphs(folder) == [] and os.listdir(folder.parent) == [folder.name]
+
+
+def test_a_graph_that_one_may_not_read_is_said_so(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    made = Manifest(tmp_path)
+    with locked(tmp_path / "chain2.pt2") as path:
+        for use in (lambda: manifest.damaged_graphs(tmp_path), lambda: made.load("chain2")):
+            said = said_to_an_ordinary_user(lambda use=use: (manifest._digests.clear(), use()))
+            assert said.startswith(f"NoPermission: {path}: you may not read")

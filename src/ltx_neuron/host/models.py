@@ -350,7 +350,8 @@ class ModelSpec(NamedTuple):
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
         """What is wrong with the file's tensors, a line each, given the shapes by name expected."""
-        shapes = self._file().shapes
+        file = self._file()
+        shapes = file.shapes
         if not any(name in shapes for name in expected):
             return [f"none of its {len(expected)} tensors is there"]
         own_prefix = next(iter(self.prefixes.values()))
@@ -364,6 +365,11 @@ class ModelSpec(NamedTuple):
             f"wrong shape {name}: got {shapes[name]}, wanted {shape}"
             for name, shape in expected.items()
             if name in shapes and shapes[name] != shape
+        ]
+        problems += [
+            f"{name}: {problem}"
+            for name in expected
+            if name in shapes and (problem := file.weight_problem(name))
         ]
         return problems
 
