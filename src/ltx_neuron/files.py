@@ -114,7 +114,7 @@ def _lock_at_once(descriptor: int, path: Path) -> bool:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         print(
-            f"{path.parent} cannot be locked ({error.strerror}): start nothing else that writes it"
+            f"{path.parent} cannot be locked ({reason(error)}): start nothing else that writes it"
         )
     return True
 

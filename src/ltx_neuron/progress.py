@@ -26,7 +26,7 @@ from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
 
-SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".log"
+SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".failure.log"
 _SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # by which one is known
 _IDENTITY, _GENERATOR = "job", "generator_state"
 _STAGE_TENSORS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")

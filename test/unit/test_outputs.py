@@ -109,7 +109,7 @@ def test_two_outputs_in_one_file_or_one_in_the_other_are_refused(tmp_path):
         outputs = Outputs(video=video, tensors=tmp_path / tensors, report=tmp_path / report)
         assert f"{tmp_path}/new is a file for one and a folder for the other" in refused(outputs)
     assert "for the other of" in refused(Outputs(video=video, frames=video))
-    log = Outputs(video=video, report=tmp_path / "out.log")
+    log = Outputs(video=video, report=tmp_path / "out.failure.log")
     assert "the log of --output-path and --perf-dump-path" in refused(log)
     assert os.listdir(tmp_path) == []
 
@@ -199,7 +199,7 @@ def test_a_state_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
 
 
 def test_a_log_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
-    path = tmp_path / "out.log"
+    path = tmp_path / "out.failure.log"
     for content in (b"", b"ltx-neuronal notes\n", b"notes\nltx-neuron\n", b"\xff\xfe"):
         path.write_bytes(content)
         assert f"{path} exists and is not a file of this" in refused(Outputs(tmp_path / "out.mp4"))
@@ -276,7 +276,9 @@ def test_a_prompts_file_is_an_input_and_a_batchs_report_an_output(tmp_path):
         batch.check_outputs(lines, folder, folder / "0001.json", {})
 
 
-@pytest.mark.parametrize("name", ["0002.json", "0002.mp4", "0002.log", "0002.resume.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["0002.json", "0002.mp4", "0002.failure.log", "0002.resume.safetensors"]
+)
 def test_files_of_others_in_the_folder_of_a_batch_are_not_replaced(tmp_path, name):
     lines = prompts(tmp_path, "a", "b")
     (tmp_path / name).write_bytes(b"of others")
@@ -313,7 +315,7 @@ OF_OTHERS = (
     "out/notes.txt",
     "out/theirs.json",
     "out/stated.resume.safetensors",
-    "out/logged.log",
+    "out/logged.failure.log",
     "theirs/frame_00001.png",
     "theirs/0001.mp4",
     "theirs/" + RESULTS,
@@ -321,7 +323,7 @@ OF_OTHERS = (
     "blob",
     "fr/notes.txt",
 )
-OURS = ("out/ours.json", "out/ours.resume.safetensors", "out/ours.log")
+OURS = ("out/ours.json", "out/ours.resume.safetensors", "out/ours.failure.log")
 OUR_FRAMES = tuple(f"fr/frame_{number:05d}.png" for number in range(4))
 LINKS = {
     "linked": "in",
@@ -334,7 +336,7 @@ FOLDERS = ("", "out", "out", "out", "new", "new/a", "fr", "fr2", "films", "their
 FOLDERS += ("out/../in", "in/gemma", "linked/gemma", "in/artifacts/dit", "linked/artifacts", "OUT")
 STEMS = ("a", "b", "ours", "ours", "theirs", "stated", "logged", "photo", "hard", "PHOTO")
 NAMES = ("a.safetensors", "b.json", "photo.json", "Photo.JSON", "frame_00001.png", "ours.mp4")
-NAMES += ("frame_00070.png", "ours.log", "a.log", "new", "0001.json", "0002.mp4")
+NAMES += ("frame_00070.png", "ours.failure.log", "a.failure.log", "new", "0001.json", "0002.mp4")
 IMAGES = ("in/photo.png", "in/photo.json", "soft.png", "hard.png", "fr/frame_00002.png")
 IMAGES += ("fr2/frame_00003.png", "linked/photo.png", "out/0002.json", "out/hard.json")
 
