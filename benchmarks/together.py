@@ -4,10 +4,10 @@ once: whether every one of them succeeds, and what lies there afterwards.
     python benchmarks/together.py --folder DIR [--processes 4] [--rounds 50]
 
 A round begins with an empty artifacts folder. Its processes start at the same moment, and each runs
-the two shard scripts, the two compile scripts and generate_ltx23.py on tiny assets at TP 2, then
-generates once more, now with a prompt that some process has encoded. Every exit code must be 0 and
-all videos the same bytes; afterwards both weight sets must pass --verify, every graph must have its
-manifest's digest, and no lock or unfinished file may be left.
+the two shard scripts, the two compile scripts and generate_ltx23.py on tiny assets at TP 2; every
+second one then generates once more, now with a prompt that some process has encoded. Every exit
+code must be 0 and all videos the same bytes; afterwards both weight sets must pass --verify, every
+graph must have its manifest's digest, and no lock or unfinished file may be left.
 
 Prints a line a round and the verdict last; exits 1 on any problem. Every script runs in a process
 of its own, forked from this one, which has imported what they need and has run none of it.
@@ -62,7 +62,8 @@ class Round:
 
     def scripts(self, number: int) -> list[tuple[str, list]]:
         """What a process runs, in order: the name of a log, and a script with its own flags."""
-        videos = [self.folder / f"{number}-{name}.mp4" for name in ("first", "again")]
+        names = ("first", "again")[: 1 + number % 2]
+        videos = [self.folder / f"{number}-{name}.mp4" for name in names]
         make = [GENERATE, "--prompt", "a red fox", "--neuron-gemma", *SIZE, "--output-path"]
         return [
             ("shard_dit", [SHARD[0]]),
