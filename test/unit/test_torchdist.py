@@ -159,7 +159,7 @@ def started():
         yield ranks
         os.kill(pids[1], signal.SIGSTOP)  # leaving the block ends even a rank that does not answer
     assert_all_end(pids)
-    assert not Path(ranks._store.name).exists()
+    assert not Path(ranks._folder).exists()
 
 
 @pytest.fixture
@@ -345,7 +345,7 @@ def test_a_rank_killed_in_a_run_is_named_and_leaves_no_process(toy):
         assert 0.3 < time.monotonic() - began < SOON
         assert_all_end(pids)
         killer.join()
-    assert not Path(ranks._store.name).exists()
+    assert not Path(ranks._folder).exists()
 
 
 def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explained(toy, tmp_path):
@@ -483,9 +483,19 @@ from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.profiles import PROFILES
 if __name__ == "__main__":
     ranks = Ranks(PROFILES["cpu"], 2)
-    print(ranks._store.name, *(process.pid for process in ranks._processes), flush=True)
+    print(ranks._folder, *(process.pid for process in ranks._processes), flush=True)
     sys.stdin.read()
 """
+
+
+def test_a_forked_process_removes_nothing_of_its_parents_ranks(started):
+    """Its exit runs what the parent has registered for its own."""
+    child = os.fork()
+    if child == 0:
+        started._remove_folder()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert Path(started._folder).is_dir()
 
 
 def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_path):

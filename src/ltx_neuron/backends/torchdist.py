@@ -6,11 +6,14 @@ counted. Running a program touches only tensors that the ranks hold, so a denois
 host one command with the step's number.
 """
 
+import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -102,6 +105,12 @@ def _inherited(variables: dict[str, str]) -> Iterator[None]:
             vars(main).update(named)
 
 
+def _remove(folder: str, process: int) -> None:
+    """Remove a folder, but not in a process that was forked from the one that made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Ranks(ranks.Ranks):
     """The rank processes of one run, started. cache: where ranks keep what they compile.
 
@@ -113,7 +122,8 @@ class Ranks(ranks.Ranks):
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
         self.tp, self.bytes_sent, self._cache = tp, 0, cache
         self.programs: dict[str, Manifest] = {}
-        self._store = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
+        self._folder = tempfile.mkdtemp(prefix="ltx-neuron-")
+        self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._pipes: list[connection.Connection] = []
         self._processes = []
         self._took: dict[tuple[str, str], float] = {}  # seconds of each sequence's last run
@@ -137,8 +147,7 @@ class Ranks(ranks.Ranks):
         for rank in range(self.tp):
             host_end, rank_end = context.Pipe()
             settings = replace(
-                rank_settings(profile, self.tp, rank, self._cache),
-                store=f"{self._store.name}/store",
+                rank_settings(profile, self.tp, rank, self._cache), store=f"{self._folder}/store"
             )
             process = context.Process(
                 target=serve,
@@ -172,7 +181,7 @@ class Ranks(ranks.Ranks):
         for process in self._processes:
             process.kill()
             process.join()
-        self._store.cleanup()
+        self._remove_folder()
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
         self.programs |= programs
