@@ -775,9 +775,7 @@ def test_the_readmes_example_runs(scripts, tiny, tmp_path):
         (tiny.checkpoint.name, tiny.checkpoint),
     ):
         (tmp_path / name).symlink_to(target)
-    body = "".join(f"    {line}\n" if line else "\n" for line in code.splitlines())
-    # As the README says of scripts.
-    (tmp_path / "example.py").write_text(f'if __name__ == "__main__":\n{body}')
+    (tmp_path / "example.py").write_text(code)  # with no guard for the main module
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     process = subprocess.run(
         [sys.executable, "example.py"],
