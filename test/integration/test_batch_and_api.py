@@ -548,7 +548,8 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
     assert end.value.code == 1 and "Traceback" not in said
     assert f"error: NaN or Inf in what the {model} returned" in said
     assert "the same command with --resume" in said
-    assert [path.suffix for path in video.parent.iterdir()] == [".safetensors"]
+    kept = sorted(path.name for path in video.parent.iterdir())
+    assert kept == ["video.failure.log", "video.resume.safetensors"]
     run(resume=True)
     assert "the decoding is left" in capsys.readouterr().out and video.is_file()
 

@@ -79,10 +79,10 @@ def events(recipe, tiny, tmp_path_factory) -> list[Event]:
     events = []
     recorder, call, read = Watched(events), Ranks._call, TensorFile.read
 
-    def seen_call(ranks, **message):
+    def seen_call(ranks, patience, **message):
         if "weights" in message:
             events.append(Event(recorder.now, message["weights"]))
-        return call(ranks, **message)
+        return call(ranks, patience, **message)
 
     def seen_read(file, name, start=0, stop=None):
         # Reading single rows is looking up a prompt's tokens.

@@ -205,7 +205,9 @@ def test_generate_says_what_failed_and_what_to_do(
     assert re.search(rf"error: .*{re.escape(meaning)}", stderr) and re.search(
         rf"What to do: .*{re.escape(advice)}", stderr
     ), stderr
-    assert text.split(" status")[0] in stderr and list(tmp_path.iterdir()) == []
+    assert text.split(" status")[0] in stderr
+    (log,) = tmp_path.iterdir()
+    assert log.name == "fox.failure.log" and meaning in log.read_text()
 
 
 def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(
