@@ -5,8 +5,10 @@ import copy
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from test_attention import block_graph
 from test_torchdist import EQUAL, SOON, TP, make_toy, wanted
 
-from ltx_neuron.backends import compiled, environment, liveness
+from ltx_neuron.backends import compiled, environment, liveness, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import RankError
@@ -182,23 +184,70 @@ def test_a_graph_that_breaks_is_an_error_and_not_run_op_by_op():
         compiled.Compiled(lambda x: (x + 1,) if x.sum() > 0 else (x,), "aot_eager")(torch.ones(3))
 
 
-def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation():
-    """What backends/nki.py does on TorchNeuron, with PyTorch's kernel instead of nkilib's."""
+class WrappedKernel:
+    """What torch_neuronx.wrap_nki returns (torch_neuronx/nki_hop.py, NKIHOPCaller, early 2026): a
+    launch needs a grid, which is iterated."""
+
+    def __init__(self, kernel, grid=()):
+        self.kernel, self.grid = kernel, grid
+
+    def __getitem__(self, grid):
+        return WrappedKernel(self.kernel, tuple(map(int, grid)))
+
+    def __call__(self, **arguments):
+        return self.kernel(self.grid, **arguments)
+
+
+def nki_op(name, mutates_args):
+    """torch_neuronx.nki_op, of the same file: a torch.library.custom_op, whose fake is the function
+    itself."""
+
+    def register(function):
+        operation = torch.library.custom_op(name, function, mutates_args=mutates_args)
+        operation.register_fake(function)
+        return operation
+
+    return register
+
+
+def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch):
+    """On TorchNeuron, with PyTorch's kernel instead of nkilib's, compiled as its backend is without
+    its compiler."""
+    launches = []
+
+    def attention_cte(grid, q, k, v, scale, causal_mask, tp_q, tp_k, tp_out):
+        launches.append(grid)
+        return sdpa(q[None], k[None], v[None], scale)[0].contiguous()
+
+    kernels = SimpleNamespace(attention_cte=attention_cte)
+    attention_cte.__getitem__ = None  # it is decorated: nki.jit's kernels are launched by []
+    torch_neuronx = SimpleNamespace(nki_op=nki_op, wrap_nki=WrappedKernel)
+    monkeypatch.setitem(sys.modules, "torch_neuronx", torch_neuronx)
+    monkeypatch.setitem(sys.modules, "nkilib.core.attention.attention_cte", kernels)
     module = copy.deepcopy(block_graph("nki").graph_module)
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [randn(*value.shape, seed=i).to(value.dtype) / 4 for i, value in enumerate(values)]
-    calls = []
-
-    def kernel(query, key, value):
-        calls.append(query.shape)
-        return sdpa(query[None], key[None], value[None], 1.0)[0]
-
     with fake_process_group(2), torch.no_grad():
         before = module(*inputs)
-        compiled.replace_attention(module, lambda: kernel)
-        after = module(*inputs)
-    assert len(calls) == 6
+        settings = SimpleNamespace(device="neuron", lnc=2, compile_backend="aot_eager")
+        run = compiled.ready(module, settings)
+        run(*inputs)
+        launches.clear()
+        after = run(*inputs)
+    assert launches == [(2,)] * 6
     assert all(rel(one, two) < 1e-2 for one, two in zip(after, before, strict=True))  # bf16
+
+
+def test_a_kernel_that_nobody_decorated_is(monkeypatch):
+    """nki-library at SDK 2.27: attention_cte.py has no @nki.jit, which 2.28 added."""
+
+    def attention_cte():
+        pass
+
+    decorated = SimpleNamespace(attention_cte=attention_cte)
+    monkeypatch.setitem(sys.modules, "nkilib.core.attention.attention_cte", decorated)
+    monkeypatch.setitem(sys.modules, "nki", SimpleNamespace(jit=lambda function: {2: function}))
+    assert nki._kernel()[2] is attention_cte
 
 
 def test_no_kernel_is_made_for_a_graph_without_the_operation():
