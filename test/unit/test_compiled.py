@@ -2,6 +2,7 @@
 second compile, ever."""
 
 import copy
+import dataclasses
 import multiprocessing
 import os
 import socket
@@ -19,12 +20,13 @@ from test_torchdist import EQUAL, SOON, TP, make_toy, wanted
 from ltx_neuron.backends import compiled, environment, liveness, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.rank import Call, Rank
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.backends.torchdist import Ranks, compile_only
+from ltx_neuron.backends.torchdist import Ranks, compile_only, rank_settings
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.attention import sdpa
-from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.profiles import MODELS, PROFILES, resolve
 from ltx_neuron.workspace import Workspace
 
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
@@ -312,13 +314,61 @@ def test_each_rank_of_a_neuron_launch_sees_one_core_of_its_own(
 def test_a_neuron_rank_is_told_its_core_size_its_flags_and_where_to_keep_what_it_compiles(tmp_path):
     variables = environment.of_rank(TRN2, 4, 1, tmp_path)
     assert variables.items() >= dict(TRN2.environment).items()
-    assert (
-        variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "--lnc=2" in variables["NEURON_CC_FLAGS"]
-    )
+    assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "NEURON_CC_FLAGS" not in variables
     kept = {name: value for name, value in variables.items() if name.endswith("_DIR")}
     assert len(kept) == 4 and all(value.startswith(str(tmp_path)) for value in kept.values())
     on_cpu = environment.of_rank(PROFILES["cpu"], 4, 1, tmp_path)
     assert not [name for name in on_cpu if "NEURON" in name]
+
+
+def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_takes():
+    """It splits them at white space and adds --model-type, --auto-cast and --lnc itself."""
+    told = {model: environment.of_compiler(TRN2, model) for model in MODELS}
+    assert told["dit"] == {
+        "NEURON_COMPILER_OPT_LEVEL": "-O1",
+        "NEURON_CC_FLAGS": "--tensorizer-options=--enable-ccop-compute-overlap",
+    }
+    assert told["gemma3"]["NEURON_CC_FLAGS"].split() == [
+        f"--tensorizer-options={option}"
+        for option in (
+            "--enable-ccop-compute-overlap",
+            "--cc-pipeline-tiling-factor=1",
+            "--vectorize-strided-dma",
+            "--enable-scalar-dge-vectorization",
+        )
+    ]
+    assert told["connectors"]["NEURON_CC_FLAGS"] == ""
+    assert environment.of_compiler(PROFILES["cpu"], "dit") == {}
+    level = dataclasses.replace(TRN2, compiler_flags=(("dit", "-O2"),))
+    assert environment.of_compiler(level, "dit")["NEURON_COMPILER_OPT_LEVEL"] == "-O2"
+    torn = dataclasses.replace(TRN2, compiler_flags=(("dit", "--dump='a folder'"),))
+    with pytest.raises(UserError, match="--dump=a folder.* has a space in it"):
+        environment.of_compiler(torn, "dit")
+
+
+def test_a_launch_finds_the_flags_of_its_own_model(monkeypatch):
+    """What a process of TorchNeuron reads when a graph is launched."""
+    monkeypatch.delenv("LTX_TEST_FLAGS", raising=False)
+    seen = []
+
+    def rank_with(model: str) -> Rank:
+        settings = rank_settings(PROFILES["cpu"], 1, 0, None)
+        settings = dataclasses.replace(settings, compilers={model: {"LTX_TEST_FLAGS": model}})
+        rank = Rank.__new__(Rank)
+        rank.settings, rank._synchronize, rank._launched = settings, lambda: None, lambda: None
+        rank._clear()
+        rank.calls = {"program": {"main": [Call(see, [], [], [])]}}
+        rank.fields, rank.models = {"program": {}}, {"program": model}
+        return rank
+
+    def see() -> tuple:
+        seen.append(os.environ["LTX_TEST_FLAGS"])
+        return ()
+
+    for model in ("dit", "gemma3", "dit"):
+        rank_with(model).run("program", "main", {})
+    assert seen == ["dit", "gemma3", "dit"]
+    del os.environ["LTX_TEST_FLAGS"]
 
 
 def test_the_environment_is_that_of_the_children_and_then_as_before(monkeypatch):

@@ -36,7 +36,7 @@ from ltx_neuron.backends.wire import (
     encode_command,
 )
 from ltx_neuron.errors import RunError
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import MODELS, Profile
 
 # How long ranks may do nothing while they load, compile, or run what they have never run: the work
 # may be a compiler's, or a file system's behind a network.
@@ -63,6 +63,7 @@ def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> R
         drain_every=profile.drain_every,
         threads=profile.rank_threads(tp),
         environment=environment.of_rank(profile, tp, rank, cache),
+        compilers={model: environment.of_compiler(profile, model) for model in MODELS},
     )
 
 
