@@ -38,7 +38,6 @@ def main() -> None:
     else:
         job = flags.job(args)
         job.check()
-        outputs.check(flags.input_files(args))
         generate(job, flags.workspace(args, writes=False), options, outputs)
 
 

@@ -4,14 +4,24 @@ run in this process.
 Imported as `helpers`: pytest puts the folder of conftest.py on the path.
 """
 
+import ctypes
+import json
 import math
+import os
+import signal
+import stat
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from blake3 import blake3
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -228,6 +238,41 @@ def save_weights(folder: Path, *ranks: dict[str, Tensor]) -> Path:
     return folder
 
 
+def forked(function: Callable[[], None], seconds: int = 30) -> int:
+    """Start a function in a forked process, which ends after so many seconds in any case. Returns
+    its pid; its exit code is 0 where the function returned, and 1 where it raised."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)
+        function()
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - also SystemExit: it must not leave this function
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
+
+
+def exit_code(child: int) -> int:
+    """Of a forked process, once it has ended; negative where a signal ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def rewrite(source, destination, change, metadata_change=None):
+    """A copy of a safetensors file with `change` applied to its tensors and `metadata_change` to
+    its config."""
+    with safe_open(source, "pt") as file:
+        metadata = dict(file.metadata())
+    config = json.loads(metadata["config"]) | (metadata_change or {})
+    tensors = load_file(source)
+    change(tensors)
+    save_file(tensors, destination, metadata | {"config": json.dumps(config)})
+    return destination
+
+
 def read_video(path: str | Path) -> dict:
     """Codecs, sizes, rates, number of decoded frames, and both durations in seconds of a video
     file."""
@@ -248,3 +293,39 @@ def read_video(path: str | Path) -> dict:
             "audio_seconds": float(audio.duration * audio.time_base),
             "frame_count": sum(1 for _ in container.decode(video)),
         }
+
+
+_CAPABILITIES_V3 = 0x20080522
+
+
+def said_to_an_ordinary_user(function: Callable[[], object]) -> str:
+    """The kind and text of what `function` raises in a process that permissions bind, also where
+    the tests run as root: a fork without capabilities. `function` must use no threads."""
+    readable, writable = os.pipe()
+    if not os.fork():
+        said = "nothing was refused"
+        try:
+            header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
+            ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
+            function()
+        except BaseException as error:  # noqa: BLE001 - a fork must not go on with the tests
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writable, said.encode())
+            os._exit(0)
+    os.close(writable)
+    with open(readable) as pipe:
+        said = pipe.read()
+    os.wait()
+    return said
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[Path]:
+    """Take all permissions from a file or folder inside the block."""
+    before = stat.S_IMODE(path.stat().st_mode)
+    path.chmod(0)
+    try:
+        yield path
+    finally:
+        path.chmod(before)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ltx_neuron.backends.manifest import damaged_graphs
 from ltx_neuron.config import digest
-from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json
+from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.files import MANIFEST, check_readable, read_json
 from ltx_neuron.weights.rankfiles import verify
 
 LAYOUT = 3  # of rank files: raise it when what the sharders write changes
@@ -46,7 +46,9 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
     type.
     """
     path, what = folder(artifacts, identity), f"{identity['model']} {identity['kind']}"
-    if (path / MANIFEST).is_file():
+    with in_words("--artifacts-dir"):
+        finished = (path / MANIFEST).is_file()
+    if finished:
         _check_finished(path, identity, command)
         return path
     if path.is_dir():
@@ -54,8 +56,8 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
             f"the {what} in {path} were never finished: there is no {MANIFEST}\nMake them again:"
             f" {command}"
         )
-    finished = map(stored_identity, _finished_folders(artifacts, identity["kind"]))
-    others = [other for other in finished if other and other.get("model") == identity["model"]]
+    stored = map(stored_identity, _finished_folders(artifacts, identity["kind"]))
+    others = [other for other in stored if other and other.get("model") == identity["model"]]
     if not others:
         raise UserError(f"no {what} in {artifacts}\nMake them: {command}")
     nearest = min(others, key=lambda other: len(differences(identity, other)))
@@ -68,6 +70,7 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
 def _check_finished(path: Path, identity: dict, command: str) -> None:
     """Raise UserError where a finished folder is not that identity's, or not whole: of weights the
     sizes of the files are compared, of graphs, which are small, all bytes."""
+    check_readable(path / MANIFEST)  # one that may not be read is not damaged
     stored = stored_identity(path)
     if stored != identity:
         problems = [f"its {MANIFEST} {_differing(identity, stored)}"]

@@ -6,19 +6,31 @@ are not run again, and one that was under way goes on after its last finished st
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ltx_neuron import files
 from ltx_neuron.config import digest
 from ltx_neuron.decode_queue import Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import write_json
+from ltx_neuron.files import check_readable, read_json, write_json
 from ltx_neuron.host.images import content_digest
 from ltx_neuron.job import Job
-from ltx_neuron.progress import JobRun, restore_state, save_state, state_path
+from ltx_neuron.progress import (
+    JobRun,
+    beside,
+    check_replaceable,
+    is_log,
+    log_path,
+    not_ours,
+    restore_state,
+    save_state,
+    state_path,
+)
 
 RESULTS = "results.json"
 MAX_LINES = 100_000
@@ -47,11 +59,9 @@ def read_lines(
     identity     what a line's video depends on besides the job: with another checkpoint, for
                  example, what is done already does not count
     """
-    if not path.is_file():
-        raise UserError(
-            f"--prompts-file {path}: no such file. Wanted: one JSON object per line, for example\n"
-            '{"prompt": "a golden retriever runs across a meadow", "seed": 10}'
-        )
+    example = '{"prompt": "a golden retriever runs across a meadow", "seed": 10}'
+    wanted = f". Wanted: one JSON object per line, for example\n{example}"
+    check_readable(path, "--prompts-file", wanted)
     lines, problems = [], []
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
@@ -78,12 +88,22 @@ def _parse(raw: bytes) -> dict[str, Any]:
     try:
         if len(raw) > MAX_LINE_BYTES:
             raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
-        values = json.loads(raw)
+        values = json.loads(raw, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(values, dict):
         kind = type(values).__name__
         raise UserError(f"got {kind}, wanted a JSON object with flags as keys")
+    return values
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; UserError for a key that it has twice, of which one would be forgotten."""
+    values = {}
+    for key, value in pairs:
+        if key in values:
+            raise UserError(f"the key {key!r} is there twice; leave one out")
+        values[key] = value
     return values
 
 
@@ -143,6 +163,44 @@ def run(
             if isinstance(outcome, Failure):
                 results.failed(line_of(outcome.job), outcome.error)
     return [results.entries[line.number] for line in lines]
+
+
+def check_outputs(
+    lines: list[Line], folder: Path, report: Path | None, inputs: dict[str, Path]
+) -> None:
+    """Raise UserError where a batch would write over what it reads, or over files that no batch
+    made.
+
+    report  where the latency report is written
+    inputs  what the lines read: files and folders by flag
+    """
+    log = log_path(folder / RESULTS)
+    outputs = {f"{path.name} of --output-dir": path for path in (folder / RESULTS, log)}
+    outputs |= {"--perf-dump-path": report} if report else {}
+    for line in lines:
+        video = folder / line.file
+        for path in (video, *beside(video).values()):
+            outputs[f"{path.name} of --output-dir"] = path
+    files.check_outputs(outputs, inputs)
+    if os.path.lexists(log) and not is_log(log):
+        raise not_ours(log, "--output-dir")
+    done = _recorded_files(folder)
+    for line in lines:
+        video = folder / line.file
+        check_replaceable(video, "--output-dir")
+        ours = line.file in done or any(map(os.path.lexists, beside(video).values()))
+        if os.path.lexists(video) and not ours:
+            raise not_ours(video, "--output-dir")
+
+
+def _recorded_files(folder: Path) -> set[str]:
+    """The videos that a folder's results.json lists; none where it cannot be read."""
+    path = folder / RESULTS
+    try:
+        entries = read_json(path)["lines"] if path.is_file() else []
+        return {entry["output"] for entry in entries if "output" in entry}
+    except (UserError, KeyError, TypeError):
+        return set()
 
 
 class Results:

@@ -7,11 +7,13 @@ Gemma's config.json. Values the code does not implement are refused by name rath
 import dataclasses
 import hashlib
 import json
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.files import check_regular
 
 SUPPORTED_VERSION = "2.3"
 CHECKPOINT_DOWNLOAD = (
@@ -328,17 +330,20 @@ def gemma_config(root: Path) -> GemmaConfig:
     leaves most out."""
     path = Path(root) / "config.json"
     try:
+        check_regular(path)
         content = json.loads(path.read_text())
+    except PermissionError as error:
+        raise refusal(error, "--gemma-root") from None
     except OSError as error:
         what = (
             f"--gemma-root {root} is not a folder"
-            if not Path(root).is_dir()
-            else f"{path}: {error.strerror}"
+            if not os.path.isdir(root)
+            else f"{path}: {reason(error)}"
         )
         raise UserError(
             f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     text = content.get("text_config") if isinstance(content, dict) else None
     if not isinstance(text, dict) or content.get("model_type") != "gemma3":

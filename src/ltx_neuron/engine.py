@@ -3,6 +3,7 @@
 An engine keeps what is loaded until it is closed, so that the next call finds it there.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from ltx_neuron.decode_queue import DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
@@ -79,6 +81,7 @@ class Engine:
         self.on_stage_end: Callable[[JobRun], None] | None = None
         self.progress = True
         self._contexts: dict[tuple[str, ...], list[Contexts]] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> "Engine":
         return self
@@ -87,9 +90,26 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the ranks and drop the host's models."""
-        self.residency.close()
-        self.host.release()
+        """End the ranks and drop the host's models. In a forked process this does nothing: they
+        are its parent's."""
+        if not self.forked:
+            self.residency.close()
+            self.host.release()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that made the engine."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise UserError in a forked process, where a run would hang: threads are not forked, and
+        the ranks answer one process."""
+        if self.forked:
+            raise UserError(
+                f"process {os.getpid()} was forked from process {self._process}, which opened this"
+                " pipeline and whose ranks answer it alone. Start the process with"
+                ' multiprocessing.get_context("spawn"), and open a pipeline of its own in it'
+            )
 
     @torch.no_grad()
     def run(
@@ -117,6 +137,7 @@ class Engine:
         hand_over  called with every Result as soon as it is there: where decoding overlaps
                    denoising, in another thread. An error of it is the job's
         """
+        self.check_process()
         compiled = self.preflight.check(jobs)
         with self._session(keep):
             runs = self._encode_prompts(jobs, resume, generator)

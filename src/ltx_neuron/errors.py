@@ -1,15 +1,42 @@
 """The one error a user causes: its text says what was wrong, what was got, what was wanted and what
-to type."""
+to type. How scripts end, and how the system's errors on a path are said."""
 
+import errno
+import os
 import signal
 import sys
-from collections.abc import Callable
-from errno import EDQUOT, ENOSPC
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn, TextIO
+
+_DENIED = (
+    "you may not read or write it, or not enter its folder",
+    "Change the permissions (chmod), or run as the owner",
+)
+# What the system's errors on a path are in words, and what to do.
+_SYSTEM_ERRORS = {
+    errno.EACCES: _DENIED,
+    errno.EPERM: _DENIED,
+    errno.ENOENT: ("no such file", ""),
+    errno.EISDIR: ("that is a folder, wanted a file", ""),
+    errno.ENOTDIR: ("a part of this path is a file, wanted a folder", ""),
+    errno.ELOOP: ("its links lead in a circle", ""),
+    errno.ENAMETOOLONG: ("this path is longer than the system allows", "Type a shorter one"),
+    errno.EIO: (
+        "its disk fails (input/output error)",
+        "Copy it from elsewhere to another disk; dmesg says more",
+    ),
+    errno.EROFS: ("its file system is read-only", "Choose another place"),
+}
+_MAX_SHOWN = 200  # characters of a path
 
 
 class UserError(Exception):
     """A mistake the user can mend. Scripts print it without a traceback and exit with code 2."""
+
+
+class NoPermission(UserError):
+    """A file that is there but may not be used: to make or download it again would not help."""
 
 
 class RunError(RuntimeError):
@@ -23,36 +50,112 @@ class Terminated(KeyboardInterrupt):
     """The process was asked to end (SIGTERM): everything is tidied up as after Ctrl-C."""
 
 
+def reason(error: Exception) -> str:
+    """Why the system refused a path, in words; another error's own text."""
+    own = getattr(error, "strerror", None) or str(error)
+    return _SYSTEM_ERRORS.get(getattr(error, "errno", None), (own, ""))[0]
+
+
+def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
+    """What the system said of a path, as a user's error: the path, why, and what to do.
+
+    flag    what the user typed before the path
+    advice  ends the message
+    """
+    path = os.fsdecode(error.filename)
+    if len(path) > _MAX_SHOWN:
+        path = f"{path[: _MAX_SHOWN // 2]}... ({len(path)} characters)"
+    _, remedy = _SYSTEM_ERRORS.get(error.errno, ("", ""))
+    kind = NoPermission if isinstance(error, PermissionError) else UserError
+    lines = [f"{flag} {path}: {reason(error)}".lstrip(), *([remedy] if remedy else [])]
+    return kind("\n".join(lines) + advice)
+
+
+@contextmanager
+def in_words(flag: str = "") -> Iterator[None]:
+    """Raise what the system says of a path inside the block as `refusal` does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise refusal(error, flag) from None
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a script's main; exit 2 on a user's mistake, 1 on a failed run, 130 on Ctrl-C and 143 on
-    SIGTERM.
+    SIGTERM. An error of the system on a path is a user's mistake, and so is a full disk.
 
     Everything else shows its traceback (1).
     """
     signal.signal(signal.SIGTERM, _terminate)
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno not in (ENOSPC, EDQUOT):
-            raise
-        print(
-            f"error: the disk is full: {error}\nFree some space and type the same again",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt as interrupt:
-        print("terminated" if isinstance(interrupt, Terminated) else "interrupted", file=sys.stderr)
-        sys.exit(143 if isinstance(interrupt, Terminated) else 130)
+    with _forgiving_streams():
+        try:
+            main()
+        except UserError as error:
+            _end(2, f"error: {error}")
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                advice = "Free some space and type the same again"
+                _end(2, f"error: the disk is full: {error}\n{advice}")
+            if not isinstance(error.filename, str | bytes | os.PathLike):
+                raise
+            _end(2, f"error: {refusal(error)}")
+        except RunError as error:
+            _end(1, f"error: {error}")
+        except Terminated:
+            _end(143, "terminated")
+        except KeyboardInterrupt:
+            _end(130, "interrupted")
+
+
+def _end(code: int, message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(code)
 
 
 def _terminate(*_) -> NoReturn:
     raise Terminated
+
+
+@contextmanager
+def _forgiving_streams() -> Iterator[None]:
+    """Have stdout and stderr fail no work inside the block."""
+    before = sys.stdout, sys.stderr
+    forgiving = [_ForgivingStream(stream or open(os.devnull, "w")) for stream in before]
+    sys.stdout, sys.stderr = forgiving
+    try:
+        yield
+    finally:
+        for stream in forgiving:  # else the interpreter does it at its end, and exits with 120
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _ForgivingStream:
+    """A standard stream whose reader may leave, or whose disk may fill up: talking is not the work.
+    After the first failure the rest goes to /dev/null, also what other code writes to the same
+    descriptor."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._attempt(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action: Callable, *arguments) -> None:
+        try:
+            action(*arguments)
+        except OSError:
+            with suppress(OSError), open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self._stream.fileno())
 
 
 def require(value, flag: str, why: str, example: str):

@@ -1,20 +1,27 @@
-"""Writing files so that they are whole or absent, reading files that others may have written, and
-checking early that an output can be written.
+"""Writing files so that they are whole or absent, reading files that others may have written,
+making a folder in one process at a time, and checking early that an output can be written and lies
+over no input.
 """
 
+import errno
+import fcntl
 import glob
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, reason, refusal
 
 MANIFEST = "manifest.json"  # of every finished folder; written last
+MARK = "ltx-neuron"  # by which files made beside a named one are known again: logs, frames
 MAX_JSON_BYTES = 64 * 2**20  # the manifest of the released weights has 0.5 MB
 _MAX_NAME_BYTES = 200  # file systems allow 255, and whole_file's temporary names are longer
 _PARTIAL = ".partial"
@@ -53,6 +60,73 @@ def remove_leftovers(path: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
+@contextmanager
+def exclusive(folder: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of a folder while it is made. Where another process holds it, this says so once
+    and waits: the folder may be finished then.
+
+    The lock is a file beside the folder, with the number of the process that holds it, and is
+    removed at the end. The system releases that of a killed process; the next one takes it over.
+
+    doing  what is done with the folder, for the process that waits: "compiling"
+    """
+    path = folder.with_name(f".{folder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _locked(path, f"{doing} {folder}")
+    try:
+        yield
+    finally:
+        # Removed first: a process that waits for this file then knows that it is not the lock.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path, doing: str) -> int:
+    """The descriptor of the file at `path`, locked, with this process's number in it."""
+    said = False
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not _lock_at_once(descriptor, path):
+                if not said:
+                    holder = os.read(descriptor, 20).decode(errors="replace") or "just begun"
+                    print(f"another process ({holder}) is {doing}; waiting for it", flush=True)
+                said = True
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # Ctrl-C ends it
+            if _is_at(path, descriptor):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock_at_once(descriptor: int, path: Path) -> bool:
+    """Whether the file could be locked without waiting. Where the file system knows no locks, a
+    warning has to do."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        print(
+            f"{path.parent} cannot be locked ({reason(error)}): start nothing else that writes it"
+        )
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is still the one at `path`: who held the lock removes it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write a JSON object through whole_file."""
     with whole_file(path) as partial:
@@ -72,14 +146,67 @@ def read_json(path: Path) -> dict:
     """The JSON object of a file. UserError where the file is missing, larger than MAX_JSON_BYTES,
     or holds anything else."""
     try:
+        check_regular(path)
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise UserError(f"{path} has {size} bytes, wanted at most {MAX_JSON_BYTES} of JSON")
         content = json.loads(path.read_bytes())
+    except PermissionError as error:
+        raise refusal(error) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from None
+        raise UserError(f"{path} cannot be read as JSON: {reason(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: got {type(content).__name__}, wanted a JSON object")
     return content
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    """What a file begins with; nothing where there is no file, or none that can be read."""
+    with suppress(OSError):
+        if path.is_file():  # a FIFO would keep the reader waiting
+            with open(path, "rb") as file:
+                return file.read(count)
+    return b""
+
+
+# What a path may be instead of a regular file or a folder.
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_regular(path: str | Path) -> None:
+    """Raise OSError unless `path` is a regular file that may be read. Opens nothing: a named pipe
+    would not answer, a device may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError:  # a character that no path can have
+        raise _refused(FileNotFoundError, errno.ENOENT, path) from None
+    if stat.S_ISDIR(mode):
+        raise _refused(IsADirectoryError, errno.EISDIR, path)
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise OSError(errno.EINVAL, f"that is {kind}, wanted a regular file", str(path))
+    if not os.access(path, os.R_OK):
+        raise _refused(PermissionError, errno.EACCES, path)
+
+
+def _refused(kind: type[OSError], number: int, path: str | Path) -> OSError:
+    return kind(number, os.strerror(number), str(path))
+
+
+def check_readable(path: str | Path, flag: str = "", advice: str = "") -> None:
+    """Raise UserError unless `path` is a regular file that may be read.
+
+    flag    what the user typed before it
+    advice  ends the message: what to type instead
+    """
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise refusal(error, flag, advice) from None
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -115,3 +242,95 @@ def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
             f"{path or folder} cannot be written: {nearest} is not a folder you may write to; pass"
             f" another place with {flag}"
         )
+
+
+def check_outputs(outputs: dict[str, Path], inputs: dict[str, Path]) -> None:
+    """Raise UserError where an output is an input, lies in a folder that is an input, or is another
+    output: however it is spelled, and through links.
+
+    outputs  files that are written, by what they are; the last word is the flag that moves them
+    inputs   files and folders that are read, by flag
+    """
+    at = {_real(path): name for name, path in inputs.items()}
+    roots = {_number(path): name for name, path in inputs.items()}
+    roots.pop(None, None)  # of inputs that are not there
+    held: dict[_Number, str] = {}  # all that is in the inputs; filled when an output exists
+    files = [_File(name, path, _real(path), _number(path)) for name, path in outputs.items()]
+
+    @cache  # outputs share their folders
+    def input_around(folder: Path) -> str | None:
+        places = (folder, *folder.parents)
+        return next((n for p in places if (n := at.get(p) or roots.get(_number(p)))), None)
+
+    for file in files:
+        # A link is replaced where it lies, and not what it leads to.
+        if around := input_around(file.real.parent) or input_around(_real(file.path.parent)):
+            raise UserError(
+                f"{file.name}: {file.path} lies in the folder of {around}, which is read;"
+                f" {file.advice}"
+            )
+        if file.number and not held:
+            held = {each: name for name, path in inputs.items() for each in _numbers(path)}
+        if other := at.get(file.real) or held.get(file.number):
+            raise UserError(f"{other} and {file.name} are the same file {file.path}; {file.advice}")
+    _check_apart(files)
+
+
+_Number = tuple[int, int]
+
+
+class _File(NamedTuple):
+    """An output: what it is, its path as typed and without links, its number if it exists."""
+
+    name: str
+    path: Path
+    real: Path
+    number: _Number | None
+
+    @property
+    def advice(self) -> str:
+        return f"pass another {self.name.split()[-1]}"
+
+
+def _check_apart(outputs: list[_File]) -> None:
+    """Raise UserError where two outputs are one file, or one lies in the other."""
+    files: dict[Path | _Number, str] = {}  # by path and, where it exists, by number
+    folders: dict[Path, str] = {}  # by path: an output that lies in it
+    for file in outputs:
+        if other := files.get(file.real) or files.get(file.number):
+            raise UserError(f"{other} and {file.name} are the same file {file.path}; {file.advice}")
+        above = next((folder for folder in file.real.parents if folder in files), file.real)
+        if other := files.get(above) or folders.get(above):
+            raise UserError(
+                f"{above} is a file for one and a folder for the other of {other} and {file.name};"
+                f" {file.advice}"
+            )
+        files |= dict.fromkeys(filter(None, (file.real, file.number)), file.name)
+        folders |= dict.fromkeys(file.real.parents, file.name)
+
+
+def _real(path: Path) -> Path:
+    """A path without links and "..", of which the end may be missing."""
+    return Path(os.path.realpath(path))
+
+
+def _number(path: Path | str) -> _Number | None:
+    """What a file or a folder is known by under all its names; None where it is not there."""
+    with suppress(OSError):
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    return None
+
+
+def _numbers(path: Path) -> set[_Number]:
+    """The numbers of a file, or of a folder and of all that is in it; links are followed."""
+    found: set[_Number] = set()
+    waiting = [os.fspath(path)]
+    while waiting:
+        place = waiting.pop()
+        number = _number(place)
+        if number and number not in found:
+            found.add(number)
+            with suppress(NotADirectoryError, PermissionError):
+                waiting += [entry.path for entry in os.scandir(place)]
+    return found

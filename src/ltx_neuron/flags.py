@@ -358,15 +358,6 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     )
 
 
-def input_files(args: argparse.Namespace) -> dict[str, Path | None]:
-    """The files that a generation reads, by flag: no output may replace one."""
-    return {
-        "--checkpoint-path": args.checkpoint_path,
-        "--spatial-upsampler-path": args.spatial_upsampler_path,
-        "--temporal-upsampler-path": args.temporal_upsampler_path,
-    }
-
-
 def outputs(args: argparse.Namespace) -> Outputs:
     return Outputs(
         video=args.output_path,
@@ -389,10 +380,12 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     """
 
     def make(line: dict[str, Any]) -> Job:
-        values = dict(vars(args))
+        values, given = dict(vars(args)), {}
         for key, value in line.items():
             action = _job_flag(key)
             if value is not None and value is not False:
+                if (other := given.setdefault(action.dest, key)) != key:
+                    raise UserError(f"{other!r} and {key!r} are the same flag; leave one out")
                 values[action.dest] = _flag_value(action, value, values[action.dest])
         return job(argparse.Namespace(**values))
 

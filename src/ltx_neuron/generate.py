@@ -2,6 +2,7 @@
 the files that were asked for, and print the latency table."""
 
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,16 @@ from ltx_neuron.batch import Line
 from ltx_neuron.decode_queue import Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
-from ltx_neuron.files import check_folder, check_writable, write_json
+from ltx_neuron.files import check_folder, check_outputs, check_writable, write_json
 from ltx_neuron.host.images import content_digest
-from ltx_neuron.host.video import check_output_path, write_frames, write_video
+from ltx_neuron.host.video import (
+    FRAME_NAME,
+    check_frames,
+    check_output_path,
+    frames_in,
+    write_frames,
+    write_video,
+)
 from ltx_neuron.job import Job
 from ltx_neuron.machine import package_version
 from ltx_neuron.progress import JobRun
@@ -50,32 +58,42 @@ class Outputs:
         """The JSON beside the video: what made it."""
         return self.video.with_suffix(".json")
 
-    def check(self, input_files: dict[str, Path | None]) -> None:
+    def check(self, inputs: dict[str, Path]) -> None:
         """Raise UserError unless all that is asked for can be written, each to a file of its own.
 
-        input_files  files that no output may replace, by flag
+        inputs  what the job reads: files and folders by flag
         """
         require(self.video, "--output-path", "--prompt", "Type for example --output-path out.mp4")
         check_output_path(self.video)
-        taken = {path.resolve(): flag for flag, path in input_files.items() if path}
-        for flag, path in {
+        beside = progress.beside(self.video).items()
+        named = {
             "--output-path": self.video,
-            "the JSON of --output-path": self.sidecar,
-            "the state of --output-path": progress.state_path(self.video),
+            **{f"the {kind} of --output-path": path for kind, path in beside},
             "--save-tensors": self.tensors,
             "--perf-dump-path": self.report,
-        }.items():
-            if path is None:
-                continue
-            check_writable(path, f"{flag.split()[-1]} FILE")
-            if path.resolve() in taken:
-                raise UserError(
-                    f"{taken[path.resolve()]} and {flag} are the same file {path}; pass another"
-                    " name"
-                )
-            taken[path.resolve()] = flag
+        }
+        outputs = {name: path for name, path in named.items() if path}
+        for name, path in outputs.items():
+            check_writable(path, f"{name.split()[-1]} FILE")
         if self.frames:
             check_folder(self.frames, "--save-frames DIR")
+            outputs |= self._frame_files(outputs.values())
+        # Its own state it may go on from by name as well.
+        other = isinstance(self.resume, str) and Path(self.resume) != progress.state_path(
+            self.video
+        )
+        resumed = {"--resume": Path(self.resume)} if other else {}
+        check_outputs(outputs, inputs | resumed)
+        progress.check_replaceable(self.video, "--output-path")
+        if self.frames:
+            check_frames(self.frames)
+
+    def _frame_files(self, others: Iterable[Path]) -> dict[str, Path]:
+        """The frames that are there, and those that another output has the name of: how many are
+        written is not known yet."""
+        names = {path.name for path in (*frames_in(self.frames), *others)} | {"frame_00000.png"}
+        frames = filter(FRAME_NAME.fullmatch, sorted(names))
+        return {f"{name} of --save-frames": self.frames / name for name in frames}
 
     def check_batch(self, prompt: str | None) -> None:
         """Raise UserError for outputs that a batch does not have, or cannot write."""
@@ -98,11 +116,13 @@ class Outputs:
 def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outputs) -> None:
     """Make one video. Raises UserError before anything loads where something does not fit."""
     recorder = Recorder()
+    engine = Engine(workspace, recorder, options)
+    outputs.check(engine.preflight.inputs([job]))
     state = progress.state_path(outputs.video)
     with (
         progress.logging_failure(progress.log_path(outputs.video)),
         progress.keeping_state(state),
-        Engine(workspace, recorder, options) as engine,
+        engine,
     ):
         engine.preflight.check([job])
         identity = run_identity(job, workspace, options)
@@ -138,6 +158,9 @@ def generate_batch(
 
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
+        read = engine.preflight.inputs([line.job for line in lines])
+        read["--prompts-file"] = prompts_file
+        batch.check_outputs(lines, outputs.folder, outputs.report, read)
         entries = batch.run(
             lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
         )

@@ -3,12 +3,13 @@ in."""
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from ltx_neuron.config import SUPPORTED_VERSION, Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_readable
 from ltx_neuron.sampling.conditioning import ImageCondition, distinct_masks, token_count
+from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance
 from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
@@ -75,6 +76,7 @@ class Size:
 
     def check(self) -> None:
         """Raise UserError for a size the model cannot have, naming the nearest one it can."""
+        check_fields(self)
         unit = SPACE_SCALE * (2 if self.two_stage else 1)
         for name in ("height", "width"):
             value = getattr(self, name)
@@ -106,14 +108,11 @@ class Size:
     def check_images(self, images: tuple[ImageCondition, ...]) -> None:
         """Raise UserError for an image that is not there or cannot be held where it is asked to
         be."""
-        for image in images:
+        for index, image in enumerate(images):
+            check_fields(image, f"images[{index}].")
             flag = f"--image {image.path}"
-            if not Path(image.path).is_file():
-                raise UserError(
-                    f"{flag}:"
-                    f" {'that is a folder' if Path(image.path).is_dir() else 'no such file'}; pass"
-                    " an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]"
-                )
+            advice = "; pass an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]"
+            check_readable(image.path, "--image", advice)
             if not 0 <= image.frame_index < self.num_frames:
                 raise UserError(
                     f"{flag}: frame {image.frame_index} is outside the clip's"
@@ -229,6 +228,7 @@ class Job:
 
     def check(self) -> None:
         """Raise UserError for whatever can be known to be wrong before a model loads."""
+        check_fields(self)
         if not self.prompt.strip():
             raise UserError(
                 "--prompt is empty; type for example --prompt 'a golden retriever runs across a"
@@ -244,6 +244,8 @@ class Job:
             raise UserError(f"--seed {self.seed} has more than 64 bits; type a smaller number")
         self.size.check()
         self.size.check_images(self.images)
+        if self.upscale not in (None, *UPSCALES):
+            raise UserError(f"upscale {self.upscale!r} is not known; known: {', '.join(UPSCALES)}")
         if self.upscale and self.size.two_stage:
             raise UserError(
                 "--upscale is for one-stage runs; --two-stage upsamples between its stages already"

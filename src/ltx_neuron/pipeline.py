@@ -1,23 +1,30 @@
 """LTXPipeline, the Python API."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ltx_neuron.decode_queue import UPSCALED, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
+from ltx_neuron.files import check_outputs
 from ltx_neuron.host.video import check_output_path, write_video
-from ltx_neuron.job import UPSCALES, Job, Size
+from ltx_neuron.job import RECIPES, UPSCALES, Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
 
@@ -36,10 +43,14 @@ class LTXPipelineOutput:
 
 class LTXPipeline:
     """The Python API, in diffusers' manner: from_pretrained(...), then call it. A context manager
-    that frees the device."""
+    that frees the device.
+
+    Threads may share a pipeline: their calls run one after another. Processes may not.
+    """
 
     def __init__(self, engine: Engine, recipe: str):
         self.engine, self.recipe = engine, recipe
+        self._turn = _Turn()
 
     @classmethod
     def from_pretrained(
@@ -67,6 +78,10 @@ class LTXPipeline:
 
         Raises UserError as the scripts do, with the command to type where an artifact is missing.
         """
+        _check_known("dtype", dtype, DTYPES)
+        _check_known("recipe", recipe, RECIPES)
+        _check_known("compat", compat, COMPAT)
+        check_type("tp_degree", tp_degree, int | None)
         resolved = resolve(profile, tuple(profile_set))
         workspace = Workspace(
             checkpoint_path,
@@ -93,15 +108,18 @@ class LTXPipeline:
         self.close()
 
     def close(self) -> None:
-        """Free the device; the next call loads again."""
-        self.engine.close()
+        """Free the device; the next call loads again. While another thread's call runs, this waits
+        for its end; in a forked process it does nothing."""
+        if not self.engine.forked:
+            with self._turn.taken("close"):
+                self.engine.close()
 
     def __call__(
         self,
         prompt: str,
         *,
         negative_prompt: str | None = None,
-        image: str | Path | list[ImageCondition] | None = None,
+        image: str | Path | ImageCondition | list[ImageCondition] | None = None,
         height: int = Size.height,
         width: int = Size.width,
         num_frames: int = Size.num_frames,
@@ -118,43 +136,99 @@ class LTXPipeline:
     ) -> LTXPipelineOutput:
         """Generate one video.
 
-        image                 a path held at frame 0, or ImageConditions
+        image                 a path held at frame 0, or one or several ImageConditions
         generator             a CPU generator to draw noise from; else one seeded with `seed`
         output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
-        if output_type not in ("np", "latent", "mp4"):
-            raise UserError(f"output_type {output_type!r} is not known; known: np, latent, mp4")
+        self.engine.check_process()
+        _check_known("output_type", output_type, ("np", "latent", "mp4"))
+        check_type("output_path", output_path, str | Path | None)
+        check_type("callback_on_step_end", callback_on_step_end, Callable | None)
+        _check_generator(generator)
         if output_type == "mp4":
             example = "Give output_path='out.mp4'"
             require(output_path, "output_path", 'output_type="mp4"', example)
             check_output_path(output_path)
         job = Job(
             prompt=prompt,
-            size=Size(height, width, num_frames, frame_rate, two_stage),
-            seed=seed,
+            size=Size(*map(_plain, (height, width, num_frames, frame_rate, two_stage))),
+            seed=_plain(seed),
             images=_conditions(image),
-            num_inference_steps=num_inference_steps,
+            num_inference_steps=_plain(num_inference_steps),
             negative_prompt=negative_prompt,
             recipe=self.recipe,
             guidance=guidance,
             upscale=upscale,
         )
-        self.engine.on_step_end = callback_on_step_end and (
+        if output_type == "mp4":
+            inputs = self.engine.preflight.inputs([job])
+            check_outputs({"output_path": Path(output_path)}, inputs)
+        on_step_end = callback_on_step_end and (
             lambda stage, step: callback_on_step_end(
                 self, step, stage.sigmas[step], {"stage": stage.name}
             )
         )
         decode = output_type != "latent"
-        (result,) = self.engine.run([job], keep=True, decode=decode, generator=generator)
+        with self._turn.taken("call"):
+            self.engine.on_step_end = on_step_end
+            (result,) = self.engine.run([job], keep=True, decode=decode, generator=generator)
         return _output(result, output_type, output_path)
 
 
-def _conditions(image: str | Path | list[ImageCondition] | None) -> tuple[ImageCondition, ...]:
-    if isinstance(image, list):
+class _Turn:
+    """Which thread works with a pipeline: the others wait until it is done."""
+
+    def __init__(self):
+        self._lock, self._thread = threading.Lock(), None
+
+    @contextmanager
+    def taken(self, what: str) -> Iterator[None]:
+        """Take a turn for a "call" or "close". UserError for the thread that has the turn: it would
+        wait for itself."""
+        if self._thread == threading.get_ident():
+            raise UserError(
+                f"{what} inside a call of the same pipeline, as in its callback: that call is not"
+                " done. Do it after the call; an exception in the callback ends the call"
+            )
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = None
+
+
+def _check_known(name: str, value, known: Iterable) -> None:
+    """Raise UserError for a value that is not among the known ones."""
+    if value not in (names := list(known)):
+        raise UserError(f"{name} {value!r} is not known; known: {', '.join(map(str, names))}")
+
+
+def _plain(value):
+    """Python's number for one of numpy's, which neither torch's generators nor JSON take."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _check_generator(generator: torch.Generator | None) -> None:
+    check_type("generator", generator, torch.Generator | None)
+    if generator is not None and generator.device.type != "cpu":
+        raise UserError(
+            f"generator is on {generator.device}; wanted one on the CPU, where noise is drawn, as"
+            " in generator=torch.Generator().manual_seed(10)"
+        )
+
+
+def _conditions(
+    image: str | Path | ImageCondition | list[ImageCondition] | None,
+) -> tuple[ImageCondition, ...]:
+    if isinstance(image, list | tuple):
         return tuple(image)
-    return (ImageCondition(str(image)),) if image else ()
+    if image is None or isinstance(image, ImageCondition):
+        return () if image is None else (image,)
+    check_type("image", image, str | Path | ImageCondition | list | None)
+    return (ImageCondition(str(image)),)
 
 
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:

@@ -1,5 +1,7 @@
 """Everything that can be known to be wrong before a model loads, checked in one place."""
 
+from pathlib import Path
+
 from ltx_neuron.config import upsampler_download
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
@@ -21,6 +23,20 @@ class Preflight:
         self.workspace, self.host, self.neuron_gemma = workspace, host, neuron_gemma
         self._checked_models: set[str] = set()
         self._checked_weight_files = False
+
+    def inputs(self, jobs: list[Job]) -> dict[str, Path]:
+        """The files and folders that are read for the jobs, by flag: no output may lie there."""
+        workspace, upsamplers = self.workspace, self.host.upsampler_paths
+        named = {
+            "--checkpoint-path": workspace.checkpoint_path,
+            "--gemma-root": workspace.gemma_root,
+            "--artifacts-dir": workspace.artifacts,
+            **{f"--{kind}-upsampler-path": path for kind, path in upsamplers.items()},
+            **{f"--lora {lora.path}": lora.path for lora in workspace.loras},
+            **{f"--distilled-lora {lora.path}": lora.path for lora in workspace.distilled_loras},
+            **{f"--image {image.path}": image.path for job in jobs for image in job.images},
+        }
+        return {name: Path(path) for name, path in named.items() if path}
 
     def check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
         """Find all that the jobs need; returns the compiled step by (id(job), stage).

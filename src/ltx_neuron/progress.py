@@ -6,6 +6,7 @@ alone can be run again. A run that fails also leaves a log there, of why.
 """
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -19,14 +20,14 @@ from torch import Tensor
 
 from ltx_neuron import artifacts, machine
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import whole_file, write_tensors
+from ltx_neuron.files import MARK, first_bytes, read_json, whole_file, write_tensors
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.tensorfile import TensorFile
 
-SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".log"
-LOG_TITLE = "ltx-neuron: a run that failed"  # the first line of a log
+SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".failure.log"
+_SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # by which one is known
 _IDENTITY, _GENERATOR = "job", "generator_state"
 _STAGE_TENSORS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")
 _CONTEXTS = ("video_context", "audio_context")
@@ -76,6 +77,55 @@ class JobRun:
 def state_path(output_path: Path) -> Path:
     """Where the run that makes `output_path` keeps its state."""
     return output_path.with_suffix(SUFFIX)
+
+
+def log_path(video: Path) -> Path:
+    """Where a run that fails to make a video says why."""
+    return video.with_suffix(LOG_SUFFIX)
+
+
+def beside(video: Path) -> dict[str, Path]:
+    """What a run writes beside a video without being asked to, by kind."""
+    return {"JSON": video.with_suffix(".json"), "state": state_path(video), "log": log_path(video)}
+
+
+def check_replaceable(video: Path, flag: str) -> None:
+    """Raise UserError where a file that nobody named would be replaced and is not one of ours."""
+    for kind, path in beside(video).items():
+        if os.path.lexists(path) and not (path.is_file() and _IS_OURS[kind](path)):
+            raise not_ours(path, flag)
+
+
+def is_state(path: Path) -> bool:
+    """Whether `save_state` wrote a file: a run may write over it, and removes it when it is done. A
+    --save-tensors file has no generator."""
+    try:
+        file = TensorFile(path, "")
+    except UserError:
+        return False
+    return _IDENTITY in file.metadata and _GENERATOR in file.shapes
+
+
+def is_sidecar(path: Path) -> bool:
+    """Whether a file is the JSON that a run wrote beside its video; a latency report is not."""
+    try:
+        return read_json(path).keys() >= _SIDECAR_KEYS
+    except UserError:
+        return False
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file is the log that a run wrote beside its video."""
+    return first_bytes(path, 100).partition(b"\n")[0].rstrip() == MARK.encode()
+
+
+_IS_OURS = {"JSON": is_sidecar, "state": is_state, "log": is_log}
+
+
+def not_ours(path: Path, flag: str) -> UserError:
+    return UserError(
+        f"{path} exists and is not a file of this toolkit; move it or choose another {flag}"
+    )
 
 
 def write_run_tensors(path: Path, tensors: dict[str, Tensor], identity: dict) -> None:
@@ -177,11 +227,6 @@ def keeping_state(path: Path) -> Iterator[None]:
     path.unlink(missing_ok=True)
 
 
-def log_path(output_path: Path) -> Path:
-    """Where a run that fails to make `output_path` says why."""
-    return output_path.with_suffix(LOG_SUFFIX)
-
-
 @contextmanager
 def logging_failure(path: Path) -> Iterator[None]:
     """Where the block fails through no mistake of the user's, write to `path` what is known of the
@@ -200,7 +245,7 @@ def logging_failure(path: Path) -> Iterator[None]:
 
 def _write_log(path: Path, error: Exception) -> None:
     lines = [
-        LOG_TITLE,
+        MARK,
         time.strftime("%Y-%m-%d %H:%M:%S %z"),
         f"command: {shlex.join(sys.argv)}",
         f"error: {type(error).__name__}: {error}",

@@ -14,7 +14,8 @@ from torch import Tensor
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import NoPermission, UserError
+from ltx_neuron.files import check_readable
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text import inputs
 from ltx_neuron.text.encoders import RankTextEncoder
@@ -124,10 +125,14 @@ class Residency:
 
 @contextmanager
 def _remedy(weights: Path) -> Iterator[None]:
-    """Say what to type where the ranks refuse their files."""
+    """Say what to type where the ranks refuse their files, unless they may not read them."""
     try:
         yield
+    except NoPermission:
+        raise
     except UserError as error:
+        for path in weights.glob("*.safetensors"):
+            check_readable(path)  # ranks answer in words alone: those may say the same
         raise UserError(
             f"{error}\nDelete {weights} and type the same again: it says how to make it"
         ) from None

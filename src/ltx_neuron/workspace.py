@@ -5,6 +5,7 @@ It knows the identity of every weight set and graph, makes them, and finds them 
 to type.
 """
 
+import os
 import shlex
 import shutil
 import sys
@@ -26,6 +27,7 @@ from ltx_neuron.config import (
     gemma_config,
     transformer_config,
 )
+from ltx_neuron.files import exclusive
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
@@ -323,14 +325,20 @@ class Workspace:
         return self._compile([*programs, (self._connectors_identity(), connectors)])
 
     def _compile(self, programs: list[tuple[dict, Callable[[], Program]]]) -> list[Path]:
-        """Compile each program of an identity that is not there yet; returns all folders."""
+        """Compile each program of an identity that is not there yet; returns all folders. Where
+        another process compiles one, this waits and takes it."""
         paths = []
         for identity, make in programs:
             path = artifacts.folder(self.artifacts, identity)
-            if not (path / artifacts.MANIFEST).is_file():
-                require_runtime(self.profile, self.tp)
-                registry.compile_program(make, path, identity, self.dtype, self.profile, self.tp)
             paths.append(path)
+            if (path / artifacts.MANIFEST).is_file():
+                continue
+            require_runtime(self.profile, self.tp)
+            with exclusive(path, "compiling"):
+                if not (path / artifacts.MANIFEST).is_file():
+                    registry.compile_program(
+                        make, path, identity, self.dtype, self.profile, self.tp
+                    )
         registry.precompile(paths, self.profile, self.tp, self.compiler_cache)
         return paths
 
@@ -411,7 +419,7 @@ class Workspace:
 
     def _is_compiled(self, bucket: Bucket) -> bool:
         folder = artifacts.folder(self.artifacts, self._dit_identity(bucket))
-        return (folder / artifacts.MANIFEST).is_file()
+        return os.path.isfile(folder / artifacts.MANIFEST)
 
     def _find(self, identity: dict, command: str) -> Path:
         """The finished folder of an identity, checked once; UserError with the command to type."""

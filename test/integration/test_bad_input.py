@@ -65,6 +65,7 @@ class World(NamedTuple):
             "ckpt": self.assets.checkpoint,
             "gemma": self.assets.gemma_root,
             "image": self.assets.image,
+            "lora": self.assets.lora,
             "spatial": self.assets.spatial_upsampler,
             "temporal": self.assets.temporal_upsampler,
             "root": self.root,
@@ -132,6 +133,12 @@ def _break_files(world: World) -> None:
     )
     (bad / "text.png").write_text("no image")
     (bad / "a file").write_text("")
+    shutil.copy(tiny.image, bad / "image.json")
+    (bad / "frames").mkdir()
+    shutil.copy(tiny.image, bad / "frames/frame_00020.png")
+    (bad / "notes.json").write_text('{"profile": "cpu"}')
+    (bad / "circle").symlink_to(bad / "circle")
+    os.mkfifo(bad / "pipe")
     whole = tiny.checkpoint.read_bytes()
     (bad / "truncated.safetensors").write_bytes(whole[:-1000])
     (bad / "truncated-upsampler.safetensors").write_bytes(
@@ -305,6 +312,13 @@ CHECKPOINTS = [
         "is a folder",
         "one .safetensors file",
         CHECKPOINT_DOWNLOAD,
+    ),
+    case("device", "--checkpoint-path /dev/zero", "/dev/zero: that is a device", "regular file"),
+    case(
+        "links in a circle",
+        "--checkpoint-path {bad}/circle",
+        "circle: its links lead in a circle",
+        script=COMPILE_DIT,
     ),
     case("empty", "--checkpoint-path {bad}/empty.safetensors", "empty", CHECKPOINT_DOWNLOAD),
     case(
@@ -580,6 +594,8 @@ FLAGS = [
 IMAGES = [
     case("missing", "--image {bad}/absent.png", "absent.png", "no such file", "--image FILE"),
     case("folder", "--image {bad}/folder", "folder", "--image FILE"),
+    case("named pipe", "--image {bad}/pipe", "pipe: that is a named pipe", "--image FILE"),
+    case("long path", f"--image {'x' * 5000}", "(5000 characters)", "longer than the system"),
     case("no image", "--image {bad}/text.png", "cannot be read as an image", "--image FILE"),
     case("strength above", "--image {image} 0 1.5", "strength 1.5", "0..1"),
     case("strength below", "--image {image} 0 -0.5", "strength -0.5", "0..1"),
@@ -690,6 +706,53 @@ OUTPUTS = [
         "--checkpoint-path",
         "--save-tensors",
         "same file",
+    ),
+    case(
+        "JSON over an image",
+        "--image {bad}/image.json --output-path {bad}/image.mp4",
+        "image.json and the JSON of --output-path are the same file",
+        "pass another --output-path",
+    ),
+    case(
+        "frames over an image",
+        "--image {bad}/frames/frame_00020.png --save-frames {bad}/frames",
+        "frame_00020.png and frame_00020.png of --save-frames are the same file",
+        "pass another --save-frames",
+    ),
+    case(
+        "frames over other pictures",
+        "--save-frames {bad}/frames",
+        "frame_00020.png exists and is not a frame that this toolkit wrote",
+        "an empty folder with --save-frames DIR",
+    ),
+    case(
+        "tensors over a rank file",
+        "--save-tensors {artifacts}/dit/rank_00.safetensors",
+        "rank_00.safetensors lies in the folder of --artifacts-dir",
+        "pass another --save-tensors",
+    ),
+    case(
+        "tensors over Gemma's tokenizer",
+        "--save-tensors {gemma}/tokenizer.json",
+        "lies in the folder of --gemma-root",
+        "pass another --save-tensors",
+    ),
+    case(
+        "report over a LoRA",
+        "--lora {lora} --perf-dump-path {lora}",
+        "--perf-dump-path are the same file",
+        "pass another --perf-dump-path",
+    ),
+    case(
+        "tensors over what is resumed from",
+        "--resume {bad}/text.safetensors --save-tensors {bad}/text.safetensors",
+        "--resume and --save-tensors are the same file",
+    ),
+    case(
+        "JSON over another file",
+        "--output-path {bad}/notes.mp4",
+        "notes.json exists and is not a file of this toolkit",
+        "move it or choose another --output-path",
     ),
     case(
         "artifacts in a file, sharded",

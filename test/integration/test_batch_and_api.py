@@ -11,26 +11,33 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
-from helpers import read_video, rel
+from helpers import exit_code, forked, read_video, rel, rewrite
 
+from ltx_neuron import errors
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
 from ltx_neuron.decode_queue import Failure
+from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
+from ltx_neuron.generate import Outputs, generate
 from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import SUFFIX, save_state
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
+from ltx_neuron.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -511,6 +518,41 @@ def test_a_bad_line_stops_a_batch_before_anything_runs(setup, tiny, tmp_path):
     assert "Traceback" not in said and not (tmp_path / "out" / RESULTS).exists()
 
 
+# --- broken host models --------------------------------------------------------------------------
+@pytest.mark.parametrize("model, prefix", [("video decoder", "vae.decoder."), ("vocoder",) * 2])
+def test_nan_after_the_latents_fails_the_run_which_keeps_them(
+    setup, tiny, tmp_path, monkeypatch, capsys, model, prefix
+):
+    """The weights of a model on the host are broken after the ranks' were cut, as on a bad disk."""
+
+    def damage(tensors: dict) -> None:
+        for name in tensors:
+            if name.startswith(prefix) and name.endswith("bias"):
+                tensors[name].fill_(float("nan"))
+
+    broken, video = tmp_path / "broken.safetensors", tmp_path / "out" / "video.mp4"
+    rewrite(tiny.checkpoint, broken, damage)
+    workspace = Workspace(
+        tiny.checkpoint, resolve("cpu"), setup.artifacts, TP, "float32", tiny.gemma_root
+    )
+    job, spec = Job("birds sing", Size(**SIZE)), HostModels._spec
+
+    def run(**how) -> None:
+        errors.run(lambda: generate(job, workspace, RunOptions(), Outputs(video=video, **how)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostModels, "_spec", lambda *args: spec(*args)._replace(path=broken))
+        with pytest.raises(SystemExit) as end:
+            run()
+    said = capsys.readouterr().err
+    assert end.value.code == 1 and "Traceback" not in said
+    assert f"error: NaN or Inf in what the {model} returned" in said
+    assert "the same command with --resume" in said
+    assert [path.suffix for path in video.parent.iterdir()] == [".safetensors"]
+    run(resume=True)
+    assert "the decoding is left" in capsys.readouterr().out and video.is_file()
+
+
 # --- Python API ----------------------------------------------------------------------------------
 def test_latents_follow_from_the_seed_or_the_generator(api):
     call = dict(prompt="birds sing", **SIZE, output_type="latent")
@@ -575,6 +617,12 @@ def test_models_stay_loaded_between_calls_and_the_prompt_encoded(api, monkeypatc
     assert len(loaded) == 2 and children() == before
 
 
+class OfAGpu(torch.Generator):
+    """Stands for a GPU's: without one, none can be made."""
+
+    device = torch.device("cuda")
+
+
 MISTAKES = {
     "output_type": (
         dict(output_type="gif"),
@@ -584,6 +632,15 @@ MISTAKES = {
     "size": (dict(height=65), "--height 65 is not a multiple of 32"),
     "guidance": (dict(guidance=DEFAULTS["2.3"]), "--recipe dev"),
     "image": (dict(image="absent.png"), "absent.png: no such file"),
+    "image of another type": (dict(image=5), "image=5 is of type int; wanted text or a path or"),
+    "images": (dict(image=["a.png"]), "images[0]='a.png' is of type str; wanted ImageCondition"),
+    "prompt": (dict(prompt=None), "prompt=None is of type NoneType; wanted text"),
+    "seed": (dict(seed=1.5), "seed=1.5 is of type float; wanted a whole number, as in seed=10"),
+    "upscale": (dict(upscale="foo"), "upscale 'foo' is not known; known: spatial, temporal, both"),
+    "generator": (dict(generator=5), "generator=5 is of type int; wanted Generator or None"),
+    "generator's device": (dict(generator=OfAGpu()), "generator is on cuda; wanted one on the CPU"),
+    "callback": (dict(callback_on_step_end=5), "callback_on_step_end=5 is of type int; wanted Cal"),
+    "output_path": (dict(output_path=5), "output_path=5 is of type int; wanted text or a path or"),
 }
 
 
@@ -592,9 +649,104 @@ def test_mistakes_are_plain_words_and_leave_the_models_loaded(api, mistake):
     wrong, said = MISTAKES[mistake]
     before = children()
     with pytest.raises(UserError) as error:
-        api("birds sing", **SIZE | wrong)
+        api(**{"prompt": "birds sing"} | SIZE | wrong)
     assert said in str(error.value)
     assert children() == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (dict(dtype="float16"), "dtype 'float16' is not known; known: bfloat16, float32"),
+        (dict(recipe="slow"), "recipe 'slow' is not known; known: distilled, dev"),
+        (dict(compat="1.0"), "compat '1.0' is not known; known: None, ltx-core-1.0.0"),
+        (dict(tp_degree="2"), "tp_degree='2' is of type str; wanted a whole number or None"),
+    ],
+)
+def test_a_pipeline_is_opened_with_known_values_only(tiny, wrong, said):
+    with pytest.raises(UserError) as error:
+        LTXPipeline.from_pretrained(
+            checkpoint_path=tiny.checkpoint, gemma_root=tiny.gemma_root, **wrong
+        )
+    assert said in str(error.value)
+
+
+def test_numbers_of_numpy_make_the_same_video(api, tmp_path):
+    call = dict(prompt="birds sing", output_type="mp4")
+    wanted = api(**call, **SIZE, seed=5, output_path=tmp_path / "plain.mp4").path
+    numbers = {name: np.int64(value) for name, value in SIZE.items()}
+    numbers |= {"seed": np.uint8(5), "frame_rate": np.float32(24)}
+    got = api(**call, **numbers, output_path=tmp_path / "numpy.mp4").path
+    assert got.read_bytes() == wanted.read_bytes()
+
+
+def latents_of(api, seed: int, **more) -> list[torch.Tensor]:
+    made = api("birds sing", **SIZE, output_type="latent", seed=seed, **more)
+    return [made.video_latent, made.audio_latent]
+
+
+def equal(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_two_threads_get_their_own_answers(api):
+    seeds = (5, 6, 7)
+    wanted = [latents_of(api, seed) for seed in seeds]
+    heard = {seed: [] for seed in seeds}
+
+    def call(seed: int) -> list[torch.Tensor]:
+        def hear(pipe, step, *_):
+            heard[seed].append(step)
+
+        return latents_of(api, seed, callback_on_step_end=hear)
+
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        got = list(pool.map(call, seeds))
+    assert all(map(equal, got, wanted))
+    assert heard == {seed: [*range(8)] for seed in seeds}
+
+
+def test_a_pipeline_refuses_its_own_callback_and_the_call_goes_on(api):
+    refused = []
+
+    def call_again(pipe, *_):
+        for again in (lambda: latents_of(pipe, 6), pipe.close):
+            with pytest.raises(UserError) as error:
+                again()
+            refused.append(str(error.value))
+
+    assert equal(latents_of(api, 5, callback_on_step_end=call_again), latents_of(api, 5))
+    call, close = refused[:2]
+    assert call.startswith("call inside a call of the same pipeline")
+    assert close.startswith("close inside a call of the same pipeline")
+
+
+def test_close_in_another_thread_waits_for_the_call_and_the_next_one_loads_again(api):
+    closing, wanted, before = [], latents_of(api, 5), children()
+
+    def close(pipe, step, *_):
+        if step == 0:
+            closing.append(threading.Thread(target=pipe.close))
+            closing[0].start()
+        assert closing[0].is_alive()
+
+    assert equal(latents_of(api, 5, callback_on_step_end=close), wanted)
+    closing[0].join()
+    assert len(before - children()) == TP
+    assert equal(latents_of(api, 5), wanted)
+
+
+def test_a_forked_process_is_told_to_be_spawned_and_leaves_the_ranks_alone(api, capfd):
+    """It would wait for ever for ranks that answer its parent."""
+    wanted, before = latents_of(api, 5), children()
+
+    def use() -> None:
+        with pytest.raises(UserError, match="was forked from process .* Start the process with"):
+            latents_of(api, 5)
+        api.close()
+
+    assert exit_code(forked(use)) == 0, capfd.readouterr().err
+    assert children() == before and equal(latents_of(api, 5), wanted)
 
 
 def test_an_error_in_a_callback_ends_the_ranks_and_the_next_call_loads_again(setup, tiny):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,8 +16,9 @@ import torch
 from conftest import ROOT, words
 
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import MARK
 from ltx_neuron.job import Job
-from ltx_neuron.progress import LOG_SUFFIX, LOG_TITLE, SUFFIX, restore_state
+from ltx_neuron.progress import LOG_SUFFIX, SUFFIX, restore_state
 
 pytestmark = pytest.mark.slow
 SIZE = {"height": 64, "width": 64, "num_frames": 9, "two_stage": True}
@@ -117,7 +119,7 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
     assert ended(ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fox" + LOG_SUFFIX, "fox" + SUFFIX]
     log = (tmp_path / ("fox" + LOG_SUFFIX)).read_text()
-    assert log.startswith(LOG_TITLE) and "rank 2 of 4 failed: the process was killed" in log
+    assert log.startswith(MARK + "\n") and "rank 2 of 4 failed: the process was killed" in log
     for rank in range(4):
         assert re.search(rf"rank {rank}: process {ranks[rank]}, last heartbeat \d\.\d s ago", log)
     assert "the host's own gaps" in log and re.search(r"load: [\d. ]+, \d+ CPUs", log)
@@ -159,6 +161,13 @@ def test_ctrl_c_and_sigterm_end_cleanly(made, tmp_path, number, code, word):
     assert ended(ranks)
     assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_reader_who_leaves_after_a_line_costs_no_video(made, tmp_path):
+    """The ranks talk to the same pipe as the host."""
+    piped = f"{shlex.join(made.command(tmp_path))} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"
+    assert len(run(["bash", "-c", piped]).stdout.splitlines()) == 1
+    assert (tmp_path / "fox.mp4").read_bytes() == made.wanted
 
 
 def test_the_decoding_alone_runs_again_from_saved_tensors(made, tmp_path):

@@ -3,9 +3,11 @@ or changed runs again."""
 
 import argparse
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
+from helpers import locked, said_to_an_ordinary_user
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import RESULTS, read_lines
@@ -175,6 +177,23 @@ BAD = {
         "--two-stage: got 'yes', wanted true",
     ),
     "no such choice": ({"prompt": "a", "upscale": "x4"}, "--upscale: got 'x4', choose from"),
+    "a key twice": ('{"prompt": "a", "seed": 1, "seed": 2}', "the key 'seed' is there twice"),
+    "a key twice inside": (
+        '{"prompt": "a", "seed": {"b": 1, "b": 2}}',
+        "the key 'b' is there twice",
+    ),
+    "a flag in two spellings": (
+        {"prompt": "a", "fps": 24, "frame_rate": 25},
+        "'fps' and 'frame_rate' are the same flag",
+    ),
+    "a path of any length": (
+        {"prompt": "a", "image": "x" * 5000},
+        "(5000 characters): this path is longer than the system allows",
+    ),
+    "a device as image": (
+        {"prompt": "a", "image": "/dev/zero"},
+        "--image /dev/zero: that is a device, wanted a regular file; pass an image",
+    ),
     "the graphs' cut": ({"prompt": "a", "blocks_per_graph": 2}, "unknown key 'blocks_per_graph'"),
 }
 
@@ -197,6 +216,32 @@ def test_a_file_that_is_absent_or_empty_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"absent\.jsonl: no such file"):
         read_lines(tmp_path / "absent.jsonl", job_of_line(command()), {})
     assert "has no lines" in refused(tmp_path, "", "  ")
+
+
+def test_a_named_pipe_is_neither_an_image_nor_a_prompts_file(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    problem = refused(tmp_path, {"prompt": "a", "image": str(pipe)})
+    assert f"line 1: --image {pipe}: that is a named pipe, wanted a regular file; pass" in problem
+    with pytest.raises(UserError, match="pipe: that is a named pipe, wanted.*one JSON object"):
+        read_lines(pipe, job_of_line(command()), {})
+
+
+def test_a_folder_that_one_may_not_enter_is_said_with_the_flag(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "jobs.jsonl").write_text("")
+    with locked(folder):
+        for said in (
+            said_to_an_ordinary_user(
+                lambda: read(tmp_path, {"prompt": "a", "image": str(folder / "a.png")})
+            ),
+            said_to_an_ordinary_user(
+                lambda: read_lines(folder / "jobs.jsonl", job_of_line(command()), {})
+            ),
+        ):
+            assert "you may not read or write it, or not enter its folder\n" in said
+            assert said.startswith(("UserError", "NoPermission: --prompts-file"))
 
 
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import torch
+from helpers import rewrite
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.config import CHECKPOINT_DOWNLOAD
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.models import HostModels, import_ltx_core
 
 # Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two
@@ -47,18 +48,6 @@ def reference(configurator, path, key_filter=None, dtype=torch.float32):
         .build(torch.device("cpu"), dtype)
         .eval()
     )
-
-
-def rewrite(source, destination, change, metadata_change=None):
-    """A copy of a safetensors file with `change` applied to its tensors and `metadata_change` to
-    its config."""
-    with safe_open(source, "pt") as file:
-        metadata = dict(file.metadata())
-    config = json.loads(metadata["config"]) | (metadata_change or {})
-    tensors = load_file(source)
-    change(tensors)
-    save_file(tensors, destination, metadata | {"config": json.dumps(config)})
-    return destination
 
 
 def test_importing_the_module_does_not_import_ltx_core():
@@ -188,6 +177,42 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     assert torch.equal(got, wanted.waveform)
 
 
+RUNS = {  # the start of a model's tensors in the checkpoint, and what runs it
+    "video decoder": ("vae.decoder.", lambda host: host.decode_video(latent((1, 128, 2, 2, 3)))),
+    "audio decoder": ("audio_vae.decoder.", lambda host: host.decode_audio(latent(AUDIO_SHAPE))),
+    "vocoder": ("vocoder.", lambda host: host.decode_audio(latent(AUDIO_SHAPE))),
+    "video encoder": ("vae.encoder.", lambda host: host.encode_image(latent((1, 3, 1, 64, 64)))),
+    "spatial upsampler": ("", lambda host: host.upsample(latent((1, 128, 1, 2, 3)))),
+    "temporal upsampler": ("", lambda host: host.upsample(latent((1, 128, 2, 2, 3)), "temporal")),
+}
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("model", RUNS)
+def test_a_model_whose_weights_are_broken_is_named_with_their_file(tiny, tmp_path, model, value):
+    """One number of its last layer, which would show as black frames, silence or noise."""
+    prefix, run = RUNS[model]
+    path = "checkpoint" if prefix else f"{model.replace(' ', '_')}_path"
+    broken = tmp_path / "broken.safetensors"
+
+    def damage(tensors: dict) -> None:
+        last = [name for name in tensors if name.startswith(prefix) and name.endswith("bias")][-1]
+        tensors[last].flatten()[0] = float(value)
+
+    rewrite(getattr(tiny, path.removesuffix("_path")), broken, damage)
+    with pytest.raises(RunError, match=f"NaN or Inf in what the {model} returned") as error:
+        run(host_models(tiny, **{path: broken}))
+    assert str(broken) in str(error.value) and "Download the file again: " in str(error.value)
+    assert (CHECKPOINT_DOWNLOAD in str(error.value)) == (path == "checkpoint")
+
+
+@pytest.mark.parametrize("model", ["video decoder", "audio decoder", "spatial upsampler"])
+def test_a_model_that_was_given_nan_is_not_blamed(tiny, model, monkeypatch):
+    monkeypatch.setitem(globals(), "latent", lambda shape: torch.full(shape, float("nan")))
+    with pytest.raises(RunError, match=f"in what the {model} was given: .*not its weights"):
+        RUNS[model][1](host_models(tiny))
+
+
 def test_a_model_is_built_once_until_it_is_released(tiny):
     models = host_models(tiny)
     first = models.video_statistics
@@ -273,3 +298,14 @@ def test_an_unreadable_file_names_the_flag_to_type(tiny, tmp_path, content, mess
         path.write_bytes(content)
     with pytest.raises(UserError, match=f"(?s){message}.*--spatial-upsampler-path FILE"):
         host_models(tiny, spatial_upsampler_path=path).upsample(latent((1, 128, 3, 2, 3)))
+
+
+def test_weights_in_float8_are_refused_by_name_before_anything_loads(tiny, tmp_path):
+    def change(tensors):
+        name = next(name for name in tensors if name.startswith("vae.decoder.conv_in"))
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    path = rewrite(tiny.checkpoint, tmp_path / "float8.safetensors", change)
+    said = r"vae\.decoder\.conv_in.*: stored as F8_E4M3, which is not implemented; wanted.*BF16"
+    with pytest.raises(UserError, match=f"(?s){said}.*--checkpoint-path FILE: hf download"):
+        host_models(tiny, checkpoint=path).check(["video_decoder"])

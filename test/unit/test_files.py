@@ -1,20 +1,28 @@
 """Files are written whole or not at all, and what others wrote is read with care."""
 
+import errno
+import fcntl
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
+from helpers import exit_code, forked, locked, said_to_an_ordinary_user
 from safetensors.torch import load_file
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import (
     MAX_JSON_BYTES,
     check_folder,
+    check_readable,
     check_writable,
+    exclusive,
     read_json,
     remove_leftovers,
     whole_file,
@@ -108,7 +116,7 @@ def test_objects_and_tensors_are_read_as_they_were_written(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (None, "No such file"),
+        (None, "no such file"),
         (b"{", "cannot be read as JSON"),
         (b"\xff\xfe", "cannot be read as JSON"),
         (b"[" * 100_000, "cannot be read as JSON"),
@@ -144,3 +152,140 @@ def test_a_place_that_could_not_be_written_is_refused_with_the_flag_and_nothing_
     check_writable(tmp_path / "new" / "folder" / "video.mp4", "--output FILE")
     check_folder(tmp_path / "new", "--artifacts-dir DIR")
     assert os.listdir(tmp_path) == ["a file"]
+
+
+# one process at a time
+
+
+def holder(folder, ends: signal.Signals | None = None) -> int:
+    """A process that has the folder's lock when this returns, and a moment later lets it go, or is
+    ended by a signal."""
+    read, write = os.pipe()
+
+    def hold() -> None:
+        with exclusive(folder, "compiling"):
+            os.write(write, b"x")
+            time.sleep(0.3)
+            if ends:
+                os.kill(os.getpid(), ends)
+
+    child = forked(hold)
+    os.read(read, 1)
+    os.close(read)
+    os.close(write)
+    return child
+
+
+@pytest.mark.parametrize("ends", [None, signal.SIGKILL])
+def test_who_finds_a_folder_locked_says_so_once_and_waits_for_its_end_also_by_a_kill(
+    tmp_path, capsys, ends
+):
+    folder = tmp_path / "graphs" / "dit"
+    child = holder(folder, ends)
+    with exclusive(folder, "compiling"):
+        assert exit_code(child) == (-ends if ends else 0)
+    said = f"another process ({child}) is compiling {folder}; waiting for it\n"
+    assert capsys.readouterr().out == said
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_the_lock_that_a_killed_process_left_is_taken_over_without_a_word(tmp_path, capsys):
+    assert exit_code(holder(tmp_path / "dit", signal.SIGKILL)) == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".dit.lock"]
+    with exclusive(tmp_path / "dit", "compiling"):
+        pass
+    assert (capsys.readouterr().out, list(tmp_path.iterdir())) == ("", [])
+
+
+def test_of_many_processes_never_two_hold_a_lock(tmp_path):
+    """Each adds 1 to a number in a file, by reading and writing it, and removes the lock each time:
+    one that kept waiting for a removed file would enter beside another."""
+    number, often, processes = tmp_path / "number", 100, 6
+    number.write_text("0")
+
+    def count() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        for _ in range(often):
+            with exclusive(tmp_path / "counting", "counting in"):
+                number.write_text(str(int(number.read_text()) + 1))
+
+    children = [forked(count) for _ in range(processes)]
+    assert [exit_code(child) for child in children] == [0] * processes
+    assert int(number.read_text()) == often * processes
+    assert list(tmp_path.iterdir()) == [number]
+
+
+def test_ctrl_c_ends_the_waiting(tmp_path):
+    def wait() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt), exclusive(tmp_path / "dit", "compiling"):
+            pass
+
+    with exclusive(tmp_path / "dit", "compiling"):
+        child = forked(wait)
+        time.sleep(0.3)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it waits
+        os.kill(child, signal.SIGINT)
+        assert exit_code(child) == 0
+
+
+def test_a_file_system_without_locks_costs_a_warning(tmp_path, capsys, monkeypatch):
+    def cannot(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", cannot)  # there is no such file system to test on
+    with exclusive(tmp_path / "dit", "compiling"):
+        assert f"{tmp_path} cannot be locked" in capsys.readouterr().out
+
+
+@pytest.fixture
+def special(tmp_path):
+    """Paths that are no regular file, with what is said of each."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    return {
+        tmp_path / "absent": "no such file",
+        tmp_path / "a\0b": "no such file",
+        tmp_path: "that is a folder, wanted a file",
+        tmp_path / "pipe": "that is a named pipe, wanted a regular file",
+        tmp_path / "socket": "that is a socket, wanted a regular file",
+        "/dev/zero": "that is a device, wanted a regular file",
+        tmp_path / "link": "its links lead in a circle",
+        tmp_path / "file" / "x": "a part of this path is a file, wanted a folder",
+    }
+
+
+def test_what_is_no_regular_file_is_refused_by_what_it_is(special):
+    for path, words in special.items():
+        with pytest.raises(UserError) as error:
+            check_readable(path, "--image", "; pass FILE")
+        assert str(error.value) == f"--image {path}: {words}; pass FILE"
+
+
+def test_a_path_that_is_too_long_is_not_repeated(tmp_path):
+    with pytest.raises(UserError) as error:
+        check_readable("x" * 5000)
+    said = str(error.value)
+    assert "x... (5000 characters): this path is longer than the system allows" in said
+    assert len(said) < 300
+
+
+def test_a_named_pipe_is_not_read_as_json(special):
+    pipe = next(path for path, words in special.items() if "named pipe" in words)
+    with pytest.raises(UserError, match="pipe cannot be read as JSON: that is a named pipe"):
+        read_json(pipe)
+
+
+@pytest.mark.parametrize("what", ["file.json", "."], ids=["file", "folder"])
+@pytest.mark.parametrize("read", [check_readable, read_json])
+def test_what_one_may_not_read_is_said_with_what_to_do(tmp_path, what, read):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_json(folder / "file.json", {})
+    with locked(folder / what):
+        said = said_to_an_ordinary_user(lambda: read(folder / "file.json"))
+    assert said.startswith(f"NoPermission: {folder}/file.json: you may not read or write it")
+    assert "(chmod)" in said

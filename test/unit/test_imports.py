@@ -285,7 +285,9 @@ def test_a_script_finds_the_installed_package(monkeypatch):
 # What one module does for all others, and what shows that another does it by itself.
 ONE_PLACE = {
     "files are written whole": (r"os\.replace|\"\.partial", {"files", "weights.sharder"}),
+    "folders are locked": (r"flock", {"files"}),
     "versions are looked up": (r"importlib\.metadata|import metadata", {"machine"}),
+    "the system's errors are put in words": (r"error\.strerror", {"errors"}),
     "the tensor-parallel degree is chosen": (r"tp_degree (is None|or )", {"profiles"}),
 }
 

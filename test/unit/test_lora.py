@@ -261,6 +261,43 @@ def test_everything_that_does_not_fit_is_listed_in_one_error(tiny, tmp_path):
     assert len(said.splitlines()) == 1 + len(wanted)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")]
+)
+def test_a_dtype_that_no_product_is_taken_in_is_refused_by_name(tiny, tmp_path, dtype, stored):
+    def change(tensors):
+        for part in (UP, DOWN):
+            tensors[f"{BLOCK}attn1.to_q{part}"] = tensors[f"{BLOCK}attn1.to_q{part}"].to(dtype)
+
+    said = refused(tiny, tmp_path, change)
+    for part in (UP, DOWN):
+        wanted = f"{BLOCK}attn1.to_q{part}: stored as {stored}, which is not implemented; wanted"
+        assert wanted in said
+    assert "BF16" in said and len(said.splitlines()) == 3
+
+
+def test_two_factors_of_different_dtypes_are_refused(tiny, tmp_path):
+    def change(tensors):
+        tensors[f"{BLOCK}attn1.to_q{UP}"] = tensors[f"{BLOCK}attn1.to_q{UP}"].float()
+
+    wanted = f"attn1.to_q{DOWN}: stored as BF16, but {BLOCK}attn1.to_q{UP} as F32: convert both"
+    assert wanted in refused(tiny, tmp_path, change)
+
+
+def test_a_module_with_and_without_the_prefix_is_refused(tiny, tmp_path):
+    """Else one of its products would be added twice and the other one never."""
+
+    def change(tensors):
+        for part in (UP, DOWN):
+            key = f"{BLOCK}attn1.to_q{part}"
+            tensors[key.removeprefix("diffusion_model.")] = tensors[key] * 2
+
+    said = refused(tiny, tmp_path, change)
+    bare = BLOCK.removeprefix("diffusion_model.")
+    assert f"{BLOCK}attn1.to_q{DOWN}" in said and f"{bare}attn1.to_q{DOWN}" in said
+    assert "is of the same weight; leave one out" in said and len(said.splitlines()) == 2
+
+
 def test_a_lora_of_another_model_is_refused_with_a_short_list(tiny, tmp_path):
     def change(tensors):
         for name in list(tensors):

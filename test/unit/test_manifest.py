@@ -2,13 +2,15 @@
 
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import locked, said_to_an_ordinary_user
 from torch import Tensor, nn
 
-from ltx_neuron.backends import manifest
+from ltx_neuron.backends import manifest, registry
 from ltx_neuron.backends.export import (
     TorchDistComm,
     compile_program,
@@ -20,6 +22,8 @@ from ltx_neuron.backends.export import (
 from ltx_neuron.backends.manifest import Manifest, sha256
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
+from ltx_neuron.profiles import resolve
+from ltx_neuron.workspace import Workspace
 
 ROWS = Field((4, 8), torch.float32)
 BYTES = 4 * 8 * 4  # of one tensor of the toy
@@ -114,3 +118,37 @@ def test_a_file_is_hashed_once_a_process_and_again_when_it_changed(tmp_path, mon
     other.replace(path)  # another inode
     assert sha256(path) == hashlib.sha256(b"three").hexdigest()
     assert len(hashed) == 4
+
+
+def test_a_second_compile_of_the_same_graphs_waits_for_the_first_and_takes_them(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    compile_graphs, second = registry.compile_program, []
+    identity = {"kind": "graphs", "model": "toy", "tp": 1, "dtype": "float32"}
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 1, "float32")
+
+    def compiled() -> list:
+        return workspace._compile([(identity, lambda: program(2, 3))])
+
+    def meanwhile(*how) -> None:
+        assert not second, "both compiled"
+        second.append(pool.submit(compiled))
+        assert not wait(second, timeout=0.3).done
+        compile_graphs(*how)
+
+    monkeypatch.setattr(registry, "compile_program", meanwhile)
+    with ThreadPoolExecutor(1) as pool:
+        (folder,) = compiled()
+        assert second[0].result() == [folder]
+    said = f"another process ({os.getpid()}) is compiling {folder}; waiting for it"
+    assert capsys.readouterr().out.count(said) == 1
+    assert manifest.damaged_graphs(folder) == [] and os.listdir(folder.parent) == [folder.name]
+
+
+def test_a_graph_that_one_may_not_read_is_said_so(tmp_path):
+    compile_program(program(2), tmp_path, {}, torch.float32)
+    made = Manifest(tmp_path)
+    with locked(tmp_path / "chain2.pt2") as path:
+        for use in (lambda: manifest.damaged_graphs(tmp_path), lambda: made.load("chain2")):
+            said = said_to_an_ordinary_user(lambda use=use: (manifest._digests.clear(), use()))
+            assert said.startswith(f"NoPermission: {path}: you may not read")

@@ -10,7 +10,7 @@ from helpers import read_video
 from PIL import Image
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.images import load_image
+from ltx_neuron.host.images import content_digest, load_image
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.video import (
     BT709,
@@ -92,6 +92,22 @@ def test_what_is_no_image_is_a_users_error(tmp_path):
             load_image(path, 64, 96)
     with pytest.raises(UserError, match="there is no image .*--image FILE"):
         load_image(tmp_path / "absent.png", 64, 96)
+
+
+def test_a_picture_of_floats_is_refused_instead_of_becoming_black(tmp_path):
+    shades = np.linspace(0, 1, 64 * 96, dtype=np.float32).reshape(64, 96)
+    path = saved(Image.fromarray(shades), tmp_path / "image.tiff")
+    with pytest.raises(
+        UserError, match="floating-point numbers, wanted 8 bits: convert it\n.*--im"
+    ):
+        load_image(path, 64, 96)
+
+
+def test_a_named_pipe_is_no_image(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe cannot be read as an image: that is a named pipe"):
+        load_image(tmp_path / "pipe", 64, 96)
+    assert content_digest(tmp_path / "pipe") == "unreadable"
 
 
 @pytest.mark.parametrize(

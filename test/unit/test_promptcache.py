@@ -1,8 +1,10 @@
 """Contexts kept on disk are those that were encoded, found by all they depend on, and never half a
 file."""
 
+import errno
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import randn
+from helpers import exit_code, forked, randn
 
 import ltx_neuron
 from ltx_neuron import artifacts
@@ -83,6 +85,54 @@ def test_the_files_used_longest_ago_make_room(tmp_path, monkeypatch):
             assert cache_in(tmp_path).read([[0]])
     assert cache_in(tmp_path).read([[1]]) is None
     assert cache_in(tmp_path).read([[0]]) and cache_in(tmp_path).read([[2]])
+
+
+def test_contexts_are_read_where_a_file_cannot_be_marked_as_used(tmp_path, monkeypatch, capsys):
+    cache_in(tmp_path).write(PROMPTS, [contexts(1), contexts(2)])
+
+    def cannot(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", cannot)  # root may mark files in any folder
+    assert cache_in(tmp_path).read(PROMPTS) and capsys.readouterr().out == ""
+
+
+def test_a_folder_that_must_not_be_read_costs_one_line(tmp_path, capfd):
+    """In a process of another user: root may read everything."""
+    folder = tmp_path / "prompts"
+    cache_in(folder).write(PROMPTS, [contexts(1), contexts(2)])
+    folder.chmod(0o700)
+    prompts = cache_in(folder)
+
+    def as_nobody() -> None:
+        os.setuid(65534)
+        for _ in range(3):
+            assert prompts.read(PROMPTS) is None
+            prompts.write(PROMPTS, [contexts(1), contexts(2)])
+        sys.stdout.flush()
+
+    assert exit_code(forked(as_nobody)) == 0, capfd.readouterr().err
+    (line,) = capfd.readouterr().out.splitlines()
+    assert "contexts of earlier runs cannot be read: " in line and "Permission denied" in line
+
+
+def test_processes_that_write_read_and_make_room_at_once_end_well(tmp_path, monkeypatch, capfd):
+    """Room for few files, so that each is removed while others look at it."""
+    monkeypatch.setattr(cache, "MAX_FILES", 3)
+    wanted = [contexts(number) for number in range(8)]
+
+    def use(seed: int) -> None:
+        choose = random.Random(seed)
+        for _ in range(100):
+            number = choose.randrange(len(wanted))
+            cache_in(tmp_path).write([[number]], [wanted[number]])
+            number = choose.randrange(len(wanted))
+            if found := cache_in(tmp_path).read([[number]]):
+                assert torch.equal(found[0].video, wanted[number].video)
+
+    children = [forked(lambda seed=seed: use(seed)) for seed in range(4)]
+    assert [exit_code(child) for child in children] == [0] * 4, capfd.readouterr().err
+    assert capfd.readouterr().out == "" and len(list(tmp_path.iterdir())) == 3
 
 
 # the identity of an encoder

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -13,17 +14,20 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from blake3 import blake3
-from helpers import one_thread, save_weights  # noqa: F401
+from helpers import locked, one_thread, said_to_an_ordinary_user, save_weights  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 from xxhash import xxh3_128
 
+from ltx_neuron import artifacts, residency
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
@@ -36,6 +40,7 @@ from ltx_neuron.weights.rankfiles import (
     RankSource,
     file_entries,
     file_names,
+    is_finished,
     load_rank_file,
     open_host_file,
     rank_file,
@@ -300,7 +305,9 @@ def test_what_cannot_be_continued_is_begun_again(source, whole, tmp_path, often,
         (folder / JOURNAL).write_text("{")
     elif damage == "a changed byte":
         changed = bytearray(partial.read_bytes())
-        changed[len(changed) // 2] ^= 1
+        changed[8 + int.from_bytes(changed[:8], "little")] ^= (
+            1  # the first tensor's: in the journal
+        )
         partial.write_bytes(changed)
     else:
         partial.unlink()
@@ -352,17 +359,30 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
-def test_two_runs_do_not_write_one_folder_at_once(source, tmp_path, monkeypatch):
-    pieces = Source.pieces
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_second_run_waits_for_the_first_and_writes_only_what_that_did_not(
+    source, whole, tmp_path, monkeypatch, capsys, fails
+):
+    """The first run may fail: it then removes the folder, which it made, and the second makes it
+    anew."""
+    pieces, folder, second = Source.pieces, tmp_path / "weights", []
 
     def meanwhile(self, name, bounds, buffers):
         monkeypatch.setattr(Source, "pieces", pieces)
-        with pytest.raises(UserError, match="another run is writing"):
-            write(source, tmp_path / "weights")
+        second.append(pool.submit(write, source, folder))
+        assert not wait(second, timeout=0.3).done
+        if fails:
+            raise OSError("as the disk may")
         return pieces(self, name, bounds, buffers)
 
-    monkeypatch.setattr(Source, "pieces", meanwhile)
-    assert write(source, tmp_path / "weights")
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(Source, "pieces", meanwhile)
+        with pytest.raises(OSError, match="as the disk may") if fails else nullcontext():
+            assert write(source, folder)
+        assert second[0].result() == fails
+    said = f"another process ({os.getpid()}) is writing {folder}; waiting for it"
+    assert capsys.readouterr().out.count(said) == 1
+    assert content(folder) == content(whole) and names(tmp_path) == ["weights"]
 
 
 # the disk
@@ -453,6 +473,33 @@ def test_verify_names_what_is_missing_cut_or_changed(copy):
         f"{rank_file(1)}: {len(rank) - 1} bytes, wanted {len(rank)}",
         f"{rank_file(2)}: content differs from its blake3",
     ]
+
+
+def test_a_rank_file_that_one_may_not_read_is_not_called_damaged(copy):
+    """It need not be made again, so nothing says to delete its folder."""
+
+    def refused_by_the_ranks():
+        with residency._remedy(copy):
+            raise UserError("in the words of a rank")
+
+    for path in (copy / rank_file(1), copy / MANIFEST):
+        with locked(path):
+            for use in (
+                lambda: verify(copy, quick=True),
+                lambda: is_finished(copy, IDENTITY),
+                lambda: artifacts._check_finished(copy, IDENTITY, "COMMAND"),
+                lambda path=path: TensorFile(path, "DOWNLOAD"),
+            ):
+                said = said_to_an_ordinary_user(use)
+                assert said.startswith(f"NoPermission: {path}: you may not read or write it")
+                assert not re.search("rm -r|[Dd]elete|damaged|DOWNLOAD", said)
+    with locked(copy):  # as the folder of all weight sets
+        said = said_to_an_ordinary_user(lambda: artifacts.find(copy.parent, IDENTITY, "COMMAND"))
+        assert said.startswith(f"NoPermission: --artifacts-dir {copy}/") and "COMMAND" not in said
+    with locked(copy / rank_file(1)):
+        assert "elete" not in said_to_an_ordinary_user(refused_by_the_ranks)
+    with pytest.raises(UserError, match="words of a rank\nDelete "):
+        refused_by_the_ranks()
 
 
 def test_every_single_flipped_bit_is_found(copy):
@@ -744,6 +791,25 @@ def test_of_a_damaged_checkpoint_no_byte_is_read_twice_or_left_out(tiny, tmp_pat
         except UserError:
             pass
         assert time.monotonic() - began < SLOWEST
+
+
+def test_a_tensor_in_float8_is_refused_by_name_when_it_is_read(tmp_path):
+    path = tmp_path / "float8.safetensors"
+    save_file({"a": torch.ones(4), "b": torch.ones(4).to(torch.float8_e4m3fn)}, path)
+    file = TensorFile(path, "DOWNLOAD")
+    assert torch.equal(file.read("a"), torch.ones(4))
+    reads = (file.read, file.read_mapped, file.prefetch, file.torch_dtype)
+    for read in (*reads, lambda name: list(file.tensors())):
+        with pytest.raises(
+            UserError, match="b is stored as F8_E4M3, which is not .*BF16(?s:.*)DOWN"
+        ):
+            read("b")
+
+
+def test_a_named_pipe_is_no_tensor_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: that is a named pipe, wanted a regular file"):
+        TensorFile(tmp_path / "pipe", "")
 
 
 def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(copy, tmp_path):

@@ -1,10 +1,22 @@
 """A prompt and its negative are encoded in one pass, and each comes out as if it were alone."""
 
+import os
+import shutil
+
 import pytest
 import torch
-from helpers import STREAMS, block_summands, fp32_bound, one_thread, rel  # noqa: F401
+from helpers import (
+    STREAMS,
+    block_summands,
+    fp32_bound,
+    locked,
+    one_thread,  # noqa: F401
+    rel,
+    said_to_an_ordinary_user,
+)
 
 from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
+from ltx_neuron.errors import UserError
 from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT
 from ltx_neuron.text import encoders, inputs
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
@@ -123,3 +135,27 @@ def test_a_long_pair_comes_out_in_order_and_as_alone(encoder, ids):
     packed = encoder.encode([long, ids(PUPPY)])
     for got, prompt in zip(packed, (long, ids(PUPPY)), strict=True):
         assert max(distances(got, encoder.encode([prompt])[0]).values()) == 0
+
+
+# --- Gemma's folder -------------------------------------------------------------------------------
+READERS = gemma_config, gemma_files, inputs.load_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    list(zip(("config.json", "model.safetensors", "tokenizer_config.json"), READERS, strict=True)),
+)
+def test_a_named_pipe_in_gemmas_folder_is_refused_and_not_waited_for(tiny, tmp_path, name, read):
+    root = shutil.copytree(tiny.gemma_root, tmp_path / "gemma")
+    (root / name).unlink()
+    os.mkfifo(root / name)
+    with pytest.raises(UserError, match=f"{name}: that is a named pipe, wanted a regular file"):
+        read(root)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_gemma_folder_that_one_may_not_enter_is_said_so(tiny, tmp_path, read):
+    root = shutil.copytree(tiny.gemma_root, tmp_path / "gemma")
+    with locked(root):
+        said = said_to_an_ordinary_user(lambda: read(root))
+    assert said.startswith(f"NoPermission: --gemma-root {root}") and "you may not" in said

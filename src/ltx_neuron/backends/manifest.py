@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json, write_json
+from ltx_neuron.files import MANIFEST, check_readable, read_json, write_json
 from ltx_neuron.models.programs import Graph, Program, weight_name
 from ltx_neuron.models.signatures import LATENTS, Field
 
@@ -171,7 +171,8 @@ _digests: dict[tuple, str] = {}  # of the files that this process has hashed
 
 def sha256(path: Path) -> str:
     """SHA-256 of a file. A file is hashed once a process, and again if its size, time of change or
-    inode is another."""
+    inode is another. UserError where it is no file or may not be read."""
+    check_readable(path)
     status = path.stat()
     key = str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino
     # A replaced file has another inode even where its time is set back.

@@ -7,6 +7,7 @@ import torch
 
 from ltx_neuron.backends import export, nxd, nxd_compile, torchdist
 from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.files import exclusive
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import Program
 from ltx_neuron.profiles import Profile
@@ -50,7 +51,9 @@ def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> N
     where the compiler fails."""
     # NxD has compiled its graphs already, and interpreted graphs need no compiler.
     if profile.backend == "torchdist" and profile.compile_backend != "export":
-        torchdist.compile_only(folders, profile, tp, cache)
+        # Caches of compilers take two writers at once; waiting saves compiling the same twice.
+        with exclusive(cache, "compiling into"):
+            torchdist.compile_only(folders, profile, tp, cache)
 
 
 def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:

@@ -1,6 +1,7 @@
 """Findings about packages, host, files, artifacts and memory, and the order of all findings."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -302,7 +303,7 @@ def _gemma(examination: Examination) -> str:
     config, weight_files = gemma_config(root), gemma_files(root)
     config.check_tensor_parallel(examination.tp)
     load_tokenizer(root)
-    if request.checkpoint_path and request.checkpoint_path.is_file():
+    if request.checkpoint_path and os.path.isfile(request.checkpoint_path):
         workspace = examination.workspace()
         # Raise UserError unless Gemma is the one that the checkpoint's connectors were made for.
         _ = workspace.gemma
@@ -322,7 +323,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
     """Whether a generation of the requested size fits the device's memory, by the plan's
     arithmetic. Nothing without a checkpoint, or where the profile has no limit."""
     request, limit = examination.request, examination.profile.memory_bytes_per_core
-    if limit is None or not request.checkpoint_path or not request.checkpoint_path.is_file():
+    if limit is None or not request.checkpoint_path or not os.path.isfile(request.checkpoint_path):
         return
 
     def check_memory() -> str:
@@ -345,7 +346,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         workspace = examination.workspace()
         size.check()
     except UserError as error:
-        if request.checkpoint_path.is_file():  # else `files` reports it
+        if os.path.isfile(request.checkpoint_path):  # else `files` reports it
             yield blocked("artifacts", error)
         return
 

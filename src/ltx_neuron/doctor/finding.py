@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import NoPermission, UserError
 
 State = Literal["ok", "note", "todo", "blocks"]
 
@@ -34,13 +34,15 @@ def blocked(check: str, error: UserError, state: State = "blocks") -> Finding:
 def attempt(check: str, fact: Callable[[], str], missing: State = "blocks") -> Finding:
     """The finding of a function that returns a fact or raises UserError.
 
-    missing  the state in case of an error, unless the error is about a damaged file: that blocks
+    missing  the state in case of an error, unless the error is about a file that is damaged or may
+             not be read: that blocks
     """
     try:
         return Finding(check, "ok", fact())
     except UserError as error:
         damaged = any(words in str(error) for words in (" is damaged", "cannot be read"))
-        return blocked(check, error, "blocks" if damaged else missing)
+        blocks = damaged or isinstance(error, NoPermission)
+        return blocked(check, error, "blocks" if blocks else missing)
 
 
 def gb(count: int) -> str:

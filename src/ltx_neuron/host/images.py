@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.files import check_regular
 
 # Pillow's own bound between a large photograph and a decompression bomb.
 MAX_IMAGE_PIXELS = 89_478_485
@@ -54,6 +55,7 @@ def content_digest(path: str | Path) -> str:
     "unreadable" where the file cannot be read: `check_image` raises the error with its reason.
     """
     try:
+        check_regular(path)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
         return "unreadable"
@@ -64,19 +66,23 @@ def _decode_image(path: str | Path) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
+            check_regular(path)
             with Image.open(path) as image:
                 picture = np.array(_eight_bit(image).convert("RGB"))
         except FileNotFoundError:
             raise UserError(
                 f"there is no image {path}: pass an existing file with --image FILE"
             ) from None
+        except PermissionError as error:
+            raise refusal(error, "--image") from None
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise UserError(
                 f"{path} is too large: {error}\npass a smaller image with --image FILE"
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
             raise UserError(
-                f"{path} cannot be read as an image: {error}\npass another with --image FILE"
+                f"{path} cannot be read as an image: {reason(error)}\n"
+                "pass another with --image FILE"
             ) from None
     height, width = picture.shape[:2]
     if min(height, width) < MIN_SIDE or max(height, width) > MAX_SIDE:
@@ -101,7 +107,10 @@ def _filling_size(path: str | Path, image: np.ndarray, height: int, width: int) 
 
 
 def _eight_bit(image):
-    """Scale a 16-bit grey image to 8 bits, since Pillow's own conversion clips it to white."""
+    """Scale a 16-bit grey image to 8 bits, since Pillow's own conversion clips it to white.
+    ValueError for floats, which it clips to black: nothing says which of them is white."""
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, wanted 8 bits: convert it")
     if not image.mode.startswith("I"):
         return image
     return Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))

@@ -3,7 +3,7 @@ ltx-core's modules."""
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -42,7 +43,8 @@ class HostModels:
     Latents are those that the transformer works on, normalised by the VAE's per-channel statistics:
     video (1, 128, F, h, w) with F = (frames - 1) / 8 + 1, h = height / 32 and w = width / 32; audio
     (1, 8, Ta, 16). Any floating dtype is accepted. Every method raises UserError when a file is
-    absent or its tensors are not those that its config describes.
+    absent or its tensors are not those that its config describes, and RunError where a model
+    returns NaN or Inf.
     """
 
     def __init__(
@@ -103,9 +105,9 @@ class HostModels:
         dtype = torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
         # The 2.3 decoder draws no noise; a decoder that does is then still reproducible.
         generator = torch.Generator().manual_seed(0)
-        return torch.cat(
-            list(decode_video(latent.to(dtype), decoder, TilingConfig.default(), generator))
-        )
+        latent = latent.to(dtype)
+        checked = _CheckedTiles(decoder, self._spec("video_decoder"))
+        return torch.cat(list(decode_video(latent, checked, TilingConfig.default(), generator)))
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
@@ -175,6 +177,7 @@ class HostModels:
         if name.endswith("_upsampler"):
             kind = name.removesuffix("_upsampler")
             return ModelSpec(
+                name=name.replace("_", " "),
                 path=self.upsampler_paths[kind],
                 flag=f"--{kind}-upsampler-path",
                 download=upsampler_download(kind),
@@ -201,6 +204,7 @@ class HostModels:
         # A checkpoint holds the statistics once for encoder and decoder, which both have a copy.
         shared = prefix.partition(".")[0] + ".per_channel_statistics."
         return ModelSpec(
+            name=name.replace("_", " "),
             path=self.checkpoint_path,
             flag="--checkpoint-path",
             download=CHECKPOINT_DOWNLOAD,
@@ -243,9 +247,24 @@ class HostModels:
         return config
 
 
+class _CheckedTiles:
+    """Takes a video decoder's place in ltx-core's decode_video, which makes bytes of its frames: of
+    NaN, black ones. Frames are checked before that; a hook of the module is not called for tiles.
+    """
+
+    def __init__(self, decoder: torch.nn.Module, spec: "ModelSpec"):
+        self.decoder, self.spec = decoder, spec
+
+    def tiled_decode(self, latent: torch.Tensor, *how, **more) -> Iterator[torch.Tensor]:
+        for frames in self.decoder.tiled_decode(latent, *how, **more):
+            self.spec.check_output(self.decoder, (latent,), frames)
+            yield frames
+
+
 class ModelSpec(NamedTuple):
     """Where one model comes from: its file, how it is built, and the names of its tensors there.
 
+    name         of the model, for messages of errors
     path         the safetensors file
     flag         the command line's flag that names the file, for messages of errors
     download     the command that downloads the file, for messages of errors
@@ -257,6 +276,7 @@ class ModelSpec(NamedTuple):
     dtype        of every tensor; None leaves each as it is stored
     """
 
+    name: str
     path: str | Path
     flag: str
     download: str
@@ -293,7 +313,8 @@ class ModelSpec(NamedTuple):
     def load(self) -> torch.nn.Module:
         """The module with its tensors from the file, in inference mode.
 
-        Its forward can be cancelled before any layer (background.check_cancelled).
+        Its forward can be cancelled before any layer (background.check_cancelled), and what it
+        returns is checked.
         """
         module = self.build_empty()
         file = self._file()
@@ -305,14 +326,32 @@ class ModelSpec(NamedTuple):
         module.load_state_dict({name: read(name) for name in module.state_dict()}, assign=True)
         for layer in module.modules():
             layer.register_forward_pre_hook(check_cancelled)
+        module.register_forward_hook(self.check_output)
         return module.eval().requires_grad_(False)
+
+    def check_output(self, module: torch.nn.Module, given: tuple, output: torch.Tensor) -> None:
+        """A hook of the module's forward: raise RunError where it returned NaN or Inf, which a
+        picture shows as black, and a sound as silence or noise."""
+        if finite(output):
+            return
+        if not all(finite(tensor) for tensor in given):
+            raise RunError(
+                f"NaN or Inf in what the {self.name} was given: what was made before it is broken,"
+                f" not its weights in {self.path}\nType the same again, without --resume"
+            )
+        raise RunError(
+            f"NaN or Inf in what the {self.name} returned, though what it was given is finite: its"
+            f" weights in {self.path} are broken\nDownload the file again: {self.download}\nand"
+            " type the same again"
+        )
 
     def _file(self) -> TensorFile:
         return TensorFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
         """What is wrong with the file's tensors, a line each, given the shapes by name expected."""
-        shapes = self._file().shapes
+        file = self._file()
+        shapes = file.shapes
         if not any(name in shapes for name in expected):
             return [f"none of its {len(expected)} tensors is there"]
         own_prefix = next(iter(self.prefixes.values()))
@@ -326,6 +365,11 @@ class ModelSpec(NamedTuple):
             f"wrong shape {name}: got {shapes[name]}, wanted {shape}"
             for name, shape in expected.items()
             if name in shapes and shapes[name] != shape
+        ]
+        problems += [
+            f"{name}: {problem}"
+            for name in expected
+            if name in shapes and (problem := file.weight_problem(name))
         ]
         return problems
 

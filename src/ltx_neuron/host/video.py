@@ -1,6 +1,8 @@
 """Results as files: an MP4 with H.264 video and AAC sound, and frames as PNG pictures."""
 
 import math
+import os
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,6 +21,9 @@ X264_OPTIONS = {"mbtree": "0"}
 # AVColorSpace, AVColorPrimaries and AVColorTransferCharacteristic of ITU-R BT.709; AVColorRange of
 # 16..235.
 BT709, LIMITED_RANGE = 1, 1
+FRAME_NAME = re.compile(r"frame_[0-9]{5}\.png")
+# The text chunk by which a frame is known as ours. It lies right behind the PNG's header.
+_SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
 
 
 def check_output_path(path: str | Path) -> None:
@@ -97,20 +102,44 @@ def write_video(
 def write_frames(folder: str | Path, frames: torch.Tensor) -> None:
     """Write frames, uint8 (N, H, W, 3), as frame_00000.png and so on.
 
-    Pictures with higher numbers, which an earlier and longer run left there, are removed.
+    Pictures with higher numbers, which an earlier and longer run of this toolkit left there, are
+    removed.
     """
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
-    folder = Path(folder)
+    folder, mark = Path(folder), PngInfo()
+    mark.add_text(_SOFTWARE, files.MARK)
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"frame_{index:05d}.png" for index in range(len(frames))]
     for name, picture in zip(names, frames.numpy(), strict=True):
         with files.whole_file(folder / name) as partial:
-            Image.fromarray(picture).save(partial, format="PNG")
-    for stale in set(folder.glob("frame_[0-9][0-9][0-9][0-9][0-9].png")) - {
-        folder / name for name in names
-    }:
-        stale.unlink()
+            Image.fromarray(picture).save(partial, format="PNG", pnginfo=mark)
+    for stale in set(frames_in(folder)) - {folder / name for name in names}:
+        if _is_ours(stale):
+            stale.unlink()
+
+
+def frames_in(folder: Path) -> list[Path]:
+    """What `write_frames` would find under a frame's name in a folder, which may be missing."""
+    names = {name.lower() for name in os.listdir(folder)} if folder.is_dir() else set()
+    frames = (folder / name for name in sorted(names) if FRAME_NAME.fullmatch(name))
+    return [path for path in frames if os.path.lexists(path)]  # FRAME_00000.PNG may be another file
+
+
+def check_frames(folder: Path) -> None:
+    """Raise UserError where `write_frames` would write over pictures that it did not make."""
+    for path in frames_in(folder):
+        if not _is_ours(path):
+            raise UserError(
+                f"{path} exists and is not a frame that this toolkit wrote; pass an empty folder"
+                " with --save-frames DIR"
+            )
+
+
+def _is_ours(picture: Path) -> bool:
+    """Whether `write_frames` wrote a file."""
+    return _MARKED in files.first_bytes(picture, 128)
 
 
 def _add_video_stream(container, rate: Fraction, height: int, width: int):

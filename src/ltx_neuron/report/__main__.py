@@ -7,8 +7,10 @@ python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 end_t
 
 import argparse
 import sys
+from pathlib import Path
 
 from ltx_neuron.errors import run
+from ltx_neuron.files import check_outputs
 from ltx_neuron.report.table import compare, exceeded, load, table
 
 
@@ -34,6 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     options = parser.parse_args(argv)
     paths = [path for path in (options.report, options.other) if path]
+    if options.plot:
+        check_outputs({"--plot": Path(options.plot)}, {path: Path(path) for path in paths})
     runs = [load(path) for path in paths]
     sentences = []
     for path, report in zip(paths, runs, strict=True):

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, reason
+from ltx_neuron.files import check_regular
 
 _FIELDS = {
     "": (
@@ -47,9 +48,10 @@ def _missing(part: dict, kind: str, prefix: str = "") -> list[str]:
 def load(path: str | Path) -> dict:
     """Read and validate a report file."""
     try:
+        check_regular(path)
         report = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} as JSON: {error}") from error
+        raise UserError(f"cannot read {path} as JSON: {reason(error)}") from error
     validate(report, str(path))
     return report
 

@@ -9,6 +9,7 @@ columns, T video tokens: F h w of the clip, then h w for each keyframe; U distin
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class ImageCondition:
     """An image held at a frame: strength 1 keeps it exactly, 0 ignores it; crf is the H.264 round
     trip before encoding."""
 
-    path: str
+    path: str | Path
     frame_index: int = 0
     strength: float = 1.0
     crf: int = 33

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.errors import UserError
+from ltx_neuron.sampling.fields import check_fields
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class Guidance:
 
     def check(self, layers: int) -> None:
         """Raise UserError for blocks the model does not have and scales that are no numbers."""
+        check_fields(self, "guidance.")
         for name, stream in (("video", self.video), ("audio", self.audio)):
+            check_fields(stream, f"guidance.{name}.")
             missing = [block for block in stream.stg_blocks if not 0 <= block < layers]
             if missing and not isclose(stream.stg_scale, 0.0):
                 raise UserError(

@@ -5,6 +5,7 @@ A file is found by the token ids of a job's prompts and by the identity of the e
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -73,6 +74,9 @@ def encoder_identity(
 class PromptCache:
     """Files of contexts in a folder, the least recently used of which make room for new ones.
 
+    Any number of processes may use the folder at once. Where it cannot be read or written, that
+    costs one printed line and the encoding of the prompts.
+
     folder    made when the first contexts are written
     identity  of the encoder: encoder_identity
     widths    of the video and audio contexts
@@ -81,6 +85,7 @@ class PromptCache:
 
     def __init__(self, folder: Path, identity: dict, widths: tuple[int, int], dtype: torch.dtype):
         self.folder, self.identity, self.widths, self.dtype = folder, identity, widths, dtype
+        self._said = False
 
     def _path(self, prompts: list[list[int]]) -> Path:
         return self.folder / f"{digest([prompts, self.identity])}.safetensors"
@@ -89,8 +94,22 @@ class PromptCache:
         """The contexts of a job's prompts (token ids), without hidden states. None where they are
         not there or the file is damaged."""
         path = self._path(prompts)
-        if not path.is_file():
+        try:
+            if not path.is_file():
+                return None
+            contexts = self._read(path, len(prompts))
+        except OSError as error:
+            self._say(f"contexts of earlier runs cannot be read: {error}")
             return None
+        if contexts:
+            # Marks the file as used. Another process may have removed it by now, and a folder that
+            # is shared to be read needs no marks.
+            with suppress(OSError):
+                os.utime(path)
+        return contexts
+
+    def _read(self, path: Path, count: int) -> list[Contexts] | None:
+        """The contexts of so many prompts; None for a file that is not whole or of other ones."""
         video, audio = self.widths
         wanted = [
             ((1, TEXT_TOKENS, video), self.dtype),
@@ -102,19 +121,18 @@ class PromptCache:
             tensors = {name: file.read(name) for name in file.shapes}
             contexts = [
                 Contexts(*(tensors[f"{field}.{i}"] for field in _KEPT_FIELDS), None)
-                for i in range(len(prompts))
+                for i in range(count)
             ]
         except (UserError, KeyError):
             return None
         for each in contexts:
             if [(tuple(tensor.shape), tensor.dtype) for tensor in each[:3]] != wanted:
                 return None
-        os.utime(path)  # marks it as used
         return contexts
 
     def write(self, prompts: list[list[int]], contexts: list[Contexts]) -> None:
         """Keep the contexts of a job's prompts for later runs, and remove the files that were used
-        longest ago. A place that cannot be written to costs a message, not the run."""
+        longest ago."""
         tensors = {
             f"{field}.{i}": getattr(each, field)
             for i, each in enumerate(contexts)
@@ -122,8 +140,21 @@ class PromptCache:
         }
         try:
             write_tensors(self._path(prompts), tensors, {})
+            self._make_room()
         except OSError as error:
-            print(f"the prompt's contexts are not kept for the next run: {error}")
-        files = sorted(self.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-        for path in files[:-MAX_FILES]:
+            self._say(f"the prompt's contexts are not kept for the next run: {error}")
+
+    def _make_room(self) -> None:
+        """Remove the files that were used longest ago, of more than MAX_FILES."""
+        used = {}
+        for path in self.folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # another process has made room just now
+                used[path] = path.stat().st_mtime_ns
+        for path in sorted(used, key=used.get)[:-MAX_FILES]:
             path.unlink(missing_ok=True)
+
+    def _say(self, why: str) -> None:
+        """Print the first reason why the folder is of no use."""
+        if not self._said:
+            print(why)
+        self._said = True

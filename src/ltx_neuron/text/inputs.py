@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_download
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.files import check_readable
 from ltx_neuron.models.rope import half_rope, split_rope
 from ltx_neuron.models.signatures import ConnectorInputs, Gemma3Inputs
 
@@ -25,11 +26,15 @@ _MASKED = -1e9  # added to masked scores; finite, because a row of infinities wo
 def load_tokenizer(gemma_root: Path):
     """The tokenizer of a Gemma folder, loaded without network. UserError where it is missing or
     broken."""
-    if not (Path(gemma_root) / "tokenizer.json").is_file():
+    with in_words("--gemma-root"):
+        found = (Path(gemma_root) / "tokenizer.json").is_file()
+    if not found:
         raise UserError(
             f"no tokenizer.json in --gemma-root {gemma_root}\nDownload it:"
             f" {gemma_download(gemma_root)}"
         )
+    for path in Path(gemma_root).glob("*.json"):
+        check_readable(path, "--gemma-root")
     from transformers import AutoTokenizer
 
     try:

@@ -5,6 +5,7 @@ Files are opened by their headers; tensors are read when they are wanted, whole 
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -16,11 +17,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.weights.sharding import COL, KV, Model, copies, rename, rule
-from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
-
-WEIGHT_DTYPES = ("BF16", "F16", "F32")
+from ltx_neuron.weights.tensorfile import TensorFile
 
 
 class Checkpoint(TensorFile):
@@ -63,6 +62,8 @@ def gemma_files(root: Path) -> list[TensorFile]:
     UserError where some are missing."""
     paths = sorted(Path(root).glob("model*.safetensors"))
     if not paths:
+        with in_words("--gemma-root"):
+            os.listdir(root)  # glob finds nothing in a folder that may not be listed
         raise UserError(
             f"no model*.safetensors in --gemma-root {root}\nDownload it: {gemma_download(root)}"
         )
@@ -98,11 +99,9 @@ class Source:
                     raise UserError(
                         f"{file.path}: {error}\nThe published one: {file.download}"
                     ) from None
-                if name is not None and file.dtypes[key] not in WEIGHT_DTYPES:
+                if name is not None and (problem := file.weight_problem(key)):
                     raise UserError(
-                        f"{file.path}: {key} is stored as {file.dtypes[key]}, which is not"
-                        f" implemented; wanted {', '.join(WEIGHT_DTYPES)}.\nThe published one:"
-                        f" {file.download}"
+                        f"{file.path}: {key} is {problem}.\nThe published one: {file.download}"
                     )
                 if name is not None and name in self.locations:
                     raise UserError(
@@ -132,7 +131,7 @@ class Source:
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in."""
         file, key = self._find(name)
-        return TORCH_DTYPES[file.dtypes[key]]
+        return file.torch_dtype(key)
 
     def split(self, name: str) -> int | str | None:
         """The dimension in which a tensor is split over the ranks, None for a copy on each, or
@@ -148,7 +147,7 @@ class Source:
     def nbytes(self, name: str) -> int:
         """The bytes of a whole tensor as it is stored."""
         file, key = self._find(name)
-        return math.prod(file.shapes[key]) * TORCH_DTYPES[file.dtypes[key]].itemsize
+        return math.prod(file.shapes[key]) * file.torch_dtype(key).itemsize
 
     def _find(self, name: str) -> tuple[TensorFile, str]:
         if name not in self.locations:

@@ -64,36 +64,43 @@ class MergedSource(Source):
     def _target_weights(self, file: TensorFile) -> list[str]:
         """Names of the weights a LoRA file changes; UserError listing every tensor that fits
         none."""
-        problems, targets = [], []
-        for key, shape in file.shapes.items():
-            module = key.removeprefix(_PREFIX)
-            suffix = next((s for s in (_DOWN, _UP) if module.endswith(s)), None)
-            name = f"{module.removesuffix(suffix)}.weight" if suffix else None
-            if name not in self.locations:
-                problems.append(f"{key}: matches no weight of the model")
-                continue
-            wanted = self.shape(name)
-            partner_suffix, axis = (_UP, 1) if suffix == _DOWN else (_DOWN, 0)
-            partner = key.removesuffix(suffix) + partner_suffix
-            if len(shape) != 2 or len(wanted) != 2 or shape[axis] != wanted[axis]:
-                problems.append(
-                    f"{key}: shape {list(shape)} does not fit {name} of shape {list(wanted)}"
-                )
-            elif partner not in file.shapes:
-                problems.append(f"{key}: {partner} is missing")
-            elif self.dtype(name) != torch.bfloat16:
-                problems.append(f"{key}: {name} is not stored in BF16")
-            elif suffix == _DOWN:
-                if file.shapes[partner][1] != shape[0]:
-                    problems.append(
-                        f"{key}: rank {shape[0]}, but {partner} has {file.shapes[partner][1]}"
-                    )
-                targets.append(name)
+        problems, targets = [], {}  # the tensor that is A of a weight's product, by its name
+        for key in file.shapes:
+            suffix = next((s for s in (_DOWN, _UP) if key.endswith(s)), None)
+            name = f"{key.removesuffix(suffix).removeprefix(_PREFIX)}.weight" if suffix else None
+            if problem := self._misfit(file, key, suffix, name):
+                problems.append(f"{key}: {problem}")
+            elif suffix == _DOWN and targets.setdefault(name, key) != key:
+                problems.append(f"{key}: {targets[name]} is of the same weight; leave one out")
         if problems or not targets:
             listed = "\n  ".join(problems[:20]) or "it holds no lora_A / lora_B tensors"
             more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise UserError(f"--lora {file.path} is not a LoRA of this model:\n  {listed}{more}")
-        return targets
+        return list(targets)
+
+    def _misfit(
+        self, file: TensorFile, key: str, suffix: str | None, name: str | None
+    ) -> str | None:
+        """Why a tensor of a LoRA file does not fit the weight of that name; None if it does."""
+        if name not in self.locations:
+            return "matches no weight of the model"
+        shape, wanted = file.shapes[key], self.shape(name)
+        partner_suffix, axis = (_UP, 1) if suffix == _DOWN else (_DOWN, 0)
+        partner = key.removesuffix(suffix) + partner_suffix
+        if len(shape) != 2 or len(wanted) != 2 or shape[axis] != wanted[axis]:
+            return f"shape {list(shape)} does not fit {name} of shape {list(wanted)}"
+        if partner not in file.shapes:
+            return f"{partner} is missing"
+        if problem := file.weight_problem(key):
+            return f"{problem}: convert the file to BF16, or use one that is"
+        if self.dtype(name) != torch.bfloat16:
+            return f"{name} is not stored in BF16"
+        if suffix == _DOWN and file.shapes[partner][1] != shape[0]:
+            return f"rank {shape[0]}, but {partner} has {file.shapes[partner][1]}"
+        if suffix == _DOWN and file.dtypes[partner] != file.dtypes[key]:
+            stored = f"stored as {file.dtypes[key]}, but {partner} as {file.dtypes[partner]}"
+            return f"{stored}: convert both to BF16"
+        return None
 
     @property
     def lora_identity(self) -> list:

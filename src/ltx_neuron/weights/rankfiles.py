@@ -16,8 +16,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from ltx_neuron.config import check_heads
-from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json
+from ltx_neuron.errors import NoPermission, UserError
+from ltx_neuron.files import MANIFEST, check_readable, read_json
 from ltx_neuron.weights.sharding import COL, HOST, KV, MODELS, ROW, copies, rule
 from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
 
@@ -38,11 +38,13 @@ def file_names(tp: int) -> list[str]:
 
 def is_finished(folder: Path, identity: dict) -> bool:
     """Whether a folder holds a finished weight set of that identity whose files have their
-    sizes."""
+    sizes. UserError where they may not be read."""
     try:
         return read_json(folder / MANIFEST)["identity"] == identity and not verify(
             folder, quick=True
         )
+    except NoPermission:
+        raise
     except (UserError, KeyError, TypeError):
         return False
 
@@ -69,7 +71,7 @@ def file_entries(folder: Path) -> dict[str, dict]:
 
 def verify(folder: Path, quick: bool = False) -> list[str]:
     """Compare the files of a finished weight set with its manifest. Returns one line for each that
-    differs; empty if none does.
+    differs; empty if none does. UserError where one may not be read.
 
     quick  compare sizes only
     """
@@ -78,7 +80,9 @@ def verify(folder: Path, quick: bool = False) -> list[str]:
         path = folder / name
         if not path.is_file():
             problems.append(f"{name}: missing")
-        elif path.stat().st_size != wanted["bytes"]:
+            continue
+        check_readable(path)
+        if path.stat().st_size != wanted["bytes"]:
             problems.append(f"{name}: {path.stat().st_size} bytes, wanted {wanted['bytes']}")
         elif not quick:
             if _file_digest(path) != wanted["blake3"]:

@@ -6,7 +6,6 @@ safely in them. The manifest is written last: a folder that has one is finished.
 """
 
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -14,7 +13,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from mmap import mmap
@@ -28,7 +27,7 @@ from tqdm import tqdm
 from xxhash import xxh3_128
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, read_json, remove_leftovers, write_json
+from ltx_neuron.files import MANIFEST, exclusive, read_json, remove_leftovers, write_json
 from ltx_neuron.weights import pagecache
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import RankSource, file_names, is_finished
@@ -145,48 +144,55 @@ def shard_weights(
     workers: int | None = None,
 ) -> bool:
     """Write a folder of rank files and, last, its manifest. Returns False if it is finished
-    already.
+    already, also where another process wrote it while this one waited for it.
 
     The source is read once, in pieces, while a thread per file (at most `workers`) takes digests
     and writes. A file's digest is blake3; a source tensor's is xxh3, which detects accidents (not
     forgeries) in a quarter of the time.
 
-    UserError where another run writes the folder or the disk has too little room, before the first
-    byte is written.
+    UserError where the disk has too little room, before the first byte is written.
     """
     if is_finished(folder, identity):
         return False
-    existed = folder.is_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with _exclusive_lock(folder):
+    with exclusive(folder, "writing"):
+        if is_finished(folder, identity):
+            return False
+        existed = folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
             layouts = _file_layouts(specs, tp, dtype)
             files = [_File(folder / name, layout, dtype) for name, layout in layouts.items()]
-            for name in (JOURNAL, MANIFEST):
-                remove_leftovers(folder / name)
-            _check_space(folder, files)
-            (folder / MANIFEST).unlink(missing_ok=True)
-            digests = _resume(folder, identity, files)
-            with ExitStack() as stack:
-                for file in files:
-                    stack.enter_context(file)
-                digests = _write_tensors(
-                    source, _Journal(folder, identity, files), tp, specs, digests, workers or tp
-                )
-                entries = {file.path.name: file.finish() for file in files}
-            _sync_folder(folder)
-            content = {
-                "identity": identity,
-                "heads": source.heads,
-                "files": entries,
-                "source": source.provenance(digests),
-            }
-            write_json(folder / MANIFEST, content)
-            (folder / JOURNAL).unlink()
-    finally:
-        if not existed and not any(folder.iterdir()):
-            folder.rmdir()
+            _write_set(source, _Journal(folder, identity, files), tp, specs, workers or tp)
+        finally:
+            if not existed and not any(folder.iterdir()):
+                folder.rmdir()
     return True
+
+
+def _write_set(
+    source: Source | RankSource, journal: "_Journal", tp: int, specs: list[ShardSpec], workers: int
+) -> None:
+    """Write the files of a locked folder, from where an earlier run got to, and its manifest."""
+    folder, identity, files = journal.folder, journal.identity, journal.files
+    for name in (JOURNAL, MANIFEST):
+        remove_leftovers(folder / name)
+    _check_space(folder, files)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    digests = _resume(folder, identity, files)
+    with ExitStack() as stack:
+        for file in files:
+            stack.enter_context(file)
+        digests = _write_tensors(source, journal, tp, specs, digests, workers)
+        entries = {file.path.name: file.finish() for file in files}
+    _sync_folder(folder)
+    content = {
+        "identity": identity,
+        "heads": source.heads,
+        "files": entries,
+        "source": source.provenance(digests),
+    }
+    write_json(folder / MANIFEST, content)
+    (folder / JOURNAL).unlink()
 
 
 def compare(
@@ -524,22 +530,6 @@ def _check_space(folder: Path, files: list[_File]) -> None:
             f" {free / unit:.2f} {name} free.\nFree some, or choose another place with"
             " --artifacts-dir DIR"
         )
-
-
-@contextmanager
-def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """Lock the folder: two runs that write the same files would mix them. UserError where another
-    run holds the lock; the system releases it when a process ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise UserError(
-            f"another run is writing {folder}; wait for it or stop it, then type the same again"
-        ) from None
-    finally:
-        os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, in_words, reason, refusal
+from ltx_neuron.files import check_regular
 from ltx_neuron.weights import pagecache
 
 TORCH_DTYPES = {
@@ -34,6 +35,7 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+WEIGHT_DTYPES = ("BF16", "F16", "F32")  # that a model's weights may be stored in
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # the values of --dtype
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER = 100_000_000  # safetensors' own bound
@@ -56,13 +58,7 @@ class TensorFile:
 
     def __init__(self, path: Path, download: str):
         self.path, self.download = Path(path), download
-        if self.path.is_dir():
-            raise UserError(
-                f"{path} is a folder; split (multi-file) checkpoints are not supported"
-                f" yet.\nWanted: one .safetensors file, as published: {download}"
-            )
-        if not self.path.is_file():
-            raise UserError(f"no such file: {path}\nDownload it: {download}")
+        self._check_regular()
         self.size = self.path.stat().st_size
         if self.size == 0:
             raise self._broken("it is empty")
@@ -88,6 +84,19 @@ class TensorFile:
             raise self._broken(
                 f"the header is not a safetensors header ({type(error).__name__}: {error})"
             ) from None
+
+    def _check_regular(self) -> None:
+        try:
+            check_regular(self.path)
+        except IsADirectoryError:
+            raise UserError(
+                f"{self.path} is a folder; split (multi-file) checkpoints are not supported"
+                f" yet.\nWanted: one .safetensors file, as published: {self.download}"
+            ) from None
+        except FileNotFoundError:
+            raise UserError(f"no such file: {self.path}\nDownload it: {self.download}") from None
+        except OSError as error:
+            raise refusal(error) from None
 
     def _parse(self, entries: dict) -> None:
         self.metadata = entries.pop("__metadata__", {}) or {}
@@ -119,11 +128,27 @@ class TensorFile:
                 f" {self.size}: truncated?"
             )
 
+    def torch_dtype(self, name: str) -> torch.dtype:
+        """The dtype a tensor is stored in. UserError for one that cannot be read: float8."""
+        stored = self.dtypes[name]
+        if stored not in TORCH_DTYPES:
+            known = ", ".join(TORCH_DTYPES)
+            raise UserError(
+                f"{self.path}: {name} is stored as {stored}, which is not implemented; wanted one"
+                f" of {known}.\nThe published one: {self.download}"
+            )
+        return TORCH_DTYPES[stored]
+
+    def weight_problem(self, name: str) -> str:
+        """What is wrong with the dtype of a model's weight, in words; empty if nothing is."""
+        stored, known = self.dtypes[name], ", ".join(WEIGHT_DTYPES)
+        if stored in WEIGHT_DTYPES:
+            return ""
+        return f"stored as {stored}, which is not implemented; wanted one of {known}"
+
     def _open(self):
-        try:
+        with in_words():
             return open(self.path, "rb", buffering=0)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror}") from None
 
     def _broken(self, why: str) -> UserError:
         return UserError(
@@ -134,7 +159,7 @@ class TensorFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
         offset, size, shape = self._byte_range(name, start, stop)
-        dtype = TORCH_DTYPES[self.dtypes[name]]
+        dtype = self.torch_dtype(name)
         buffer = torch.empty(size, dtype=torch.uint8)
         view, done = memoryview(buffer.numpy()), 0
         with self._open() as file, self._reading(name):
@@ -152,7 +177,7 @@ class TensorFile:
         that is cut short while such a tensor is in use ends the process (SIGBUS).
         """
         offset, size, shape = self._byte_range(name, start, stop)
-        dtype = TORCH_DTYPES[self.dtypes[name]]
+        dtype = self.torch_dtype(name)
         if not size or offset % dtype.itemsize:
             return self.read(name, start, stop)
         pages, before = self._window(name, offset, size)
@@ -176,7 +201,7 @@ class TensorFile:
                  already, and what is larger than this memory, is given by `read_mapped` instead.
         """
         offset, size, shape = self._byte_range(name, start, stop)
-        dtype = TORCH_DTYPES[self.dtypes[name]]
+        dtype = self.torch_dtype(name)
         if not size or offset % dtype.itemsize:
             return self.read(name, start, stop)
         pages, before = self._window(name, offset, size)
@@ -237,15 +262,13 @@ class TensorFile:
         return [
             (
                 name,
-                _aligned(memory[start:stop])
-                .view(TORCH_DTYPES[self.dtypes[name]])
-                .view(self.shapes[name]),
+                _aligned(memory[start:stop]).view(self.torch_dtype(name)).view(self.shapes[name]),
             )
             for name, start, stop in zip(names, [0, *ends], ends, strict=False)
         ]
 
     def _nbytes(self, name: str) -> int:
-        return _count(self.shapes[name]) * TORCH_DTYPES[self.dtypes[name]].itemsize
+        return _count(self.shapes[name]) * self.torch_dtype(name).itemsize
 
     def _window(self, name: str, offset: int, size: int) -> tuple[mmap.mmap, int]:
         """The whole pages that hold `size` bytes of the file from `offset`, mapped but not read,
@@ -262,7 +285,7 @@ class TensorFile:
         try:
             yield
         except OSError as error:
-            raise self._broken(f"{name} cannot be read: {error.strerror}") from None
+            raise self._broken(f"{name} cannot be read: {reason(error)}") from None
 
     def _ends_at(self, offset: int, name: str) -> UserError:
         return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
@@ -273,7 +296,7 @@ class TensorFile:
         """(offset in the file, bytes, shape) of rows start..stop of a tensor. A tensor without
         dimensions is one row."""
         shape = self.shapes[name]
-        row_bytes = _count(shape[1:]) * TORCH_DTYPES[self.dtypes[name]].itemsize
+        row_bytes = _count(shape[1:]) * self.torch_dtype(name).itemsize
         rows = (stop if stop is not None else shape[0] if shape else 1) - start
         offset = 8 + len(self.header) + self._offsets[name] + start * row_bytes
         return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]

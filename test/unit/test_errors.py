@@ -1,0 +1,96 @@
+"""How a script ends: the system's errors are said in words, and no reader who leaves ends the
+work."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ltx_neuron import errors
+
+# Talks on both streams, as a generation does, and makes its file at the end.
+TALKER = """
+import sys
+from pathlib import Path
+from tqdm import tqdm
+from ltx_neuron import errors
+
+def main():
+    for _ in tqdm(range(int(sys.argv[2])), mininterval=0):
+        print("talk " * 20)
+        print("more " * 20, file=sys.stderr)
+    Path(sys.argv[1]).write_text("made")
+    print("the last word")
+
+errors.run(main)
+"""
+
+
+def ended(main) -> int | str | None:
+    with pytest.raises(SystemExit) as ending:
+        errors.run(main)
+    return ending.value.code
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EACCES, "you may not read or write it, or not enter its folder\nChange the perm"),
+        (errno.ENAMETOOLONG, "this path is longer than the system allows"),
+        (errno.ELOOP, "its links lead in a circle"),
+        (errno.ENOTDIR, "a part of this path is a file"),
+        (errno.EIO, "its disk fails"),
+        (errno.EROFS, "its file system is read-only"),
+        (errno.ESTALE, os.strerror(errno.ESTALE)),  # one without words of ours
+    ],
+)
+def test_what_the_system_refuses_is_a_sentence_and_no_traceback(capsys, number, words):
+    def main():
+        raise OSError(number, os.strerror(number), "/a/model.safetensors")
+
+    assert ended(main) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: /a/model.safetensors: {words}")
+    assert "Errno" not in said and "Traceback" not in said
+
+
+def test_a_full_disk_is_said_as_before(capsys):
+    def main():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert ended(main) == 2
+    assert "error: the disk is full" in capsys.readouterr().err
+
+
+def test_an_error_of_the_system_that_is_about_no_path_keeps_its_traceback():
+    def main():
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    with pytest.raises(ConnectionResetError):
+        errors.run(main)
+
+
+def test_the_streams_are_as_before_after_a_run(capsys):
+    before = sys.stdout, sys.stderr
+    errors.run(lambda: print("said"))
+    assert (sys.stdout, sys.stderr) == before and capsys.readouterr().out == "said\n"
+
+
+@pytest.mark.parametrize("lines", [1, 2_000], ids=["a word", "much"])
+@pytest.mark.parametrize(
+    "redirection",
+    ["| head -1", "2>&1 | head -1", "| true", ">/dev/full", "2>/dev/full", ">&- 2>&-"],
+)
+def test_a_reader_who_leaves_and_a_log_that_is_full_end_no_work(tmp_path, lines, redirection):
+    (tmp_path / "talker.py").write_text(TALKER)
+    words = f"{sys.executable} {tmp_path}/talker.py {tmp_path}/made {lines}"
+    done = subprocess.run(
+        ["bash", "-c", f"{words} {redirection}; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert (tmp_path / "made").read_text() == "made" and "Traceback" not in done.stderr
