@@ -47,7 +47,9 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
         "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
         # Without it rank 0 looks for a free port and lets go of it, and another engine may take
         # it: then the others hang.
-        "NEURON_RT_ROOT_COMM_ID": f"127.0.0.1:{_ROOT_PORT + first}",
+        "NEURON_RT_ROOT_COMM_ID": _root_comm_id(first),
+        # A rank's torch loads TorchNeuron; the host's does not (ltx_neuron/__init__.py).
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_MASTER_PORT + first),
         "RANK": str(rank),
@@ -127,15 +129,33 @@ def check_ports(profile: Profile, tp: int) -> None:
         return
     first = cores(profile, tp)[0]
     for port in (_ROOT_PORT + first, _MASTER_PORT + first):
-        # Bound and let go: the ranks bind it themselves right after.
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                raise UserError(
-                    f"port {port} is taken: another run holds core {first}.\nWait for it, or choose"
-                    " other cores, as in NEURON_RT_VISIBLE_CORES=4-7"
-                ) from None
+        _check_port(port, first)
+
+
+def set_communicator(profile: Profile, tp: int) -> None:
+    """Name, for the runtime of this process, a communicator that replicas on other cores of the
+    machine do not share. The user's own stays. Raises UserError where another process has its
+    port."""
+    if "NEURON_RT_ROOT_COMM_ID" not in os.environ:
+        first = cores(profile, tp)[0]
+        _check_port(_ROOT_PORT + first, first)
+        os.environ["NEURON_RT_ROOT_COMM_ID"] = _root_comm_id(first)
+
+
+def _root_comm_id(first_core: int) -> str:
+    return f"127.0.0.1:{_ROOT_PORT + first_core}"
+
+
+def _check_port(port: int, first_core: int) -> None:
+    # Bound and let go: the ranks bind it themselves right after.
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            raise UserError(
+                f"port {port} is taken: another run holds core {first_core}.\nWait for it, or"
+                " choose other cores, as in NEURON_RT_VISIBLE_CORES=4-7"
+            ) from None
 
 
 @contextmanager
