@@ -24,7 +24,7 @@ from ltx_neuron.backends.rank import Call, Rank
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import Ranks, compile_only, rank_settings
 from ltx_neuron.config import Bucket
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.attention import sdpa
 from ltx_neuron.profiles import MODELS, PROFILES, resolve
 from ltx_neuron.workspace import Workspace
@@ -115,6 +115,25 @@ def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_
         assert rel(run_toy(ranks, toy, 3), wanted(toy, 3)) < EQUAL
         assert ranks.compiled_graphs() == 1
     assert sources(tmp_path) == before
+
+
+def test_on_neuron_what_does_not_compile_without_a_device_is_left_to_the_ranks(
+    toy, tmp_path, capfd
+):
+    """Here TorchNeuron is absent, so the process that compiles does fail."""
+    folders = [manifest.folder for manifest in toy.programs.values()]
+    compile_only(folders, TRN2, TP, tmp_path)
+    said = capfd.readouterr().err
+    assert "ended with exit code 1; its error is above. The ranks compile at" in said
+    with pytest.raises(RunError, match="ended with exit code 1"):
+        compile_only([tmp_path / "absent"], PROFILES["cpu"], TP, tmp_path)
+
+
+def test_torch_loads_a_device_backend_in_ranks_and_not_in_the_host(tmp_path):
+    """torch reads the variable when it is imported, and in the function that is asked here."""
+    assert not torch._is_device_backend_autoload_enabled()
+    with environment.added(environment.of_rank(TRN2, 4, 0, tmp_path)):
+        assert torch._is_device_backend_autoload_enabled()
 
 
 @pytest.fixture(scope="module")
