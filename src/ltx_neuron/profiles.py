@@ -250,7 +250,7 @@ PROFILES = {
             host_memory_bytes=124 * _GIB,
             **_TRN2,
         ),
-        # 16 replicas of 4 ranks, or --tp-degree 16 for one DiT over four chips.
+        # 16 replicas of 4 ranks: one DiT over several chips was not faster (docs/trainium.md).
         Profile(
             "trn2.48xlarge",
             "AWS Neuron docs, trn2-arch.rst: 16 chips, 192 vCPU, 2048 GiB host memory",
