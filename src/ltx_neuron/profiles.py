@@ -151,6 +151,7 @@ class Profile:
             )
 
 
+MODELS = ("dit", "gemma3", "connectors")  # whose graphs are compiled with flags of their own
 _GIB = 2**30
 TRAINIUM2 = Chip(
     cores=8,
@@ -249,7 +250,7 @@ PROFILES = {
             host_memory_bytes=124 * _GIB,
             **_TRN2,
         ),
-        # 16 replicas of 4 ranks, or --tp-degree 16 for one DiT over four chips.
+        # 16 replicas of 4 ranks: one DiT over several chips was not faster (docs/trainium.md).
         Profile(
             "trn2.48xlarge",
             "AWS Neuron docs, trn2-arch.rst: 16 chips, 192 vCPU, 2048 GiB host memory",
@@ -390,7 +391,6 @@ _TYPES = {name: kind for name, kind in typing.get_type_hints(Profile).items() if
 # Key=value pairs of their own: --profile-set environment.NAME=value.
 _TABLES = ("environment", "compiler_flags")
 _MAY_BE_ZERO = ("blocks_per_graph", "drain_every")
-_MODELS = ("dit", "gemma3", "connectors")
 
 
 def _changed(profile: Profile, setting: str) -> Profile:
@@ -401,7 +401,7 @@ def _changed(profile: Profile, setting: str) -> Profile:
             f"--profile-set {setting}: wanted key=value, as in --profile-set attention=matmul"
         )
     table, dot, entry = key.partition(".")
-    if dot and table in _TABLES and entry and (table == "environment" or entry in _MODELS):
+    if dot and table in _TABLES and entry and (table == "environment" or entry in MODELS):
         return dataclasses.replace(
             profile, **{table: tuple((dict(getattr(profile, table)) | {entry: text}).items())}
         )
@@ -409,7 +409,7 @@ def _changed(profile: Profile, setting: str) -> Profile:
         known = [
             *(k for k in _TYPES if k not in _TABLES),
             "environment.NAME",
-            *(f"compiler_flags.{m}" for m in _MODELS),
+            *(f"compiler_flags.{m}" for m in MODELS),
         ]
         raise UserError(f"--profile-set {setting}: unknown key {key!r}; known: {', '.join(known)}")
     try:

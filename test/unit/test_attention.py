@@ -207,7 +207,17 @@ def test_all_kernels_count_the_same_flops():
 def test_the_kernels_operation_is_one_that_a_compiled_graph_keeps():
     rows = [x.flatten(0, 1) for x in three(4, 6, 5, 8)]
     torch.library.opcheck(
-        torch.ops.ltx_neuron.attention_cte.default, tuple(rows), test_utils="test_faketensor"
+        torch.ops.ltx_neuron.attention_cte.default, (*rows, 0.3), test_utils="test_faketensor"
     )
     whole = torch.compile(attention_cte, backend="aot_eager", fullgraph=True, dynamic=False)
-    assert torch.equal(whole(*rows), attention_cte(*rows))
+    assert torch.equal(whole(*rows, 0.3), attention_cte(*rows, 0.3))
+
+
+def test_the_kernels_operation_scales_in_fp32():
+    """Not the query in bf16, which would round once more: 2 ** -0.5 is no power of two."""
+    query, key, value = (x.flatten(0, 1).bfloat16() for x in three(4, 6, 5, 8))
+    scale = 2**-0.5
+    exact = sdpa(*(x.double()[None] for x in (query, key, value)), scale)[0]
+    scaled_before = attention_cte(query * scale, key, value, 1.0)
+    error = (attention_cte(query, key, value, scale) - exact).norm()
+    assert error < 0.9 * (scaled_before - exact).norm()

@@ -2,11 +2,14 @@
 second compile, ever."""
 
 import copy
+import dataclasses
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,15 +17,16 @@ from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from test_attention import block_graph
 from test_torchdist import EQUAL, SOON, TP, make_toy, wanted
 
-from ltx_neuron.backends import compiled, environment, liveness
+from ltx_neuron.backends import compiled, environment, liveness, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.rank import Call, Rank
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.backends.torchdist import Ranks, compile_only
+from ltx_neuron.backends.torchdist import Ranks, compile_only, rank_settings
 from ltx_neuron.config import Bucket
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.attention import sdpa
-from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.profiles import MODELS, PROFILES, resolve
 from ltx_neuron.workspace import Workspace
 
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
@@ -113,6 +117,25 @@ def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_
     assert sources(tmp_path) == before
 
 
+def test_on_neuron_what_does_not_compile_without_a_device_is_left_to_the_ranks(
+    toy, tmp_path, capfd
+):
+    """Here TorchNeuron is absent, so the process that compiles does fail."""
+    folders = [manifest.folder for manifest in toy.programs.values()]
+    compile_only(folders, TRN2, TP, tmp_path)
+    said = capfd.readouterr().err
+    assert "ended with exit code 1; its error is above. The ranks compile at" in said
+    with pytest.raises(RunError, match="ended with exit code 1"):
+        compile_only([tmp_path / "absent"], PROFILES["cpu"], TP, tmp_path)
+
+
+def test_torch_loads_a_device_backend_in_ranks_and_not_in_the_host(tmp_path):
+    """torch reads the variable when it is imported, and in the function that is asked here."""
+    assert not torch._is_device_backend_autoload_enabled()
+    with environment.added(environment.of_rank(TRN2, 4, 0, tmp_path)):
+        assert torch._is_device_backend_autoload_enabled()
+
+
 @pytest.fixture(scope="module")
 def dit(tiny, tmp_path_factory):
     """Rank files and graphs of the tiny DiT, a block per graph; and random inputs."""
@@ -182,23 +205,70 @@ def test_a_graph_that_breaks_is_an_error_and_not_run_op_by_op():
         compiled.Compiled(lambda x: (x + 1,) if x.sum() > 0 else (x,), "aot_eager")(torch.ones(3))
 
 
-def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation():
-    """What backends/nki.py does on TorchNeuron, with PyTorch's kernel instead of nkilib's."""
+class WrappedKernel:
+    """What torch_neuronx.wrap_nki returns (torch_neuronx/nki_hop.py, NKIHOPCaller, early 2026): a
+    launch needs a grid, which is iterated."""
+
+    def __init__(self, kernel, grid=()):
+        self.kernel, self.grid = kernel, grid
+
+    def __getitem__(self, grid):
+        return WrappedKernel(self.kernel, tuple(map(int, grid)))
+
+    def __call__(self, **arguments):
+        return self.kernel(self.grid, **arguments)
+
+
+def nki_op(name, mutates_args):
+    """torch_neuronx.nki_op, of the same file: a torch.library.custom_op, whose fake is the function
+    itself."""
+
+    def register(function):
+        operation = torch.library.custom_op(name, function, mutates_args=mutates_args)
+        operation.register_fake(function)
+        return operation
+
+    return register
+
+
+def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch):
+    """On TorchNeuron, with PyTorch's kernel instead of nkilib's, compiled as its backend is without
+    its compiler."""
+    launches = []
+
+    def attention_cte(grid, q, k, v, scale, causal_mask, tp_q, tp_k, tp_out):
+        launches.append(grid)
+        return sdpa(q[None], k[None], v[None], scale)[0].contiguous()
+
+    kernels = SimpleNamespace(attention_cte=attention_cte)
+    attention_cte.__getitem__ = None  # it is decorated: nki.jit's kernels are launched by []
+    torch_neuronx = SimpleNamespace(nki_op=nki_op, wrap_nki=WrappedKernel)
+    monkeypatch.setitem(sys.modules, "torch_neuronx", torch_neuronx)
+    monkeypatch.setitem(sys.modules, "nkilib.core.attention.attention_cte", kernels)
     module = copy.deepcopy(block_graph("nki").graph_module)
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [randn(*value.shape, seed=i).to(value.dtype) / 4 for i, value in enumerate(values)]
-    calls = []
-
-    def kernel(query, key, value):
-        calls.append(query.shape)
-        return sdpa(query[None], key[None], value[None], 1.0)[0]
-
     with fake_process_group(2), torch.no_grad():
         before = module(*inputs)
-        compiled.replace_attention(module, lambda: kernel)
-        after = module(*inputs)
-    assert len(calls) == 6
+        settings = SimpleNamespace(device="neuron", lnc=2, compile_backend="aot_eager")
+        run = compiled.ready(module, settings)
+        run(*inputs)
+        launches.clear()
+        after = run(*inputs)
+    assert launches == [(2,)] * 6
     assert all(rel(one, two) < 1e-2 for one, two in zip(after, before, strict=True))  # bf16
+
+
+def test_a_kernel_that_nobody_decorated_is(monkeypatch):
+    """nki-library at SDK 2.27: attention_cte.py has no @nki.jit, which 2.28 added."""
+
+    def attention_cte():
+        pass
+
+    decorated = SimpleNamespace(attention_cte=attention_cte)
+    monkeypatch.setitem(sys.modules, "nkilib.core.attention.attention_cte", decorated)
+    monkeypatch.setitem(sys.modules, "nki", SimpleNamespace(jit=lambda function: {2: function}))
+    assert nki._kernel()[2] is attention_cte
 
 
 def test_no_kernel_is_made_for_a_graph_without_the_operation():
@@ -263,13 +333,61 @@ def test_each_rank_of_a_neuron_launch_sees_one_core_of_its_own(
 def test_a_neuron_rank_is_told_its_core_size_its_flags_and_where_to_keep_what_it_compiles(tmp_path):
     variables = environment.of_rank(TRN2, 4, 1, tmp_path)
     assert variables.items() >= dict(TRN2.environment).items()
-    assert (
-        variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "--lnc=2" in variables["NEURON_CC_FLAGS"]
-    )
+    assert variables["NEURON_LOGICAL_NC_CONFIG"] == "2" and "NEURON_CC_FLAGS" not in variables
     kept = {name: value for name, value in variables.items() if name.endswith("_DIR")}
     assert len(kept) == 4 and all(value.startswith(str(tmp_path)) for value in kept.values())
     on_cpu = environment.of_rank(PROFILES["cpu"], 4, 1, tmp_path)
     assert not [name for name in on_cpu if "NEURON" in name]
+
+
+def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_takes():
+    """It splits them at white space and adds --model-type, --auto-cast and --lnc itself."""
+    told = {model: environment.of_compiler(TRN2, model) for model in MODELS}
+    assert told["dit"] == {
+        "NEURON_COMPILER_OPT_LEVEL": "-O1",
+        "NEURON_CC_FLAGS": "--tensorizer-options=--enable-ccop-compute-overlap",
+    }
+    assert told["gemma3"]["NEURON_CC_FLAGS"].split() == [
+        f"--tensorizer-options={option}"
+        for option in (
+            "--enable-ccop-compute-overlap",
+            "--cc-pipeline-tiling-factor=1",
+            "--vectorize-strided-dma",
+            "--enable-scalar-dge-vectorization",
+        )
+    ]
+    assert told["connectors"]["NEURON_CC_FLAGS"] == ""
+    assert environment.of_compiler(PROFILES["cpu"], "dit") == {}
+    level = dataclasses.replace(TRN2, compiler_flags=(("dit", "-O2"),))
+    assert environment.of_compiler(level, "dit")["NEURON_COMPILER_OPT_LEVEL"] == "-O2"
+    torn = dataclasses.replace(TRN2, compiler_flags=(("dit", "--dump='a folder'"),))
+    with pytest.raises(UserError, match="--dump=a folder.* has a space in it"):
+        environment.of_compiler(torn, "dit")
+
+
+def test_a_launch_finds_the_flags_of_its_own_model(monkeypatch):
+    """What a process of TorchNeuron reads when a graph is launched."""
+    monkeypatch.delenv("LTX_TEST_FLAGS", raising=False)
+    seen = []
+
+    def rank_with(model: str) -> Rank:
+        settings = rank_settings(PROFILES["cpu"], 1, 0, None)
+        settings = dataclasses.replace(settings, compilers={model: {"LTX_TEST_FLAGS": model}})
+        rank = Rank.__new__(Rank)
+        rank.settings, rank._synchronize, rank._launched = settings, lambda: None, lambda: None
+        rank._clear()
+        rank.calls = {"program": {"main": [Call(see, [], [], [])]}}
+        rank.fields, rank.models = {"program": {}}, {"program": model}
+        return rank
+
+    def see() -> tuple:
+        seen.append(os.environ["LTX_TEST_FLAGS"])
+        return ()
+
+    for model in ("dit", "gemma3", "dit"):
+        rank_with(model).run("program", "main", {})
+    assert seen == ["dit", "gemma3", "dit"]
+    del os.environ["LTX_TEST_FLAGS"]
 
 
 def test_the_environment_is_that_of_the_children_and_then_as_before(monkeypatch):

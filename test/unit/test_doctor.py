@@ -1,17 +1,22 @@
 """The doctor on machines made of folders, tables of packages and outputs of neuron-ls."""
 
 import json
+import os
+import time
+import tomllib
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from helpers import one_thread  # noqa: F401
+from packaging.requirements import Requirement
 
 from ltx_neuron import plan
 from ltx_neuron.doctor.__main__ import main
 from ltx_neuron.doctor.sdk import SDKS, nxd_support, release_of
-from ltx_neuron.doctor.system import System, output_of
+from ltx_neuron.doctor.system import System, first_line_of, output_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.machine import Machine, probe
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -418,9 +423,8 @@ def test_torch_neuron_takes_the_new_torch_and_needs_no_nxd(doctor):
         Trn2(packages=TORCH_NEURON, driver="2.31.0.0"), "--profile-set", "backend=torchdist"
     )
     assert code == 0 and {f["check"] for f in others} == {"checkpoint", "gemma"}
-    assert "(SDK 2.33, counted on from the releases known)" in next(
-        f["text"] for f in findings if f["check"] == "sdk"
-    )
+    text = next(f["text"] for f in findings if f["check"] == "sdk")
+    assert text.endswith("2.13.3.0 (SDK 2.33)")
 
 
 def test_a_machine_without_neuron_says_what_it_can_run(doctor):
@@ -465,9 +469,37 @@ def test_releases_are_told_by_their_packages_and_newer_ones_are_counted_on():
             assert (
                 release_of(part, ".".join(map(str, (*getattr(sdk, part), 123, 0)))) == sdk.release
             )
-    assert release_of("compiler", "2.29.7") == (2, 34) and release_of("driver", "2.31.0") == (2, 33)
+    # What the documentation of SDK 2.33.0 lists: release-notes/components/index.html.
+    assert SDKS[-1].release == (2, 33)
+    assert release_of("compiler", "2.28.7631.0") == release_of("driver", "2.31.7.0") == (2, 33)
+    assert release_of("compiler", "2.29.7") == (2, 34) and release_of("driver", "2.32.0") == (2, 34)
     for nothing in ("2.21.1", "0", "", None, "unknown"):
         assert release_of("compiler", nothing) is None
+
+
+# Packages of the public index that have the names of the SDK's and are not the SDK's.
+DECOYS = {"nki": "0.0.1", "neuronx-cc": "1.0.post1"}
+# Of each extra: what Neuron's own index has for its SDK (n2-manifest.json for 2.31; the list of
+# components of the documentation for 2.33).
+OF_THE_SDK = {
+    "neuron": {
+        "nki": "0.5.0",
+        "neuronx-cc": "2.26.6360.0",
+        "torch-neuronx": "2.9.0.2.15.32035",
+        "neuronx-distributed": "0.19.28492",
+    },
+    "torchneuron": {"nki": "0.7.0", "neuronx-cc": "2.28.7631.0", "torch-neuronx": "2.13.3.0"},
+}
+
+
+@pytest.mark.parametrize("extra", OF_THE_SDK)
+def test_an_extra_takes_the_sdk_s_packages_and_no_other_ones_of_their_names(extra):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {r.name: r for r in map(Requirement, project["optional-dependencies"][extra])}
+    for name, version in OF_THE_SDK[extra].items():
+        assert wanted[name].specifier.contains(version)
+    for name, decoy in DECOYS.items():
+        assert not wanted[name].specifier.contains(decoy)
 
 
 @pytest.fixture(scope="module")
@@ -587,3 +619,62 @@ def test_memory_in_use_is_read_core_by_core(tmp_path):
         "neuron0/neuron_core1": 7 * GIB,
     }
     assert System(tmp_path / "elsewhere").core_memory() == {}
+
+
+def test_memory_in_use_is_found_where_a_driver_has_moved_its_counter_to(tmp_path):
+    """Driver 2.31 "moved several nodes to new paths" (sysfs user guide, v2.33.0), we do not know
+    where to: any folder of a core stands for it."""
+    core = tmp_path / "sys/devices/virtual/neuron_device/neuron3/neuron_core2"
+    for counter, used in (("device_mem", 5 * GIB), ("device_mem/tensors", 1), ("host_mem", 2)):
+        (core / "memory" / counter).mkdir(parents=True, exist_ok=True)
+        (core / "memory" / counter / "total").write_text(f"{used}\n")
+    assert System(tmp_path).core_memory() == {"neuron3/neuron_core2": 5 * GIB}
+
+
+def monitored(pid: int, cores: dict[str, int], error: str = "") -> dict:
+    """A process's part of neuron-monitor's report."""
+    usage = {core: {"constants": used - 2, "tensors": 2} for core, used in cores.items()}
+    breakdown = {"host": {"tensors": 7}, "neuroncore_memory_usage": usage}
+    memory = {"neuron_runtime_used_bytes": {"host": 7, "usage_breakdown": breakdown}}
+    report = {} if error else {"memory_used": memory}
+    return {"pid": pid, "neuron_runtime_tag": str(pid), "error": error, "report": report}
+
+
+@pytest.fixture
+def monitor(tmp_path, monkeypatch):
+    """Put a neuron-monitor on PATH that prints a report for its configuration file and runs on, as
+    neuron-monitor-user-guide.rst (aws-neuron-sdk 81ce03a, SDK 2.32) describes it."""
+
+    def install(*processes: dict) -> None:
+        hardware = {"neuron_device_count": 1, "neuroncore_per_device_count": 4}
+        report = {"neuron_runtime_data": [*processes], "neuron_hardware_info": hardware}
+        script = tmp_path / "bin/neuron-monitor"
+        script.parent.mkdir()
+        line = json.dumps(report)
+        script.write_text(
+            f"#!/bin/sh\ngrep -q memory_used \"$2\" && echo '{line}'\nexec sleep 60\n"
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def test_where_the_driver_counts_no_memory_neuron_monitor_tells(tmp_path, monitor):
+    """All processes on a core together; a core that nobody uses has 0 bytes."""
+    gone = monitored(30, {}, error="the process has ended")
+    monitor(monitored(10, {"0": 100, "2": 40}), monitored(20, {"2": 2}), gone)
+    assert System(tmp_path).core_memory() == {
+        "logical core 0": 100,
+        "logical core 1": 0,
+        "logical core 2": 42,
+        "logical core 3": 0,
+    }
+
+
+def test_a_monitor_that_says_nothing_is_ended(tmp_path, monkeypatch):
+    began = time.monotonic()
+    assert first_line_of("yes", "no") == "no\n"  # it would print for ever
+    monkeypatch.setattr("ltx_neuron.doctor.system.COMMAND_SECONDS", 0.2)
+    assert first_line_of("sleep", "60") is None and first_line_of("no-such-command-at-all") is None
+    assert time.monotonic() - began < 30

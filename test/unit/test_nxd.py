@@ -2,16 +2,20 @@
 integration/test_nxd.py."""
 
 import inspect
+import os
+import socket
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.backends import export, nki, nxd_compile, registry
+from ltx_neuron.backends import export, nki, nxd, nxd_compile, registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.parallel import RowLinear
@@ -63,6 +67,49 @@ def test_a_copy_of_what_nxd_traces_uses_its_own_weights():
     with torch.no_grad():
         second.module.weight.fill_(3)
     assert (first(step=None, x=torch.ones(1))[0], second(step=None, x=torch.ones(1))[0]) == (1, 3)
+
+
+def test_small_tensors_are_summed_together_and_large_ones_alone(monkeypatch):
+    """torch_xla is stood in for by what its all_reduce does with a list (pytorch/xla, torch_xla/
+    core/xla_model.py): the tensors are replaced in place, as one operation."""
+    calls = []
+
+    def all_reduce(kind: str, inputs: list[Tensor], groups: list[list[int]]) -> None:
+        calls.append([tensor.numel() for tensor in inputs])
+        inputs[:] = [tensor * len(groups[0]) for tensor in inputs]
+
+    model = SimpleNamespace(REDUCE_SUM="sum", all_reduce=all_reduce)
+    for name, module in {
+        "torch_xla": SimpleNamespace(core=SimpleNamespace(xla_model=model)),
+        "torch_xla.core": SimpleNamespace(xla_model=model),
+        "torch_xla.core.xla_model": model,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    most = nxd_compile.TOGETHER_BYTES // 4
+    tensors = [torch.full((size,), float(size)) for size in (most + 1, 3, most + 2, most)]
+    summed = nxd_compile.XlaComm(4, [[0, 1, 2, 3]]).sum(*tensors)
+    assert calls == [[3, most], [most + 1], [most + 2]]
+    assert [float(tensor[0]) for tensor in summed] == [4.0 * tensor.numel() for tensor in tensors]
+
+
+def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
+    """The runtime of replicas on other cores would meet at one address otherwise."""
+    large = resolve("trn2.48xlarge")
+    monkeypatch.setattr(nxd.Ranks, "_started", None)
+    with (
+        mock.patch.dict(os.environ, {"NEURON_RT_VISIBLE_CORES": "48-51"}),
+        socket.socket() as other,
+    ):
+        os.environ.pop("NEURON_RT_ROOT_COMM_ID", None)
+        other.bind(("127.0.0.1", 61234 + 48))
+        with pytest.raises(UserError, match="port 61282 is taken: another run holds core 48"):
+            nxd.Ranks(large, 4)
+        other.close()
+        nxd.Ranks(large, 4).close()
+        assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "127.0.0.1:61282"
+        os.environ["NEURON_RT_ROOT_COMM_ID"] = "10.0.0.1:5000"  # the user's own
+        nxd.Ranks(large, 4).close()
+        assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:5000"
 
 
 class Scale(nn.Module):

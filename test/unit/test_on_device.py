@@ -1,6 +1,8 @@
 """benchmarks/on_device.py: sections that survive failures and restarts, the three-way rule, and the
 report."""
 
+from argparse import Namespace
+
 import on_device
 import pytest
 from helpers import one_thread, randn  # noqa: F401
@@ -9,7 +11,8 @@ from lib.sections import Failed, NotRun, Section, markdown, restored, run_all, t
 from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.tiny.config import released_config, tiny_config
+from ltx_neuron.profiles import resolve
+from ltx_neuron.tiny.config import TinySizes, released_config, tiny_config
 
 FACTS = {"profile": "cpu"}
 
@@ -143,6 +146,20 @@ def test_the_wide_model_has_the_release_s_width_and_two_blocks():
     assert wide.num_layers == 2 and released.num_layers == 48
     for size in ("video", "audio", "video_connector", "audio_connector"):
         assert getattr(wide, size) == getattr(released, size)
+
+
+def test_the_tiny_model_s_heads_are_too_small_for_the_kernel_and_the_wide_one_s_are_not():
+    def settings(profile: str, name: str) -> tuple[str, ...]:
+        bench = on_device.Bench(Namespace(dtype="bfloat16"), resolve(profile, ("lnc=2",)))
+        model = on_device.Model(name, None, None, None, on_device.TINY_SIZE, None)
+        return bench.device(model).settings
+
+    # nki-library tests attention_cte with heads of 64 channels and more.
+    assert min(TinySizes().head_dim, TinySizes().audio_head_dim) < 64
+    assert min(on_device.WIDE.head_dim, on_device.WIDE.audio_head_dim) >= 64
+    assert settings("trn2.3xlarge", "tiny") == ("lnc=2", "attention=matmul")
+    for profile, name in (("trn2.3xlarge", "wide"), ("trn2.3xlarge", "full"), ("cpu", "tiny")):
+        assert settings(profile, name) == ("lnc=2",)
 
 
 def test_sections_need_only_sections_that_come_before_them():

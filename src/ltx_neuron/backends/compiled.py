@@ -6,6 +6,7 @@ What was counted and checked in the file is what is compiled, with the same text
 With the backend "neuron" (TorchNeuron) this was not run; with inductor it is tested on CPUs.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,7 @@ def compile_only(folders: list[str], settings: RankSettings) -> None:
     with fake_process_group(settings.tp), torch.no_grad():
         runner(sum_of_ones, settings.compile_backend)(torch.ones(1).to(device))
         for manifest in map(Manifest, map(Path, folders)):
+            os.environ.update(settings.compilers.get(manifest.identity.get("model"), {}))
             for name in manifest.graphs:
                 module = manifest.load(name).graph_module
                 values = [

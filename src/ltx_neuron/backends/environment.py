@@ -6,6 +6,7 @@ Of the Neuron variables, none was tried on hardware by us; they are those of pub
 """
 
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from ltx_neuron.profiles import Profile
 # Plus the first core, so that engines on other cores of the machine have other ports.
 _ROOT_PORT = 61234
 _MASTER_PORT = 62234
+# What TorchNeuron's call of the compiler has by itself.
+_TORCHNEURONS_OWN = ("--model-type", "--auto-cast", "--lnc")
+_SEVERAL = "--tensorizer-options"  # the flag that takes options of its own
 
 
 def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
@@ -41,11 +45,11 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
     variables = {
         "NEURON_RT_VISIBLE_CORES": str(launch_cores[rank]),  # one logical core a process
         "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
-        # One set for a process: the text encoder is compiled with it as well.
-        "NEURON_CC_FLAGS": profile.flags("dit"),
         # Without it rank 0 looks for a free port and lets go of it, and another engine may take
         # it: then the others hang.
-        "NEURON_RT_ROOT_COMM_ID": f"127.0.0.1:{_ROOT_PORT + first}",
+        "NEURON_RT_ROOT_COMM_ID": _root_comm_id(first),
+        # A rank's torch loads TorchNeuron; the host's does not (ltx_neuron/__init__.py).
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_MASTER_PORT + first),
         "RANK": str(rank),
@@ -61,6 +65,34 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
             "TORCH_NEURONX_HLO_CACHE_DIR": str(folder / "hlo"),
         }
     return variables
+
+
+def of_compiler(profile: Profile, model: str) -> dict[str, str]:
+    """What TorchNeuron's compiler is told of a model, "dit", "gemma3" or "connectors": read at each
+    launch of a graph, and part of the key by which it finds what it has compiled.
+
+    It adds NEURON_CC_FLAGS to flags of its own and splits all of them at white space, with no
+    shell; the level has a variable of its own (TorchNeuron's CompilableKernelExecution.cpp, early
+    2026: GetXLAAdditionalArgs, GetXLAOptimizationLevel). Not run on hardware by us. Raises
+    UserError for a flag with white space in it, which would be torn apart.
+    """
+    if profile.device != "neuron":
+        return {}
+    level, words = "-O1", []
+    for word in shlex.split(profile.flags(model)):
+        flag, _, value = word.partition("=")
+        if word.startswith("-O"):
+            level = word
+        elif flag == _SEVERAL:  # once for each of its options
+            words += [f"{flag}={option}" for option in value.split()]
+        elif flag not in _TORCHNEURONS_OWN:
+            words.append(word)
+    if torn := [word for word in words if word.split() != [word]]:
+        raise UserError(
+            f"profile {profile.name}: compiler flag {torn[0]!r} of {model} has a space in it, at"
+            " which TorchNeuron would split it; leave the space out"
+        )
+    return {"NEURON_COMPILER_OPT_LEVEL": level, "NEURON_CC_FLAGS": " ".join(words)}
 
 
 def cores(profile: Profile, tp: int) -> list[int]:
@@ -97,15 +129,33 @@ def check_ports(profile: Profile, tp: int) -> None:
         return
     first = cores(profile, tp)[0]
     for port in (_ROOT_PORT + first, _MASTER_PORT + first):
-        # Bound and let go: the ranks bind it themselves right after.
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                raise UserError(
-                    f"port {port} is taken: another run holds core {first}.\nWait for it, or choose"
-                    " other cores, as in NEURON_RT_VISIBLE_CORES=4-7"
-                ) from None
+        _check_port(port, first)
+
+
+def set_communicator(profile: Profile, tp: int) -> None:
+    """Name, for the runtime of this process, a communicator that replicas on other cores of the
+    machine do not share. The user's own stays. Raises UserError where another process has its
+    port."""
+    if "NEURON_RT_ROOT_COMM_ID" not in os.environ:
+        first = cores(profile, tp)[0]
+        _check_port(_ROOT_PORT + first, first)
+        os.environ["NEURON_RT_ROOT_COMM_ID"] = _root_comm_id(first)
+
+
+def _root_comm_id(first_core: int) -> str:
+    return f"127.0.0.1:{_ROOT_PORT + first_core}"
+
+
+def _check_port(port: int, first_core: int) -> None:
+    # Bound and let go: the ranks bind it themselves right after.
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            raise UserError(
+                f"port {port} is taken: another run holds core {first_core}.\nWait for it, or"
+                " choose other cores, as in NEURON_RT_VISIBLE_CORES=4-7"
+            ) from None
 
 
 @contextmanager

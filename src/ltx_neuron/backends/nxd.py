@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends import ranks
+from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.backends.nxd_compile import WRAPPED, set_environment
@@ -116,6 +116,7 @@ class Ranks(ranks.Ranks):
             )
         Ranks._started = tp
         set_environment(profile)
+        environment.set_communicator(profile, tp)
         # The runtime takes every core of the machine otherwise.
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp))
         self.tp, self.bytes_sent = tp, 0

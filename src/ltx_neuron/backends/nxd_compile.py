@@ -29,6 +29,9 @@ from ltx_neuron.profiles import Profile
 
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
 WRAPPED = "module."  # prefix of a graph's parameters in the module that NxD traces
+# Tensors of at most so many bytes are summed together: statistics, one number per token, have 0.1
+# to 0.4 MB, a video's activations 6 MB and more.
+TOGETHER_BYTES = 2**20
 
 
 def versions() -> dict[str, str | None]:
@@ -50,8 +53,13 @@ def set_environment(profile: Profile) -> None:
 
 
 class XlaComm:
-    """Comm that sums all tensors of a call in one variadic all-reduce: over NxD's replica groups,
-    or those given. On meta tensors it is the identity, which counting needs no ranks for."""
+    """Comm that sums the small tensors of a call in one variadic all-reduce and every large one
+    alone: over NxD's replica groups, or those given. On meta tensors it is the identity, which
+    counting needs no ranks for.
+
+    One launch for many small tensors saves waiting. What the compiler makes of large ones together
+    is not known, and copying them into one buffer would cost more than a launch.
+    """
 
     def __init__(self, size: int, groups: list[list[int]] | None = None):
         self.size, self.groups = size, groups
@@ -62,9 +70,20 @@ class XlaComm:
             return tensors
         import torch_xla.core.xla_model as xm
 
-        summed = list(tensors)  # replaced in place
-        xm.all_reduce(xm.REDUCE_SUM, summed, groups=self.groups or _replica_groups())
+        summed = list(tensors)
+        for indices in _calls(tensors):
+            together = [tensors[index] for index in indices]  # replaced in place
+            xm.all_reduce(xm.REDUCE_SUM, together, groups=self.groups or _replica_groups())
+            for index, tensor in zip(indices, together, strict=True):
+                summed[index] = tensor
         return tuple(summed)
+
+
+def _calls(tensors: tuple[Tensor, ...]) -> list[list[int]]:
+    """The indices of the tensors that travel in each all-reduce, alike on every rank."""
+    small = [i for i, tensor in enumerate(tensors) if tensor.nbytes <= TOGETHER_BYTES]
+    large = [[i] for i, tensor in enumerate(tensors) if tensor.nbytes > TOGETHER_BYTES]
+    return [small, *large] if small else large
 
 
 def _replica_groups() -> list[list[int]]:

@@ -96,6 +96,7 @@ class Rank:
         self.weights: dict[frozenset[str], tuple[str, dict[str, Tensor]]] = {}
         self.calls: dict[str, dict[str, list[Call]]] = {}  # program -> run
         self.fields: dict[str, dict[str, Field]] = {}  # program -> name
+        self.models: dict[str, str] = {}  # program -> model
         self.sequences: dict[tuple[str, str], list] = {}
         self.tensors: dict[str, Tensor] = {}
 
@@ -107,7 +108,7 @@ class Rank:
         tensors = self._load_weights(weights, wanted, getattr(torch, dtype))
         for name, folder in programs.items():
             manifest = Manifest(Path(folder))
-            self.fields[name] = manifest.fields
+            self.fields[name], self.models[name] = manifest.fields, manifest.identity.get("model")
             graphs = {graph: self._graph(manifest, graph) for graph in manifest.graphs}
             self.calls[name] = {
                 run: [_bind(manifest, graphs, tensors, *call) for call in calls]
@@ -189,6 +190,7 @@ class Rank:
             for run, reads, writes in runs
             for call in self.calls[program][run]
         ]
+        os.environ.update(self.settings.compilers.get(self.models[program], {}))
         self._synchronize()
         start = time.perf_counter()
         for number, (call, reads, writes) in enumerate(launches, 1):

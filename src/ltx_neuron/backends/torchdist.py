@@ -39,7 +39,7 @@ from ltx_neuron.backends.wire import (
     encode_command,
 )
 from ltx_neuron.errors import RunError
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import MODELS, Profile
 
 # How long ranks may do nothing while they load, compile, or run what they have never run: the work
 # may be a compiler's, or a file system's behind a network.
@@ -66,12 +66,18 @@ def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> R
         drain_every=profile.drain_every,
         threads=profile.rank_threads(tp),
         environment=environment.of_rank(profile, tp, rank, cache),
+        compilers={model: environment.of_compiler(profile, model) for model in MODELS},
     )
 
 
 def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
     """Compile programs' graphs into `cache` in a process of their own, once for every rank: graphs
-    are alike on all of them. Raises RunError where it fails."""
+    are alike on all of them.
+
+    Raises RunError where it fails. On Neuron a failure is only said: that TorchNeuron compiles
+    without a device is known from another project's use of the variable alone, and ranks compile
+    what they do not find.
+    """
     settings = rank_settings(profile, tp, 0, cache)
     if profile.device == "neuron":
         settings.environment["TORCH_NEURONX_COMPILE_ONLY"] = "1"
@@ -80,11 +86,15 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     with _inherited(settings.environment):
         process.start()
     process.join()
-    if process.exitcode:
-        raise RunError(
-            f"compiling {', '.join(map(str, folders))} ended with exit code {process.exitcode}; its"
-            " error is above"
-        )
+    if not process.exitcode:
+        return
+    what = (
+        f"compiling {', '.join(map(str, folders))} ended with exit code {process.exitcode}; its"
+        " error is above"
+    )
+    if profile.device != "neuron":
+        raise RunError(what)
+    print(f"{what}. The ranks compile at their first run instead.", file=sys.stderr)
 
 
 @contextmanager
@@ -116,7 +126,8 @@ class Ranks(ranks.Ranks):
 
     A rank that dies or freezes ends the run within 10 s, with RankError (RankRefusal where the
     user can mend it), and leaves no process. So does, later, one that lives but keeps the others
-    waiting. A rank that is only slow, because its machine is busy or was paused, does not.
+    waiting; on Neuron only where the runtime sleeps while it waits (docs/failures.md). A rank that
+    is only slow, because its machine is busy or was paused, does not.
     """
 
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):

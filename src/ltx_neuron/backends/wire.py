@@ -28,6 +28,7 @@ class RankSettings:
     lnc              physical cores of one logical NeuronCore
     drain_every      launches after which a rank waits for its device; 0 never
     environment      variables that must be set before torch is imported
+    compilers        variables that must be set while a model's graphs are launched, by model
     store            the file over which the process group meets, in the run's temporary folder
     """
 
@@ -40,6 +41,7 @@ class RankSettings:
     drain_every: int
     threads: int
     environment: dict[str, str]
+    compilers: dict[str, dict[str, str]]
     store: str = ""
 
 

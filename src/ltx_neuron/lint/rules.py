@@ -2,8 +2,9 @@
 
 Sources, as named in the findings: NCC_* are the compiler's documented error codes (Neuron SDK 2.32,
 compiler/error-codes); "TorchNeuron" is what its lowering of collectives maps (torch-neuronx,
-neuron_dynamo_backend). What no document says the compiler takes is refused: the operations are
-those that the graphs need.
+neuron_dynamo_backend). Of int64: neuronx-cc's release notes for SDK 2.32 (--native-int64 and
+--implicit-integer-downcast, with the defaults of the release after it). What no document says the
+compiler takes is refused: the operations are those that the graphs need.
 """
 
 from collections.abc import Callable, Iterable
@@ -67,7 +68,7 @@ class Target(NamedTuple):
     operations   allowed, besides the collectives
     collectives  allowed, with the most operands one may have
     reduction    the only reduction, and `group` the only group: all ranks
-    may_index    operations that may carry int64, which the compiler reads as int32: right for
+    may_index    operations that may carry int64, which compilers to 2.27 read as int32: right for
                  indices, wrong for arithmetic
     """
 
@@ -89,7 +90,13 @@ REFUSED_DTYPES = {
             "compute it on the host and make it an input; .item() of a tensor makes a float64 too"
         ),
     ),
-    "s64": ("neuronx-cc reads int64 as int32", "use int32, or do the arithmetic on the host"),
+    "s64": (
+        (
+            "neuronx-cc to 2.27 computes it as int32; 2.28 by its own width, and refuses its"
+            " products and its sums over ranks"
+        ),
+        "use int32, or do the arithmetic on the host",
+    ),
     "u64": ("NCC_ESFH002: uint64 is not supported", "use int32"),
     "c": (
         "NCC_EVRF004: complex numbers are not supported",

@@ -46,30 +46,29 @@ def matmul(
 def nki(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """nkilib's flash kernel, which a backend puts in the place of `attention_cte`: (B, H, T, D) and
     (B, H, S, D) twice -> (B, H, T, D). Head sizes to 128."""
-    # The kernel's batch is B H, and it knows no scale: the query is scaled, in its own dtype.
-    query_heads = (query * scale).flatten(0, -3)
-    return attention_cte(query_heads, key.flatten(0, -3), value.flatten(0, -3)).view(query.shape)
+    heads = (x.flatten(0, -3) for x in (query, key, value))  # the kernel's batch is B H
+    return attention_cte(*heads, scale).view(query.shape)
 
 
 @torch.library.custom_op("ltx_neuron::attention_cte", mutates_args=())
-def attention_cte(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention without mask of scaled queries (H, T, D) to keys and values (H, S, D): one
-    operation in every graph.
+def attention_cte(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention without mask of queries (H, T, D) to keys and values (H, S, D): one operation in
+    every graph.
 
-    This is its reference, which runs where there is no NKI: scores, softmax and sum in fp32, as in
-    the kernel.
+    This is its reference, which runs where there is no NKI: scores and their scale, softmax and sum
+    in fp32, as in the kernel.
     """
-    scores = torch.bmm(query.float(), key.float().transpose(1, 2))
+    scores = torch.bmm(query.float(), key.float().transpose(1, 2)) * scale
     return torch.bmm(scores.softmax(-1), value.float()).to(query.dtype)
 
 
 @attention_cte.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return query.new_empty(query.shape)  # contiguous, whatever the strides of the query
 
 
 @register_flop_formula(torch.ops.ltx_neuron.attention_cte)
-def _(query: tuple, key: tuple, value: tuple, **_) -> int:
+def _(query: tuple, key: tuple, value: tuple, scale: float, **_) -> int:
     heads, queries, size = query
     # Two products, of a multiplication and an addition each.
     return 4 * heads * queries * key[1] * size
