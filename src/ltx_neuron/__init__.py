@@ -5,12 +5,6 @@
 Importing the package imports nothing else of it. The names of __all__ are loaded when first used.
 """
 
-import os
-
-# torch loads device backends when it is imported. The host's process uses none of them, and
-# TorchNeuron's would be a second one beside the ranks'; those load it (backends/environment.py).
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-
 __all__ = ["LTXPipeline"]
 
 

@@ -129,8 +129,11 @@ def test_on_neuron_what_does_not_compile_without_a_device_is_left_to_the_ranks(
         compile_only([tmp_path / "absent"], PROFILES["cpu"], TP, tmp_path)
 
 
-def test_torch_loads_a_device_backend_in_ranks_and_not_in_the_host(tmp_path):
+def test_torch_loads_a_device_backend_in_ranks_also_where_the_host_is_told_not_to(
+    tmp_path, monkeypatch
+):
     """torch reads the variable when it is imported, and in the function that is asked here."""
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert not torch._is_device_backend_autoload_enabled()
     with environment.added(environment.of_rank(TRN2, 4, 0, tmp_path)):
         assert torch._is_device_backend_autoload_enabled()
