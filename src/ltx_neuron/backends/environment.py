@@ -48,7 +48,7 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
         # Without it rank 0 looks for a free port and lets go of it, and another engine may take
         # it: then the others hang.
         "NEURON_RT_ROOT_COMM_ID": _root_comm_id(first),
-        # A rank's torch loads TorchNeuron, also where the user's shell says 0 for the host's process
+        # A rank's torch loads TorchNeuron, also where the shell keeps it out of the host's process
         # (docs/trainium.md).
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         "MASTER_ADDR": "127.0.0.1",
