@@ -37,7 +37,7 @@ from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.models.programs import dit_program
+from ltx_neuron.models.programs import Program, dit_program
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
@@ -310,8 +310,15 @@ def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_pat
     assert "wrapper" not in options["compiler_flags"] and options["platform_target"] == "trn2"
 
 
+def whole_step(workspace) -> Program:
+    """The distilled step of stage 1 as one graph, as compile_dit makes it for NxD."""
+    bucket, comm = SIZE.bucket(SIZE.stages("distilled")[0], ()), nxd_compile.XlaComm(TP)
+    config, dtype = workspace.transformer, workspace.dtype
+    return dit_program(config, bucket, TP, comm, dtype, 0, workspace.profile.attention)
+
+
 def test_an_object_given_for_two_inputs_would_be_one_input_and_ours_are_all_different(workspace):
-    (program,) = (workspace._dit_program(SIZE.bucket(SIZE.stages("distilled")[0], ())),)
+    program = whole_step(workspace)
     graph = program.graphs["step"]
     examples = nxd_compile.example_inputs(graph, program.fields)
     assert (
@@ -342,7 +349,7 @@ def inside_nxd():
 
 
 def test_a_weight_that_became_a_constant_is_refused(workspace):
-    program = workspace._dit_program(SIZE.bucket(SIZE.stages("distilled")[0], ()))
+    program = whole_step(workspace)
     program.graphs["step"].module.head.unused = torch.nn.Parameter(torch.empty(3, device="meta"))
     with (
         inside_nxd(),
@@ -547,6 +554,7 @@ def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(
 
     monkeypatch.setattr(functions, "neuron_xla_compile", fail)
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
+    monkeypatch.setattr(workspace, "_found", {})  # what it found elsewhere
     with pytest.raises(DeviceFailure, match="NCC_EBVF030.*\n.*--blocks-per-graph"):
         workspace.compile_dit([SIZE.bucket(SIZE.stages("distilled")[0], ())])
     assert [*tmp_path.glob("graphs/*/neuronx-cc/*/*/model/graph.hlo")]
@@ -576,7 +584,7 @@ def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tm
             "--checkpoint-path",
             str(assets.checkpoint),
             "--artifacts-dir",
-            str(tmp_path),
+            str(tmp_path / "artifacts"),
             "--dtype",
             "float32",
         ]

@@ -139,7 +139,8 @@ def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
 
 def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):
     """Three stages of attention, each with one group of statistics and one of outputs, and the
-    feed-forward."""
+    feed-forward. At full width the two or three outputs of a group are large, so that each travels
+    alone."""
     counts = {
         name: sum(o.collective is not None for o in operations)
         for name, (operations, _) in graphs.items()
@@ -148,7 +149,7 @@ def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):
     assert counts["tiny, 1 block: DiT, image to video, guided, whole: step"] == 7
     assert counts["tiny, 1 block: Gemma3, 1024 tokens: gemma3"] == 2
     assert counts["tiny, 1 block: connectors: connectors"] == 3
-    assert counts["full, 2 blocks: DiT, text to video, whole: step"] == 14
+    assert counts["full, 2 blocks: DiT, text to video, whole: step"] == 2 * 11
 
 
 def test_every_allowed_operation_is_needed(graphs):
