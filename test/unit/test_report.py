@@ -21,6 +21,9 @@ from ltx_neuron.report.recorder import Recorder
 
 JOB = {"height": 384, "width": 512, "prompt": "a very long prompt " * 20}
 MEGABYTE = 1_000_000
+# What a process holds whose memory must be seen. Of the rest, which is 1.4 GB in a long session,
+# 50 MB were once gone within the phase.
+HELD = 240 * MEGABYTE
 
 
 def recorded(stage_1=(900.0, 100.0, 110.0, 120.0), stage_2=(500.0, 300.0), peak_flops=1e12) -> dict:
@@ -186,7 +189,7 @@ def test_peak_memory_sees_a_child_that_grows_and_shrinks_within_the_phase():
 
 
 def test_peak_memory_sees_a_grandchild_that_starts_within_the_phase():
-    grandchild = f"import time; held = b'x' * {60 * MEGABYTE}; print(1, flush=True); time.sleep(60)"
+    grandchild = f"import time; held = b'x' * {HELD}; print(1, flush=True); time.sleep(60)"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
     recorder = Recorder()
     with recorder.phase("load_gemma3"):
@@ -202,7 +205,7 @@ def test_peak_memory_sees_a_grandchild_that_starts_within_the_phase():
     before, during = (
         phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"]
     )
-    assert during - before > 60 * MEGABYTE
+    assert during - before > HELD / 4
 
 
 def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_the_phase(
@@ -213,7 +216,7 @@ def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_t
     with recorder.phase("load_gemma3"):
         pass
     with recorder.phase("decode_audio"):
-        for size in (1, 60 * MEGABYTE):
+        for size in (1, HELD):
             subprocess.run(
                 [sys.executable, "-c", f"import time; held = b'x' * {size}; time.sleep(0.8)"],
                 check=True,
@@ -222,7 +225,7 @@ def test_peak_memory_sees_children_that_start_and_end_one_after_another_within_t
     before, during = (
         phase["peak_rss_bytes"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"]
     )
-    assert during - before > 60 * MEGABYTE
+    assert during - before > HELD / 4
 
 
 def test_sampling_memory_takes_little_time_and_ends_with_the_phase():
