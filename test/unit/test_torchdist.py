@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ltx_neuron.backends import liveness, torchdist
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal, finite
+from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.backends.wire import SharedTensor
 from ltx_neuron.denoise import StageRun
@@ -35,6 +35,7 @@ from ltx_neuron.models.parallel import Comm, RowLinear
 from ltx_neuron.models.programs import Graph, Program
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import PROFILES
+from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.rankfiles import rank_file
 
 SOURCE = Path(torchdist.__file__).parents[2]

@@ -23,6 +23,7 @@ from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.profiles import Profile
+from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.rankfiles import RESHARD, load_rank_file, open_rank_file, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -211,7 +212,7 @@ class Ranks(ranks.Ranks):
         # The ranked mode returns when the last rank is done.
         milliseconds = (time.perf_counter() - start) * 1e3
         latents = ranks.latents_among(manifest.graphs[graph]["outputs"], writes)
-        if broken := [name for name in latents if not ranks.finite(self.get(program, name))]:
+        if broken := [name for name in latents if not finite(self.get(program, name))]:
             raise NotFiniteError(broken)
         return milliseconds
 

@@ -25,10 +25,11 @@ from ltx_neuron.backends import compiled, wire
 from ltx_neuron.backends.export import GROUP
 from ltx_neuron.backends.liveness import Pulse
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import finite, latents_among, part_of, tensors_digest, whole_shape
+from ltx_neuron.backends.ranks import latents_among, part_of, tensors_digest, whole_shape
 from ltx_neuron.backends.wire import RankSettings, SharedTensor
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.models.signatures import Field
+from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 

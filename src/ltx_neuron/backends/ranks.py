@@ -15,7 +15,6 @@ from torch import Tensor
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.signatures import LATENTS, Field
-from ltx_neuron.weights.finite import finite as finite  # for both backends
 
 
 class Ranks(Protocol):
