@@ -150,8 +150,8 @@ class Watch:
         progress = self.pulse.progress
         rank = min(ranks, key=lambda rank: (progress[rank], rank))
         if all(progress[other] == progress[rank] for other in range(len(self.pids))):
-            return rank, f"it hangs, as all ranks do: none has done anything for {patience} s"
-        return rank, f"it hangs; the other ranks have waited for it for {patience} s"
+            return rank, f"it hangs, as all ranks do: none has done anything for {patience:.1f} s"
+        return rank, f"it hangs; the other ranks have waited for it for {patience:.1f} s"
 
     def describe(self) -> str:
         """What was seen last, for a log."""
