@@ -53,7 +53,6 @@ class StagePlan:
     collectives_per_step: dict  # {"count", "bytes"} of one rank
     activation_bytes_per_core: int
     upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
-    bytes_to_device_per_step: int
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,6 @@ def _stage(
         collectives_per_step={"count": collectives, "bytes": collective_bytes},
         activation_bytes_per_core=max(each["peak_bytes"] for each in costs.values()),
         upload_bytes=_upload_bytes(program),
-        bytes_to_device_per_step=program.fields["step"].dtype.itemsize,
     )
 
 

@@ -28,10 +28,7 @@ def table(plan: Plan) -> str:
             ),
             f"  collectives per step  {reduced['count']}, {gb(reduced['bytes'])} a rank",
             f"  activations a core    {gb(stage.activation_bytes_per_core)}",
-            (
-                f"  to the device         {gb(stage.upload_bytes)} a rank once,"
-                f" {stage.bytes_to_device_per_step} bytes a step"
-            ),
+            f"  to the device         {gb(stage.upload_bytes)} a rank once, nothing in a step",
         ]
     lines += [
         "",
