@@ -382,17 +382,22 @@ def graphs_of(workspace) -> dict[Path, float]:
 def test_the_identity_of_a_graph_names_versions_flags_and_sizes_and_no_working_file_stays(
     workspace,
 ):
-    folders = sorted((workspace.artifacts / "graphs").iterdir())
-    for folder in folders:
-        identity = json.loads((folder / "manifest.json").read_text())["identity"]
-        assert identity["backend"] == "nxd" and "--lnc=2" in identity["compiler_flags"]
+    graphs = set()
+    for folder in (workspace.artifacts / "graphs").iterdir():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        identity, flags = manifest["identity"], manifest["compiler_flags"]
+        assert identity["backend"] == "nxd" and "--lnc=2" in flags
+        # Each model has its own, and what was compiled with is what the identity says.
+        assert flags == workspace.profile.flags(identity["model"]) == identity["compiler_flags"]
+        assert ("--vectorize-strided-dma" in flags) == (identity["model"] == "gemma3")
         assert (
             identity["neuron"]["neuronx-distributed"]
             and identity["torch"] == torch.__version__
             and identity["config"]
         )
         assert [path.name for path in folder.iterdir() if path.suffix not in (".pt", ".json")] == []
-    assert len(folders) == 5
+        graphs.add((identity["model"], identity["bucket"]))
+    assert len(graphs) == 5
 
 
 def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_path, monkeypatch):
