@@ -43,7 +43,7 @@ MAY_INDEX = {
     "tuple",
     "get-tuple-element",
 }
-# All are read as collectives; only all-reduce is allowed.
+# All are read as collectives; the first three are allowed.
 COLLECTIVES = {
     "all-reduce",
     "all-gather",
@@ -52,7 +52,8 @@ COLLECTIVES = {
     "collective-permute",
     "collective-broadcast",
 }
-MOST_TENSORS = 16  # of one all-reduce, with the scalar by which torch_xla keeps them in order
+# Most operands of one, with the scalar by which torch_xla keeps them in order.
+MOST_TENSORS = {"all-reduce": 16, "all-gather": 2, "reduce-scatter": 2}
 
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(
@@ -67,7 +68,7 @@ def target(tp: int) -> Target:
     """What an HLO graph of `tp` ranks may hold."""
     return Target(
         operations=frozenset(OPERATIONS),
-        collectives={"all-reduce": MOST_TENSORS},
+        collectives=MOST_TENSORS,
         reduction="add",
         group="{{" + ",".join(map(str, range(tp))) + "}}",
         may_index=frozenset(MAY_INDEX),

@@ -14,7 +14,7 @@ def table(plan: Plan) -> str:
 
     lines = [f"profile {plan.profile}, tp {plan.tp}, {plan.dtype}", ""]
     for stage in plan.stages:
-        reduced = stage.collectives_per_step
+        reduced, whole = stage.collectives_per_step, stage.whole
         lines += [
             (
                 f"{stage.name}: {stage.height}x{stage.width}, {stage.steps} steps,"
@@ -27,6 +27,18 @@ def table(plan: Plan) -> str:
                 f" collectives {ms(stage.collectives_ms)} if not hidden)"
             ),
             f"  collectives per step  {reduced['count']}, {gb(reduced['bytes'])} a rank",
+            f"  elementwise work      {gb(stage.elementwise_bytes_per_step)} a rank, if unfused",
+            *(
+                [
+                    "  sequence parallel     without it"
+                    f" {whole['collectives_per_step']['count']} collectives,"
+                    f" {gb(whole['collectives_per_step']['bytes'])},"
+                    f" {ms(whole['collectives_ms'])}; elementwise"
+                    f" {gb(whole['elementwise_bytes_per_step'])}"
+                ]
+                if whole
+                else []
+            ),
             f"  activations a core    {gb(stage.activation_bytes_per_core)}",
             (
                 f"  to the device         {gb(stage.upload_bytes)} a rank once,"
