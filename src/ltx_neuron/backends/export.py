@@ -48,13 +48,13 @@ class TorchDistComm:
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.size == 1:
             return tensor
-        gathered = _OPERATIONS.all_gather_into_tensor(tensor.squeeze(0), self.size, GROUP)
+        gathered = _OPERATIONS.all_gather_into_tensor(tensor.flatten(0, 1), self.size, GROUP)
         return functional.wait_tensor(gathered).unsqueeze(0)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         if self.size == 1:
             return tensor
-        own = _OPERATIONS.reduce_scatter_tensor(tensor.squeeze(0), "sum", self.size, GROUP)
+        own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, GROUP)
         return functional.wait_tensor(own).unsqueeze(0)
 
 
