@@ -33,6 +33,9 @@ OPERATIONS = {
         "sqrt",
     ),
     *("rsqrt", "power", "compare", "select", "dot", "reduce", "batch-norm-training"),
+    # torch_xla keeps an all-gather or reduce-scatter before the next collective by one number of
+    # its result, as in every model of NxD that is sequence parallel.
+    "gather of one number",
 }
 MAY_INDEX = {
     "parameter",
@@ -106,6 +109,8 @@ def _operation(computation: str, instruction: re.Match, kinds: dict, roots: dict
     """
     arguments, attributes = _split(instruction["rest"])
     name, label = instruction["name"].removesuffix("-start"), instruction["label"]
+    if name == "gather" and [kind.shape for kind in kinds[computation, label]] == [()]:
+        name = "gather of one number"
     names = [_NAME.search(argument.strip()) for argument in arguments]
     operands = tuple(k for n in names if n for k in kinds.get((computation, n[1]), ()))
     collective = (
