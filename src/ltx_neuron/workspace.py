@@ -94,7 +94,9 @@ class Workspace:
         self.artifacts = Path(artifacts_dir)
         self.profile, self.tp = profile, tp
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
-        self.blocks_per_graph = profile.cut if blocks_per_graph is None else blocks_per_graph
+        self.blocks_per_graph = (
+            profile.blocks_per_graph if blocks_per_graph is None else blocks_per_graph
+        )
         self.loras, self.distilled_loras = loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
@@ -456,7 +458,8 @@ class Workspace:
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self.profile.settings:
             words += ["--profile-set", setting]
-        if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.cut:
+        cut = self.profile.blocks_per_graph
+        if script == "compile/compile_transformer.py" and self.blocks_per_graph != cut:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         return shlex.join(map(str, words))
 

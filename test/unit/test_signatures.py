@@ -31,6 +31,7 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import (
     Graph,
     connector_program,
+    cut_graphs,
     dit_program,
     gemma3_program,
     weight_name,
@@ -477,3 +478,17 @@ def test_groups_of_blocks_are_all_alike_and_at_most_as_long_as_wanted(wanted, ca
     length = layers // calls
     assert firsts == list(range(0, layers, length))
     assert len(program.graphs["blocks"].module.transformer_blocks) == length
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize(
+    ("wanted", "cut"), [(0, set()), (1, {"blocks"}), (2, {"blocks"}), (4, set())]
+)
+def test_only_a_graph_that_is_called_for_other_blocks_again_has_no_weights_of_its_own(
+    guided, wanted, cut
+):
+    """A guided step runs all its graphs once for each pass, on the same weights every time."""
+    config = made_config(TinySizes(layers=4))[1]
+    bucket = GUIDED if guided else BUCKET
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, wanted)
+    assert cut_graphs(program.runs) == cut

@@ -507,10 +507,14 @@ def _blend(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
 
 def _next_latents(
     inputs: TailInputs | GuideInputs, video: Tensor, audio: Tensor, sigma_pair: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The Euler step of both streams, from clean latents (1, T, C)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The Euler step of both streams, from clean latents (1, T, C), and `finite`."""
     sigmas = sigma_pair.unbind(0)
-    return _euler(inputs.video_latent, video, *sigmas), _euler(inputs.audio_latent, audio, *sigmas)
+    video = _euler(inputs.video_latent, video, *sigmas)
+    audio = _euler(inputs.audio_latent, audio, *sigmas)
+    # NaN and Inf go through a sum on every device. Some pass NaN over in a maximum, and a compiler
+    # may fold a product by 0.
+    return video, audio, video.float().mean((1, 2)) + audio.float().mean((1, 2))
 
 
 def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ A program is built for fixed shapes (a bucket), a number of ranks and a dtype. I
 the meta device: they are traced, and their weights come from the rank files.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +92,14 @@ def weight_name(parameter: str, first_block: int) -> str:
     if parts[0] == "transformer_blocks":
         parts[1] = str(int(parts[1]) + first_block)
     return ".".join(parts)
+
+
+def cut_graphs(runs: Mapping[str, Iterable[tuple[str, int]]]) -> set[str]:
+    """The graphs that serve more than one group of blocks: their weights differ from call to
+    call."""
+    calls = {call for run in runs.values() for call in run}
+    called = [name for name, _ in calls]
+    return {name for name in called if called.count(name) > 1}
 
 
 def group_size(layers: int, blocks_per_graph: int) -> int:

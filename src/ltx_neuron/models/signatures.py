@@ -22,6 +22,7 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
   denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
   clean_latent              (1, Tv, C), what images hold
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
+  finite                    (1,), a number that is finite where all of a step's latents are
   *_hidden                  (1, T, D), the streams between the blocks
   *_context                 (1, S, D), the text, from the connectors
   *_cos, *_sin              RoPE of a stream's self-attention, (1, heads of a rank, T, half a head)
@@ -127,6 +128,7 @@ class TailOutputs(NamedTuple):
 
     video_latent: Tensor
     audio_latent: Tensor
+    finite: Tensor
 
 
 class X0Outputs(NamedTuple):
@@ -207,6 +209,7 @@ class GuideOutputs(NamedTuple):
 
     video_latent: Tensor
     audio_latent: Tensor
+    finite: Tensor
     guided_video: Tensor
     guided_audio: Tensor
 
@@ -257,6 +260,7 @@ class ConnectorOutputs(NamedTuple):
 
 # What a step leaves for the next one, and what the host reads at a stage's end.
 LATENTS = ("video_latent", "audio_latent")
+FINITE = "finite"  # the output by which the host knows that they are numbers
 # Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
@@ -304,6 +308,7 @@ def dit_fields(
         "clean_latent": Field((1, t_video, config.in_channels), dtype),
         "video_latent": Field((1, t_video, config.in_channels), dtype),
         "audio_latent": Field((1, t_audio, config.audio_in_channels), dtype),
+        "finite": Field((1,), fp32),
         "video_hidden": Field((1, t_video, video.inner), dtype),
         "audio_hidden": Field((1, t_audio, audio.inner), dtype),
         "video_context": Field((1, TEXT_TOKENS, video.inner), dtype),

@@ -66,7 +66,6 @@ class StagePlan:
     whole: dict | None
     activation_bytes_per_core: int
     upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
-    bytes_to_device_per_step: int
 
 
 @dataclass(frozen=True)
@@ -321,7 +320,6 @@ def _stage(
         whole=whole or None,
         activation_bytes_per_core=step["peak_bytes"],
         upload_bytes=_upload_bytes(program),
-        bytes_to_device_per_step=program.fields["step"].dtype.itemsize,
     )
 
 

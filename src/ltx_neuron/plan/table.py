@@ -32,8 +32,7 @@ def _stage_lines(stage: StagePlan) -> list[str]:
         )
     return lines + [
         f"  activations a core    {_gb(stage.activation_bytes_per_core)}",
-        f"  to the device         {_gb(stage.upload_bytes)} a rank once,"
-        f" {stage.bytes_to_device_per_step} bytes a step",
+        f"  to the device         {_gb(stage.upload_bytes)} a rank once, nothing in a step",
     ]
 
 
