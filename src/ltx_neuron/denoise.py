@@ -86,6 +86,8 @@ class StageRun:
         row_masks, choice = conditioning.timestep_choice(
             state.denoise_mask, masks, self.bucket.timesteps, self.dtype
         )
+        if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
+            self.ranks.put(self.bucket.name, rank_one_hot=torch.eye(self.ranks.tp))
         self.ranks.put(
             self.bucket.name,
             **self._schedule(stage, row_masks),

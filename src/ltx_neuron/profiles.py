@@ -47,6 +47,8 @@ class Profile:
                       whole step
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always
                     matmul and softmax
+    sequence_parallel  the video's tokens are divided over the ranks between the layers, for buckets
+                    whose tokens divide; others stay whole
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
                     refused
     vae             where latents are decoded
@@ -68,6 +70,7 @@ class Profile:
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
     attention: Literal["sdpa", "matmul", "nki"]
     blocks_per_graph: int = 4
+    sequence_parallel: bool = False
     drain_every: int = 0
     chips: int = 1
     lnc: int = 1

@@ -31,7 +31,13 @@ from ltx_neuron.files import exclusive
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
-from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
+from ltx_neuron.models.programs import (
+    Program,
+    connector_program,
+    dit_program,
+    gemma3_program,
+    may_divide,
+)
 from ltx_neuron.plan import (
     CoreMemory,
     check_fits,
@@ -197,7 +203,12 @@ class Workspace:
         return identity | {
             "blocks_per_graph": self.blocks_per_graph,
             "attention": self.profile.attention,
+            "sequence_parallel": self._divides(bucket),
         }
+
+    def _divides(self, bucket: Bucket) -> bool:
+        """Whether a bucket's graphs are sequence parallel."""
+        return self.profile.sequence_parallel and may_divide(bucket, self.tp)
 
     def _gemma3_identity(self, tokens: int) -> dict:
         config = f"{self.gemma.digest}-{self.transformer.digest}"
@@ -301,8 +312,15 @@ class Workspace:
                 self.dtype,
                 self.blocks_per_graph,
                 self.profile.attention,
+                self._divides(bucket),
             )
 
+        if self.profile.sequence_parallel:
+            for tokens in sorted({b.video_tokens for b in buckets if not self._divides(b)}):
+                print(
+                    f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
+                    " sequence parallelism"
+                )
         programs = [(self._dit_identity(b), partial(program, b)) for b in buckets]
         return self._compile(programs)
 

@@ -171,6 +171,16 @@ def test_text_to_video_equals_ltx_core_at_every_degree(scripts, tiny, wanted, tp
     assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, case.job))
 
 
+def test_ranks_that_share_the_videos_tokens_equal_ltx_core(scripts, tiny, wanted):
+    """An image and a keyframe: 24 and 96 tokens, some of them held. A token's timestep and place
+    are its own wherever it lies."""
+    case = Case(
+        with_images(tiny, (0, 0.7), (8, 0.6)), tp=4, profile_set=("sequence_parallel=true",)
+    )
+    case = replace(case, compiled_for=case.job.images)
+    assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, case.job))
+
+
 @pytest.mark.skipif(
     "LTX_NEURON_INDUCTOR" not in os.environ,
     reason="compiles C++ for minutes: set LTX_NEURON_INDUCTOR=1",

@@ -159,7 +159,7 @@ def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks(
     assert cost["peak_bytes"] == 2 * 2 * product
 
 
-def test_all_reduces_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
+def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
     def shape(*dimensions, dtype=11, parts=()):
         return SHAPE(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
 
@@ -169,11 +169,16 @@ def test_all_reduces_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
         SHAPE(opcode="all-reduce", shape=together),
         SHAPE(opcode="add", shape=shape(9)),
         SHAPE(opcode="all-reduce", shape=shape(4)),
+        SHAPE(opcode="all-gather", shape=shape(1, 8, 3)),
+        SHAPE(opcode="reduce-scatter", shape=shape(parts=[shape(1, 2, 3), token])),
     ]
     hlo = SHAPE(computations=[SHAPE(instructions=operations)])
-    assert nxd_compile.collectives(hlo) == {
-        "collectives": 2,
-        "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4,
+    gathered, scattered = 4 * 8 * 3 // 4, 4 * 2 * 3 * 4
+    assert nxd_compile.collectives(hlo, tp=4) == {
+        "collectives": 4,
+        "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4 + gathered + scattered,
+        "all_gather_bytes": gathered,
+        "reduce_scatter_bytes": scattered,
     }
 
 

@@ -56,8 +56,8 @@ def set_environment(profile: Profile) -> None:
 
 class XlaComm:
     """Comm that sums the small tensors of a call in one variadic all-reduce and every large one
-    alone: over NxD's replica groups, or those given. On meta tensors it is the identity, which
-    counting needs no ranks for.
+    alone: over NxD's replica groups, or those given. On meta tensors it only gives the shapes,
+    which counting needs no ranks for.
 
     One launch for many small tensors saves waiting. What the compiler makes of large ones together
     is not known, and copying them into one buffer would cost more than a launch.
@@ -79,6 +79,29 @@ class XlaComm:
             for index, tensor in zip(indices, together, strict=True):
                 summed[index] = tensor
         return tuple(summed)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor
+        if tensor.is_meta:
+            return tensor.repeat(1, self.size, 1)
+        import torch_xla.core.xla_model as xm
+
+        groups = self.groups or _replica_groups()
+        # A pinned layout would make it an all-reduce of a padded tensor.
+        return xm.all_gather(tensor, dim=1, groups=groups, pin_layout=False)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor
+        if tensor.is_meta:
+            return tensor.unflatten(1, (self.size, -1)).sum(1)
+        import torch_xla.core.xla_model as xm
+
+        groups = self.groups or _replica_groups()
+        return xm.reduce_scatter(
+            xm.REDUCE_SUM, tensor, 1.0, 1, self.size, groups=groups, pin_layout=False
+        )
 
 
 def _calls(tensors: tuple[Tensor, ...]) -> list[list[int]]:
@@ -238,7 +261,7 @@ def _compile(
     parameters = {
         parameter: list(value.shape) for parameter, value in graph.module.named_parameters()
     }
-    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo)
+    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, builder.world_size)
     return {**describe_graph(graph, path, parameters, cost), "tag": tag}
 
 
@@ -246,18 +269,25 @@ def _compile(
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
 
 
-def collectives(hlo) -> dict[str, int]:
-    """All-reduces of a graph and the bytes a rank puts into them, counted in its HLO."""
-    reductions = [
-        instruction
-        for computation in hlo.computations
-        for instruction in computation.instructions
-        if instruction.opcode == "all-reduce"
-    ]
-    shapes = [shape for each in reductions for shape in each.shape.tuple_shapes or [each.shape]]
-    # XLA keeps all-reduces in order by a scalar that travels with them and is no part of the model.
-    tensors = [shape for shape in shapes if shape.dimensions]
-    nbytes = sum(
-        math.prod(shape.dimensions) * _DTYPE_BYTES[shape.element_type] for shape in tensors
+def collectives(hlo, tp: int) -> dict[str, int]:
+    """The collectives of a graph of tp ranks as export.cost counts them, counted in its HLO."""
+    # Of what comes out, as much as a rank puts in.
+    put_in = {"all-reduce": (1, 1), "all-gather": (1, tp), "reduce-scatter": (tp, 1)}
+    sizes = []
+    for computation in hlo.computations:
+        for instruction in computation.instructions:
+            if instruction.opcode in put_in:
+                times, over = put_in[instruction.opcode]
+                size = _nbytes(instruction.shape) * times // over
+                sizes.append((instruction.opcode.replace("-", "_"), size))
+    return export.collective_cost(sizes)
+
+
+def _nbytes(shape) -> int:
+    """Bytes of an instruction's result. XLA keeps collectives in order by a scalar that travels
+    with them and is no part of the model."""
+    return sum(
+        math.prod(each.dimensions) * _DTYPE_BYTES[each.element_type]
+        for each in shape.tuple_shapes or [shape]
+        if each.dimensions
     )
-    return {"collectives": len(reductions), "collective_bytes": nbytes}

@@ -17,6 +17,8 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
   *_modulation              (steps, U, R, D), AdaLN rows of every step; audio has U = 1
   *_rows                    (U, R, D), the AdaLN rows of this step
   timestep_mask             (Tv, U), one-hot: which of the U timesteps a video token has
+  rank_one_hot              (1, tp), sequence parallelism: which part of the video's tokens is this
+                            rank's
   denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
   clean_latent              (1, Tv, C), what images hold
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
@@ -170,6 +172,14 @@ GuidedStepInputs = _signature(
 )
 
 
+def divided(signature: type) -> type:
+    """A signature of the head, or of the whole step, for sequence parallelism: also takes which
+    tokens are the rank's own."""
+    doc = f"{signature.__name__} for sequence parallelism."
+    fields = [*signature._fields, "rank_one_hot"]
+    return _signature(f"Divided{signature.__name__}", doc, fields)
+
+
 class GuideInputs(NamedTuple):
     """Combine the predictions of a guided step and take the Euler step."""
 
@@ -270,9 +280,14 @@ class Field(NamedTuple):
 
 
 def dit_fields(
-    config: TransformerConfig, bucket: Bucket, tp: int, dtype: torch.dtype
+    config: TransformerConfig,
+    bucket: Bucket,
+    tp: int,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
 ) -> dict[str, Field]:
-    """Every tensor that goes into or comes out of a DiT graph."""
+    """Every tensor that goes into or comes out of a DiT graph. With sequence parallelism the
+    video's residual stream, and the mask of its modulation, have a rank's own tokens."""
     video, audio = config.video, config.audio
     t_video, t_audio = bucket.video_tokens, bucket.audio_tokens
     steps, timesteps = bucket.max_steps, bucket.timesteps
@@ -309,6 +324,11 @@ def dit_fields(
     for name, (tokens, size) in ropes.items():
         table = Field((1, size.heads // tp, tokens, size.head_dim // 2), fp32, split=1)
         fields |= {f"{name}_cos": table, f"{name}_sin": table}
+    if sequence_parallel:
+        own = t_video // tp
+        fields["rank_one_hot"] = Field((1, tp), dtype, split=0)
+        fields["timestep_mask"] = Field((own, timesteps), dtype, split=0)
+        fields["video_hidden"] = Field((1, own, video.inner), dtype, split=1)
     return fields
 
 
