@@ -28,6 +28,12 @@ _UNQUOTED = re.compile(r"(--(?:negative-)?prompt[ =])(?!['\"<])([^\n]*?)(?=\s--[
 _FIELD = re.compile(
     r"""(\b(?:negative_)?prompt["']?\s*[:=]\s*)("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')()""", re.S
 )
+# The table of times, which is wrapped.
+_TABLE = (
+    re.compile(r"(,\s+prompt\s+)(.+?)(,\s+seed\s+\d)", re.S),
+    re.compile(r"(,\s+negative_prompt\s+)(.+?)(,\s+recipe\s)", re.S),
+)
+_ALL = (_COMMAND, _WHOLE_WORD, _UNQUOTED, _FIELD, *_TABLE)
 # What looks like a secret, wherever it stands. Of two groups, the first one stays.
 _SECRETS = tuple(
     re.compile(pattern, flags)
@@ -89,6 +95,9 @@ class Redactor:
         """Remember the prompts that a text shows as such: others may quote them."""
         for pattern in (_COMMAND, _WHOLE_WORD):
             self._prompts |= {_unquoted(match[2]) for match in pattern.finditer(text)}
+        for pattern in _TABLE:
+            found = {match[2] for match in pattern.finditer(text)}
+            self._prompts |= found - {"None"}
         for match in _FIELD.finditer(text):
             with suppress(ValueError, SyntaxError):
                 self._prompts.add(ast.literal_eval(match[2]))
@@ -97,10 +106,10 @@ class Redactor:
 
     def __call__(self, text: str) -> str:
         if not self.keeps_prompts:
-            for pattern in (_COMMAND, _WHOLE_WORD, _UNQUOTED, _FIELD):
+            for pattern in _ALL:
                 text = self._taken(text, "prompts", pattern, _without_prompt)
-            for spelling in self._spellings():
-                text = self._taken(text, "prompts", re.compile(re.escape(spelling)), "<prompt>")
+            for pattern in self._known():
+                text = self._taken(text, "prompts", pattern, "<prompt>")
         for secret in self._secrets:
             text = self._taken(text, "secrets", re.compile(re.escape(secret)), "<secret>")
         for pattern in _SECRETS:
@@ -109,13 +118,14 @@ class Redactor:
             text = self._taken(text, "names", pattern, shown)
         return text
 
-    def _spellings(self) -> list[str]:
-        """The prompts and their lines as texts may have them: plain, in a shell's words, in JSON
-        and in Python; the longest first."""
+    def _known(self) -> list[re.Pattern]:
+        """The prompts and their lines as texts may have them, the longest first: plain, in a
+        shell's words, in JSON and in Python, and wrapped."""
         known = {part for prompt in self._prompts for part in (prompt, *prompt.splitlines())}
         known = {text for text in known if len(text) >= _SHORTEST_PROMPT}
         quoted = {as_word(text)[1:-1] for text in known for as_word in (repr, json.dumps)}
-        return sorted(known | quoted | {*map(shlex.quote, known)}, key=len, reverse=True)
+        spellings = known | quoted | {*map(shlex.quote, known)}
+        return [_wrapped(spelling) for spelling in sorted(spellings, key=len, reverse=True)]
 
     def _taken(self, text: str, what: str, pattern: re.Pattern, shown: str | Callable) -> str:
         text, count = pattern.subn(shown, text)
@@ -125,6 +135,12 @@ class Redactor:
 
 def _is_secret(value: str) -> bool:
     return len(value) >= _SHORTEST_SECRET and value.lower() not in ("disabled", "enabled")
+
+
+def _wrapped(text: str) -> re.Pattern:
+    """Finds a text also where it is broken into lines, at spaces and after hyphens."""
+    words = (re.escape(word).replace(r"\-", r"\-\s*") for word in text.split())
+    return re.compile(r"\s+".join(words))
 
 
 def _without_prompt(match: re.Match) -> str:

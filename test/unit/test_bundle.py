@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import tarfile
+import textwrap
 from pathlib import Path
 
 import on_device
@@ -15,8 +16,10 @@ from lib.redact import Redactor
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.progress import logging_failure
+from ltx_neuron.report import table
+from ltx_neuron.report.recorder import Recorder
 
-PROMPT = 'zebra\'s "violet" waltz, 3 acts\nin Köln'
+PROMPT = 'zebra\'s "violet" slow-motion waltz, 3 acts\nin Köln'
 SECRET = "s3cr3t-value-of-mine"
 
 
@@ -99,6 +102,11 @@ def test_no_weights_prompts_secrets_or_names_are_in_a_bundle(ran, tmp_path, monk
     monkeypatch.setattr(redact, "_user", lambda: "jdoe")
     monkeypatch.setattr(redact.platform, "node", lambda: "ip-10-1-2-3")
     monkeypatch.setenv("NEURON_SOME_TOKEN", "another-one")
+    job = {"two_stage": False, "prompt": PROMPT, "seed": 10, "negative_prompt": PROMPT}
+    job = {"height": 64, "width": 64, "num_frames": 9, **job, "recipe": "dev"}
+    report = table.table(Recorder().report(job, "cpu", 4, {}, {}))
+    assert "violet" in report
+    (ran / "logs/generate.log").write_text(report)
     (ran / "logs/more.log").write_text(
         f"Köln, {shlex.quote(PROMPT)}\n/home/erika/x on ip-10-1-2-3 by jdoe\n"
         "hf_abcdefghijklmnopqrstuv https://me:pass@index\nAWS_SECRET_ACCESS_KEY=abcdefgh\n"
@@ -130,6 +138,9 @@ def test_prompts_are_in_a_bundle_where_they_are_asked_for(ran, tmp_path):
         json.dumps({"negative_prompt": PROMPT, "--seed": "--seed 1"}),
         f"video = pipe(prompt={PROMPT!r}) --seed 1",
         f"{{'prompt': {PROMPT!r}}} --seed 1",
+        f"two_stage False, prompt {textwrap.fill(PROMPT, 9)}, seed 10, upscale None --seed 1",
+        f"two_stage False, seed 10, negative_prompt {PROMPT}, recipe dev --seed 1",
+        f"--prompt {shlex.quote(PROMPT)} --seed 1: {textwrap.fill(PROMPT, 9)}",
         f"--prompt {shlex.quote(PROMPT)} --seed 1: cannot encode {PROMPT}, {json.dumps(PROMPT)}",
     ],
 )
@@ -137,7 +148,7 @@ def test_a_prompt_is_found_however_it_is_written(shown):
     redactor = Redactor({})
     redactor.learn(shown)
     text = redactor(shown)
-    assert not any(word in text for word in ("zebra", "violet", "waltz", "acts", "Köln"))
+    assert not any(word in text for word in ("zebra", "violet", "waltz", "acts", "motion", "Köln"))
     assert "<prompt>" in text and "--seed 1" in text
 
 
