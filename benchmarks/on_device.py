@@ -473,7 +473,9 @@ def _measured(bench: Bench, target: Target, name: str) -> list[str]:
                 + "."
             )
         else:
-            lines.append("Memory per core: not run: no Neuron device.")
+            untold = "neither the driver's counters nor neuron-monitor tell it"
+            why = untold if bench.profile.device == "neuron" else "no Neuron device"
+            lines.append(f"Memory per core: not run: {why}.")
         lines.append("")
     return [*lines, "```", table.table(perf), "```"]
 
@@ -592,7 +594,8 @@ def write_bundle(args: argparse.Namespace) -> None:
     found = bundle.found(args.work_dir, artifacts, args.bundle_add)
     packed = bundle.pack(args.bundle, texts, found, Redactor(os.environ, args.with_prompts))
     print(*packed.lines(), sep="\n")
-    print(f"bundle: {args.bundle} ({gb(args.bundle.stat().st_size)}). Read it before you send it")
+    size = args.bundle.stat().st_size
+    print(f"bundle: {args.bundle} ({size:,} bytes). Read it before you send it")
 
 
 def main() -> None:

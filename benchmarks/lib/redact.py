@@ -129,7 +129,7 @@ class Redactor:
 
     def _taken(self, text: str, what: str, pattern: re.Pattern, shown: str | Callable) -> str:
         text, count = pattern.subn(shown, text)
-        self.counts[what] += count
+        self.counts += Counter({what: count})
         return text
 
 
@@ -145,6 +145,8 @@ def _wrapped(text: str) -> re.Pattern:
 
 def _without_prompt(match: re.Match) -> str:
     """What is left of a match: the placeholder quoted as the prompt was."""
+    if match[2] == "None":
+        return match[0]
     quote = match[2][:1] if match[2][:1] in ("'", '"') else ""
     return f"{match[1]}{quote}<prompt>{quote}{match[3]}"
 

@@ -343,6 +343,15 @@ def test_a_neuron_rank_is_told_its_core_size_its_flags_and_where_to_keep_what_it
     assert not [name for name in on_cpu if "NEURON" in name]
 
 
+def test_a_user_may_give_a_slow_first_run_more_time(monkeypatch):
+    """As the message of a run that did not end in time says; the profile's 600 s otherwise."""
+    monkeypatch.delenv("NEURON_RT_EXEC_TIMEOUT", raising=False)
+    assert environment.of_rank(TRN2, 4, 0, None)["NEURON_RT_EXEC_TIMEOUT"] == "600"
+    monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", "1800")
+    assert environment.of_rank(TRN2, 4, 0, None)["NEURON_RT_EXEC_TIMEOUT"] == "1800"
+    assert "NEURON_RT_EXEC_TIMEOUT" not in environment.of_rank(PROFILES["cpu"], 4, 0, None)
+
+
 def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_takes():
     """It splits them at white space and adds --model-type, --auto-cast and --lnc itself."""
     told = {model: environment.of_compiler(TRN2, model) for model in MODELS}
