@@ -156,6 +156,13 @@ def test_every_source_file_and_folder_that_is_named_exists(page):
             assert any((root / name).exists() for root in roots), f"{page}: {name}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_that_is_named_exists(page):
+    sources = "\n".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
+    named = [code for code in inline_code(page) if re.fullmatch(r"test_\w+", code)]
+    assert [name for name in named if f"def {name}(" not in sources] == []
+
+
 def said_by_the_code() -> set[str]:
     """Every text of the sources, with ... for what a run puts into it."""
     texts = set()
