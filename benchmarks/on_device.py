@@ -594,6 +594,10 @@ def write_bundle(args: argparse.Namespace) -> None:
     found = bundle.found(args.work_dir, artifacts, args.bundle_add)
     packed = bundle.pack(args.bundle, texts, found, Redactor(os.environ, args.with_prompts))
     print(*packed.lines(), sep="\n")
+    if not (args.work_dir / "state.json").is_file():
+        print(
+            f"nothing was run in {args.work_dir}: type the --work-dir of your run, if there is one"
+        )
     size = args.bundle.stat().st_size
     print(f"bundle: {args.bundle} ({size:,} bytes). Read it before you send it")
 

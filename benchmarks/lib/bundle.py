@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,9 +103,9 @@ def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> I
 
 def _in(folder: Path, patterns: Iterable[str], name: str, deep: bool = True) -> Iterator[Found]:
     for pattern in patterns:
-        paths = folder.rglob(pattern) if deep else folder.glob(pattern)
-        for path in sorted(paths):
-            yield Found(f"{name}/{path.relative_to(folder)}", path)
+        with suppress(OSError):  # a folder that goes meanwhile, or that may not be entered
+            for path in sorted(folder.rglob(pattern) if deep else folder.glob(pattern)):
+                yield Found(f"{name}/{path.relative_to(folder)}", path)
 
 
 def _is_report(path: Path) -> bool:
@@ -225,22 +226,26 @@ def _versions(system: System, repository: Path) -> Iterator[str]:
 
 
 def _packages() -> list[str]:
-    found = {(d.metadata["Name"] or "?", d.version) for d in importlib.metadata.distributions()}
-    return sorted(f"{name}=={version}" for name, version in found)
+    installed = set()
+    for distribution in importlib.metadata.distributions():
+        with suppress(KeyError, TypeError, OSError):  # one that is half removed
+            installed.add(f"{distribution.metadata['Name']}=={distribution.version}")
+    return sorted(installed)
 
 
 def _artifacts(folder: Path) -> Iterator[str]:
     """The weights and graphs that lie in a folder: their files, and what they were made for."""
     for path in sorted((*folder.glob("weights/*"), *folder.glob("graphs/*"))):
-        finished = (path / MANIFEST).is_file()
-        yield f"{path.parent.name}/{path.name}: {'finished' if finished else 'NOT finished'}"
+        name = f"{path.parent.name}/{path.name}"
         try:
+            finished = (path / MANIFEST).is_file()
+            yield f"{name}: {'finished' if finished else 'NOT finished'}"
             if finished:
                 yield f"  {json.dumps(read_json(path / MANIFEST).get('identity'))}"
             files = sorted(file for file in path.rglob("*") if file.is_file())
             yield from (f"  {file.stat().st_size:>12} {file.relative_to(path)}" for file in files)
         except (OSError, UserError) as error:
-            yield f"  cannot be read: {error}"
+            yield f"{name} cannot be read: {error}"
 
 
 def doctor(flags: Iterable[object]) -> str:

@@ -152,8 +152,11 @@ def test_a_prompt_is_found_however_it_is_written(shown):
     assert "<prompt>" in text and "--seed 1" in text
 
 
-def test_what_cannot_be_read_stops_nothing_and_is_listed(ran, tmp_path):
-    logs = ran / "logs"
+def test_what_cannot_be_read_stops_nothing_and_is_listed(ran, tmp_path, monkeypatch):
+    logs, access = ran / "logs", os.access
+    (logs / "theirs.log").write_text("PRIVATE")
+    # Root, which tests may be, is refused nothing.
+    monkeypatch.setattr(os, "access", lambda at, *_: "theirs" not in str(at) and access(at, *_))
     os.mkfifo(logs / "pipe.log")
     (logs / "broken.log").write_bytes(b"before \xff\xfe after")
     (logs / "binary.log").write_bytes(b"\x80\1\0\0\0\0\0\0{WEIGHTS")
@@ -163,6 +166,7 @@ def test_what_cannot_be_read_stops_nothing_and_is_listed(ran, tmp_path):
     content, said = packed(tmp_path / "b.tar.gz", ran, added=(ran / "artifacts/weights",))
     assert "before" in content["run/logs/broken.log"] and "after" in content["run/logs/broken.log"]
     reasons = {Path(path).name: why for path, why in said.left_out.items()}
+    assert "you may not read" in reasons["theirs.log"]
     assert "named pipe" in reasons["pipe.log"] and reasons["binary.log"] == "not a text"
     assert reasons["link.log"] == reasons["late.log"] == "a link" and "folder.log" in reasons
     assert "WEIGHT" not in "".join(content.values())
@@ -234,6 +238,7 @@ def test_the_command_packs_where_nothing_ever_ran(tmp_path, monkeypatch, capsys)
     on_device.main()
     said = capsys.readouterr().out
     assert "bundle: b.tgz" in said and "versions.txt" in said
+    assert "nothing was run in outputs/on-device" in said
     wanted = ["--profile", "no-such", "--artifacts-dir", "artifacts", "--profile-set", "lnc=2"]
     assert members(tmp_path / "b.tgz")["doctor.txt"] == f"asked with {wanted}"
     assert not (tmp_path / "outputs").exists()
