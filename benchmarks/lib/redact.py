@@ -30,15 +30,15 @@ _FIELD = re.compile(
 )
 # The table of times, which is wrapped.
 _TABLE = (
-    re.compile(r"(,\s+prompt\s+)(.+?)(,\s+seed\s+\d)", re.S),
-    re.compile(r"(,\s+negative_prompt\s+)(.+?)(,\s+recipe\s)", re.S),
+    re.compile(r"(,\s+prompt\s+)(.{1,5000}?)(,\s+seed\s+\d)", re.S),
+    re.compile(r"(,\s+negative_prompt\s+)(.{1,5000}?)(,\s+recipe\s)", re.S),
 )
 _ALL = (_COMMAND, _WHOLE_WORD, _UNQUOTED, _FIELD, *_TABLE)
 # What looks like a secret, wherever it stands. Of two groups, the first one stays.
 _SECRETS = tuple(
     re.compile(pattern, flags)
     for pattern, flags in (
-        (r"()-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.S),
+        (r"()-----BEGIN [A-Z ]*PRIVATE KEY-----.{0,9999}?-----END [A-Z ]*PRIVATE KEY-----", re.S),
         (r"()\b(?:hf_|gh[pousr]_|github_pat_|sk-|xox[abprs]-|glpat-)[A-Za-z0-9_-]{16,}", 0),
         (r"()\b(?:AKIA|ASIA)[A-Z0-9]{16}\b", 0),
         (r"()\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", 0),
