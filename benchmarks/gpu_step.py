@@ -38,6 +38,7 @@ from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.rank import Rank
+from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.backends.torchdist import rank_settings
 from ltx_neuron.backends.wire import SharedTensor
 from ltx_neuron.config import TEXT_TOKENS, transformer_config
@@ -218,12 +219,15 @@ class LocalRank:
             _name(model.dtype),
         )
 
-    def put(self, program: str, **tensors: Tensor) -> None:
+    put_numbers = Ranks.put_numbers
+
+    def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         """What Ranks.put does, for the one rank."""
         for name, tensor in tensors.items():
-            with SharedTensor(tuple(tensor.shape), self.rank.fields[program][name].dtype) as shared:
+            field = self.rank.fields[program][like or name]
+            with SharedTensor(tuple(tensor.shape), field.dtype) as shared:
                 shared.tensor.copy_(tensor)
-                upload = {"name": name, "like": name, "memory": shared.name}
+                upload = {"name": name, "like": like or name, "memory": shared.name}
                 self.rank.put(program, [upload | {"shape": list(tensor.shape)}])
 
 

@@ -353,8 +353,8 @@ def main() -> None:
         min(of_case["peer"][i] / of_case["ours"][i] for of_case in medians.values()) for i in (0, 1)
     )
     print(
-        f"at least {times:.0f} times less time on the host and {sizes:.0f} times fewer bytes to the"
-        " device than the peer"
+        f"at least {times:.0f} times less time on the host and {sizes:.0f} times fewer bytes from"
+        " the host than the peer"
     )
 
 
