@@ -146,6 +146,15 @@ def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
     assert 2.0e9 < made.host_bytes_to_decode < 3.0e9
 
 
+def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):
+    made = plan.plan(released, PROFILES["cpu"], Size(64, 64, 9), 4, "bfloat16")
+    assert made.host_bytes_to_load == 0
+    assert made.host_bytes_mapped == 4 * made.dit_weight_bytes_per_rank
+    assert "37.17 GB: what memory has no room for is read from the disk again" in table(made)
+    on_a_device = planned(released, 64, 64, 9)
+    assert on_a_device.host_bytes_mapped == 0 and "files' pages" not in table(on_a_device)
+
+
 def test_illegal_sizes_and_degrees_are_refused(released):
     with pytest.raises(UserError, match="not a multiple of 32"):
         planned(released, 500, 768, 121)

@@ -75,9 +75,10 @@ class Plan:
     fits: bool | None
     fits_resident: bool | None
     nearest_that_fits: str | None
-    host_bytes_to_load: (
-        int  # at most: every rank's file of the larger model, read before it goes to the device
-    )
+    # At most: every rank's file of the larger model, read before it goes to the device; 0 where
+    # ranks map their files, and then those bytes. The system keeps of them what it has room for.
+    host_bytes_to_load: int
+    host_bytes_mapped: int
     host_bytes_to_decode: int  # with this machine's threads
     host_limit_bytes: int | None
     disk_bytes: int
@@ -216,6 +217,7 @@ def plan(
             gemma_bytes = _gemma_bytes(gemma, config, tp, torch_dtype)
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
     memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
+    files = tp * max(weights["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
@@ -239,7 +241,8 @@ def plan(
         fits=fits,
         fits_resident=None if limit is None else memory.resident <= limit,
         nearest_that_fits=nearest,
-        host_bytes_to_load=tp * max(weights["rank"], gemma_bytes),
+        host_bytes_to_load=0 if profile.maps_weights else files,
+        host_bytes_mapped=files if profile.maps_weights else 0,
         host_bytes_to_decode=decode_bytes(checkpoint.config, latent, profile.host_threads),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,

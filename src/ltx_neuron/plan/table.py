@@ -33,6 +33,10 @@ def table(plan: Plan) -> str:
                 f" {stage.bytes_to_device_per_step} bytes a step"
             ),
         ]
+    mapped = []
+    if plan.host_bytes_mapped:
+        text = f"weights as files' pages {gb(plan.host_bytes_mapped)}: what memory has no room for"
+        mapped = [f"{text} is read from the disk again"]
     lines += [
         "",
         (
@@ -49,6 +53,7 @@ def table(plan: Plan) -> str:
             f"host memory             {gb(plan.host_bytes_to_load)} to load,"
             f" {gb(plan.host_bytes_to_decode)} to decode, of {gb(plan.host_limit_bytes)}"
         ),
+        *mapped,
         f"disk for rank files     {gb(plan.disk_bytes)}",
         (
             f"assumed                 {gb(ASSUMED['runtime_bytes_per_core'])} a core for graphs and"
