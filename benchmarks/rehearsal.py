@@ -71,16 +71,24 @@ class Rehearsal:
         self.rows: list[Row] = []
         self.disk_gb: dict[str, float] = {}  # after a script, of all files
 
-    def check_room(self) -> None:
-        """Raise UserError where the disk cannot hold what the rehearsal writes."""
-        wanted = ROOM_TINY if self.tiny else ROOM_DENSE if self.dense else ROOM
+    def take_folder(self) -> None:
+        """Make the folder this rehearsal's own, which it may delete. Raises UserError where it
+        holds other files, or its disk has too little room."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        mark = self.folder / ".rehearsal"
+        if any(self.folder.iterdir()) and not mark.exists():
+            raise UserError(
+                f"{self.folder} holds files of others, and would be deleted at the end.\nType"
+                " --folder with an empty folder"
+            )
+        wanted = ROOM_TINY if self.tiny else ROOM_DENSE if self.dense else ROOM
         free = shutil.disk_usage(self.folder).free + used(self.folder)
         if free < wanted:
             raise UserError(
                 f"the rehearsal writes {wanted / 1e9:.1f} GB to {self.folder}, whose disk has"
                 f" {free / 1e9:.1f} GB for it.\nType --folder with a folder of a larger disk"
             )
+        mark.touch()
 
     def write_sources(self) -> None:
         """Checkpoint, Gemma's folder and the upsampler, unless an earlier run left them."""
@@ -223,7 +231,7 @@ def main() -> None:
     add("--tiny", action="store_true", help="tiny models")
     args = parser.parse_args()
     rehearsal = Rehearsal(args.folder, args.tiny, args.dense)
-    rehearsal.check_room()
+    rehearsal.take_folder()
     memory = psutil.virtual_memory().total
     print(f"{psutil.cpu_count()} CPUs, {memory / 1e9:.1f} GB of memory, {platform.platform()}")
     try:

@@ -99,5 +99,15 @@ def test_phases_and_steps_of_a_report_are_placed_back_from_its_end():
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "ROOM", 1e18)
     with pytest.raises(UserError, match=r"(?s)writes 1000000000.0 GB to .*Type --folder"):
-        rehearsal.Rehearsal(tmp_path / "r", tiny=False, dense=False).check_room()
+        rehearsal.Rehearsal(tmp_path / "r", tiny=False, dense=False).take_folder()
     assert not any((tmp_path / "r").iterdir())
+
+
+def test_a_folder_with_other_files_is_refused_since_it_is_deleted_at_the_end(tmp_path):
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(UserError, match=r"(?s)holds files of others.*an empty folder"):
+        rehearsal.Rehearsal(tmp_path, tiny=True, dense=False).take_folder()
+    ours = rehearsal.Rehearsal(tmp_path / "ours", tiny=True, dense=False)
+    ours.take_folder()
+    (ours.folder / "kept").touch()
+    ours.take_folder()  # of an earlier run with --keep
