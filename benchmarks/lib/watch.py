@@ -18,8 +18,8 @@ SECONDS = 0.5  # between two samples
 
 
 class Sample(NamedTuple):
-    """All processes together at a moment (time.time). read_bytes: from the disk, since the start;
-    of a process that has ended, what it had read at the sample before."""
+    """All processes together at a moment (time.time). read_bytes: from the disk, since the start,
+    by processes that have ended too."""
 
     time: float
     anonymous_bytes: int
@@ -85,21 +85,23 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _watch(pid: int, ended: threading.Event, samples: list[Sample]) -> None:
-    read: dict[psutil.Process, int] = {}
+    read = 0
     while True:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             samples.append(_sample(psutil.Process(pid), read))
+            read = samples[-1].read_bytes
         if ended.wait(SECONDS):
             return
 
 
-def _sample(root: psutil.Process, read: dict[psutil.Process, int]) -> Sample:
-    """A sample of a process and its descendants; `read` keeps what each has read so far."""
-    anonymous = mapped = 0
+def _sample(root: psutil.Process, read_before: int) -> Sample:
+    """A sample of a process and its descendants. What a child has read counts as its parent's once
+    the parent has waited for its end (Linux adds it there), and is missing for a moment before."""
+    anonymous = mapped = read = 0
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it has ended since it was listed
             memory = process.memory_info()
             anonymous += memory.rss - memory.shared
             mapped += memory.shared
-            read[process] = process.io_counters().read_bytes
-    return Sample(time.time(), anonymous, mapped, sum(read.values()))
+            read += process.io_counters().read_bytes
+    return Sample(time.time(), anonymous, mapped, max(read, read_before))

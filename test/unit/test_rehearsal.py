@@ -1,6 +1,7 @@
 """benchmarks/rehearsal.py and what it is made of: random sources that take little room, a command
 that is watched, and a report's phases placed in what was watched."""
 
+import os
 import signal
 import sys
 
@@ -56,6 +57,26 @@ with open({str(file)!r}, "rb") as file:
     assert watched.exit_code == 0 and watched.seconds > 1.5
     assert 30e6 < watched.peak("anonymous_bytes") < 70e6
     assert 50e6 < watched.peak("file_bytes") < 150e6
+
+
+def test_what_an_ended_child_read_from_the_disk_is_counted_once(tmp_path):
+    """The parent goes on after its child, as a fork server does. In a file system in memory nothing
+    is read from a disk."""
+    path = tmp_path / "read"
+    with open(path, "wb") as file:
+        file.write(os.urandom(40_000_000))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    child = f"import time; open({str(path)!r}, 'rb').read(); time.sleep(1.2)"
+    parent = f"""
+import subprocess, sys, time
+subprocess.run([sys.executable, "-c", {child!r}], check=True)
+time.sleep(1.2)
+"""
+    watched = run_watched([sys.executable, "-c", parent], tmp_path / "log")
+    assert watched.exit_code == 0, (tmp_path / "log").read_text()
+    assert watched.samples[-1].read_bytes < 70e6
 
 
 def test_an_interrupt_ends_the_watched_command(tmp_path):
