@@ -162,9 +162,10 @@ class Rehearsal:
 
     def dig_holes(self) -> None:
         """Give back the disk's blocks that hold zeros only, in Gemma's rank files."""
-        for path in self.artifacts.glob("weights/*/*.safetensors"):
+        for path in self.artifacts.glob("weights/gemma3-*/*.safetensors"):
             subprocess.run(["fallocate", "--dig-holes", path], check=True)
-        print(f"Gemma's rank files with holes: {used(self.artifacts) / 1e9:.2f} GB", flush=True)
+        size = sum(used(path) for path in self.artifacts.glob("weights/gemma3-*"))
+        print(f"Gemma's rank files with holes: {size / 1e9:.2f} GB", flush=True)
 
     def generate(self, recipe: str, flags: list) -> None:
         """One video, with a row for each of its report's phases and steps."""

@@ -132,3 +132,16 @@ def test_a_folder_with_other_files_is_refused_since_it_is_deleted_at_the_end(tmp
     ours.take_folder()
     (ours.folder / "kept").touch()
     ours.take_folder()  # of an earlier run with --keep
+
+
+def test_zeros_become_holes_in_gemma_s_rank_files_alone(tmp_path):
+    made = rehearsal.Rehearsal(tmp_path, tiny=True, dense=False)
+    folders = [made.artifacts / "weights" / name for name in ("gemma3-x", "dit-x")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "rank0.safetensors").write_bytes(b"header" + bytes(2**20))
+    before = [rehearsal.used(folder) for folder in folders]
+    made.dig_holes()
+    after = [rehearsal.used(folder) for folder in folders]
+    assert after[0] < before[0] / 10 and after[1] == before[1]
+    assert (folders[0] / "rank0.safetensors").read_bytes() == b"header" + bytes(2**20)
