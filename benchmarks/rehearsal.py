@@ -12,7 +12,7 @@ Sources are sparse (lib/random_sources.py): of each large tensor one row of 128 
 others are holes. The sharder writes rank files with all their bytes. The transformer's stay so,
 and each pass of a step reads them from the disk where memory cannot hold them; into Gemma's, holes
 are made where they are zeros (fallocate --dig-holes), so that 40 GB of disk are enough for both.
-With --dense (68 GB) Gemma's stay too.
+With --dense (70 GB) Gemma's stay too.
 
 Prints two tables and writes them, with all figures, as PREFIX.json. What it made is deleted at its
 end, at Ctrl-C and at SIGTERM, unless --keep is given: then the same command goes on from there.
@@ -40,7 +40,7 @@ from ltx_neuron.tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 TP, SIZE = 4, (64, 64, 9)
-ROOM, ROOM_DENSE, ROOM_TINY = 40e9, 68e9, 0.2e9  # bytes of disk
+ROOM, ROOM_DENSE, ROOM_TINY = 40e9, 70e9, 0.2e9  # bytes of disk
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"
 NEGATIVE = "birds sing in the distance"
 # Guidance by the negative prompt alone: two passes a step. All kinds together are four.

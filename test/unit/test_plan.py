@@ -129,6 +129,13 @@ def test_json_is_one_object_with_the_documented_names(released, capsys):
     assert made["fits"] is True and all(made[name] for name in names)
 
 
+def test_the_disk_s_room_is_that_of_the_rank_files_that_were_written(released):
+    """benchmarks/rehearsal.md: 38.02 GB of the transformer, 29.88 GB of text encoder, projections
+    and connectors."""
+    made = planned(released, 64, 64, 9)
+    assert made.disk_bytes == pytest.approx(67.90e9, rel=1e-3)
+
+
 def test_a_profile_without_documented_limits_gets_no_verdict(released):
     made = plan.plan(released, PROFILES["cpu"], Size(384, 512, 25), 4, "bfloat16")
     assert made.fits is None and made.ideal_step_ms is None and made.flops_per_step > 0

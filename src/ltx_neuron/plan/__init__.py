@@ -20,7 +20,7 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import GEMMA_3_12B, GemmaConfig, TransformerConfig, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size, Stage
-from ltx_neuron.models.programs import Program, dit_program, gemma3_program
+from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -271,9 +271,14 @@ def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str,
 
 
 def _gemma_bytes(gemma: GemmaConfig, config: TransformerConfig, tp: int, dtype: torch.dtype) -> int:
-    """Bytes of one rank's text encoder and projections."""
-    program = gemma3_program(gemma, config, 128, tp, TorchDistComm(tp), dtype, states=False)
-    return sum(p.numel() * dtype.itemsize for p in program.graphs["gemma3"].module.parameters())
+    """Bytes of one rank's text encoder, projections and connectors."""
+    comm = TorchDistComm(tp)
+    programs = (
+        gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
+        connector_program(config, tp, comm, dtype),
+    )
+    shapes = [shape for program in programs for shape in program.weights().values()]
+    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
 
 
 def _stage(
