@@ -60,6 +60,11 @@ def table(plan: Plan) -> str:
             f" runtime; {ASSUMED['sdpa']}"
         ),
     ]
+    return "\n".join([*lines, f"verdict                 {_verdict(plan)}"])
+
+
+def _verdict(plan: Plan) -> str:
+    """Whether it fits, and what else would."""
     verdict = {
         True: "fits",
         False: "does not fit",
@@ -74,4 +79,4 @@ def table(plan: Plan) -> str:
         if plan.fits
         else ""
     )
-    return "\n".join([*lines, f"verdict                 {verdict[plan.fits]}{resident}{nearest}"])
+    return f"{verdict[plan.fits]}{resident}{nearest}"
