@@ -181,6 +181,7 @@ def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
         "profile": workspace.profile.name,
         "tp": workspace.tp,
         "blocks_per_graph": workspace.blocks_per_graph,
+        "sequence_parallel": workspace.profile.sequence_parallel,
         "neuron_gemma": options.neuron_gemma,
         "compat": options.compat,
         **_code_identity(workspace),

@@ -31,7 +31,13 @@ from ltx_neuron.files import exclusive
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
-from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
+from ltx_neuron.models.programs import (
+    Program,
+    connector_program,
+    dit_program,
+    gemma3_program,
+    may_divide,
+)
 from ltx_neuron.plan import (
     CoreMemory,
     check_fits,
@@ -88,7 +94,9 @@ class Workspace:
         self.artifacts = Path(artifacts_dir)
         self.profile, self.tp = profile, tp
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
-        self.blocks_per_graph = profile.cut if blocks_per_graph is None else blocks_per_graph
+        self.blocks_per_graph = (
+            profile.blocks_per_graph if blocks_per_graph is None else blocks_per_graph
+        )
         self.loras, self.distilled_loras = loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
@@ -195,7 +203,12 @@ class Workspace:
         return identity | {
             "blocks_per_graph": self.blocks_per_graph,
             "attention": self.profile.attention,
+            "sequence_parallel": self._divides(bucket),
         }
+
+    def _divides(self, bucket: Bucket) -> bool:
+        """Whether a bucket's graphs are sequence parallel."""
+        return self.profile.sequence_parallel and may_divide(bucket, self.tp)
 
     def _gemma3_identity(self, tokens: int) -> dict:
         config = f"{self.gemma.digest}-{self.transformer.digest}"
@@ -299,8 +312,15 @@ class Workspace:
                 self.dtype,
                 self.blocks_per_graph,
                 self.profile.attention,
+                self._divides(bucket),
             )
 
+        if self.profile.sequence_parallel:
+            for tokens in sorted({b.video_tokens for b in buckets if not self._divides(b)}):
+                print(
+                    f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
+                    " sequence parallelism"
+                )
         programs = [(self._dit_identity(b), partial(program, b)) for b in buckets]
         return self._compile(programs)
 
@@ -438,7 +458,8 @@ class Workspace:
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self.profile.settings:
             words += ["--profile-set", setting]
-        if script == "compile/compile_transformer.py" and self.blocks_per_graph != self.profile.cut:
+        cut = self.profile.blocks_per_graph
+        if script == "compile/compile_transformer.py" and self.blocks_per_graph != cut:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         return shlex.join(map(str, words))
 

@@ -30,7 +30,7 @@ from ltx_neuron.config import Bucket
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.models.dit import Guide
+from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES, GuideInputs
@@ -123,13 +123,14 @@ def predictions() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def guide(video, audio, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
-    """What our graph returns at STEP."""
+def guide(video, audio, enabled=(1.0, 1.0), **changed) -> dict[str, torch.Tensor]:
+    """What our graph returns at STEP. changed: predictions or latents by name."""
     pairs = sigma_pairs(ltx2_schedule(STEPS), GUIDED_MAX_STEPS)
     computed = torch.ones(GUIDED_MAX_STEPS, 2)
     computed[STEP] = torch.tensor(enabled)
     values = (
         predictions()
+        | changed
         | step_number(STEP)
         | {
             "step_numbers": torch.arange(GUIDED_MAX_STEPS, dtype=torch.int32),
@@ -141,6 +142,17 @@ def guide(video, audio, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
         }
     )
     return Guide()(GuideInputs(*(values[field] for field in GuideInputs._fields)))._asdict()
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_guided_step_whose_latents_are_broken_says_so_in_one_number(stream, value):
+    (healthy,) = guide(OFF, OFF)["finite"]
+    assert healthy.isfinite()
+    broken = predictions()[f"cond_{stream}"].clone()
+    broken[0, -1, 5] = float(value)
+    (number,) = guide(OFF, OFF, **{f"cond_{stream}": broken})["finite"]
+    assert not number.isfinite()
 
 
 def ltx_guided(stream: str, parameters: dict) -> torch.Tensor:
@@ -243,7 +255,7 @@ def test_keyframe_tokens_count_in_the_standard_deviation_of_the_rescale():
 
 
 def test_the_standard_deviation_is_the_unbiased_one_over_the_whole_tensor():
-    from ltx_neuron.models.dit import _std
+    from ltx_neuron.models.guided import _std
 
     few = randn(1, 2, 3) + 5  # biased it would be a tenth less
     assert _std(few).item() == pytest.approx(few.std().item(), rel=EXACT)
