@@ -93,8 +93,9 @@ class Plan:
     fits: bool | None
     fits_resident: bool | None
     nearest_that_fits: str | None
-    # At most: every rank's file of the larger model, read before it goes to the device; 0 where
-    # ranks map their files, and then those bytes. The system keeps of them what it has room for.
+    # At most: every rank's file of the larger model, read before it goes to the device. Where ranks
+    # map their files it is 0, and the files' bytes are `host_bytes_mapped`: the system keeps of
+    # them what it has room for.
     host_bytes_to_load: int
     host_bytes_mapped: int
     host_bytes_to_decode: int  # with this machine's threads
