@@ -91,6 +91,12 @@ class Profile:
     settings: tuple[str, ...] = ()
 
     @property
+    def maps_weights(self) -> bool:
+        """Whether ranks compute with the pages of their weight files, of which the system keeps
+        what it has room for: a CPU's do. A device has weights of its own."""
+        return self.device == "cpu"
+
+    @property
     def cores(self) -> int | None:
         """Logical cores of the machine, each good for a rank; None where it is not known."""
         return self.chip and self.chips * self.chip.cores // self.lnc

@@ -569,9 +569,17 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     assert code == 1 and "truncated?" in broken["text"] and "Download it again" in broken["fix"]
 
 
+def test_a_model_that_is_mapped_and_larger_than_memory_is_a_note(doctor, tiny):
+    flags = ("--checkpoint-path", tiny.checkpoint, "--profile", "cpu")
+    _, others, _ = doctor(Trn2(meminfo="MemAvailable: 100 kB\n"), *flags)
+    (memory,) = [f for f in others if f["check"] == "host memory"]
+    assert memory["state"] == "note", memory
+    assert "are mapped, and what has no room is read from the disk again" in memory["text"]
+
+
 def test_a_model_larger_than_the_machine_or_its_disk_blocks(doctor, tiny, monkeypatch):
     monkeypatch.setattr(TensorFile, "fingerprint", "0")
-    flags = ("--checkpoint-path", tiny.checkpoint, "--profile", "cpu")
+    flags = ("--checkpoint-path", tiny.checkpoint, "--profile", "trn2.3xlarge")
     _, others, _ = doctor(Trn2(meminfo="MemAvailable: 100 kB\n", disk=1000), *flags)
     blocks = {f["check"]: f for f in others if f["state"] == "blocks"}
     assert (

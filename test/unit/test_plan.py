@@ -128,6 +128,13 @@ def test_json_is_one_object_with_the_documented_names(released, capsys):
     assert made["fits"] is True and all(made[name] for name in names)
 
 
+def test_the_disk_s_room_is_that_of_the_rank_files_that_were_written(released):
+    """benchmarks/rehearsal.md: 38.02 GB of the transformer, 29.88 GB of text encoder, projections
+    and connectors."""
+    made = planned(released, 64, 64, 9)
+    assert made.disk_bytes == pytest.approx(67.90e9, rel=1e-3)
+
+
 def test_a_profile_without_documented_limits_gets_no_verdict(released):
     made = plan.plan(released, PROFILES["cpu"], Size(384, 512, 25), 4, "bfloat16")
     assert made.fits is None and made.ideal_step_ms is None and made.flops_per_step > 0
@@ -143,6 +150,15 @@ def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
     )
     # 2.2 to 2.5 GB were measured on two cores; more take more.
     assert 2.0e9 < made.host_bytes_to_decode < 3.0e9
+
+
+def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):
+    made = plan.plan(released, PROFILES["cpu"], Size(64, 64, 9), 4, "bfloat16")
+    assert made.host_bytes_to_load == 0
+    assert made.host_bytes_mapped == 4 * made.dit_weight_bytes_per_rank
+    assert "37.17 GB: what memory has no room for is read from the disk again" in table(made)
+    on_a_device = planned(released, 64, 64, 9)
+    assert on_a_device.host_bytes_mapped == 0 and "files' pages" not in table(on_a_device)
 
 
 def test_illegal_sizes_and_degrees_are_refused(released):

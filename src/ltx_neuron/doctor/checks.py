@@ -218,11 +218,17 @@ def host(examination: Examination) -> Iterator[Finding]:
         )
     else:
         text = f"{gb(available)} of {gb(memory.get('MemTotal', 0))} available"
-        text += f"; {gb(need)} of one model's weights are held at once" if need else ""
+        mapped = examination.profile.maps_weights
+        if need and mapped:
+            text += f"; {gb(need)} of one model's weights are mapped"
+            text += ", and what has no room is read from the disk again" * (need > available)
+        elif need:
+            text += f"; {gb(need)} of one model's weights are held at once"
+        short = "note" if mapped else "blocks"
         fix = "end other programs, or use a machine with more memory"
         yield Finding(
             "host memory",
-            "ok" if need <= available else "blocks",
+            "ok" if need <= available else short,
             text,
             "" if need <= available else fix,
         )

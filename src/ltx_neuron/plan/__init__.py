@@ -26,7 +26,13 @@ from ltx_neuron.config import (
 )
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size, Stage
-from ltx_neuron.models.programs import Program, dit_program, gemma3_program, may_divide
+from ltx_neuron.models.programs import (
+    Program,
+    connector_program,
+    dit_program,
+    gemma3_program,
+    may_divide,
+)
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -87,9 +93,11 @@ class Plan:
     fits: bool | None
     fits_resident: bool | None
     nearest_that_fits: str | None
-    host_bytes_to_load: (
-        int  # at most: every rank's file of the larger model, read before it goes to the device
-    )
+    # At most: every rank's file of the larger model, read before it goes to the device. Where ranks
+    # map their files it is 0, and the files' bytes are `host_bytes_mapped`: the system keeps of
+    # them what it has room for.
+    host_bytes_to_load: int
+    host_bytes_mapped: int
     host_bytes_to_decode: int  # with this machine's threads
     host_limit_bytes: int | None
     disk_bytes: int
@@ -228,6 +236,7 @@ def plan(
             gemma_bytes = _gemma_bytes(gemma, config, tp, torch_dtype)
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
     memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
+    files = tp * max(weights["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
@@ -251,7 +260,8 @@ def plan(
         fits=fits,
         fits_resident=None if limit is None else memory.resident <= limit,
         nearest_that_fits=nearest,
-        host_bytes_to_load=tp * max(weights["rank"], gemma_bytes),
+        host_bytes_to_load=0 if profile.maps_weights else files,
+        host_bytes_mapped=files if profile.maps_weights else 0,
         host_bytes_to_decode=decode_bytes(checkpoint.config, latent, profile.host_threads),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
@@ -280,9 +290,14 @@ def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str,
 
 
 def _gemma_bytes(gemma: GemmaConfig, config: TransformerConfig, tp: int, dtype: torch.dtype) -> int:
-    """Bytes of one rank's text encoder and projections."""
-    program = gemma3_program(gemma, config, 128, tp, TorchDistComm(tp), dtype, states=False)
-    return sum(p.numel() * dtype.itemsize for p in program.graphs["gemma3"].module.parameters())
+    """Bytes of one rank's text encoder, projections and connectors."""
+    comm = TorchDistComm(tp)
+    programs = (
+        gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
+        connector_program(config, tp, comm, dtype),
+    )
+    shapes = [shape for program in programs for shape in program.weights().values()]
+    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
 
 
 def _stage(

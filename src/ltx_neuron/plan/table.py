@@ -42,6 +42,10 @@ def table(plan: Plan) -> str:
     lines = [f"profile {plan.profile}, tp {plan.tp}, {plan.dtype}", ""]
     for stage in plan.stages:
         lines += _stage_lines(stage)
+    mapped = []
+    if plan.host_bytes_mapped:
+        text = f"weights as files' pages {_gb(plan.host_bytes_mapped)}: what memory has no room for"
+        mapped = [f"{text} is read from the disk again"]
     lines += [
         "",
         (
@@ -58,12 +62,18 @@ def table(plan: Plan) -> str:
             f"host memory             {_gb(plan.host_bytes_to_load)} to load,"
             f" {_gb(plan.host_bytes_to_decode)} to decode, of {_gb(plan.host_limit_bytes)}"
         ),
+        *mapped,
         f"disk for rank files     {_gb(plan.disk_bytes)}",
         (
             f"assumed                 {_gb(ASSUMED['runtime_bytes_per_core'])} a core for graphs"
             f" and runtime; {ASSUMED['sdpa']}"
         ),
     ]
+    return "\n".join([*lines, f"verdict                 {_verdict(plan)}"])
+
+
+def _verdict(plan: Plan) -> str:
+    """Whether it fits, and what else would."""
     verdict = {
         True: "fits",
         False: "does not fit",
@@ -78,4 +88,4 @@ def table(plan: Plan) -> str:
         if plan.fits
         else ""
     )
-    return "\n".join([*lines, f"verdict                 {verdict[plan.fits]}{resident}{nearest}"])
+    return f"{verdict[plan.fits]}{resident}{nearest}"

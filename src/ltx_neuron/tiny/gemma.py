@@ -9,7 +9,7 @@ from ltx_neuron.tiny.config import TinySizes
 from ltx_neuron.tiny.weights import save
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
 
 SPECIAL_TOKENS = [
     "<pad>",
@@ -32,9 +32,14 @@ def write_gemma_root(root: Path, sizes: TinySizes) -> None:
     """Write a directory like the published Gemma3: config, weights, tokenizer and the settings of
     the image processor."""
     root.mkdir()
+    config = write_gemma_settings(root, sizes)
+    save(root / "model.safetensors", gemma_weights(config, sizes.seed + 1), {"format": "pt"})
+
+
+def write_gemma_settings(root: Path, sizes: TinySizes) -> dict:
+    """Write all of that directory but the weights; returns the config."""
     config = gemma_config(sizes)
     image_tokens, image_size = config["mm_tokens_per_image"], config["vision_config"]["image_size"]
-    save(root / "model.safetensors", gemma_weights(config, sizes.seed + 1), {"format": "pt"})
     for name, content in {
         "config.json": config,
         "tokenizer.json": train_tokenizer(sizes.gemma_vocab),
@@ -46,6 +51,7 @@ def write_gemma_root(root: Path, sizes: TinySizes) -> None:
         },
     }.items():
         (root / name).write_text(json.dumps(content, indent=2) + "\n")
+    return config
 
 
 def gemma_config(sizes: TinySizes) -> dict:
@@ -102,23 +108,38 @@ def _gemma_text_config(sizes: TinySizes) -> dict:
 def gemma_weights(config: dict, seed: int) -> "dict[str, Tensor]":
     """The bf16 weights of Gemma3 and its image tower under their published names."""
     import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: random_gemma_weight(name, like, generator).bfloat16().contiguous()
+        for name, like in gemma_shapes(config).items()
+    }
+
+
+def gemma_shapes(config: dict) -> "dict[str, Tensor]":
+    """The tensors of Gemma3 and its image tower on the meta device, under their published names.
+    The output layer is tied to the embedding table, and not stored."""
+    import torch
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     with torch.device("meta"):
         shapes = Gemma3ForConditionalGeneration(Gemma3Config.from_dict(config)).state_dict()
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, like in shapes.items():
-        if name.startswith("lm_head"):  # tied to the embedding table, and not stored
-            continue
-        noise = torch.randn(like.shape, generator=generator)
-        if like.ndim == 1:
-            # Gemma's norms multiply by 1 + weight, so their weights may scatter around zero too.
-            weight = noise * (0.2 if "norm" in name else 0.1)
-        else:
-            weight = noise / math.sqrt(math.prod(like.shape[1:]))
-        weights[_published_gemma_name(name)] = weight.bfloat16().contiguous()
-    return weights
+    return {
+        _published_gemma_name(name): like
+        for name, like in shapes.items()
+        if not name.startswith("lm_head")
+    }
+
+
+def random_gemma_weight(name: str, like: "Tensor", generator: "Generator") -> "Tensor":
+    """A random fp32 tensor of like's shape, whose scale keeps that of activations."""
+    import torch
+
+    noise = torch.randn(like.shape, generator=generator)
+    if like.ndim == 1:
+        # Gemma's norms multiply by 1 + weight, so their weights may scatter around zero too.
+        return noise * (0.2 if "norm" in name else 0.1)
+    return noise / math.sqrt(math.prod(like.shape[1:]))
 
 
 def _published_gemma_name(name: str) -> str:

@@ -58,7 +58,7 @@ def checkpoint_weights(config: dict, sizes: TinySizes) -> "dict[str, Tensor]":
             shared = name.startswith("per_channel_statistics.")
             owner = prefix.partition(".")[0] + "." if shared else prefix
             weights.setdefault(owner + name, weight)
-    weights |= _vocoder_weights(config, generator)
+    weights |= vocoder_weights(config, generator)
     return {
         name: (
             weight.to(torch.float32 if "scale_shift_table" in name else torch.bfloat16).contiguous()
@@ -129,7 +129,7 @@ def _vae_parts(config: dict) -> "list[tuple[str, dict[str, Tensor]]]":
     ]
 
 
-def _vocoder_weights(config: dict, generator: "Generator") -> "dict[str, Tensor]":
+def vocoder_weights(config: dict, generator: "Generator") -> "dict[str, Tensor]":
     """The vocoder's tensors under their published names, with the constants of its STFT."""
     from ltx_core.model.audio_vae import VocoderConfigurator
 
@@ -173,12 +173,16 @@ def _mel_stft(bwe: dict) -> "dict[str, Tensor]":
 def upsampler_weights(config: dict, seed: int) -> "dict[str, Tensor]":
     """The bf16 weights of a latent upsampler."""
     import torch
+
+    weights = random_weights(upsampler_shapes(config), torch.Generator().manual_seed(seed))
+    return {name: weight.bfloat16() for name, weight in weights.items()}
+
+
+def upsampler_shapes(config: dict) -> "dict[str, Tensor]":
+    """The tensors of a latent upsampler on the meta device."""
     from ltx_core.model.upsampler import LatentUpsamplerConfigurator
 
-    weights = random_weights(
-        _shapes(LatentUpsamplerConfigurator, config), torch.Generator().manual_seed(seed)
-    )
-    return {name: weight.bfloat16() for name, weight in weights.items()}
+    return _shapes(LatentUpsamplerConfigurator, config)
 
 
 def lora_weights(checkpoint: "dict[str, Tensor]", seed: int) -> "dict[str, Tensor]":
