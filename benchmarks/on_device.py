@@ -473,6 +473,20 @@ def _measured(bench: Bench, target: Target, name: str) -> list[str]:
     return [*lines, "```", table.table(perf), "```"]
 
 
+def tune(bench: Bench) -> list[str]:
+    """The full model's settings tuned for its size, with the tiny one's where there is none."""
+    try:
+        model = full(bench)
+    except NotRun:
+        model = tiny(bench)
+    device = bench.device(model)
+    common = [*bench._common(model, device), *size_flags(model.size)]
+    picture = bench.folder / "tune.png"
+    run = bench.run("tune", "-m", "ltx_neuron.tune", *common, "--plot", picture)
+    table = run.output[run.output.index("ms a step") - 2 :].rstrip()
+    return [f"{model.name}, {run.seconds:.0f} s.", "", "```", table, "```"]
+
+
 _TINY = "tiny: shard and compile"
 _WIDE = "two blocks: shard and compile"
 _SHARD = "full: shard"
@@ -491,6 +505,7 @@ SECTIONS = (
     Section("full: one step against the CPU", full_step, (_SHARD, _COMPILE)),
     Section("full: a video, models in turn", in_turn, (_SHARD, _COMPILE)),
     Section("full: a video, both models resident", resident, (_SHARD, _COMPILE)),
+    Section("tune", tune, (_TINY,)),
 )
 
 

@@ -13,15 +13,18 @@ from helpers import one_thread  # noqa: F401
 from safetensors.torch import save_file
 
 from ltx_neuron import artifacts, flags, profiles
+from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.job import Size
+from ltx_neuron.generate import make_report, run_identity
+from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.tune import __main__ as command
 from ltx_neuron.tune import chosen, show
+from ltx_neuron.tune.agree import disagreement, distances
 from ltx_neuron.tune.chosen import Chosen
 from ltx_neuron.tune.search import Row, check_layers, choices, own_settings, search, wins
-from ltx_neuron.tune.step import disagreement, distances
 from ltx_neuron.tune.trials import Journal, Trials, last_words
 from ltx_neuron.tune.variant import first_blocks, request
 from ltx_neuron.workspace import Workspace
@@ -395,6 +398,19 @@ def test_scripts_take_the_file_and_say_so_in_one_line(tiny, tmp_path, capsys):
     ignored.say_tuned(SHAPES)
     assert ignored.chosen is None and capsys.readouterr().out == ""
     assert dit_identity(ignored)["attention"] == "sdpa"
+
+
+def test_the_report_names_the_tuned_settings_and_their_file(tiny, tmp_path):
+    kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
+    workspace = flags.workspace(arguments(tiny, tmp_path))
+    job = Job("waves", SIZE)
+    before = run_identity(job, opened(tiny, tmp_path), RunOptions())
+    after = run_identity(job, workspace, RunOptions())
+    differing = {name for name, _, _ in artifacts.differences(before, after)}
+    assert differing == {"attention", "profile_set", "rank_threads"}  # --resume begins anew
+    report = make_report(Recorder(), workspace, job.describe())
+    settings = {"run": ("threads=2",), "v8-a9": ("attention=matmul",)}
+    assert report["identity"]["tuned"] == {"file": str(kept.path), "settings": settings}
 
 
 def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp_path):

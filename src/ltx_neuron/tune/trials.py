@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import read_json, write_json
+from ltx_neuron.tune.agree import disagreement, distances
 from ltx_neuron.tune.chosen import Settings
 from ltx_neuron.tune.search import Row
-from ltx_neuron.tune.step import disagreement, distances
 from ltx_neuron.tune.variant import OUTPUTS, RESULT, Request
 
 _REFERENCE = "reference.safetensors"
