@@ -86,7 +86,7 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     measured, _, table = done.stdout.partition("ms a step  ")
     assert "the profile's own: " not in measured, done.stdout
     assert "attention=matmul: differs: s1_" in table, done.stdout
-    assert "blocks_per_graph=1: not faster" in table and "blocks_per_graph=0: chosen" in table
+    assert "blocks_per_graph=1: not kept" in table and "blocks_per_graph=0: chosen" in table
 
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32")
     workspace.take_tuned()

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from ltx_neuron.files import whole_file
 from ltx_neuron.tune.show import Variant
 
-_COLORS = {"chosen": "C2", "own": "C0", "not faster": "0.7"}
+_COLORS = {"chosen": "C2", "own": "C0", "not kept": "0.7"}
 _REFUSED = "C3"  # a problem
 _MOST_TEXT = 60
 

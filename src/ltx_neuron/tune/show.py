@@ -15,7 +15,7 @@ class Variant:
 
     name     what of it differs from the profile's own settings
     ms       of a warm step, by turn; empty where it never ran to its end
-    verdict  "own", "chosen", "not faster", or why it cannot be chosen
+    verdict  "own", "chosen", "not kept", or why it cannot be chosen
     """
 
     name: str
@@ -55,7 +55,7 @@ def variants(rows: list[Row], own: Settings, best: Settings) -> list[Variant]:
     for settings in dict.fromkeys(tuple(row.settings.items()) for row in rows):
         turns = [row for row in rows if tuple(row.settings.items()) == settings]
         problem = next((row.problem for row in turns if row.problem), "")
-        verdict = problem or "not faster"
+        verdict = problem or "not kept"
         if dict(settings) == best:
             verdict = "chosen"
         elif dict(settings) == own and not problem:
