@@ -244,7 +244,7 @@ def compiled(model: Model, cases: list[Case], profile: Profile, folder: Path) ->
                 1,
                 registry.comm(profile, 1),
                 model.dtype,
-                profile.cut,
+                profile.blocks_per_graph,
                 profile.attention,
             )
 

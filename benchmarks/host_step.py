@@ -31,6 +31,7 @@ import statistics
 import tempfile
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -184,19 +185,18 @@ class Ours:
 
     def steps(self) -> Steps:
         """A schedule's warm steps, each from the end of the one before it to its own end."""
-        ends = []  # of every step: the time, and the bytes it sent
+        ends = []  # of every step: the time, and the bytes so far, which are all of commands
         self.run.device_ms = []
-        counters = self.engine.recorder.counters
+        ranks = self.ranks
         self.engine.on_step_end = lambda *_: ends.append(
-            (time.perf_counter(), counters.bytes_to_device_per_step)
+            (time.perf_counter(), ranks.bytes_sent + ranks.command_bytes)
         )
         with contextlib.redirect_stderr(io.StringIO()):  # the progress bar is drawn all the same
             self.engine._steps(self.run)
-        walls = [
-            (after - before) * 1e3 for (before, _), (after, _) in zip(ends, ends[1:], strict=False)
-        ]
+        times, sent = zip(*ends, strict=True)
+        walls = [(after - before) * 1e3 for before, after in pairwise(times)]
         host = [wall - device for wall, device in zip(walls, self.run.device_ms[1:], strict=True)]
-        return Steps(host, [sent for _, sent in ends[1:]])
+        return Steps(host, [after - before for before, after in pairwise(sent)])
 
 
 class Peer:

@@ -11,6 +11,7 @@ import os
 import signal
 import stat
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -202,6 +203,39 @@ def run_program(program: Program, weights: dict, values: dict) -> dict[str, Tens
     for name, first_block in program.runs["main"]:
         values = values | call(program, name, first_block, weights, values)
     return values
+
+
+class Together:
+    """Comm of ranks that are threads of this process: each waits for the tensors of all."""
+
+    def __init__(self, size: int):
+        self.size, self._given, self._ranks = size, {}, {}
+        self._met, self._read = threading.Barrier(size), threading.Barrier(size)
+
+    def join(self, rank: int) -> None:
+        """Say which rank this thread is; needed where the ranks' order counts."""
+        self._ranks[threading.get_ident()] = rank
+
+    def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = self._exchange(tensors)
+        return tuple(torch.stack(parts).sum(0) for parts in zip(*given, strict=True))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([part for (part,) in self._exchange((tensor,))], dim=1)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return self.sum(tensor)[0].chunk(self.size, dim=1)[self._ranks[threading.get_ident()]]
+
+    def _exchange(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        """The tensors of every rank, in the order of the ranks."""
+        mine = threading.get_ident()
+        self._given[self._ranks.get(mine, mine)] = tensors
+        self._met.wait(timeout=30)
+        given = [self._given[rank] for rank in sorted(self._given)]
+        if self._read.wait(timeout=30) == 0:
+            self._given.clear()
+        self._met.wait(timeout=30)
+        return given
 
 
 def random_value(field: Field, tp: int, seed: int) -> Tensor:

@@ -146,6 +146,7 @@ class NkiKernel:
         self, q, k, v, scale=1.0, causal_mask=True, tp_q=True, tp_k=False, tp_out=False
     ) -> torch.Tensor:
         assert not causal_mask and tp_q and tp_k and not tp_out, "layouts (B*H, S, D), no mask"
+        assert scale == q.shape[-1] ** -0.5, "the kernel scales the query, in fp32"
         assert q.shape[0] == k.shape[0] == v.shape[0] <= 512 and q.shape[-1] <= 128
         NkiKernel.launched += 1
         scores = torch.bmm(q.float(), k.float().transpose(1, 2)) * scale

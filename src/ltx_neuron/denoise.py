@@ -1,8 +1,8 @@
 """One stage on the ranks: what is uploaded once, the steps that follow, and what comes back.
 
 A step runs on the device from latents to next latents. All that the steps share (contexts, RoPE
-tables, one modulation table per schedule, what images hold) is uploaded by `prepare`; after that
-the host sends a step's number.
+tables, one modulation table per schedule, what images hold, the steps' numbers) is uploaded by
+`prepare`; after that the host names a step's number.
 
 Shapes: Tv video tokens (keyframe tokens included), Ta audio tokens, U distinct timesteps of a step,
 S rows of the compiled graph's schedule tables (at least as many as there are steps).
@@ -86,6 +86,8 @@ class StageRun:
         row_masks, choice = conditioning.timestep_choice(
             state.denoise_mask, masks, self.bucket.timesteps, self.dtype
         )
+        if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
+            self.ranks.put(self.bucket.name, rank_one_hot=torch.eye(self.ranks.tp))
         self.ranks.put(
             self.bucket.name,
             **self._schedule(stage, row_masks),
@@ -96,6 +98,7 @@ class StageRun:
             video_context=contexts[0].video,  # (1, 1024, Dv)
             audio_context=contexts[0].audio,  # (1, 1024, Da)
         )
+        self.ranks.put_numbers(self.bucket.name, "step", stage.steps)
         if self.bucket.guided:
             self._prepare_guidance(job.resolved_guidance, stage, contexts)
 

@@ -44,10 +44,12 @@ class Profile:
     threads         CPU threads of one rank; 0: its share of the machine's
     drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a
                     step; a device's queue that is full fails with status 7
-    blocks_per_graph  of torchdist: transformer blocks in one graph, called num_layers / this many
-                      times; 0: the whole step
+    blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
+                      whole step
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always
                     matmul and softmax
+    sequence_parallel  the video's tokens are divided over the ranks between the layers, for buckets
+                    whose tokens divide; others stay whole
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
                     refused
     vae             where latents are decoded
@@ -69,6 +71,7 @@ class Profile:
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
     attention: Literal["sdpa", "matmul", "nki"]
     blocks_per_graph: int = 4
+    sequence_parallel: bool = False
     threads: int = 0
     drain_every: int = 0
     chips: int = 1
@@ -93,12 +96,6 @@ class Profile:
     def cores(self) -> int | None:
         """Logical cores of the machine, each good for a rank; None where it is not known."""
         return self.chip and self.chips * self.chip.cores // self.lnc
-
-    @property
-    def cut(self) -> int:
-        """Blocks per graph of the backend. NxD binds weights when it loads a graph, so one graph is
-        the whole step: 0."""
-        return 0 if self.backend == "nxd" else self.blocks_per_graph
 
     @property
     def memory_bytes_per_core(self) -> int | None:

@@ -31,7 +31,13 @@ from ltx_neuron.files import exclusive
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
-from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
+from ltx_neuron.models.programs import (
+    Program,
+    connector_program,
+    dit_program,
+    gemma3_program,
+    may_divide,
+)
 from ltx_neuron.plan import (
     CoreMemory,
     check_fits,
@@ -226,15 +232,27 @@ class Workspace:
     ) -> dict[str, object]:
         """What of a size's graphs its latents depend on."""
         profile = self.dit_profile(size.buckets(images, recipe))
-        return {"blocks_per_graph": self.cut(profile), "attention": profile.attention}
+        return {
+            "blocks_per_graph": self.cut(profile),
+            "attention": profile.attention,
+            "sequence_parallel": profile.sequence_parallel,
+        }
 
     def cut(self, profile: Profile) -> int:
         """Blocks in one of the DiT's graphs, 0 for the whole step."""
-        return profile.cut if self.blocks_per_graph is None else self.blocks_per_graph
+        return profile.blocks_per_graph if self.blocks_per_graph is None else self.blocks_per_graph
 
     def _dit_identity(self, bucket: Bucket, profile: Profile) -> dict:
         identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
-        return identity | {"blocks_per_graph": self.cut(profile), "attention": profile.attention}
+        return identity | {
+            "blocks_per_graph": self.cut(profile),
+            "attention": profile.attention,
+            "sequence_parallel": self._divides(bucket, profile),
+        }
+
+    def _divides(self, bucket: Bucket, profile: Profile) -> bool:
+        """Whether a bucket's graphs are sequence parallel."""
+        return profile.sequence_parallel and may_divide(bucket, self.tp)
 
     def _gemma3_identity(self, tokens: int) -> dict:
         config = f"{self.gemma.digest}-{self.transformer.digest}"
@@ -340,8 +358,17 @@ class Workspace:
                 self.dtype,
                 self.cut(profile),
                 profile.attention,
+                self._divides(bucket, profile),
             )
 
+        if profile.sequence_parallel:
+            for tokens in sorted(
+                {b.video_tokens for b in buckets if not self._divides(b, profile)}
+            ):
+                print(
+                    f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
+                    " sequence parallelism"
+                )
         programs = [(self._dit_identity(b, profile), partial(program, b)) for b in buckets]
         return self._compile(programs, profile)
 

@@ -11,6 +11,7 @@ exercised. Run it with
 
 import json
 import logging
+import math
 import os
 import re
 import subprocess
@@ -59,6 +60,7 @@ FP32 = 1e-4
 SHOWS = 1e-3  # what a mistake on one rank must leave at least
 PROMPT = "waves crash on the shore"
 SIZE = Size(height=64, width=64, num_frames=9, frame_rate=24, two_stage=True)
+CUT, WHOLE = "blocks_per_graph=1", "blocks_per_graph=0"
 PER_BLOCK = 7  # grouped sums of a block, each one all-reduce of several tensors
 LATENTS = ("s1_video", "s1_audio", "s2_video", "s2_audio")
 CONTEXTS = ("video_context", "audio_context")
@@ -81,7 +83,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"), TinySizes(layers=1))
+    return make_tiny(tmp_path_factory.mktemp("tiny"), TinySizes(layers=2))
 
 
 def open_workspace(assets, folder: Path, *settings: str) -> Workspace:
@@ -91,9 +93,9 @@ def open_workspace(assets, folder: Path, *settings: str) -> Workspace:
 
 @pytest.fixture(scope="module")
 def workspace(assets, tmp_path_factory):
-    """Sharded, and compiled for a two-stage job: two buckets of the DiT, two of Gemma3, the
-    connectors."""
-    workspace = open_workspace(assets, tmp_path_factory.mktemp("artifacts"))
+    """Sharded, and compiled for a two-stage job: two buckets of the DiT, whose graph of one block
+    serves both of its blocks, two of Gemma3, the connectors."""
+    workspace = open_workspace(assets, tmp_path_factory.mktemp("artifacts"), CUT)
     workspace.shard_dit()
     workspace.shard_gemma3()
     workspace.compile_text()
@@ -102,25 +104,52 @@ def workspace(assets, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def whole(assets, workspace):
+    """The same weights, and the whole step in one graph, which is bound to them."""
+    return open_workspace(assets, workspace.artifacts, WHOLE)
+
+
+@pytest.fixture(scope="module")
+def wanted(assets):
+    """What the reference makes of the two-stage job."""
+    return oracle.generate(
+        assets, oracle.Job(PROMPT, height=64, width=64, num_frames=9, frame_rate=24, seed=10)
+    )
+
+
+@pytest.fixture(scope="module")
 def generated(workspace, assets):
     """A two-stage job through the engine: its result, the steps' uploads, and what the cores held
     afterwards."""
     options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
     with Engine(workspace, Recorder(), options) as engine:
+        sent = []  # after every step
+        engine.on_step_end = lambda *_: sent.append(engine.residency.ranks.bytes_sent)
         (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
         yield SimpleNamespace(
             tensors=result.tensors,
             ranks=engine.residency.ranks,
             counters=engine.recorder.counters,
+            sent=sent,
             engine=engine,
         )
 
 
-def test_every_context_and_latent_of_a_two_stage_job_is_the_reference_s_in_fp32(generated, assets):
-    wanted = oracle.generate(
-        assets, oracle.Job(PROMPT, height=64, width=64, num_frames=9, frame_rate=24, seed=10)
-    )
+def test_every_context_and_latent_of_a_two_stage_job_is_the_reference_s_in_fp32(generated, wanted):
     distances = {name: rel(generated.tensors[name], wanted[name]) for name in (*CONTEXTS, *LATENTS)}
+    print({name: f"{distance:.1e}" for name, distance in distances.items()})
+    assert max(distances.values()) < FP32
+
+
+def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, assets, wanted):
+    whole.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
+    with Engine(
+        whole, Recorder(), RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
+    ) as engine:
+        (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
+        (held,) = engine.residency.ranks._sets
+        assert {graph for _, graph in held.models} == {"step"} and not held.arguments
+    distances = {name: rel(result.tensors[name], wanted[name]) for name in LATENTS}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
 
@@ -164,18 +193,87 @@ def test_every_rank_holds_the_same_latents_bit_for_bit(generated):
         assert len({part.data_ptr() for part in parts}) == TP  # four tensors, not one four times
 
 
-def test_both_buckets_are_bound_to_one_copy_of_the_weights(generated, workspace):
+def test_both_buckets_and_both_blocks_use_one_copy_of_the_weights(generated, workspace):
     (held,) = generated.ranks._sets
-    assert held.folder == workspace.dit_weights() and len(held.models) == 2
+    assert held.folder == workspace.dit_weights() and len(held.models) == 2 * 3
     for rank in range(TP):
-        pointers = [
-            {t.data_ptr() for t in model.weights[rank].values()} for model in held.models.values()
-        ]
-        assert pointers[0] == pointers[1] == {t.data_ptr() for t in held.tensors[rank].values()}
+        copy = {t.data_ptr() for t in held.tensors[rank].values()}
+        for program in held.manifests:
+            bound = [
+                {t.data_ptr() for t in model.weights[rank].values()}
+                for (of, _), model in held.models.items()
+                if of == program
+            ]
+            given = [
+                {parts[rank].data_ptr() for parts in arguments.values()}
+                for (of, _, _), arguments in held.arguments.items()
+                if of == program
+            ]
+            assert [len(each) for each in bound] == [4, 0, 6] and len(given) == 2
+            used = [*bound, *given]
+            assert set().union(*used) == copy and sum(map(len, used)) == len(copy)
 
 
-def test_a_step_uploads_its_number_and_nothing_else(generated):
-    assert generated.counters.bytes_to_device_per_step == TP * 4
+def test_the_weights_of_all_buckets_are_uploaded_once(workspace, monkeypatch):
+    uploads = []
+    load = torch.ops.neuron._parallel_load
+    monkeypatch.setattr(
+        torch.ops.neuron, "_parallel_load", lambda parts: uploads.append(parts) or load(parts)
+    )
+    with nxd.Ranks(workspace.profile, TP) as ranks:
+        ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
+        (held,) = ranks._sets
+        (parts,) = uploads
+        assert [{*part} for part in parts] == [{*held.wanted}] * TP
+
+
+def test_a_block_is_computed_with_its_own_weights(generated):
+    """Exchanged in the calls, the two blocks' weights give something else: none is in a graph."""
+    ranks, program = generated.ranks, program_of(generated)
+    right = one_step(ranks, program)
+    (held,) = ranks._sets
+    own = dict(held.arguments)
+    first, second = (program, "blocks", 0), (program, "blocks", 1)
+    held.arguments |= {first: own[second], second: own[first]}
+    wrong = one_step(ranks, program)
+    held.arguments |= own
+    assert rel(wrong, right) > SHOWS
+    assert rel(one_step(ranks, program), right) == 0
+
+
+def test_the_graph_of_blocks_does_not_grow_with_the_depth(workspace):
+    """And a whole step does: compilers take a time that grows with the operations."""
+    counts = {}
+    for blocks_per_graph, graph in ((1, "blocks"), (0, "step")):
+        for layers in (2, 4):
+            config = replace(workspace.transformer, num_layers=layers)
+            program = program_for(config, workspace, blocks_per_graph)
+            with inside_nxd():
+                traced = nxd_compile.trace(program, graph, "tag")
+            hlo = traced.trace_artifacts_collection["tag"].hlo
+            counts[graph, layers] = sum(len(each.instructions) for each in hlo.computations)
+    print(counts)
+    assert counts["blocks", 2] == counts["blocks", 4] < 0.6 * counts["step", 2]
+    assert counts["step", 4] > 1.7 * counts["step", 2]
+
+
+def test_a_saved_graph_carries_no_weights(workspace):
+    """NxD saves the inputs that it traced with; at full width those of four blocks have 0.8 GB."""
+    for manifest in dit_manifests(workspace).values():
+        weights = 4 * sum(
+            math.prod(shape) for shape in manifest.graphs["blocks"]["parameters"].values()
+        )
+        model = nxd._open(manifest, "blocks", TP)
+        (examples,) = model.reserved_example_inputs.values()
+        assert len(examples) > len(manifest.graphs["blocks"]["parameters"])
+        assert 4 * sum(each.numel() for each in examples) > weights
+        assert all(each.untyped_storage().nbytes() == each.element_size() for each in examples)
+
+
+def test_no_step_uploads_anything(generated):
+    assert generated.counters.bytes_to_device_per_step == 0
+    first, second = generated.sent[:8], generated.sent[8:]
+    assert len({*first}) == len({*second}) == 1 and len(second) == 3
 
 
 def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path):
@@ -184,9 +282,9 @@ def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path)
     bucket, launched = SIZE.bucket(SIZE.stages("distilled")[0], ()), {}
     for kernel in ("nki", "matmul"):
         before = nxd_stubs.NkiKernel.launched
-        open_workspace(assets, tmp_path, f"attention={kernel}").compile_dit([bucket])
+        open_workspace(assets, tmp_path, CUT, f"attention={kernel}").compile_dit([bucket])
         launched[kernel] = nxd_stubs.NkiKernel.launched - before
-    assert launched == {"nki": 6 * workspace.transformer.num_layers, "matmul": 0}
+    assert launched == {"nki": 6, "matmul": 0}
 
 
 def test_a_block_has_seven_all_reduces_and_the_manifest_counts_them(generated, workspace):
@@ -202,15 +300,18 @@ def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_few
     bucket, manifest = workspace.dit_program_for(SIZE, SIZE.stages("distilled")[1], (), "distilled")
     with fake_process_group(TP):
         program = dit_program(
-            workspace.transformer, bucket, TP, TorchDistComm(TP), torch.float32, 0, "nki"
+            workspace.transformer, bucket, TP, TorchDistComm(TP), torch.float32, 1, "nki"
         )
-        other = cost(export_trace(program, "step", torch.float32))
-    ours = manifest.cost()
-    assert ours["collectives"] == 7 and other["collectives"] == 11
+        others = [
+            cost(export_trace(program, name, torch.float32)) for name, _ in program.runs["main"]
+        ]
+    ours, layers = manifest.cost(), workspace.transformer.num_layers
+    other = {key: sum(each[key] for each in others) for key in ours}
+    assert ours["collectives"] == 7 * layers and other["collectives"] == 11 * layers
     same = ("collective_bytes", "flops")
     assert {key: ours[key] for key in same} == {key: other[key] for key in same}
     # The other backend has the buffers of its all-reduces besides.
-    assert 0 < ours["peak_bytes"] <= other["peak_bytes"]
+    assert 0 < ours["peak_bytes"] <= max(each["peak_bytes"] for each in others)
 
 
 def test_what_differs_between_ranks_is_an_input(generated):
@@ -281,17 +382,22 @@ def graphs_of(workspace) -> dict[Path, float]:
 def test_the_identity_of_a_graph_names_versions_flags_and_sizes_and_no_working_file_stays(
     workspace,
 ):
-    folders = sorted((workspace.artifacts / "graphs").iterdir())
-    for folder in folders:
-        identity = json.loads((folder / "manifest.json").read_text())["identity"]
-        assert identity["backend"] == "nxd" and "--lnc=2" in identity["compiler_flags"]
+    graphs = set()
+    for folder in (workspace.artifacts / "graphs").iterdir():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        identity, flags = manifest["identity"], manifest["compiler_flags"]
+        assert identity["backend"] == "nxd" and "--lnc=2" in flags
+        # Each model has its own, and what was compiled with is what the identity says.
+        assert flags == workspace.profile.flags(identity["model"]) == identity["compiler_flags"]
+        assert ("--vectorize-strided-dma" in flags) == (identity["model"] == "gemma3")
         assert (
             identity["neuron"]["neuronx-distributed"]
             and identity["torch"] == torch.__version__
             and identity["config"]
         )
         assert [path.name for path in folder.iterdir() if path.suffix not in (".pt", ".json")] == []
-    assert len(folders) == 5
+        graphs.add((identity["model"], identity["bucket"]))
+    assert len(graphs) == 5
 
 
 def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_path, monkeypatch):
@@ -305,22 +411,26 @@ def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_pat
     )
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
     workspace.compile_dit([SIZE.bucket(SIZE.stages("distilled")[0], ())])
-    (options,) = said
-    assert options["compiler_flags"].startswith(workspace.profile.flags("dit"))
-    assert "wrapper" not in options["compiler_flags"] and options["platform_target"] == "trn2"
+    assert len(said) == 3
+    for options in said:
+        assert options["compiler_flags"].startswith(workspace.profile.flags("dit"))
+        assert "wrapper" not in options["compiler_flags"] and options["platform_target"] == "trn2"
 
 
-def whole_step(workspace) -> Program:
-    """The distilled step of stage 1 as one graph, as compile_dit makes it for NxD."""
+def program_for(config, workspace, blocks_per_graph: int) -> Program:
+    """The distilled step of stage 1, as compile_dit makes it for NxD."""
     bucket, comm = SIZE.bucket(SIZE.stages("distilled")[0], ()), nxd_compile.XlaComm(TP)
-    config, dtype = workspace.transformer, workspace.dtype
-    return dit_program(config, bucket, TP, comm, dtype, 0, workspace.profile.attention)
+    kernel = workspace.profile.attention
+    return dit_program(config, bucket, TP, comm, workspace.dtype, blocks_per_graph, kernel)
 
 
-def test_an_object_given_for_two_inputs_would_be_one_input_and_ours_are_all_different(workspace):
-    program = whole_step(workspace)
-    graph = program.graphs["step"]
-    examples = nxd_compile.example_inputs(graph, program.fields)
+@pytest.mark.parametrize(("cut", "name"), [(False, "step"), (True, "blocks")])
+def test_an_object_given_for_two_inputs_would_be_one_input_and_ours_are_all_different(
+    workspace, cut, name
+):
+    program = program_for(workspace.transformer, workspace, int(cut))
+    graph = program.graphs[name]
+    examples = nxd_compile.example_inputs(graph, program.fields, cut)
     assert (
         len({id(t) for t in examples.values()})
         == len({t.data_ptr() for t in examples.values()})
@@ -330,7 +440,7 @@ def test_an_object_given_for_two_inputs_would_be_one_input_and_ours_are_all_diff
     assert all(t.any() for t in examples.values())
     with inside_nxd():
         same = nxd_stubs.generate_hlo(
-            nxd_compile.traceable(graph).to_empty(device="cpu"),
+            nxd_compile.traceable(graph, cut).to_empty(device="cpu"),
             examples | {"video_sin": examples["video_cos"]},
             inline_weights_to_neff=False,
             cpu_backend=True,
@@ -348,14 +458,14 @@ def inside_nxd():
     return NxDParallelState(world_size=TP, tensor_model_parallel_size=TP, lnc_size=2)
 
 
-def test_a_weight_that_became_a_constant_is_refused(workspace):
-    program = whole_step(workspace)
-    program.graphs["step"].module.head.unused = torch.nn.Parameter(torch.empty(3, device="meta"))
-    with (
-        inside_nxd(),
-        pytest.raises(RuntimeError, match="constants or are not used: module.head.unused"),
-    ):
-        nxd_compile.trace(program, "step", "tag")
+@pytest.mark.parametrize(
+    ("cut", "name", "said"), [(0, "step", "module.unused"), (1, "blocks", "unused")]
+)
+def test_a_weight_that_became_a_constant_is_refused(workspace, cut, name, said):
+    program = program_for(workspace.transformer, workspace, cut)
+    program.graphs[name].module.unused = torch.nn.Parameter(torch.empty(3, device="meta"))
+    with inside_nxd(), pytest.raises(RuntimeError, match=f"constants or are not used: {said}$"):
+        nxd_compile.trace(program, name, "tag")
 
 
 def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, workspace):
@@ -418,9 +528,11 @@ def test_unloading_frees_weights_graphs_and_tensors(workspace):
         (held,) = ranks._sets
         watched = [weakref.ref(model) for model in held.models.values()]
         watched += [weakref.ref(tensor) for tensors in held.tensors for tensor in tensors.values()]
+        arguments = held.arguments
+        assert len(arguments) == 2 * 2
         del held
         ranks.unload()
-        assert [ref() for ref in watched if ref() is not None] == []
+        assert [ref() for ref in watched if ref() is not None] == [] and arguments == {}
         # And comes back.
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
 
@@ -433,16 +545,15 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
     )
     with nxd.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dict([first, second]), torch.float32)
-        leaving = weakref.ref(ranks._sets[0].models[first[0], "step"])
-        kept = ranks._sets[0].models[second[0], "step"]
+        (held,) = ranks._sets
+        leaving = [weakref.ref(model) for (of, _), model in held.models.items() if of == first[0]]
+        kept = {key: model for key, model in held.models.items() if key[0] == second[0]}
         ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
-        assert (
-            leaving() is None
-            and {*ranks.programs} == {second[0]}
-            and [*ranks._sets[0].models.values()] == [kept]
-        )
+        assert len(leaving) == 3 and not any(model() for model in leaving)
+        assert {*ranks.programs} == {second[0]} and held.models == kept
+        assert {*held.arguments} == {(second[0], "blocks", block) for block in (0, 1)}
         watched = [weakref.ref(t) for t in ranks._sets[0].tensors[0].values()]
-        del kept
+        del kept, held
         ranks.load(other, dict([first]), torch.float32)
         assert [held.folder for held in ranks._sets] == [other] and {*ranks.programs} == {first[0]}
         assert [ref() for ref in watched if ref() is not None] == []
@@ -461,11 +572,14 @@ def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspac
         assert held.folder == doubled and addresses == [
             t.data_ptr() for t in held.tensors[1].values()
         ]
-        for model in held.models.values():
-            assert torch.equal(
-                model.weights[1]["module.head.patchify_proj.bias"],
-                parts[1]["patchify_proj.bias"] * 2,
-            )
+        for program in held.manifests:
+            bound = held.models[program, "head"].weights[1]["module.patchify_proj.bias"]
+            assert torch.equal(bound, parts[1]["patchify_proj.bias"] * 2)
+            for block in (0, 1):
+                given = held.arguments[program, "blocks", block]
+                name = f"transformer_blocks.{block}.scale_shift_table"
+                table = given["transformer_blocks__0__scale_shift_table"][1]
+                assert torch.equal(table, parts[1][name] * 2)
 
 
 def test_this_process_cannot_drive_another_number_of_ranks(workspace, generated):
@@ -487,14 +601,6 @@ def test_a_graph_for_another_number_of_ranks_is_refused(workspace, monkeypatch):
         pytest.raises(UserError, match="compiled for 2 ranks, wanted 4"),
     ):
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
-
-
-def test_groups_of_blocks_are_refused_with_the_flag_to_type(assets, workspace, tmp_path):
-    cut = open_workspace(assets, tmp_path)
-    cut.transformer = replace(cut.transformer, num_layers=2)
-    cut.blocks_per_graph = 1
-    with pytest.raises(UserError, match="--blocks-per-graph 0"):
-        cut.compile_dit([SIZE.bucket(SIZE.stages("distilled")[0], ())])
 
 
 # What the runtime and the compiler say, where NxD calls them, and what a user reads.
@@ -531,13 +637,14 @@ def test_a_failure_of_the_runtime_says_what_to_do(workspace, monkeypatch, call):
     ):
         ranks.load(workspace.dit_weights(), manifests := dit_manifests(workspace), torch.float32)
         name, manifest = next(iter(manifests.items()))
-        inputs = manifest.graphs["step"]["inputs"]
+        inputs = {name for graph in manifest.graphs.values() for name in graph["inputs"]}
         ranks.put(
             name,
             **{
                 n: random_value(field, TP, 1) for n, field in manifest.fields.items() if n in inputs
             },
         )
+        ranks.put_numbers(name, "step", 1)
         ranks.run(name, step=0)
     assert advice in str(failed.value)
 
@@ -595,6 +702,8 @@ def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tm
             *common,
             "--profile",
             "trn2.3xlarge",
+            "--profile-set",
+            CUT,
             *more,
         ]
         done = subprocess.run(
@@ -627,11 +736,10 @@ GUIDANCE = dict(
 )
 
 
-def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
-    """Four passes over one graph with other inputs under its names, and one graph that combines
-    them."""
+@pytest.fixture(scope="module")
+def wanted_guided(assets):
     parameters = tuple(GUIDANCE.items())
-    wanted = recipes_oracle.generate(
+    return recipes_oracle.generate(
         assets,
         recipes_oracle.Job(
             PROMPT,
@@ -646,6 +754,13 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
             negative_prompt="grey",
         ),
     )
+
+
+@pytest.mark.parametrize("cut", ["workspace", "whole"])
+def test_a_guided_stage_is_the_reference_s_in_fp32(wanted_guided, cut, request):
+    """Four passes over the same graphs with other inputs under their names, and one graph that
+    combines them."""
+    workspace = request.getfixturevalue(cut)
     job = Job(
         prompt=PROMPT,
         size=Size(64, 32, 9, 24),
@@ -658,7 +773,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
     workspace.compile_dit([job.size.bucket(stage, ()) for stage in job.stages])
     with Engine(workspace, Recorder()) as engine:
         (result,) = engine.run([job], decode=False)
-    distances = {name: rel(result.tensors[name], wanted[name]) for name in ("s1_video", "s1_audio")}
+    distances = {name: rel(result.tensors[name], wanted_guided[name]) for name in LATENTS[:2]}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
 
@@ -666,7 +781,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace):
 def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
     assets, workspace, generated, monkeypatch
 ):
-    both = open_workspace(assets, workspace.artifacts, "resident=true")
+    both = open_workspace(assets, workspace.artifacts, CUT, "resident=true")
     jobs = [Job(prompt=prompt, size=SIZE) for prompt in (PROMPT, "another")]
     options = RunOptions(neuron_gemma=True, spatial_upsampler_path=assets.spatial_upsampler)
     with Engine(both, Recorder(), options) as engine:

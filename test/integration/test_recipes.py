@@ -80,8 +80,9 @@ def opened(assets, tmp_path_factory):
         loras: tuple = (),
         refining: tuple = (),
         compat: str | None = None,
+        settings: tuple[str, ...] = (),
     ):
-        key = (tp, blocks, loras, refining, compat)
+        key = (tp, blocks, loras, refining, compat, settings)
         if key not in made:
             merged = [
                 tuple(Lora(path, strength) for path, strength in given)
@@ -89,7 +90,7 @@ def opened(assets, tmp_path_factory):
             ]
             workspace = Workspace(
                 assets.checkpoint,
-                resolve("cpu"),
+                resolve("cpu", settings),
                 artifacts,
                 tp,
                 "float32",
@@ -171,9 +172,11 @@ def assert_differs(got: dict, other: dict, *names: str) -> None:
 
 
 # --- guidance ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("tp", "blocks"), [(1, 1), (4, 2)])
-def test_a_guided_stage_equals_ltx_core_pass_by_pass(opened, wanted, tp, blocks):
-    engine = opened(tp, blocks)
+@pytest.mark.parametrize(
+    ("tp", "blocks", "settings"), [(1, 1, ()), (4, 2, ()), (4, 2, ("sequence_parallel=true",))]
+)
+def test_a_guided_stage_equals_ltx_core_pass_by_pass(opened, wanted, tp, blocks, settings):
+    engine = opened(tp, blocks, settings=settings)
     got, want = generate(engine, told(GUIDED)), wanted(GUIDED)
     assert {name.split(".")[1] for name in want if "step0" in name} == {
         "cond",

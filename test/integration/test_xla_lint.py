@@ -55,10 +55,16 @@ def reduced(x, groups=((0, 1, 2, 3),), reduction="sum"):
     return copy[0]
 
 
-def gathered(x):
+def gathered(x, groups):
     import torch_xla.core.xla_model as xm
 
-    return xm.all_gather(x, 0, groups=[[0, 1, 2, 3]], pin_layout=False)
+    return xm.all_gather(x, 0, groups=groups, pin_layout=False)
+
+
+def exchanged(x):
+    import torch_xla.core.xla_model as xm
+
+    return xm.all_to_all(x, 0, 0, 4, groups=[[0, 1, 2, 3]], pin_layout=False)
 
 
 COLLECTIVES = {
@@ -74,7 +80,14 @@ COLLECTIVES = {
         lambda x, index: reduced(x, reduction="max"),
         "reduces by maximum",
     ),
-    "an all-gather": (lambda x, index: gathered(x), "given all-reduce alone"),
+    "an all-gather of half of the ranks": (
+        lambda x, index: gathered(x, [[0, 1], [2, 3]]),
+        "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}",
+    ),
+    "an all-to-all": (
+        lambda x, index: exchanged(x),
+        "given all-gather, all-reduce, reduce-scatter alone",
+    ),
     "a sum of integers": (lambda x, index: reduced(index), "NCC_EVRF061"),
 }
 
@@ -133,7 +146,7 @@ def graphs():
 
 
 def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
-    assert len(graphs) == 2 * 2 * 29  # widths, blocks, graphs
+    assert len(graphs) == 2 * 2 * 49  # widths, blocks, graphs
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
 
 
@@ -150,8 +163,11 @@ def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):
     assert counts["tiny, 1 block: Gemma3, 1024 tokens: gemma3"] == 2
     assert counts["tiny, 1 block: connectors: connectors"] == 3
     assert counts["full, 2 blocks: DiT, text to video, whole: step"] == 2 * 11
+    # Five gathers and four scattered sums of the video; the tail gathers the velocity.
+    assert counts["full, 2 blocks: DiT, text to video, divided, cut: blocks"] == 2 * 16
+    assert counts["full, 2 blocks: DiT, text to video, divided, cut: tail"] == 1
 
 
 def test_every_allowed_operation_is_needed(graphs):
     used = {operation.name for operations, _ in graphs.values() for operation in operations}
-    assert used == hlo.OPERATIONS | {"all-reduce"}
+    assert used == hlo.OPERATIONS | hlo.MOST_TENSORS.keys()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from test_attention import block_graph
-from test_torchdist import EQUAL, SOON, TP, make_toy, wanted
+from test_torchdist import EQUAL, SOON, TP, make_toy, upload, wanted
 
 from ltx_neuron.backends import compiled, environment, liveness, nki
 from ltx_neuron.backends.export import fake_process_group
@@ -46,7 +46,7 @@ def toy(tmp_path_factory):
 
 
 def run_toy(ranks, toy, step: int):
-    ranks.put("toy", x=toy.x, table=toy.table)
+    upload(ranks, toy)
     ranks.run("toy", step=step)
     return ranks.get("toy", "y")
 
@@ -86,7 +86,7 @@ def test_a_rank_may_be_late_while_it_compiles_and_not_in_what_was_compiled(toy, 
     monkeypatch.setattr(liveness, "HANG_TIMES", 1.0)
     with Ranks(TRACED, TP) as ranks:
         ranks.load(toy.folders[1], toy.programs, torch.float32)
-        ranks.put("toy", x=toy.x, table=toy.table)
+        upload(ranks, toy)
         prompt, ranks._pipes[1] = ranks._pipes[1], Slow(ranks._pipes[1], seconds=3.0)
         ranks.run("toy", step=3)
         ranks._pipes[1] = prompt
@@ -167,6 +167,7 @@ def a_step(ranks, dit, seed: int) -> dict:
     values["sigmas"] = torch.tensor([[1.0, 0.7], [0.7, 0.1 * seed]])
     values["step_numbers"] = torch.arange(BUCKET.max_steps, dtype=torch.int32)
     ranks.put(name, **values)
+    ranks.put_numbers(name, "step", BUCKET.max_steps)
     ranks.run(name, step=seed % 2)
     return {stream: ranks.get(name, stream) for stream in ("video_latent", "audio_latent")}
 
@@ -240,7 +241,7 @@ def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch)
     launches = []
 
     def attention_cte(grid, q, k, v, scale, causal_mask, tp_q, tp_k, tp_out):
-        launches.append(grid)
+        launches.append((grid, scale * q.shape[-1] ** 0.5))
         return sdpa(q[None], k[None], v[None], scale)[0].contiguous()
 
     kernels = SimpleNamespace(attention_cte=attention_cte)
@@ -258,7 +259,7 @@ def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch)
         run(*inputs)
         launches.clear()
         after = run(*inputs)
-    assert launches == [(2,)] * 6
+    assert launches == [((2,), pytest.approx(1))] * 6  # the kernel scales, in fp32
     assert all(rel(one, two) < 1e-2 for one, two in zip(after, before, strict=True))  # bf16
 
 

@@ -1,7 +1,9 @@
 """Our DiT step, run on one rank, is ltx-core's LTXModel, X0Model and Euler loop on the same random
 fp32 weights."""
 
+import math
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -25,6 +27,7 @@ from helpers import (  # noqa: F401
 from oracle import later_semantics
 
 from ltx_neuron.config import Bucket
+from ltx_neuron.models import dit
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling.conditioning import (
@@ -275,6 +278,31 @@ def test_every_input_of_the_blocks_reaches_the_latents(taken):
     before = run_program(program, s.weights, values)
     after = run_program(program, s.weights, values | {taken: values[taken] * 0.5})
     assert max(rel(after[f"{m}_latent"], before[f"{m}_latent"]) for m in STREAMS) > EQUAL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_one_element_that_is_not_finite_shows_in_the_one_number_of_a_step(stream, dtype):
+    """Wherever it lies, and +Inf beside -Inf too."""
+    pair = SimpleNamespace(video_latent=randn(1, 24, 128), audio_latent=randn(1, 18, 128))
+    pair = SimpleNamespace(**{name: value.to(dtype) for name, value in vars(pair).items()})
+    sigmas = torch.tensor([0.7, 0.5])
+
+    def number(**planted: str):
+        latents = {s: getattr(pair, f"{s}_latent").clone() for s in STREAMS}
+        for place, value in planted.items():
+            latents[stream].view(-1)[int(place[1:])] = float(value)
+        video, audio, finite = dit._next_latents(pair, *latents.values(), sigmas)
+        assert finite.dtype == torch.float32 and finite.shape == (1,)
+        assert all(t.isfinite().all() for t in (video, audio)) != bool(planted)
+        return finite.item()
+
+    assert math.isfinite(number())
+    last = getattr(pair, f"{stream}_latent").numel() - 1
+    for place in (0, 1000, last):
+        for value in ("nan", "inf", "-inf"):
+            assert not math.isfinite(number(**{f"_{place}": value})), (place, value)
+    assert not math.isfinite(number(**{"_0": "inf", f"_{last}": "-inf"}))
 
 
 FF_BIAS = {"ff_bias": False}

@@ -123,13 +123,14 @@ def predictions() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def guide(video, audio, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
-    """What our graph returns at STEP."""
+def guide(video, audio, enabled=(1.0, 1.0), **changed) -> dict[str, torch.Tensor]:
+    """What our graph returns at STEP. changed: predictions or latents by name."""
     pairs = sigma_pairs(ltx2_schedule(STEPS), GUIDED_MAX_STEPS)
     computed = torch.ones(GUIDED_MAX_STEPS, 2)
     computed[STEP] = torch.tensor(enabled)
     values = (
         predictions()
+        | changed
         | step_number(STEP)
         | {
             "step_numbers": torch.arange(GUIDED_MAX_STEPS, dtype=torch.int32),
@@ -141,6 +142,17 @@ def guide(video, audio, enabled=(1.0, 1.0)) -> dict[str, torch.Tensor]:
         }
     )
     return Guide()(GuideInputs(*(values[field] for field in GuideInputs._fields)))._asdict()
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_guided_step_whose_latents_are_broken_says_so_in_one_number(stream, value):
+    (healthy,) = guide(OFF, OFF)["finite"]
+    assert healthy.isfinite()
+    broken = predictions()[f"cond_{stream}"].clone()
+    broken[0, -1, 5] = float(value)
+    (number,) = guide(OFF, OFF, **{f"cond_{stream}": broken})["finite"]
+    assert not number.isfinite()
 
 
 def ltx_guided(stream: str, parameters: dict) -> torch.Tensor:

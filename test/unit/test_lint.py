@@ -272,8 +272,12 @@ HLO = (
         ("f8e4m3fn[2]{0} convert(%a.1)", "NCC_EVRF051"),
         ('f32[2]{0} custom-call(%a.1), custom_call_target="Other"', "NCC_EHCA005"),
         (
-            "f32[8]{0} all-gather(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}",
-            "given all-reduce alone",
+            "f32[2]{0} all-to-all(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}",
+            "given all-gather, all-reduce, reduce-scatter alone",
+        ),
+        (
+            "f32[8]{0} all-gather(%a.1), replica_groups={{0,1},{2,3}}, dimensions={0}",
+            "ranks {{0,1},{2,3}}",
         ),
         (
             "f32[2]{0} all-reduce(%a.1), replica_groups=[2,2]<=[4], to_apply=%sum",
@@ -286,6 +290,15 @@ HLO = (
 def test_a_line_of_hlo_that_the_compiler_would_refuse_is_found(line, wanted):
     sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
     assert wanted in text_of(check_hlo(sums + HLO.format(line=line), TP))
+
+
+def test_gathers_and_scattered_sums_over_all_ranks_have_no_finding():
+    sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
+    for line in (
+        "f32[8]{0} all-gather(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}",
+        "f32[1]{0} reduce-scatter(%a.1), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%sum",
+    ):
+        assert check_hlo(sums + HLO.format(line=line), TP) == []
 
 
 def test_groups_written_short_are_the_same_groups():

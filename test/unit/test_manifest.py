@@ -73,7 +73,15 @@ def test_the_cost_of_a_run_is_the_sum_over_its_calls_and_the_largest_peak(tmp_pa
     compile_program(made, tmp_path, {}, torch.float32)
     costs = {name: cost(trace(made, name, torch.float32)) for name in made.graphs}
     total = Manifest(tmp_path).cost()
-    assert total.keys() == {"collectives", "collective_bytes", "flops", "peak_bytes"}
+    assert total.keys() == {
+        "collectives",
+        "collective_bytes",
+        "all_gather_bytes",
+        "reduce_scatter_bytes",
+        "elementwise_bytes",
+        "flops",
+        "peak_bytes",
+    }
     assert total["peak_bytes"] == costs["chain5"]["peak_bytes"] == 6 * BYTES
     assert total["flops"] == 2 * costs["chain2"]["flops"] + costs["chain5"]["flops"]
 

@@ -69,6 +69,23 @@ def test_a_copy_of_what_nxd_traces_uses_its_own_weights():
     assert (first(step=None, x=torch.ones(1))[0], second(step=None, x=torch.ones(1))[0]) == (1, 3)
 
 
+def test_a_graph_for_several_groups_of_blocks_takes_its_weights_as_inputs_and_has_none():
+    """Bound to one group's weights, it would have to be loaded once for each."""
+    graph = Graph(Scale(), ToyInputs, tuple)
+    module = nxd_compile.traceable(graph, cut=True)
+    assert [*inspect.signature(module.forward).parameters] == ["step", "x", "weight"]
+    assert not [*module.parameters()] and not [*module.buffers()]
+    for weight in (3.0, 5.0):
+        (scaled,) = module(step=None, x=torch.ones(2), weight=torch.tensor([weight]))
+        assert scaled.tolist() == [weight] * 2
+    assert graph.module.weight.item() == 1
+
+
+def test_the_keyword_of_a_weight_is_an_identifier():
+    name = nxd_compile.argument_name("transformer_blocks.0.attn1.to_q.weight")
+    assert name == "transformer_blocks__0__attn1__to_q__weight" and name.isidentifier()
+
+
 def test_small_tensors_are_summed_together_and_large_ones_alone(monkeypatch):
     """torch_xla is stood in for by what its all_reduce does with a list (pytorch/xla, torch_xla/
     core/xla_model.py): the tensors are replaced in place, as one operation."""
@@ -121,10 +138,16 @@ class Scale(nn.Module):
         return (inputs.x * self.weight,)
 
 
-def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor_constant():
-    examples = nxd_compile.example_inputs(toy(), FIELDS)
-    assert {name: Field(tuple(t.shape), t.dtype) for name, t in examples.items()} == FIELDS
-    assert examples["x"].unique().numel() > 1 and all(t.all() for t in examples.values())
+@pytest.mark.parametrize("cut", [False, True])
+def test_example_inputs_are_of_the_fields_different_objects_and_neither_zero_nor_constant(cut):
+    graph = toy()
+    graph.module.to(torch.bfloat16)
+    examples = nxd_compile.example_inputs(graph, FIELDS, cut)
+    weights = {"down__weight": Field((16, 4), torch.bfloat16)} if cut else {}
+    described = {name: Field(tuple(t.shape), t.dtype) for name, t in examples.items()}
+    assert described == FIELDS | weights
+    assert all(t.unique().numel() > 1 for t in examples.values() if t.numel() > 1)
+    assert all(t.all() for t in examples.values())
 
 
 def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks():
@@ -136,7 +159,7 @@ def test_flops_and_peak_bytes_are_counted_on_meta_without_nxd_and_without_ranks(
     assert cost["peak_bytes"] == 2 * 2 * product
 
 
-def test_all_reduces_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
+def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_that_orders_them():
     def shape(*dimensions, dtype=11, parts=()):
         return SHAPE(dimensions=dimensions, element_type=dtype, tuple_shapes=parts)
 
@@ -146,11 +169,16 @@ def test_all_reduces_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
         SHAPE(opcode="all-reduce", shape=together),
         SHAPE(opcode="add", shape=shape(9)),
         SHAPE(opcode="all-reduce", shape=shape(4)),
+        SHAPE(opcode="all-gather", shape=shape(1, 8, 3)),
+        SHAPE(opcode="reduce-scatter", shape=shape(parts=[shape(1, 2, 3), token])),
     ]
     hlo = SHAPE(computations=[SHAPE(instructions=operations)])
-    assert nxd_compile.collectives(hlo) == {
-        "collectives": 2,
-        "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4,
+    gathered, scattered = 4 * 8 * 3 // 4, 4 * 2 * 3 * 4
+    assert nxd_compile.collectives(hlo, tp=4) == {
+        "collectives": 4,
+        "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4 + gathered + scattered,
+        "all_gather_bytes": gathered,
+        "reduce_scatter_bytes": scattered,
     }
 
 
@@ -181,12 +209,6 @@ def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_ot
     )
 
 
-def test_a_program_cut_into_groups_of_blocks_is_refused():
-    cut = Program({"blocks": toy()}, {"main": (("blocks", 0), ("blocks", 4))}, FIELDS)
-    with pytest.raises(UserError, match="--blocks-per-graph 0"):
-        nxd_compile._check_calls(cut)
-
-
 def test_without_nkilib_its_kernel_is_refused_with_what_to_type():
     with pytest.raises(UserError, match="nkilib cannot be imported.*\n.*attention=matmul"):
         nki.register_for_xla(2)
@@ -202,5 +224,3 @@ def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compi
         *nxd_compile.PACKAGES
     }
     assert registry.identity(other, "dit") == {}
-    assert (ours.cut, other.cut) == (0, other.blocks_per_graph)
-    assert resolve(TRN2, ("backend=torchdist",)).cut == ours.blocks_per_graph

@@ -37,6 +37,52 @@ def test_a_backend_leaves_no_method_of_the_protocol_out(backend):
     assert not inspect.isabstract(BACKENDS[backend])
 
 
+def test_a_rank_keeps_its_part_and_of_a_field_per_block_a_tensor_for_each_group():
+    whole = torch.arange(64.0).view(1, 4, 16)
+    assert torch.equal(ranks.kept(WHOLE, "x", whole, 1)["x"], whole[:, :, 8:])
+    rows = torch.arange(24.0).view(6, 4)
+    parts = ranks.kept(PER_BLOCK, "keep_cond", rows, 1)
+    assert [*parts] == ["keep_cond" + ranks.group(PER_BLOCK, first) for first in (0, 3)]
+    assert torch.equal(torch.cat([*parts.values()]), rows)
+    assert ranks.group(WHOLE, 3) == ""
+
+
+LATENT = torch.ones(1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("number", "video", "broken", "looked_at"),
+    [
+        (0.5, LATENT, [], ["finite"]),
+        (float("nan"), LATENT * float("nan"), ["v"], ["finite", "v", "a"]),
+        (float("-inf"), LATENT * float("-inf"), ["v"], ["finite", "v", "a"]),
+        # each number is one, and their sum is none
+        (float("inf"), LATENT * 3e38, ["v", "a"], ["finite", "v", "a"]),
+    ],
+)
+def test_latents_are_downloaded_only_where_the_number_says_that_one_is_broken(
+    number, video, broken, looked_at
+):
+    names = {"v": "video_latent", "a": "audio_latent"}
+    held = {"finite": torch.tensor([number]), "video_latent": video, "audio_latent": LATENT}
+    downloads = []
+
+    def download(name: str) -> torch.Tensor:
+        downloads.append(name)
+        return held[name]
+
+    found = ranks.broken_latents(["video_latent", "y", "finite"], {"y": "audio_latent"}, download)
+    assert found == [names[name] for name in broken]
+    assert downloads == [names.get(name, name) for name in looked_at]
+
+
+def test_what_a_run_without_that_number_leaves_is_not_looked_at():
+    def download(_):
+        pytest.fail("downloaded")
+
+    assert ranks.broken_latents(["video_x0", "audio_x0"], {}, download) == []
+
+
 @pytest.mark.parametrize(
     ("field", "shape"), [(WHOLE, (1, 4, 16)), (PER_BLOCK, (3, 4)), (PER_BLOCK, (6, 4))]
 )

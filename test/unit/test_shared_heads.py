@@ -1,13 +1,12 @@
 """More ranks than Gemma3 has key-value heads, as 16 ranks and its 8: neighbours share a head, and
 nothing else changes."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import block_summands, fp32_bound, one_thread, randn, rel  # noqa: F401
+from helpers import Together, block_summands, fp32_bound, one_thread, randn, rel  # noqa: F401
 from safetensors.torch import load_file
 from torch.func import functional_call
 
@@ -26,25 +25,6 @@ HEADS, KEY_VALUE_HEADS, TOKENS = 8, 2, 12
 DEGREES = (1, 2, 4, 8)  # a rank holds 2 heads, 1, 1 shared by two ranks, 1 shared by four
 # Two layers of a width of 32, whose sums over up to eight ranks have another order
 EQUAL = fp32_bound(*block_summands(32, TOKENS, attentions=1) * 2)
-
-
-class Together:
-    """Comm of ranks that are threads of this process: each waits for the summands of all."""
-
-    def __init__(self, size: int):
-        self.size, self._given = size, {}
-        self._met, self._read = threading.Barrier(size), threading.Barrier(size)
-
-    def sum(self, *tensors):
-        self._given[threading.get_ident()] = tensors
-        self._met.wait(timeout=30)
-        summed = tuple(
-            torch.stack(parts).sum(0) for parts in zip(*self._given.values(), strict=True)
-        )
-        if self._read.wait(timeout=30) == 0:
-            self._given.clear()
-        self._met.wait(timeout=30)
-        return summed
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import (
     Graph,
     connector_program,
+    cut_graphs,
     dit_program,
     gemma3_program,
     weight_name,
@@ -46,6 +47,10 @@ BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
 GUIDED = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3, guided=True)
 # All-reduces of a block: q/k norms of three stages; two streams x (three attentions, feed-forward)
 STATISTICS, ACTIVATIONS = 3, 8
+COLLECTIVES = {
+    f"_c10d_functional.{name}.default"
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+}
 CONNECTOR_SUMS, GEMMA_SUMS = 5, 2  # of a layer
 
 
@@ -69,6 +74,9 @@ def manifests(gemma, tmp_path_factory):
         "whole step": partial(dit_program, config, BUCKET, blocks_per_graph=0, **common),
         "guided": partial(
             dit_program, config, GUIDED, blocks_per_graph=1, attention="nki", **common
+        ),
+        "divided": partial(
+            dit_program, config, BUCKET, blocks_per_graph=1, sequence_parallel=True, **common
         ),
         "gemma3": partial(gemma3_program, gemma, config, 128, states=True, **common),
         "connectors": partial(connector_program, config, **common),
@@ -165,7 +173,7 @@ def test_lint_finds_nothing_in_the_graphs_that_the_ranks_read(graphs):
 
 def test_every_operation_that_lint_allows_in_an_exported_graph_is_needed(graphs):
     used = {str(node.target) for exported in graphs.values() for node in operations(exported)}
-    sums = {"_c10d_functional.all_reduce.default", fx.WAIT}
+    sums = {*COLLECTIVES, fx.WAIT}
     assert used == fx.EXPORTED | sums
 
 
@@ -470,3 +478,17 @@ def test_groups_of_blocks_are_all_alike_and_at_most_as_long_as_wanted(wanted, ca
     length = layers // calls
     assert firsts == list(range(0, layers, length))
     assert len(program.graphs["blocks"].module.transformer_blocks) == length
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize(
+    ("wanted", "cut"), [(0, set()), (1, {"blocks"}), (2, {"blocks"}), (4, set())]
+)
+def test_only_a_graph_that_is_called_for_other_blocks_again_has_no_weights_of_its_own(
+    guided, wanted, cut
+):
+    """A guided step runs all its graphs once for each pass, on the same weights every time."""
+    config = made_config(TinySizes(layers=4))[1]
+    bucket = GUIDED if guided else BUCKET
+    program = dit_program(config, bucket, 1, SingleRank(), torch.float32, wanted)
+    assert cut_graphs(program.runs) == cut

@@ -42,8 +42,8 @@ SOURCE = Path(torchdist.__file__).parents[2]
 TP, WIDTH = 2, 256  # wide enough that a tensor has more bytes than a command
 EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole
 SHOWS = 0.1  # another step's number, other weights or a part too few
-# what a step may cost the host, over all ranks: a command is a short line, never a tensor
-COMMAND_BYTES = 1000
+COMMAND_BYTES = 1000  # of a step, over all ranks: a short line, never a tensor
+STEPS = 10  # numbers that a run may name
 SOON = 10  # seconds in which every process must have ended; it takes a tenth of one
 KILLS = 50  # memory that had a name stayed after two of five
 
@@ -59,6 +59,7 @@ class ToyInputs(NamedTuple):
 class ToyOutputs(NamedTuple):
     y: Tensor
     doubled: Tensor
+    finite: Tensor
 
 
 class Toy(nn.Module):
@@ -72,7 +73,8 @@ class Toy(nn.Module):
 
     def forward(self, inputs: ToyInputs) -> ToyOutputs:
         (summed,) = self.comm.sum(getattr(self, self.name).partial(inputs.table))
-        return ToyOutputs(summed + inputs.step * inputs.x, inputs.table * 2)
+        y = summed + inputs.step * inputs.x
+        return ToyOutputs(y, inputs.table * 2, y.mean((1, 2)))
 
 
 def make_toy(
@@ -89,6 +91,7 @@ def make_toy(
         "table": split,
         "y": whole,
         "doubled": split,
+        "finite": Field((1,), torch.float32),
     }
     with torch.device("meta"):
         graph = Graph(Toy(width, comm, names[0]), ToyInputs, ToyOutputs)
@@ -105,6 +108,12 @@ def make_toy(
         x=randn(1, 4, width, seed=3),
         table=randn(1, 4, width, seed=4),
     )
+
+
+def upload(ranks: Ranks, toy, name: str = "toy") -> None:
+    """All that a run of the toy takes."""
+    ranks.put(name, x=toy.x, table=toy.table)
+    ranks.put_numbers(name, "step", STEPS)
 
 
 def write_weights(folder: Path, width: int, seed: int, layer: str) -> Tensor:
@@ -167,7 +176,7 @@ def started():
 def ranks(started, toy):
     """The ranks with the toy loaded and its inputs uploaded."""
     started.load(toy.folders[1], toy.programs, torch.float32)
-    started.put("toy", x=toy.x, table=toy.table)
+    upload(started, toy)
     return started
 
 
@@ -228,13 +237,18 @@ def test_a_tensor_that_no_graph_knows_is_refused(ranks):
         ranks.put("toy", unknown=torch.zeros(1))
 
 
-def test_a_run_costs_the_host_a_short_command_and_an_upload_its_bytes(ranks, toy):
-    sent = ranks.bytes_sent
+def test_a_run_costs_the_host_a_short_command_and_no_upload_and_an_upload_its_bytes(ranks, toy):
+    sent, said = ranks.bytes_sent, ranks.command_bytes
     ranks.run("toy", step=7)
-    run = ranks.bytes_sent - sent
-    assert 0 < run < COMMAND_BYTES
+    assert ranks.bytes_sent == sent
+    assert 0 < ranks.command_bytes - said < COMMAND_BYTES
     ranks.put("toy", x=toy.x)
-    assert toy.x.nbytes < ranks.bytes_sent - sent - run < toy.x.nbytes + COMMAND_BYTES
+    assert ranks.bytes_sent - sent == toy.x.nbytes
+
+
+def test_a_number_that_was_not_uploaded_is_not_made_up(toy):
+    with ready(toy) as ranks, pytest.raises(RankError, match="step@10"):
+        ranks.run("toy", step=STEPS)
 
 
 def test_a_program_says_what_it_returns(ranks):
@@ -267,7 +281,7 @@ def test_two_models_stay_loaded_beside_each_other_and_each_has_its_own_weights(
     other = make_toy(tmp_path, names=("up", "other"))
     ranks.load(other.folders[1], other.programs, torch.float32)
     ranks.replace_weights(toy.folders[2])
-    ranks.put("other", x=toy.x, table=toy.table)
+    upload(ranks, toy, "other")
     for name, weights, seed in (("other", other, 1), ("toy", toy, 2)):
         ranks.run(name, step=3)
         assert rel(ranks.get(name, "y"), wanted(toy, 3, seed)) < EQUAL
@@ -280,7 +294,7 @@ def test_two_models_stay_loaded_beside_each_other_and_each_has_its_own_weights(
 def test_an_unloaded_model_may_be_loaded_again(ranks, toy):
     ranks.unload()
     ranks.load(toy.folders[2], toy.programs, torch.float32)
-    ranks.put("toy", x=toy.x, table=toy.table)
+    upload(ranks, toy)
     ranks.run("toy", step=2)
     assert rel(ranks.get("toy", "y"), wanted(toy, 2, seed=2)) < EQUAL
 
@@ -291,7 +305,7 @@ def test_unloading_frees_weights_and_tensors_and_a_ranks_own_error_reaches_the_h
     with Ranks(PROFILES["cpu"], TP) as ranks:
         pids = pids_of(ranks)
         ranks.load(toy.folders[1], toy.programs, torch.float32)
-        ranks.put("toy", x=toy.x, table=toy.table)
+        upload(ranks, toy)
         ranks.run("toy", step=1)
         loaded = [resident(pid) for pid in pids]
         ranks.unload()
@@ -327,7 +341,7 @@ def ready(toy) -> Ranks:
     """Ranks of their own, that a test may break."""
     ranks = Ranks(PROFILES["cpu"], TP)
     ranks.load(toy.folders[1], toy.programs, torch.float32)
-    ranks.put("toy", x=toy.x, table=toy.table)
+    upload(ranks, toy)
     return ranks
 
 
@@ -353,7 +367,7 @@ def test_a_rank_whose_weights_are_cut_short_under_it_is_named_and_its_end_explai
     weights = Path(shutil.copytree(toy.folders[1], tmp_path / "weights"))
     with Ranks(PROFILES["cpu"], TP) as ranks:
         ranks.load(weights, toy.programs, torch.float32)
-        ranks.put("toy", x=toy.x, table=toy.table)
+        upload(ranks, toy)
         os.truncate(weights / rank_file(1), 0)
         with pytest.raises(
             RankError,
@@ -428,9 +442,10 @@ weights, graphs = map(Path, sys.argv[1:])
 with Ranks(PROFILES["cpu"], 2) as ranks:
     ranks.load(weights, {"toy": Manifest(graphs)}, torch.float32)
     ranks.put("toy", x=torch.zeros(1, 4, 256), table=torch.zeros(1, 4, 256))
+    ranks.put_numbers("toy", "step", 2)
     print("ready", flush=True)
     for step in range(1000):
-        ranks.run("toy", step=step)
+        ranks.run("toy", step=step % 2)
         ranks.check()
         if step == 200:
             print("runs", flush=True)

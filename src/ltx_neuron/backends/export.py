@@ -5,13 +5,14 @@ a graph costs a rank is counted in the graph itself.
 """
 
 import io
+import operator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
@@ -22,8 +23,8 @@ GROUP = "0"  # c10d's name of the default group, the same in every process
 
 
 class TorchDistComm:
-    """Comm over the default process group, in the form that TorchNeuron lowers: plain all-reduces
-    only.
+    """Comm over the default process group, in the form that TorchNeuron lowers: plain collectives
+    of one tensor each.
 
     Statistics, one number per token, travel in one flat buffer: their last dimension is 1.
     Activations travel alone: concatenating one of 50 MB costs more than a launch.
@@ -41,6 +42,23 @@ class TorchDistComm:
         flat = _all_reduce(torch.cat([t.flatten() for t in tensors]))
         parts = flat.split([t.numel() for t in tensors])
         return tuple(part.view(t.shape) for part, t in zip(parts, tensors, strict=True))
+
+    # Along dimension 0, as both collectives are: the batch is 1. As operations, because the names
+    # of torch's functions for them change between 2.12 and 2.13.
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor
+        gathered = _OPERATIONS.all_gather_into_tensor(tensor.flatten(0, 1), self.size, GROUP)
+        return functional.wait_tensor(gathered).unsqueeze(0)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor
+        own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, GROUP)
+        return functional.wait_tensor(own).unsqueeze(0)
+
+
+_OPERATIONS = torch.ops._c10d_functional
 
 
 def _all_reduce(tensor: Tensor) -> Tensor:
@@ -148,16 +166,21 @@ def _save(exported: torch.export.ExportedProgram, path: Path) -> None:
 def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
     """What one call of a graph costs a rank, counted in the graph.
 
-    collectives       all-reduces
+    collectives       all-reduces, all-gathers and reduce-scatters
     collective_bytes  bytes that a rank puts into them
+    *_bytes           of these, bytes that it puts into all-gathers and into reduce-scatters
+    elementwise_bytes bytes that norms, modulation, RoPE, gates and residuals read and write, each
+                      operation for itself: a compiler that fuses them moves fewer
     flops             of matrix products and attention, as torch counts them: a multiply-add is two
     peak_bytes        as peak_bytes() counts them
     """
-    reduced = [
-        node.meta["val"]
-        for node in exported.graph.nodes
-        if node.target == torch.ops._c10d_functional.all_reduce.default
-    ]
+    collectives = collective_cost(
+        [
+            (_COLLECTIVES[node.target], _nbytes(node.args[0].meta["val"]))
+            for node in exported.graph.nodes
+            if node.target in _COLLECTIVES
+        ]
+    )
     arguments = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
     # Called on meta tensors: operations are counted, nothing is computed.
     with FlopCounterMode(display=False) as counter:
@@ -165,11 +188,53 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
             *(torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments)
         )
     return {
-        "collectives": len(reduced),
-        "collective_bytes": sum(_nbytes(tensor) for tensor in reduced),
+        **collectives,
+        "elementwise_bytes": sum(map(_elementwise_bytes, exported.graph.nodes)),
         "flops": counter.get_total_flops(),
         "peak_bytes": peak_bytes(exported),
     }
+
+
+def collective_cost(sizes: list[tuple[str, int]]) -> dict[str, int]:
+    """What `cost` says of collectives, from the kind ("all_reduce", "all_gather",
+    "reduce_scatter") and the bytes a rank puts in of each."""
+    gathered, scattered = (
+        sum(size for kind, size in sizes if kind == wanted)
+        for wanted in ("all_gather", "reduce_scatter")
+    )
+    return {
+        "collectives": len(sizes),
+        "collective_bytes": sum(size for _, size in sizes),
+        "all_gather_bytes": gathered,
+        "reduce_scatter_bytes": scattered,
+    }
+
+
+_COLLECTIVES = {
+    _OPERATIONS.all_reduce.default: "all_reduce",
+    _OPERATIONS.all_gather_into_tensor.default: "all_gather",
+    _OPERATIONS.reduce_scatter_tensor.default: "reduce_scatter",
+}
+
+
+def _elementwise_bytes(node: fx.Node) -> int:
+    """What an operation reads and writes, if it is neither a view, a product, an attention nor a
+    collective."""
+    computes = node.op == "call_function" and node.target not in (*_COLLECTIVES, *_NOT_ELEMENTWISE)
+    value = node.meta.get("val")
+    if not computes or not isinstance(value, Tensor) or _is_view(node):
+        return 0
+    return sum(_nbytes(each.meta["val"]) for each in node.all_input_nodes) + _nbytes(value)
+
+
+_NOT_ELEMENTWISE = {
+    operator.getitem,
+    _OPERATIONS.wait_tensor.default,
+    torch.ops.aten.linear.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.ltx_neuron.attention_cte.default,
+}
 
 
 def peak_bytes(exported: torch.export.ExportedProgram) -> int:

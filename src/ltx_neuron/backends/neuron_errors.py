@@ -147,7 +147,7 @@ TABLE = (
         (),
         ("NCC_EXTP004", "NCC_EBVF030", "NCC_EVRF007", "instruction.{0,20}limit"),
         "the graph has more instructions than the compiler allows",
-        "cut it: --blocks-per-graph 4 on a profile that cuts graphs, a smaller size, or more ranks",
+        "cut it into smaller ones: --blocks-per-graph 2 or 1; or a smaller size, or more ranks",
     ),
     Known(
         (),

@@ -1,15 +1,17 @@
 """NxD's runtime: this one process drives all ranks of a program on a chip's cores. nxd_compile.py
 makes the graphs.
 
-Rank files are read with our own strict check, and every graph is bound to one copy of the weights.
-What needs the hardware is behind one call each: NxDModel's load, set_weights, to_neuron and its
-call, and `to_core`. Not run on hardware by us.
+Rank files are read with our own strict check and uploaded once. A graph is bound to this one copy,
+or, if it serves several groups of blocks, is handed the weights of one of them in each call: lists
+of tensors that are on the cores already. What needs the hardware is behind one call each:
+NxDModel's load, set_weights, to_neuron and its call, and `to_core`. Not run on hardware by us.
 """
 
 import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,12 +20,11 @@ from torch import Tensor
 from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
-from ltx_neuron.backends.nxd_compile import WRAPPED, set_environment
+from ltx_neuron.backends.nxd_compile import WRAPPED, argument_name, set_environment
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.errors import UserError
-from ltx_neuron.models.programs import weight_name
+from ltx_neuron.models.programs import cut_graphs, weight_name
 from ltx_neuron.profiles import Profile
-from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.rankfiles import RESHARD, load_rank_file, open_rank_file, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -34,16 +35,19 @@ def to_core(tensor: Tensor, rank: int) -> Tensor:
 
 
 class _WeightSet:
-    """One copy of a model's weights on the cores, and the graphs that are bound to it.
+    """One copy of a model's weights on the cores, and the graphs that use it.
 
-    tensors  by rank, then by name; None until the first graph is bound
-    models   NxDModels by (program, graph)
+    tensors    by rank, then by name; None until the first graph is there
+    models     NxDModels by (program, graph)
+    arguments  of a graph that takes its weights as inputs, by (program, graph, first block): by
+               keyword, one tensor a rank
     """
 
     def __init__(self, folder: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype):
         self.folder, self.wanted, self.dtype = folder, wanted, dtype
         self.tensors: list[dict[str, Tensor]] | None = None
         self.models: dict[tuple[str, str], object] = {}
+        self.arguments: dict[tuple[str, str, int], dict[str, list[Tensor]]] = {}
         self.manifests: dict[str, Manifest] = {}
 
     def read(self, folder: Path, tp: int) -> list[dict[str, Tensor]]:
@@ -61,18 +65,32 @@ class _WeightSet:
         if self.tensors is None:
             model.set_weights(self.read(self.folder, tp))
             self.tensors = model.weights
-        first_blocks = {name: first for calls in manifest.runs.values() for name, first in calls}
-        names = {
-            parameter: weight_name(parameter, first_blocks[graph])
-            for parameter in manifest.graphs[graph]["parameters"]
-        }
+        firsts = {first for run in manifest.runs.values() for name, first in run if name == graph}
+        weights = {first: self._weights(manifest.graphs[graph], first) for first in firsts}
+        bound = {}
+        if graph in cut_graphs(manifest.runs):
+            for first, parts in weights.items():
+                named = {argument_name(parameter): each for parameter, each in parts.items()}
+                self.arguments[program, graph, first] = named
+        else:
+            (bound,) = weights.values()
         # Not by set_weights, which would upload another copy for each graph.
         model.weights = [
-            {WRAPPED + parameter: tensors[name] for parameter, name in names.items()}
-            for tensors in self.tensors
+            {WRAPPED + parameter: parts[rank] for parameter, parts in bound.items()}
+            for rank in range(tp)
         ]
         model.to_neuron()
         self.models[program, graph] = model
+
+    def _weights(self, described: dict, first_block: int) -> dict[str, list[Tensor]]:
+        """A graph's weights for the blocks from `first_block` on, by parameter: one tensor a rank.
+        They are checked here, once, and not in calls."""
+        weights = {}
+        for parameter, shape in described["parameters"].items():
+            name = weight_name(parameter, first_block)
+            parts = weights[parameter] = [tensors[name] for tensors in self.tensors]
+            _check(name, parts, (tuple(shape), self.dtype))
+        return weights
 
     def release(self, programs: set[str]) -> None:
         """Free programs. NxD has no unload: device memory is free once nothing refers to it."""
@@ -81,7 +99,17 @@ class _WeightSet:
         for key in [key for key in self.models if key[0] in programs]:
             model = self.models.pop(key)
             model.spmd_models, model.weights, model.states = {}, [], []
+        for key in [key for key in self.arguments if key[0] in programs]:
+            del self.arguments[key]
         gc.collect()
+
+
+def _check(name: str, parts: list[Tensor], wanted: tuple[tuple[int, ...], torch.dtype]) -> None:
+    """Raise RuntimeError unless what the ranks hold of a tensor has this shape and dtype. NxD
+    routes by names and shapes: another dtype would be read as if it were the graph's."""
+    for part in parts:
+        if (tuple(part.shape), part.dtype) != wanted:
+            raise RuntimeError(f"{name}: got {tuple(part.shape)} {part.dtype}, wanted {wanted}")
 
 
 def _open(manifest: Manifest, graph: str, tp: int):
@@ -120,7 +148,8 @@ class Ranks(ranks.Ranks):
         environment.set_communicator(profile, tp)
         # The runtime takes every core of the machine otherwise.
         os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp))
-        self.tp, self.bytes_sent = tp, 0
+        self.tp = tp
+        self.bytes_sent = self.command_bytes = 0
         self.programs: dict[str, Manifest] = {}
         self._sets: list[_WeightSet] = []
         self._sequences: dict[tuple[str, str], list] = {}
@@ -185,8 +214,9 @@ class Ranks(ranks.Ranks):
         for name, tensor in tensors.items():
             field = self.programs[program].fields[like or name]
             ranks.check_shape(program, name, field, tensor, self.tp)
-            parts = [ranks.part_of(field, tensor, rank) for rank in range(self.tp)]
-            self._upload(name, [part.to(field.dtype) for part in parts])
+            kept = [ranks.kept(field, name, tensor, rank) for rank in range(self.tp)]
+            for each in kept[0]:
+                self._upload(each, [parts[each].to(field.dtype) for parts in kept])
 
     def _upload(self, name: str, parts: list[Tensor]) -> None:
         with explained():
@@ -200,32 +230,31 @@ class Ranks(ranks.Ranks):
         self._sequences[program, sequence] = runs
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        for name, number in numbers.items():
-            field = self.programs[program].fields[name]
-            filled = torch.full(field.shape, number, dtype=field.dtype)
-            self._upload(name, [filled] * self.tp)
+        chosen = {name: ranks.at(name, number) for name, number in numbers.items()}
         held = next(loaded for loaded in self._sets if program in loaded.manifests)
         manifest, start = held.manifests[program], time.perf_counter()
         for run, reads, writes in self._sequences.get((program, sequence), [(sequence, {}, {})]):
-            for graph, _ in manifest.runs[run]:
-                self._call(held.models[program, graph], manifest, graph, reads, writes)
+            for graph, first in manifest.runs[run]:
+                self._call(held, program, graph, first, reads | chosen, writes)
         # The ranked mode returns when the last rank is done.
         milliseconds = (time.perf_counter() - start) * 1e3
-        latents = ranks.latents_among(manifest.graphs[graph]["outputs"], writes)
-        if broken := [name for name in latents if not finite(self.get(program, name))]:
+        outputs = manifest.graphs[graph]["outputs"]
+        if broken := ranks.broken_latents(outputs, writes, partial(self.get, program)):
             raise NotFiniteError(broken)
         return milliseconds
 
-    def _call(self, model, manifest: Manifest, graph: str, reads: dict, writes: dict) -> None:
-        described, fields = manifest.graphs[graph], manifest.fields
-        values = {name: self._tensors[reads.get(name, name)] for name in described["inputs"]}
-        # NxD routes by names and shapes: another dtype would be read as if it were the graph's.
-        for name, parts in values.items():
-            wanted = fields[name].shape, fields[name].dtype
-            if any((tuple(part.shape), part.dtype) != wanted for part in parts):
-                raise RuntimeError(
-                    f"{graph}.{name}: got {tuple(parts[0].shape)} {parts[0].dtype}, wanted {wanted}"
-                )
+    def _call(
+        self, held: _WeightSet, program: str, graph: str, first: int, reads: dict, writes: dict
+    ) -> None:
+        """Launch a graph for the blocks from `first` on."""
+        described, fields = held.manifests[program].graphs[graph], held.manifests[program].fields
+        values = {}
+        for name in described["inputs"]:
+            field = fields[name]
+            values[name] = self._tensors[reads.get(name, name) + ranks.group(field, first)]
+            _check(f"{graph}.{name}", values[name], (field.shape, field.dtype))
+        values |= held.arguments.get((program, graph, first), {})
+        model = held.models[program, graph]
         with explained():
             # One list per output, with a tensor per rank
             outputs = model(**values, model_name=described["tag"], forward_mode="ranked")

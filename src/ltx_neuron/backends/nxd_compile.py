@@ -1,9 +1,10 @@
 """Graphs for NxD: one process traces a program for all ranks with ModelBuilder V2 and compiles it
 to files, which nxd.py runs.
 
-The programs and manifests are export.py's; a graph is one NEFF in a file of NxD's own. neuronx-cc
-is behind the one call of `builder.compile`. Written from NxD 0.18's source; NxD is supported up to
-SDK 2.33, with torch 2.9.
+The programs and manifests are export.py's; a graph is one NEFF in a file of NxD's own. NxD binds a
+graph's weights when it loads the graph, so one that serves several groups of blocks has none of its
+own: its weights are inputs. neuronx-cc is behind the one call of `builder.compile`. Written from
+NxD 0.18's source; NxD is supported up to SDK 2.33, with torch 2.9.
 """
 
 import inspect
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ltx_neuron.backends import export, nki
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
@@ -23,7 +25,7 @@ from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, whole_file
 from ltx_neuron.machine import package_version
-from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import Profile
 
@@ -54,8 +56,8 @@ def set_environment(profile: Profile) -> None:
 
 class XlaComm:
     """Comm that sums the small tensors of a call in one variadic all-reduce and every large one
-    alone: over NxD's replica groups, or those given. On meta tensors it is the identity, which
-    counting needs no ranks for.
+    alone: over NxD's replica groups, or those given. On meta tensors it only gives the shapes,
+    which counting needs no ranks for.
 
     One launch for many small tensors saves waiting. What the compiler makes of large ones together
     is not known, and copying them into one buffer would cost more than a launch.
@@ -78,6 +80,29 @@ class XlaComm:
                 summed[index] = tensor
         return tuple(summed)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor
+        if tensor.is_meta:
+            return tensor.repeat(1, self.size, 1)
+        import torch_xla.core.xla_model as xm
+
+        groups = self.groups or _replica_groups()
+        # A pinned layout would make it an all-reduce of a padded tensor.
+        return xm.all_gather(tensor, dim=1, groups=groups, pin_layout=False)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor
+        if tensor.is_meta:
+            return tensor.unflatten(1, (self.size, -1)).sum(1)
+        import torch_xla.core.xla_model as xm
+
+        groups = self.groups or _replica_groups()
+        return xm.reduce_scatter(
+            xm.REDUCE_SUM, tensor, 1.0, 1, self.size, groups=groups, pin_layout=False
+        )
+
 
 def _calls(tensors: tuple[Tensor, ...]) -> list[list[int]]:
     """The indices of the tensors that travel in each all-reduce, alike on every rank."""
@@ -92,33 +117,54 @@ def _replica_groups() -> list[list[int]]:
     return parallel_state.get_tensor_model_parallel_replica_groups()
 
 
-def traceable(graph: Graph) -> nn.Module:
+def argument_name(parameter: str) -> str:
+    """The keyword of a weight that is an input."""
+    return parameter.replace(".", "__")
+
+
+def traceable(graph: Graph, cut: bool = False) -> nn.Module:
     """A graph's module with one keyword for each of its inputs: NxD reads the signature of
-    `forward` and refuses **tensors."""
+    `forward` and refuses **tensors. `cut`: the weights are inputs as well, and the module that NxD
+    sees has none."""
+    weights = _arguments(graph) if cut else {}
 
     def forward(self, **tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.module(graph.inputs(**tensors)))
+        inputs = graph.inputs(*(tensors[name] for name in graph.inputs._fields))
+        if not cut:
+            return tuple(self.module(inputs))
+        given = {parameter: tensors[argument] for argument, parameter in weights.items()}
+        return tuple(functional_call(graph.module, given, (inputs,), strict=True))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     # A class of its own: torch_neuronx may copy the module, and a forward bound to the first one
     # would then use that one's weights.
     forward.__signature__ = inspect.Signature(
-        [inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields)]
+        [inspect.Parameter(name, kind) for name in ("self", *graph.inputs._fields, *weights)]
     )
     module = type("Traceable", (nn.Module,), {"forward": forward})()
-    module.module = graph.module
+    if not cut:
+        module.module = graph.module
     return module
 
 
-def example_inputs(graph: Graph, fields: dict[str, Field]) -> dict[str, Tensor]:
+def _arguments(graph: Graph) -> dict[str, str]:
+    """A graph's parameters by their keywords."""
+    return {argument_name(name): name for name, _ in graph.module.named_parameters()}
+
+
+def example_inputs(graph: Graph, fields: dict[str, Field], cut: bool = False) -> dict[str, Tensor]:
     """Inputs to trace a graph with: distinct, since NxD merges inputs that are one object, and not
-    constant, since a constant may be folded into the graph."""
+    constant, since a constant may be folded into the graph. `cut` as in traceable."""
+    wanted = {name: fields[name][:2] for name in graph.inputs._fields}
+    if cut:
+        weights = graph.module.named_parameters()
+        wanted |= {argument_name(name): (value.shape, value.dtype) for name, value in weights}
     generator = torch.Generator().manual_seed(0)
-    drawn = {
-        name: torch.rand(fields[name].shape, generator=generator) + 0.5
-        for name in graph.inputs._fields
-    }
-    return {name: (value * 4).to(fields[name].dtype) for name, value in drawn.items()}
+
+    def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return (4 * (torch.rand(shape, generator=generator) + 0.5)).to(dtype)
+
+    return {name: drawn(*described) for name, described in wanted.items()}
 
 
 def trace(program: Program, name: str, tag: str):
@@ -126,12 +172,15 @@ def trace(program: Program, name: str, tag: str):
     Raises RuntimeError for weights that the traced graph does not take."""
     from neuronx_distributed import ModelBuilder
 
-    graph = program.graphs[name]
-    module = traceable(graph).to_empty(device="cpu")
-    builder = ModelBuilder(module).trace(kwargs=example_inputs(graph, program.fields), tag=tag)
+    graph, cut = program.graphs[name], name in cut_graphs(program.runs)
+    module = traceable(graph, cut).to_empty(device="cpu")
+    examples = example_inputs(graph, program.fields, cut)
+    builder = ModelBuilder(module).trace(kwargs=examples, tag=tag)
     # A weight that tracing turned into a constant would be rank 0's on every rank.
-    traced = builder.trace_artifacts_collection[tag].weight_name_to_idx
-    if lost := sorted({parameter for parameter, _ in module.named_parameters()} - {*traced}):
+    traced = builder.trace_artifacts_collection[tag]
+    unused = {traced.provided_args[index].param_name for index in traced.flattener.exclude or ()}
+    lost = {parameter for parameter, _ in module.named_parameters()} - {*traced.weight_name_to_idx}
+    if lost := sorted(lost | (unused & {*_arguments(graph)})):
         raise RuntimeError(
             f"{name}: weights that became constants or are not used: {', '.join(lost)}"
         )
@@ -160,7 +209,7 @@ def compile_program(
     tp: int,
 ) -> None:
     """Trace and compile every graph of the program that `make()` returns into `folder` and, last,
-    write the manifest. Raises UserError for a program that is cut into groups of blocks.
+    write the manifest.
 
     ModelBuilder V2 never looks into the compile cache: a folder that has its manifest is not
     compiled again by the caller.
@@ -173,9 +222,8 @@ def compile_program(
     (folder / MANIFEST).unlink(missing_ok=True)
     flags, graphs = compiler_flags(profile, identity["model"]), {}
     program = make()
-    _check_calls(program)
     # While the modules are on meta. The HLO does not show what is inside a kernel, nor what is
-    # alive at once, so both are counted in an exported graph: a minute for 48 blocks.
+    # alive at once, so both are counted in an exported graph.
     costs = {name: export.cost(export.trace(program, name, dtype)) for name in program.graphs}
     # After counting, which the operation's own reference serves.
     if profile.attention == "nki":
@@ -190,17 +238,6 @@ def compile_program(
     write_manifest(folder, identity, program, graphs, compiler_flags=flags)
 
 
-def _check_calls(program: Program) -> None:
-    """A graph's weights are bound when it is loaded, so one that stands for several groups of
-    blocks would be loaded once for each of them."""
-    called = [name for calls in program.runs.values() for name, _ in calls]
-    if len(called) != len({*called}):
-        raise UserError(
-            "NxD runs a step as one graph, this program cuts it into groups of blocks. Type"
-            " --blocks-per-graph 0"
-        )
-
-
 def _compile(
     program: Program, name: str, tag: str, folder: Path, flags: str, cost: dict[str, int]
 ) -> dict:
@@ -213,13 +250,18 @@ def _compile(
     graph, path, workdir = program.graphs[name], folder / graph_file(name, "nxd"), "neuronx-cc"
     builder = trace(program, name, tag)
     compiled = builder.compile(compiler_workdir=str(folder / workdir), compiler_args=flags)
+    # NxD saves the inputs it traced with, which may be weights. Of these only the shapes count.
+    compiled.reserved_example_inputs = {
+        tag: [torch.zeros((), dtype=each.dtype).expand(each.shape) for each in examples]
+        for tag, examples in compiled.reserved_example_inputs.items()
+    }
     with whole_file(path) as partial:
         compiled.save(str(partial))
     shutil.rmtree(folder / workdir)
     parameters = {
         parameter: list(value.shape) for parameter, value in graph.module.named_parameters()
     }
-    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo)
+    cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, builder.world_size)
     return {**describe_graph(graph, path, parameters, cost), "tag": tag}
 
 
@@ -227,18 +269,25 @@ def _compile(
 _DTYPE_BYTES = {2: 1, 3: 2, 4: 4, 5: 8, 10: 2, 11: 4, 12: 8, 16: 2}
 
 
-def collectives(hlo) -> dict[str, int]:
-    """All-reduces of a graph and the bytes a rank puts into them, counted in its HLO."""
-    reductions = [
-        instruction
-        for computation in hlo.computations
-        for instruction in computation.instructions
-        if instruction.opcode == "all-reduce"
-    ]
-    shapes = [shape for each in reductions for shape in each.shape.tuple_shapes or [each.shape]]
-    # XLA keeps all-reduces in order by a scalar that travels with them and is no part of the model.
-    tensors = [shape for shape in shapes if shape.dimensions]
-    nbytes = sum(
-        math.prod(shape.dimensions) * _DTYPE_BYTES[shape.element_type] for shape in tensors
+def collectives(hlo, tp: int) -> dict[str, int]:
+    """The collectives of a graph of tp ranks as export.cost counts them, counted in its HLO."""
+    # Of what comes out, as much as a rank puts in.
+    put_in = {"all-reduce": (1, 1), "all-gather": (1, tp), "reduce-scatter": (tp, 1)}
+    sizes = []
+    for computation in hlo.computations:
+        for instruction in computation.instructions:
+            if instruction.opcode in put_in:
+                times, over = put_in[instruction.opcode]
+                size = _nbytes(instruction.shape) * times // over
+                sizes.append((instruction.opcode.replace("-", "_"), size))
+    return export.collective_cost(sizes)
+
+
+def _nbytes(shape) -> int:
+    """Bytes of an instruction's result. XLA keeps collectives in order by a scalar that travels
+    with them and is no part of the model."""
+    return sum(
+        math.prod(each.dimensions) * _DTYPE_BYTES[each.element_type]
+        for each in shape.tuple_shapes or [shape]
+        if each.dimensions
     )
-    return {"collectives": len(reductions), "collective_bytes": nbytes}

@@ -25,11 +25,18 @@ from ltx_neuron.backends import compiled, wire
 from ltx_neuron.backends.export import GROUP
 from ltx_neuron.backends.liveness import Pulse
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.ranks import latents_among, part_of, tensors_digest, whole_shape
+from ltx_neuron.backends.ranks import (
+    at,
+    broken_latents,
+    group,
+    kept,
+    part_of,
+    tensors_digest,
+    whole_shape,
+)
 from ltx_neuron.backends.wire import RankSettings, SharedTensor
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_file
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -163,13 +170,8 @@ class Rank:
 
     def _keep_part(self, field: Field, name: str, memory: str, shape: list[int]) -> None:
         with SharedTensor(tuple(shape), field.dtype, memory) as shared:
-            if field.per_block:
-                # One tensor per group of blocks: graphs take whole tensors, not views.
-                for first in range(0, shape[0], field.shape[0]):
-                    rows = shared.tensor[first : first + field.shape[0]]
-                    self.tensors[f"{name}{_group(first)}"] = self._copied(rows)
-            else:
-                self.tensors[name] = self._copied(part_of(field, shared.tensor, self.rank))
+            parts = kept(field, name, shared.tensor, self.rank)
+            self.tensors.update({name: self._copied(part) for name, part in parts.items()})
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """A contiguous copy on the device: it takes no views, and shared memory is gone soon."""
@@ -182,12 +184,10 @@ class Rank:
     def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
         """Run a sequence. The answer has the milliseconds until the device was done, and the names
         of latents with NaN or Inf."""
-        for name, number in numbers.items():
-            field = self.fields[program][name]
-            self.tensors[name] = torch.full(field.shape, number, dtype=field.dtype).to(self.device)
+        chosen = {name: at(name, number) for name, number in numbers.items()}
         runs = self.sequences.get((program, sequence), [(sequence, {}, {})])
         launches = [
-            (call, reads, writes)
+            (call, reads | chosen, writes)
             for run, reads, writes in runs
             for call in self.calls[program][run]
         ]
@@ -195,7 +195,7 @@ class Rank:
         self._synchronize()
         start = time.perf_counter()
         for number, (call, reads, writes) in enumerate(launches, 1):
-            values = (self.tensors[reads.get(name, name) + group] for name, group in call.inputs)
+            values = (self.tensors[reads.get(name, name) + end] for name, end in call.inputs)
             first_time = not _is_compiled(call.graph)
             results = call.graph(*call.weights, *values)
             self._after_launch(number, first_time)
@@ -203,8 +203,7 @@ class Rank:
             self.tensors.update(zip(names, results, strict=True))
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
-        latents = latents_among(call.outputs, writes)
-        not_finite = [name for name in latents if not finite(self.tensors[name].cpu())]
+        not_finite = broken_latents(call.outputs, writes, lambda name: self.tensors[name].cpu())
         return {"milliseconds": milliseconds, "not_finite": not_finite}
 
     def _after_launch(self, number: int, first_time: bool) -> None:
@@ -242,16 +241,8 @@ def _bind(
     """A call of a graph for the blocks from `first_block` on, with weights in the graph's order."""
     described, fields = manifest.graphs[name], manifest.fields
     weights = [tensors[weight_name(p, first_block)] for p in described["parameters"]]
-    inputs = [
-        (field, _group(first_block) if fields[field].per_block else "")
-        for field in described["inputs"]
-    ]
+    inputs = [(field, group(fields[field], first_block)) for field in described["inputs"]]
     return Call(graphs[name], weights, inputs, described["outputs"])
-
-
-def _group(first_block: int) -> str:
-    """Suffix of the tensors that belong to the blocks from `first_block` on."""
-    return f"@{first_block}"
 
 
 def _is_compiled(graph: Callable) -> bool:

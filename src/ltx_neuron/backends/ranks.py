@@ -5,7 +5,7 @@ torchdist.Ranks has a process per rank; nxd.Ranks drives all cores from the host
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.models.signatures import LATENTS, Field
+from ltx_neuron.models.signatures import FINITE, LATENTS, Field
+from ltx_neuron.weights.finite import finite
 
 
 class Ranks(Protocol):
@@ -25,15 +26,17 @@ class Ranks(Protocol):
     fails; the ranks cannot be used after that.
 
     tp          number of ranks
-    bytes_sent  bytes the host has handed to ranks so far. torchdist counts an uploaded tensor
-                once, since the ranks share its memory, and every command line once a rank; nxd
-                counts each rank's part of a tensor. Neither counts weights, which are read from
-                rank files, nor downloads.
+    bytes_sent  bytes of the tensors that the host has handed to ranks so far. torchdist counts one
+                once, since the ranks share its memory; nxd counts each rank's part. Neither counts
+                weights, which are read from rank files, nor downloads.
+    command_bytes  bytes of the commands so far, lines of text to rank processes, once a rank. They
+                end there: no device sees them
     programs    the loaded programs by name
     """
 
     tp: int
     bytes_sent: int
+    command_bytes: int
     programs: dict[str, Manifest]
 
     def __enter__(self) -> Self:
@@ -68,6 +71,11 @@ class Ranks(Protocol):
         own times tp in the split dimension. Of a field per block, dimension 0 is a multiple.
         """
 
+    def put_numbers(self, program: str, name: str, count: int) -> None:
+        """Upload the numbers 0 to count - 1 for `run` to name as those of an input."""
+        shape = self.programs[program].fields[name].shape
+        self.put(program, name, **{at(name, n): torch.full(shape, n) for n in range(count)})
+
     @abstractmethod
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
         """Name a sequence of a program's runs, so that a step costs one short command.
@@ -81,7 +89,8 @@ class Ranks(Protocol):
         """Run a sequence once on the tensors that the ranks hold; returns the milliseconds until
         the last rank was done. Without `define`, each run is a sequence of its own name.
 
-        numbers  inputs that are filled with one number, as in step=3
+        numbers  inputs that are read from a number of put_numbers, as in step=3: a run uploads
+                 nothing
         Raises NotFiniteError where the last graph leaves latents with NaN or Inf.
         """
 
@@ -136,6 +145,25 @@ def part_of(field: Field, whole: Tensor, rank: int) -> Tensor:
     return whole.narrow(field.split, field.shape[field.split] * rank, field.shape[field.split])
 
 
+def at(name: str, number: int) -> str:
+    """Name of one of an input's several tensors: of a step, or of the blocks from a number on."""
+    return f"{name}@{number}"
+
+
+def group(field: Field, first_block: int) -> str:
+    """What a call for the blocks from `first_block` on adds to the name of a field's tensor."""
+    return at("", first_block) if field.per_block else ""
+
+
+def kept(field: Field, name: str, whole: Tensor, rank: int) -> dict[str, Tensor]:
+    """What a rank keeps of an uploaded tensor, by name: views. Of a field per block that is one
+    tensor for each group of blocks, because graphs take whole tensors."""
+    if not field.per_block:
+        return {name: part_of(field, whole, rank)}
+    rows = field.shape[0]
+    return {at(name, first): whole[first : first + rows] for first in range(0, len(whole), rows)}
+
+
 def check_shape(program: str, name: str, field: Field, tensor: Tensor, tp: int) -> None:
     """Raise ValueError unless a tensor to upload has its field's whole shape."""
     wanted = whole_shape(field, tp)
@@ -152,10 +180,20 @@ def weights_of(programs: dict[str, Manifest]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def latents_among(outputs: Iterable[str], writes: dict[str, str]) -> list[str]:
-    """The latents that a graph leaves for the next step; `writes` as in Ranks.define."""
+def broken_latents(
+    outputs: Iterable[str], writes: dict[str, str], download: Callable[[str], Tensor]
+) -> list[str]:
+    """Names of the latents with NaN or Inf that a run's last graph left. Of healthy ones nothing is
+    downloaded but the number that tells so.
+
+    outputs, writes  of the graph, and as in Ranks.define
+    """
     stored = {writes.get(name, name) for name in outputs}
-    return [name for name in LATENTS if name in stored]
+    if FINITE not in stored or finite(download(FINITE)):
+        return []
+    latents = [name for name in LATENTS if name in stored]
+    # Numbers that are finite and whose sum is not are broken too.
+    return [name for name in latents if not finite(download(name))] or latents
 
 
 def tensors_digest(tensors: Iterable[Tensor]) -> str:

@@ -131,7 +131,8 @@ class Ranks(ranks.Ranks):
     """
 
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
-        self.tp, self.bytes_sent, self._cache = tp, 0, cache
+        self.tp, self._cache = tp, cache
+        self.bytes_sent = self.command_bytes = 0
         self.programs: dict[str, Manifest] = {}
         self._folder = tempfile.mkdtemp(prefix="ltx-neuron-")
         self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
@@ -290,7 +291,7 @@ class Ranks(ranks.Ranks):
                 pipe.send_bytes(line)
             except (BrokenPipeError, ConnectionResetError):
                 break  # that rank is gone: _gather says why
-            self.bytes_sent += len(line)
+            self.command_bytes += len(line)
         return self._gather(patience)
 
     def _gather(self, patience: float) -> list[dict]:

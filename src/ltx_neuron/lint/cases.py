@@ -15,7 +15,13 @@ from ltx_neuron.config import (
     TransformerConfig,
     transformer_config,
 )
-from ltx_neuron.models.programs import Program, connector_program, dit_program, gemma3_program
+from ltx_neuron.models.programs import (
+    Program,
+    connector_program,
+    dit_program,
+    gemma3_program,
+    may_divide,
+)
 from ltx_neuron.profiles import Profile
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import released_config, tiny_config
@@ -82,18 +88,13 @@ def programs(
                         guided=guided,
                     )
                     dit = f"{label}: DiT, {task}{', guided' * guided}"
-                    yield (
-                        f"{dit}, cut",
-                        partial(
-                            dit_program, config, bucket, blocks_per_graph=blocks, **common, **kernel
-                        ),
-                    )
-                    yield (
-                        f"{dit}, whole",
-                        partial(
-                            dit_program, config, bucket, blocks_per_graph=0, **common, **kernel
-                        ),
-                    )
+                    make = partial(dit_program, config, bucket, **common, **kernel)
+                    yield f"{dit}, cut", partial(make, blocks_per_graph=blocks)
+                    yield f"{dit}, whole", partial(make, blocks_per_graph=0)
+                    if may_divide(bucket, tp):
+                        divided = partial(make, sequence_parallel=True)
+                        yield f"{dit}, divided, cut", partial(divided, blocks_per_graph=blocks)
+                        yield f"{dit}, divided, whole", partial(divided, blocks_per_graph=0)
             for tokens in profile.text_buckets:
                 for states in (False, True):
                     text = f"{label}: Gemma3, {tokens} tokens{', all states' * states}"

@@ -33,6 +33,9 @@ OPERATIONS = {
         "sqrt",
     ),
     *("rsqrt", "power", "compare", "select", "dot", "reduce", "batch-norm-training"),
+    # torch_xla keeps an all-gather or reduce-scatter before the next collective by one number of
+    # its result, as in every model of NxD that is sequence parallel.
+    "gather of one number",
 }
 MAY_INDEX = {
     "parameter",
@@ -43,7 +46,7 @@ MAY_INDEX = {
     "tuple",
     "get-tuple-element",
 }
-# All are read as collectives; only all-reduce is allowed.
+# All are read as collectives; the first three are allowed.
 COLLECTIVES = {
     "all-reduce",
     "all-gather",
@@ -52,7 +55,8 @@ COLLECTIVES = {
     "collective-permute",
     "collective-broadcast",
 }
-MOST_TENSORS = 16  # of one all-reduce, with the scalar by which torch_xla keeps them in order
+# Most operands of one, with the scalar by which torch_xla keeps them in order.
+MOST_TENSORS = {"all-reduce": 16, "all-gather": 2, "reduce-scatter": 2}
 
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(
@@ -67,7 +71,7 @@ def target(tp: int) -> Target:
     """What an HLO graph of `tp` ranks may hold."""
     return Target(
         operations=frozenset(OPERATIONS),
-        collectives={"all-reduce": MOST_TENSORS},
+        collectives=MOST_TENSORS,
         reduction="add",
         group="{{" + ",".join(map(str, range(tp))) + "}}",
         may_index=frozenset(MAY_INDEX),
@@ -105,6 +109,8 @@ def _operation(computation: str, instruction: re.Match, kinds: dict, roots: dict
     """
     arguments, attributes = _split(instruction["rest"])
     name, label = instruction["name"].removesuffix("-start"), instruction["label"]
+    if name == "gather" and [kind.shape for kind in kinds[computation, label]] == [()]:
+        name = "gather of one number"
     names = [_NAME.search(argument.strip()) for argument in arguments]
     operands = tuple(k for n in names if n for k in kinds.get((computation, n[1]), ()))
     collective = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from ltx_neuron.config import AttentionSize
-from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, ShardedRMSNorm
+from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, ShardedRMSNorm, sum_partials
 from ltx_neuron.models.rope import Rope, rotate
 
 
@@ -148,6 +148,8 @@ class AttentionCall(NamedTuple):
     rope      tables of the queries, and of the keys where key_rope is None
     key_rope  tables of the keys, where they have other positions
     keep      (), guided graphs: 1 attends, 0 passes the values through (needs T = S)
+
+    x_divided, context_divided: a rank has T / tp of these tokens (sequence parallelism)
     """
 
     module: Attention
@@ -156,11 +158,23 @@ class AttentionCall(NamedTuple):
     rope: Rope | None = None
     key_rope: Rope | None = None
     keep: Tensor | None = None
+    x_divided: bool = False
+    context_divided: bool = False
+
+    def gathered(self, comm: Comm) -> "AttentionCall":
+        """The call with all tokens, which column-parallel layers and attention take."""
+        x = comm.all_gather(self.x) if self.x_divided else self.x
+        if self.context is self.x:
+            return self._replace(x=x, context=x)
+        context = comm.all_gather(self.context) if self.context_divided else self.context
+        return self._replace(x=x, context=context)
 
 
 def attend(comm: Comm, *calls: AttentionCall) -> list[Tensor]:
     """Run attentions that do not depend on each other with two grouped sums over the ranks: all
-    statistics, then all outputs. Returns (B, T, query_dim) for each."""
+    statistics, then all outputs. Returns (B, T, query_dim) for each, and (B, T / tp, query_dim)
+    where x is divided."""
+    calls = [call.gathered(comm) for call in calls]
     projections = [
         (c.module.to_q(c.x), c.module.to_k(c.context), c.module.to_v(c.context)) for c in calls
     ]
@@ -173,6 +187,5 @@ def attend(comm: Comm, *calls: AttentionCall) -> list[Tensor]:
         call.module.partial(call, *projection, statistics[2 * i : 2 * i + 2])
         for i, (call, projection) in enumerate(zip(calls, projections, strict=True))
     ]
-    return [
-        c.module.to_out[0].finish(out) for c, out in zip(calls, comm.sum(*partials), strict=True)
-    ]
+    outputs = sum_partials(comm, partials, [call.x_divided for call in calls])
+    return [c.module.to_out[0].finish(out) for c, out in zip(calls, outputs, strict=True)]

@@ -14,6 +14,11 @@ Shapes (the batch is always 1; models/signatures.py lists every input and output
   U       distinct timesteps of the video tokens, 1 without images; audio has one
   steps   rows of the schedule, max_steps of the bucket
   T, D    tokens and width of either stream
+
+With sequence parallelism (`divided`) a rank has Tv / tp of the video's tokens in the residual
+stream: Head takes them out of the whole latent, attention and feed-forward gather all of them and
+scatter their sums, and the tail gathers the velocity. Audio, whose tokens seldom divide, stays
+whole. Where shapes below say Tv for the stream and its masks, it is Tv / tp then.
 """
 
 import torch
@@ -32,7 +37,7 @@ from ltx_neuron.models.modulation import (
     V2A,
     AdaLNRows,
 )
-from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm
+from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm, sum_partials
 from ltx_neuron.models.rope import Rope
 from ltx_neuron.models.signatures import (
     PASSES,
@@ -116,10 +121,10 @@ class TransformerBlock(nn.Module):
     they sum over the ranks may travel together (Comm.sum).
     """
 
-    def __init__(self, config: TransformerConfig, tp: int, kernel: Kernel):
+    def __init__(self, config: TransformerConfig, tp: int, kernel: Kernel, divided: bool = False):
         super().__init__()
         video, audio, eps = config.video, config.audio, config.norm_eps
-        self.eps = eps
+        self.eps, self.divided = eps, divided
         self.attn1 = Attention(video, video.inner, video.inner, tp, kernel, eps)
         self.attn2 = Attention(video, video.inner, video.inner, tp, kernel, eps)
         self.ff = FeedForward(video.inner, tp, config.ff_bias)
@@ -148,7 +153,8 @@ class TransformerBlock(nn.Module):
         inputs: BlockInputs,
         perturbations: Perturbations | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums.
+        """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums;
+        where the video is divided, with five gathers and four scattered sums of it besides.
 
         With perturbations it is the block of a guided graph, another graph than one without.
         """
@@ -195,7 +201,7 @@ class TransformerBlock(nn.Module):
         a_keep = None if perturbations is None else perturbations.audio_self
         v, a = attend(
             comm,
-            AttentionCall(self.attn1, v_norm, v_norm, v_rope, keep=v_keep),
+            AttentionCall(self.attn1, v_norm, v_norm, v_rope, keep=v_keep, x_divided=self.divided),
             AttentionCall(self.audio_attn1, a_norm, a_norm, a_rope, keep=a_keep),
         )
         return video + v * v_gate, audio + a * a_gate
@@ -219,10 +225,11 @@ class TransformerBlock(nn.Module):
             v_prompt, a_prompt = self.prompt_scale_shift_table, self.audio_prompt_scale_shift_table
             v_context = self._modulate_prompt(v_context, v_modulation, v_prompt)
             a_context = self._modulate_prompt(a_context, a_modulation, a_prompt)
+        v_norm, a_norm = self._norm(video, v_scale, v_shift), self._norm(audio, a_scale, a_shift)
         v, a = attend(
             comm,
-            AttentionCall(self.attn2, self._norm(video, v_scale, v_shift), v_context),
-            AttentionCall(self.audio_attn2, self._norm(audio, a_scale, a_shift), a_context),
+            AttentionCall(self.attn2, v_norm, v_context, x_divided=self.divided),
+            AttentionCall(self.audio_attn2, a_norm, a_context),
         )
         return video + v * v_gate, audio + a * a_gate
 
@@ -259,8 +266,17 @@ class TransformerBlock(nn.Module):
         # Queries turn by the positions of their own stream, keys by those of the other.
         v, a = attend(
             comm,
-            AttentionCall(self.audio_to_video_attn, v_query, a_context, v_rope, a_rope),
-            AttentionCall(self.video_to_audio_attn, a_query, v_context, a_rope, v_rope),
+            AttentionCall(
+                self.audio_to_video_attn, v_query, a_context, v_rope, a_rope, x_divided=self.divided
+            ),
+            AttentionCall(
+                self.video_to_audio_attn,
+                a_query,
+                v_context,
+                a_rope,
+                v_rope,
+                context_divided=self.divided,
+            ),
         )
         v_gate = v_modulation.per_step(v_table, AV_GATE)[0]
         a_gate = a_modulation.per_step(a_table, AV_GATE)[0]
@@ -281,11 +297,12 @@ class TransformerBlock(nn.Module):
         v_table, a_table = self.scale_shift_table, self.audio_scale_shift_table
         v_shift, v_scale, v_gate = v_modulation.per_token(v_table, FEED_FORWARD)
         a_shift, a_scale, a_gate = a_modulation.per_token(a_table, FEED_FORWARD)
+        v_norm, a_norm = self._norm(video, v_scale, v_shift), self._norm(audio, a_scale, a_shift)
+        if self.divided:
+            v_norm = comm.all_gather(v_norm)
         # Biases are added by `finish`, after the sum, so that they count once.
-        v, a = comm.sum(
-            self.ff.partial(self._norm(video, v_scale, v_shift)),
-            self.audio_ff.partial(self._norm(audio, a_scale, a_shift)),
-        )
+        partials = self.ff.partial(v_norm), self.audio_ff.partial(a_norm)
+        v, a = sum_partials(comm, partials, (self.divided, False))
         return video + self.ff.finish(v) * v_gate, audio + self.audio_ff.finish(a) * a_gate
 
 
@@ -302,8 +319,9 @@ class Head(nn.Module):
     All of it depends on the step number alone, which is an input: one graph serves every step.
     """
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, divided: bool = False):
         super().__init__()
+        self.divided = divided
         # Whole on every rank: a product of 128 channels is not worth a collective.
         self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
@@ -316,12 +334,22 @@ class Head(nn.Module):
             for table in (inputs.video_modulation, inputs.audio_modulation)
         ]
         return HeadOutputs(
-            video_hidden=self.patchify_proj(inputs.video_latent),
+            video_hidden=self.patchify_proj(
+                _own_tokens(inputs) if self.divided else inputs.video_latent
+            ),
             audio_hidden=self.audio_patchify_proj(inputs.audio_latent),
             video_rows=rows[0],
             audio_rows=rows[1],
             sigma_pair=(one_hot[:, None] * inputs.sigmas).sum(0),
         )
+
+
+def _own_tokens(inputs: HeadInputs) -> Tensor:
+    """This rank's tokens of the whole video latent: (1, Tv, C) -> (1, Tv / tp, C)."""
+    one_hot = inputs.rank_one_hot.flatten()  # (tp,)
+    # (1, tp, Tv / tp, C); a sum over one-hot rows is exact, and the graph knows no rank.
+    parts = inputs.video_latent.unflatten(1, (one_hot.shape[0], -1))
+    return (one_hot[:, None, None] * parts).sum(1)
 
 
 class GuidedHead(Head):
@@ -335,11 +363,19 @@ class GuidedHead(Head):
 class Blocks(nn.Module):
     """N consecutive blocks: the graph that is called num_layers / N times with other weights."""
 
-    def __init__(self, config: TransformerConfig, tp: int, comm: Comm, kernel: Kernel, count: int):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tp: int,
+        comm: Comm,
+        kernel: Kernel,
+        count: int,
+        divided: bool = False,
+    ):
         super().__init__()
         self.comm = comm
         self.transformer_blocks = nn.ModuleList(
-            TransformerBlock(config, tp, kernel) for _ in range(count)
+            TransformerBlock(config, tp, kernel, divided) for _ in range(count)
         )
 
     def forward(self, inputs: BlockInputs) -> BlockOutputs:
@@ -367,9 +403,9 @@ class X0Tail(nn.Module):
     Guidance combines passes as x0, so a guided graph ends here and Guide takes the Euler step.
     """
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: TransformerConfig, comm: Comm, divided: bool = False):
         super().__init__()
-        self.eps = config.norm_eps
+        self.eps, self.comm, self.divided = config.norm_eps, comm, divided
         self.scale_shift_table = nn.Parameter(torch.empty(2, config.video.inner))
         self.proj_out = nn.Linear(config.video.inner, config.in_channels)
         self.audio_scale_shift_table = nn.Parameter(torch.empty(2, config.audio.inner))
@@ -381,6 +417,9 @@ class X0Tail(nn.Module):
         v_velocity = self._velocity(
             inputs.video_hidden, v_modulation, self.scale_shift_table, self.proj_out
         )
+        if self.divided:
+            # Latents are small: from here on every rank has them whole, as at the step's start.
+            v_velocity = self.comm.all_gather(v_velocity)
         a_velocity = self._velocity(
             inputs.audio_hidden, a_modulation, self.audio_scale_shift_table, self.audio_proj_out
         )
@@ -468,10 +507,14 @@ def _blend(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
 
 def _next_latents(
     inputs: TailInputs | GuideInputs, video: Tensor, audio: Tensor, sigma_pair: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The Euler step of both streams, from clean latents (1, T, C)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The Euler step of both streams, from clean latents (1, T, C), and `finite`."""
     sigmas = sigma_pair.unbind(0)
-    return _euler(inputs.video_latent, video, *sigmas), _euler(inputs.audio_latent, audio, *sigmas)
+    video = _euler(inputs.video_latent, video, *sigmas)
+    audio = _euler(inputs.audio_latent, audio, *sigmas)
+    # NaN and Inf go through a sum on every device. Some pass NaN over in a maximum, and a compiler
+    # may fold a product by 0.
+    return video, audio, video.float().mean((1, 2)) + audio.float().mean((1, 2))
 
 
 def _denoised(x: Tensor, velocity: Tensor, timestep: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
-"""Tensor parallelism as the models see it: a Comm that sums over the ranks, and layers of already
-divided sizes.
+"""Tensor parallelism as the models see it: a Comm between the ranks, and layers of already divided
+sizes.
 
 The models know the number of ranks, never which one they are: rank files are cut before loading,
 so one traced graph serves every rank.
 
 Shapes: `features` are those of the whole model; a rank's parameters and split activations have
-features / tp of them. Activations that are not split are whole, and alike, on every rank.
+features / tp of them. Activations that are not split are whole, and alike, on every rank. With
+sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198) the residual stream of the video is
+divided too: between the layers a rank has T / tp of its tokens, (B, T / tp, D).
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,13 +18,22 @@ from torch import Tensor, nn
 
 
 class Comm(Protocol):
-    """The one collective the models use. A backend decides how a group travels."""
+    """The collectives the models use. A backend decides how a group travels."""
 
     size: int
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Each tensor summed over the ranks. One call names what may travel together; the identity
         at size 1."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The ranks' tokens joined in the order of the ranks: (1, T / size, D) -> (1, T, D)."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Summed over the ranks, of which each keeps its own tokens: (1, T, D) -> (1, T / size,
+        D)."""
         ...
 
 
@@ -32,6 +44,23 @@ class SingleRank:
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def sum_partials(comm: Comm, partials: Sequence[Tensor], divided: Sequence[bool]) -> list[Tensor]:
+    """Row-parallel summands (1, T, D), summed over the ranks: (1, T, D), or (1, T / tp, D) where
+    the stream is divided. What stays whole travels in one group."""
+    together = [partial for partial, parts in zip(partials, divided, strict=True) if not parts]
+    whole = iter(comm.sum(*together)) if together else iter(())
+    return [
+        comm.reduce_scatter(partial) if parts else next(whole)
+        for partial, parts in zip(partials, divided, strict=True)
+    ]
 
 
 class ColumnLinear(nn.Linear):

@@ -5,6 +5,7 @@ A program is built for fixed shapes (a bucket), a number of ranks and a dtype. I
 the meta device: they are traced, and their weights come from the rank files.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ from ltx_neuron.models.signatures import (
     X0Outputs,
     connector_fields,
     dit_fields,
+    divided,
     gemma3_fields,
     guided_fields,
 )
@@ -92,10 +94,24 @@ def weight_name(parameter: str, first_block: int) -> str:
     return ".".join(parts)
 
 
+def cut_graphs(runs: Mapping[str, Iterable[tuple[str, int]]]) -> set[str]:
+    """The graphs that serve more than one group of blocks: their weights differ from call to
+    call."""
+    calls = {call for run in runs.values() for call in run}
+    called = [name for name, _ in calls]
+    return {name for name in called if called.count(name) > 1}
+
+
 def group_size(layers: int, blocks_per_graph: int) -> int:
     """Blocks per graph: the largest divisor of the depth that is at most the wanted number, so all
     groups are alike."""
     return max(n for n in range(1, min(blocks_per_graph, layers) + 1) if layers % n == 0)
+
+
+def may_divide(bucket: Bucket, tp: int) -> bool:
+    """Whether sequence parallelism is possible: the ranks have equal parts of the video's
+    tokens."""
+    return tp > 1 and bucket.video_tokens % tp == 0
 
 
 def dit_program(
@@ -106,15 +122,16 @@ def dit_program(
     dtype: torch.dtype,
     blocks_per_graph: int,
     attention: str = "sdpa",
+    sequence_parallel: bool = False,
 ) -> Program:
     """The DiT step of a bucket; blocks_per_graph 0 is one graph for the whole step. attention names
-    one of KERNELS.
+    one of KERNELS; sequence_parallel is for buckets that `may_divide`.
 
     A guided bucket has two runs instead of "main": "pass" predicts x0, "guide" combines predictions
     and steps.
     """
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
-    fields = dit_fields(config, bucket, tp, dtype)
+    fields = dit_fields(config, bucket, tp, dtype, sequence_parallel)
     if bucket.guided:
         fields |= guided_fields(config, bucket, tp, dtype, count)
         # A pass ends with its prediction: the combination needs those of all passes.
@@ -127,9 +144,15 @@ def dit_program(
         inputs = HeadInputs, BlockInputs, TailInputs
         outputs = HeadOutputs, BlockOutputs, TailOutputs
         step_inputs, run = StepInputs, "main"
+    if sequence_parallel:
+        inputs, step_inputs = (divided(inputs[0]), *inputs[1:]), divided(step_inputs)
     # The shapes are one rank's, alike on every rank. On meta, tracing the release takes no memory.
     with torch.device("meta"):
-        modules = head(config), blocks(config, tp, comm, KERNELS[attention], count), tail(config)
+        modules = (
+            head(config, sequence_parallel),
+            blocks(config, tp, comm, KERNELS[attention], count, sequence_parallel),
+            tail(config, comm, sequence_parallel),
+        )
     if blocks_per_graph == 0:
         graphs = {"step": Graph(Step(*modules, inputs), step_inputs, outputs[-1])}
         calls = (("step", 0),)

@@ -17,9 +17,12 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
   *_modulation              (steps, U, R, D), AdaLN rows of every step; audio has U = 1
   *_rows                    (U, R, D), the AdaLN rows of this step
   timestep_mask             (Tv, U), one-hot: which of the U timesteps a video token has
+  rank_one_hot              (1, tp), sequence parallelism: which part of the video's tokens is this
+                            rank's
   denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
   clean_latent              (1, Tv, C), what images hold
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
+  finite                    (1,), a number that is finite where all of a step's latents are
   *_hidden                  (1, T, D), the streams between the blocks
   *_context                 (1, S, D), the text, from the connectors
   *_cos, *_sin              RoPE of a stream's self-attention, (1, heads of a rank, T, half a head)
@@ -125,6 +128,7 @@ class TailOutputs(NamedTuple):
 
     video_latent: Tensor
     audio_latent: Tensor
+    finite: Tensor
 
 
 class X0Outputs(NamedTuple):
@@ -168,6 +172,14 @@ GuidedStepInputs = _signature(
 )
 
 
+def divided(signature: type) -> type:
+    """A signature of the head, or of the whole step, for sequence parallelism: also takes which
+    tokens are the rank's own."""
+    doc = f"{signature.__name__} for sequence parallelism."
+    fields = [*signature._fields, "rank_one_hot"]
+    return _signature(f"Divided{signature.__name__}", doc, fields)
+
+
 class GuideInputs(NamedTuple):
     """Combine the predictions of a guided step and take the Euler step."""
 
@@ -197,6 +209,7 @@ class GuideOutputs(NamedTuple):
 
     video_latent: Tensor
     audio_latent: Tensor
+    finite: Tensor
     guided_video: Tensor
     guided_audio: Tensor
 
@@ -247,6 +260,7 @@ class ConnectorOutputs(NamedTuple):
 
 # What a step leaves for the next one, and what the host reads at a stage's end.
 LATENTS = ("video_latent", "audio_latent")
+FINITE = "finite"  # the output by which the host knows that they are numbers
 # Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
@@ -266,9 +280,14 @@ class Field(NamedTuple):
 
 
 def dit_fields(
-    config: TransformerConfig, bucket: Bucket, tp: int, dtype: torch.dtype
+    config: TransformerConfig,
+    bucket: Bucket,
+    tp: int,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
 ) -> dict[str, Field]:
-    """Every tensor that goes into or comes out of a DiT graph."""
+    """Every tensor that goes into or comes out of a DiT graph. With sequence parallelism the
+    video's residual stream, and the mask of its modulation, have a rank's own tokens."""
     video, audio = config.video, config.audio
     t_video, t_audio = bucket.video_tokens, bucket.audio_tokens
     steps, timesteps = bucket.max_steps, bucket.timesteps
@@ -289,6 +308,7 @@ def dit_fields(
         "clean_latent": Field((1, t_video, config.in_channels), dtype),
         "video_latent": Field((1, t_video, config.in_channels), dtype),
         "audio_latent": Field((1, t_audio, config.audio_in_channels), dtype),
+        "finite": Field((1,), fp32),
         "video_hidden": Field((1, t_video, video.inner), dtype),
         "audio_hidden": Field((1, t_audio, audio.inner), dtype),
         "video_context": Field((1, TEXT_TOKENS, video.inner), dtype),
@@ -304,6 +324,11 @@ def dit_fields(
     for name, (tokens, size) in ropes.items():
         table = Field((1, size.heads // tp, tokens, size.head_dim // 2), fp32, split=1)
         fields |= {f"{name}_cos": table, f"{name}_sin": table}
+    if sequence_parallel:
+        own = t_video // tp
+        fields["rank_one_hot"] = Field((1, tp), dtype, split=0)
+        fields["timestep_mask"] = Field((own, timesteps), dtype, split=0)
+        fields["video_hidden"] = Field((1, own, video.inner), dtype, split=1)
     return fields
 
 

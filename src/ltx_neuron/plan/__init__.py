@@ -17,10 +17,16 @@ import torch
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import GEMMA_3_12B, GemmaConfig, TransformerConfig, transformer_config
+from ltx_neuron.config import (
+    GEMMA_3_12B,
+    Bucket,
+    GemmaConfig,
+    TransformerConfig,
+    transformer_config,
+)
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Size, Stage
-from ltx_neuron.models.programs import Program, dit_program, gemma3_program
+from ltx_neuron.models.programs import Program, dit_program, gemma3_program, may_divide
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -37,7 +43,11 @@ ASSUMED = {
 @dataclass(frozen=True)
 class StagePlan:
     """One stage's step. Times are the least that the chip's documented limits allow; None where
-    they are not known."""
+    they are not known.
+
+    whole  with sequence parallelism: collectives_per_step, collectives_ms and
+           elementwise_bytes_per_step without it; else None
+    """
 
     name: str
     height: int
@@ -51,9 +61,11 @@ class StagePlan:
     memory_ms: float | None
     collectives_ms: float | None
     collectives_per_step: dict  # {"count", "bytes"} of one rank
+    elementwise_bytes_per_step: int  # of one rank, read and written by operations that do not fuse
+    sequence_parallel: bool
+    whole: dict | None
     activation_bytes_per_core: int
     upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
-    bytes_to_device_per_step: int
 
 
 @dataclass(frozen=True)
@@ -282,23 +294,16 @@ def _stage(
     dtype: torch.dtype,
 ) -> StagePlan:
     bucket = size.bucket(stage, ())
-    program = dit_program(config, bucket, tp, TorchDistComm(tp), dtype, 1, profile.attention)
-    exported = {name: trace(program, name, dtype) for name in program.graphs if name != "guide"}
-    costs = {name: cost(graph) for name, graph in exported.items()}
-    calls = [name for name, _ in next(iter(program.runs.values()))]
-    flops, collectives, collective_bytes = (
-        sum(costs[name][key] for name in calls)
-        for key in ("flops", "collectives", "collective_bytes")
-    )
+    divides = profile.sequence_parallel and may_divide(bucket, tp)
+    program, step = _step(config, bucket, profile, tp, dtype, divides)
+    flops, calls = step["flops"], [name for name, _ in next(iter(program.runs.values()))]
+    whole = divides and _between_ranks(_step(config, bucket, profile, tp, dtype)[1], profile, tp)
     parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
     weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
-    compute_ms = memory_ms = collectives_ms = None
+    compute_ms = memory_ms = None
     if profile.chip:
         compute_ms = flops * tp / profile.flops(tp) * 1e3
         memory_ms = weight_bytes * tp / profile.memory_bytes_per_second(tp) * 1e3
-        # A ring all-reduce moves 2 (tp - 1) / tp of its bytes in and out of each rank.
-        moved = collective_bytes * tp * 2 * (tp - 1) / tp
-        collectives_ms = moved / profile.link_bytes_per_second(tp) * 1e3
     return StagePlan(
         name=stage.name,
         height=stage.height,
@@ -310,12 +315,46 @@ def _stage(
         ideal_step_ms=profile.chip and max(compute_ms, memory_ms),
         compute_ms=compute_ms,
         memory_ms=memory_ms,
-        collectives_ms=collectives_ms,
-        collectives_per_step={"count": collectives, "bytes": collective_bytes},
-        activation_bytes_per_core=max(each["peak_bytes"] for each in costs.values()),
+        **_between_ranks(step, profile, tp),
+        sequence_parallel=divides,
+        whole=whole or None,
+        activation_bytes_per_core=step["peak_bytes"],
         upload_bytes=_upload_bytes(program),
-        bytes_to_device_per_step=program.fields["step"].dtype.itemsize,
     )
+
+
+def _step(
+    config: TransformerConfig,
+    bucket: Bucket,
+    profile: Profile,
+    tp: int,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
+) -> tuple[Program, dict[str, int]]:
+    """A bucket's program, and what a step of it costs a rank, summed over its calls; of peak_bytes
+    the largest."""
+    program = dit_program(
+        config, bucket, tp, TorchDistComm(tp), dtype, 1, profile.attention, sequence_parallel
+    )
+    exported = {name: trace(program, name, dtype) for name in program.graphs if name != "guide"}
+    costs = {name: cost(graph) for name, graph in exported.items()}
+    calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
+    sums = {key: sum(call[key] for call in calls) for key in calls[0]}
+    return program, sums | {"peak_bytes": max(call["peak_bytes"] for call in calls)}
+
+
+def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
+    """What sequence parallelism changes in a step: its collectives and elementwise work."""
+    gathered, scattered = step["all_gather_bytes"], step["reduce_scatter_bytes"]
+    reduced = step["collective_bytes"] - gathered - scattered
+    # In a ring, each rank passes on (tp - 1) / tp of what a reduce-scatter takes, of what an
+    # all-gather gives, and of both for an all-reduce.
+    moved = tp * (tp - 1) / tp * (2 * reduced + scattered + tp * gathered)
+    return {
+        "collectives_ms": profile.chip and moved / profile.link_bytes_per_second(tp) * 1e3,
+        "collectives_per_step": {"count": step["collectives"], "bytes": step["collective_bytes"]},
+        "elementwise_bytes_per_step": step["elementwise_bytes"],
+    }
 
 
 def _upload_bytes(program: Program) -> int:

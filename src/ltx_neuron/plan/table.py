@@ -1,58 +1,67 @@
 """The plan as a person reads it on a terminal."""
 
-from ltx_neuron.plan import ASSUMED, Plan
+from ltx_neuron.plan import ASSUMED, Plan, StagePlan
+
+
+def _gb(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e9:.2f} GB"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def _stage_lines(stage: StagePlan) -> list[str]:
+    reduced, whole = stage.collectives_per_step, stage.whole
+    lines = [
+        f"{stage.name}: {stage.height}x{stage.width}, {stage.steps} steps,"
+        f" {stage.video_tokens:,} video and {stage.audio_tokens} audio tokens",
+        f"  FLOPs per step        {stage.flops_per_step / 1e12:.1f} T",
+        f"  ideal step            {_ms(stage.ideal_step_ms)} "
+        f" (compute {_ms(stage.compute_ms)}, weights {_ms(stage.memory_ms)};"
+        f" collectives {_ms(stage.collectives_ms)} if not hidden)",
+        f"  collectives per step  {reduced['count']}, {_gb(reduced['bytes'])} a rank",
+        f"  elementwise work      {_gb(stage.elementwise_bytes_per_step)} a rank, if not fused",
+    ]
+    if whole:
+        reduced = whole["collectives_per_step"]
+        lines.append(
+            f"  sequence parallel     yes; without it {reduced['count']} collectives,"
+            f" {_gb(reduced['bytes'])}, {_ms(whole['collectives_ms'])}; elementwise"
+            f" {_gb(whole['elementwise_bytes_per_step'])}"
+        )
+    return lines + [
+        f"  activations a core    {_gb(stage.activation_bytes_per_core)}",
+        f"  to the device         {_gb(stage.upload_bytes)} a rank once, nothing in a step",
+    ]
 
 
 def table(plan: Plan) -> str:
     """The plan in columns. 1 GB is 1e9 bytes."""
 
-    def gb(count: int | None) -> str:
-        return "-" if count is None else f"{count / 1e9:.2f} GB"
-
-    def ms(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1f} ms"
-
     lines = [f"profile {plan.profile}, tp {plan.tp}, {plan.dtype}", ""]
     for stage in plan.stages:
-        reduced = stage.collectives_per_step
-        lines += [
-            (
-                f"{stage.name}: {stage.height}x{stage.width}, {stage.steps} steps,"
-                f" {stage.video_tokens:,} video and {stage.audio_tokens} audio tokens"
-            ),
-            f"  FLOPs per step        {stage.flops_per_step / 1e12:.1f} T",
-            (
-                f"  ideal step            {ms(stage.ideal_step_ms)} "
-                f" (compute {ms(stage.compute_ms)}, weights {ms(stage.memory_ms)};"
-                f" collectives {ms(stage.collectives_ms)} if not hidden)"
-            ),
-            f"  collectives per step  {reduced['count']}, {gb(reduced['bytes'])} a rank",
-            f"  activations a core    {gb(stage.activation_bytes_per_core)}",
-            (
-                f"  to the device         {gb(stage.upload_bytes)} a rank once,"
-                f" {stage.bytes_to_device_per_step} bytes a step"
-            ),
-        ]
+        lines += _stage_lines(stage)
     lines += [
         "",
         (
-            f"DiT weights a core      {gb(plan.dit_weight_bytes_per_rank)} (blocks"
-            f" {gb(plan.block_weight_bytes_per_rank)})"
+            f"DiT weights a core      {_gb(plan.dit_weight_bytes_per_rank)} (blocks"
+            f" {_gb(plan.block_weight_bytes_per_rank)})"
         ),
-        f"Gemma3 weights a core   {gb(plan.gemma3_weight_bytes_per_rank)}",
+        f"Gemma3 weights a core   {_gb(plan.gemma3_weight_bytes_per_rank)}",
         (
-            f"memory a core           {gb(plan.hbm_bytes_per_core)} in turn,"
-            f" {gb(plan.hbm_bytes_per_core_resident)} both resident, of"
-            f" {gb(plan.hbm_limit_bytes_per_core)}"
+            f"memory a core           {_gb(plan.hbm_bytes_per_core)} in turn,"
+            f" {_gb(plan.hbm_bytes_per_core_resident)} both resident, of"
+            f" {_gb(plan.hbm_limit_bytes_per_core)}"
         ),
         (
-            f"host memory             {gb(plan.host_bytes_to_load)} to load,"
-            f" {gb(plan.host_bytes_to_decode)} to decode, of {gb(plan.host_limit_bytes)}"
+            f"host memory             {_gb(plan.host_bytes_to_load)} to load,"
+            f" {_gb(plan.host_bytes_to_decode)} to decode, of {_gb(plan.host_limit_bytes)}"
         ),
-        f"disk for rank files     {gb(plan.disk_bytes)}",
+        f"disk for rank files     {_gb(plan.disk_bytes)}",
         (
-            f"assumed                 {gb(ASSUMED['runtime_bytes_per_core'])} a core for graphs and"
-            f" runtime; {ASSUMED['sdpa']}"
+            f"assumed                 {_gb(ASSUMED['runtime_bytes_per_core'])} a core for graphs"
+            f" and runtime; {ASSUMED['sdpa']}"
         ),
     ]
     verdict = {

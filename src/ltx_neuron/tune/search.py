@@ -109,7 +109,7 @@ def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) ->
     except UserError:
         return None
     if key == "blocks_per_graph":
-        return changed.cut and group_size(num_layers, changed.cut)
+        return changed.blocks_per_graph and group_size(num_layers, changed.blocks_per_graph)
     return changed.rank_threads(tp) if key == "threads" else value
 
 
@@ -123,12 +123,12 @@ def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
     """Raise UserError unless a step can be cut to its first `layers` blocks."""
     if layers is None:
         return
-    if profile.cut == 0:
+    if profile.blocks_per_graph == 0:
         raise UserError(
             f"--layers {layers}: profile {profile.name!r} has the whole step in one graph, which"
             " cannot end early; type --profile-set blocks_per_graph=1 as well"
         )
-    group = group_size(num_layers, profile.cut)
+    group = group_size(num_layers, profile.blocks_per_graph)
     if not 1 <= layers <= num_layers or layers % group:
         raise UserError(
             f"--layers {layers}: wanted a multiple of {group}, the blocks in one graph, of at most"

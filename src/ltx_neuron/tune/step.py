@@ -120,7 +120,8 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
     for stage in job.stages:
         bucket = job.size.bucket(stage, job.images)
         program = dit_program(workspace.transformer, bucket, 1, SingleRank(), torch.float32, 1)
-        on, compiled = _HostRanks(program, weights, layers), CompiledStep(bucket, None)
+        on = _HostRanks(bucket.name, program, weights, layers)
+        compiled = CompiledStep(bucket, program)
         outputs |= last_step(prepared(on, compiled, workspace, torch.float32, job, stage))
     return outputs
 
@@ -129,8 +130,9 @@ class _HostRanks(ranks.Ranks):
     """One rank in this process that calls the modules themselves. Its program has one block in a
     graph."""
 
-    def __init__(self, program: Program, weights: RankSource, layers: int | None):
-        self.tp, self.bytes_sent = 1, 0
+    def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
+        self.tp, self.bytes_sent, self.command_bytes = 1, 0, 0
+        self.programs = {name: program}
         self._program, self._weights, self._layers = program, weights, layers
         self._values: dict[str, Tensor] = {}
         self._sequences: dict[str, list] = {}
@@ -144,8 +146,7 @@ class _HostRanks(ranks.Ranks):
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
         for name, number in numbers.items():
-            field = self._program.fields[name]
-            self._values[name] = torch.full(field.shape, number, dtype=field.dtype)
+            self._values[name] = self._values[ranks.at(name, number)]
         for run, reads, writes in self._sequences.get(sequence, [(sequence, {}, {})]):
             for graph, first in self._program.runs[run]:
                 if self._layers is None or first < self._layers:

@@ -1,0 +1,212 @@
+"""Sequence parallelism: four ranks that share the video's tokens give what one rank gives, and do a
+quarter of the work between the layers."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+import torch
+from helpers import (
+    Held,
+    Together,
+    block_summands,
+    call,
+    fp32_bound,
+    ltx_model,
+    made_config,
+    one_thread,  # noqa: F401
+    randn,
+    rel,
+    step_inputs,
+    step_number,
+)
+
+from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.ranks import part_of
+from ltx_neuron.config import Bucket
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import dit_program, may_divide
+from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.latents import video_positions
+from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.weights.sharding import ALL, MODELS, rule
+from ltx_neuron.workspace import Workspace
+
+TP, LAYERS, TOKENS, AUDIO_TOKENS = 4, 2, 24, 18
+STEPS = len(STAGE_2_SIGMAS) - 1
+# Two blocks of a width of 32, whose sums over the ranks have another order
+EQUAL = fp32_bound(*block_summands(32) * LAYERS)
+SHOWS = 1e-3  # what tokens in a wrong order change at least
+# Roundings of bf16 fall out differently in every order of sums: docs/architecture.md, numerics.
+BF16_FACTOR, BF16_FLOOR = 2, 0.005
+
+
+@cache
+def model():
+    content, config = made_config(TinySizes(layers=LAYERS))
+    return config, ltx_model(content).state_dict()
+
+
+def values(timesteps: int, guided: bool) -> dict[str, torch.Tensor]:
+    """Everything a step takes, whole. With two timesteps an image holds the first eight tokens."""
+    config, weights = model()
+    mask = torch.ones(TOKENS, 1)
+    mask[:8] = 0 if timesteps == 2 else 1
+    held = Held(
+        mask,
+        randn(1, TOKENS, 128, seed=9),
+        torch.tensor([1.0, 0.0])[:timesteps],
+        torch.cat([mask, 1 - mask], dim=1)[:, :timesteps],
+    )
+    positions = video_positions((3, 2, 4), 24.0)
+    inputs = step_inputs(config, weights, STAGE_2_SIGMAS, positions, AUDIO_TOKENS, held)
+    inputs |= step_number(1) | {"rank_one_hot": torch.eye(TP)}
+    if guided:
+        keep = torch.ones(LAYERS, 4)
+        keep[1] = torch.tensor([0.0, 1.0, 0.0, 1.0])
+        enabled = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+        inputs |= {"keep": keep, "enabled_steps": enabled}
+    return inputs
+
+
+def cut(weights: dict, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's weights of the DiT; those of the host are left out by name."""
+    parts = {}
+    for name, tensor in weights.items():
+        split = rule(MODELS["dit"], name)
+        if split == ALL:
+            parts[name] = tensor
+        elif isinstance(split, int):
+            parts[name] = tensor.chunk(TP, dim=split)[rank]
+    return parts
+
+
+def run(program, weights: dict, inputs: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The values after a step or a pass."""
+    fields = program.fields
+    held = {name: value.to(fields[name].dtype) for name, value in inputs.items() if name in fields}
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    guided = "keep" in held
+    with torch.no_grad():
+        for name, first in next(iter(program.runs.values())):
+            rows = {"keep": held["keep"][first:][: fields["keep"].shape[0]]} if guided else {}
+            held |= call(program, name, first, weights, held | rows)
+    return held
+
+
+def on_ranks(bucket: Bucket, inputs: dict, dtype=torch.float32, blocks: int = 0, divide=True):
+    """The values of every rank after a step on TP ranks."""
+    config, weights = model()
+    comm = Together(TP)
+
+    def rank_run(rank: int) -> dict[str, torch.Tensor]:
+        comm.join(rank)
+        program = dit_program(config, bucket, TP, comm, dtype, blocks, sequence_parallel=divide)
+        fields = program.fields
+        mine = {n: part_of(fields[n], whole, rank) for n, whole in inputs.items() if n in fields}
+        return run(program, cut(weights, rank), mine, dtype)
+
+    with ThreadPoolExecutor(TP) as pool:
+        return list(pool.map(rank_run, range(TP)))
+
+
+def alone(bucket: Bucket, inputs: dict, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    config, weights = model()
+    return run(dit_program(config, bucket, 1, SingleRank(), dtype, 0), weights, inputs, dtype)
+
+
+CASES = {
+    "text to video": (1, False),
+    "image to video": (2, False),
+    "a guided pass with perturbations": (1, True),
+    "a guided pass with an image": (2, True),
+}
+
+
+def results(guided: bool) -> tuple[str, str]:
+    kind = "x0" if guided else "latent"
+    return f"video_{kind}", f"audio_{kind}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("blocks", [0, 1], ids=["whole", "cut"])
+def test_four_ranks_that_share_the_tokens_give_what_one_rank_gives(case, blocks):
+    timesteps, guided = CASES[case]
+    bucket = Bucket(TOKENS, AUDIO_TOKENS, timesteps, STEPS, guided)
+    inputs = values(timesteps, guided)
+    wanted, got = alone(bucket, inputs), on_ranks(bucket, inputs, blocks=blocks)
+    for name in results(guided):
+        assert all(torch.equal(rank[name], got[0][name]) for rank in got)
+        assert rel(got[0][name], wanted[name]) < EQUAL
+
+
+def test_between_the_layers_a_rank_holds_a_quarter_of_the_videos_tokens_and_all_of_the_sounds():
+    bucket, inputs = Bucket(TOKENS, AUDIO_TOKENS, 1, STEPS), values(1, False)
+    got, wanted = (
+        on_ranks(bucket, inputs, blocks=1),
+        on_ranks(bucket, inputs, blocks=1, divide=False),
+    )
+    assert {rank["video_hidden"].shape[1] for rank in got} == {TOKENS // TP}
+    assert {rank["audio_hidden"].shape[1] for rank in got} == {AUDIO_TOKENS}
+    joined = torch.cat([rank["video_hidden"] for rank in got], dim=1)
+    assert rel(joined, wanted[0]["video_hidden"]) < EQUAL
+    assert rel(torch.cat([rank["video_hidden"] for rank in got[::-1]], dim=1), joined) > SHOWS
+
+
+def test_in_bf16_the_ranks_are_as_near_to_fp32_as_without_it():
+    bucket, inputs = Bucket(TOKENS, AUDIO_TOKENS, 2, STEPS), values(2, False)
+    exact = alone(bucket, inputs)
+    divided, whole = (
+        on_ranks(bucket, inputs, torch.bfloat16, divide=divide)[0] for divide in (True, False)
+    )
+    for name in results(False):
+        allowed = BF16_FACTOR * rel(whole[name], exact[name]) + BF16_FLOOR
+        assert 0 < rel(divided[name], exact[name]) < allowed
+
+
+def costs(sequence_parallel: bool) -> dict[str, int]:
+    """Of a block at sizes where what is not divided (text, sound) is small."""
+    config, bucket = model()[0], Bucket(4096, 16, 1, 8)
+    with fake_process_group(TP):
+        program = dit_program(
+            config,
+            bucket,
+            TP,
+            TorchDistComm(TP),
+            torch.bfloat16,
+            1,
+            sequence_parallel=sequence_parallel,
+        )
+        return cost(trace(program, "blocks", torch.bfloat16))
+
+
+def test_a_block_scatters_what_it_reduced_and_gathers_what_its_products_take():
+    whole, divided = costs(False), costs(True)
+    stream = 4096 * model()[0].video.inner * 2
+    assert (whole["collectives"], divided["collectives"]) == (11, 16)
+    assert (whole["reduce_scatter_bytes"], whole["all_gather_bytes"]) == (0, 0)
+    # Outputs of self, text and audio-to-video attention and the feed-forward are scattered; inputs
+    # of these four, and keys and values of video-to-audio, are gathered from a quarter each.
+    assert divided["reduce_scatter_bytes"] == 4 * stream
+    assert divided["all_gather_bytes"] == 5 * stream // TP
+    assert divided["flops"] == whole["flops"]
+    # q/k norms, RoPE and gates go by heads and are divided already.
+    assert divided["elementwise_bytes"] < 0.7 * whole["elementwise_bytes"]
+
+
+@pytest.mark.parametrize(("tokens", "tp", "may"), [(24, 4, True), (18, 4, False), (24, 1, False)])
+def test_tokens_are_divided_where_every_rank_gets_as_many(tokens, tp, may):
+    assert may_divide(Bucket(tokens, 18, 1, 8), tp) is may
+
+
+def test_what_does_not_divide_is_compiled_whole_and_said(tiny, tmp_path, capsys):
+    profile = resolve("cpu", ("sequence_parallel=true",))
+    workspace = Workspace(tiny.checkpoint, profile, tmp_path, TP, "float32")
+    folders = workspace.compile_dit([Bucket(18, 18, 1, 8), Bucket(24, 18, 1, 8)])
+    assert capsys.readouterr().out == (
+        "18 video tokens do not divide over 4 ranks: compiled without sequence parallelism\n"
+    )
+    taken = [Manifest(folder).graphs["head"]["inputs"] for folder in folders]
+    assert ["rank_one_hot" in inputs for inputs in taken] == [False, True]
