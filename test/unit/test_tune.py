@@ -180,6 +180,14 @@ def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
     assert choices("threads", neuron, 4, 48) == choices("compile_backend", neuron, 4, 48) == []
 
 
+def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():
+    cpu, buckets = resolve("cpu"), Size(96, 96, 9).buckets((), "distilled")  # 18 tokens
+    assert choices("sequence_parallel", cpu, 2, 48, buckets=buckets) == ["true"]
+    assert choices("sequence_parallel", cpu, 4, 48, buckets=buckets) == []
+    on = resolve("cpu", ("sequence_parallel=true",))
+    assert choices("sequence_parallel", on, 2, 48, buckets=buckets) == ["false"]
+
+
 def test_a_depth_that_no_call_ends_at_is_refused():
     cpu = resolve("cpu")
     check_layers(8, cpu, 48)

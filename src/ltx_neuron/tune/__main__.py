@@ -119,7 +119,7 @@ class Tuning:
 
         def others(key: str, best: Settings) -> list[str]:
             changed = with_settings(profile, best)
-            return choices(key, changed, workspace.tp, layers, args.layers)
+            return choices(key, changed, workspace.tp, layers, args.layers, self.buckets)
 
         def say(row: Row) -> None:
             print(progress(row, own), flush=True)

@@ -6,11 +6,12 @@ what only two keys together bring; trying all combinations would take hundreds o
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
-from ltx_neuron.models.programs import group_size
+from ltx_neuron.models.programs import group_size, may_divide
 from ltx_neuron.profiles import DRIVERS, Profile, require_runtime, resolve
 from ltx_neuron.tune.chosen import GRAPH_KEYS, RUN_KEYS, Settings, text_of
 
@@ -53,14 +54,21 @@ def own_settings(profile: Profile) -> Settings:
 
 
 def choices(
-    key: str, profile: Profile, tp: int, num_layers: int, layers: int | None = None
+    key: str,
+    profile: Profile,
+    tp: int,
+    num_layers: int,
+    layers: int | None = None,
+    buckets: Sequence[Bucket] = (),
 ) -> list[str]:
     """The values of a key to try instead of the profile's own: those that come to something else
     and can be had here.
 
     num_layers  the model's depth
     layers      how many of them a step runs; None: all
+    buckets     of the size's stages
     """
+    divides = any(may_divide(bucket, tp) for bucket in buckets)
     values = {
         "backend": ["nxd", "torchdist"] if profile.device == "neuron" else [],
         "compile_backend": [
@@ -70,7 +78,7 @@ def choices(
         ],
         "threads": _threads(tp) if profile.device == "cpu" else [],
         "attention": ["nki" if profile.device == "neuron" else "sdpa", "matmul"],
-        "sequence_parallel": ["false", "true"] if tp > 1 else [],
+        "sequence_parallel": ["false", "true"] if divides else [],
         "blocks_per_graph": [
             str(n) for n in _BLOCKS if _cuts_evenly(n, num_layers, layers or num_layers)
         ],
