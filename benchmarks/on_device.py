@@ -6,7 +6,7 @@
 Doctor; a tiny model compiled, run and compared with the CPU; two blocks at full width, compared;
 and, where the checkpoint is given, the full model: sharded, compiled, one step compared, whole
 videos with the time of every step, the cold start and the memory of every core, models in turn and
-resident. Every section drives the real scripts in processes of their own.
+resident; last a tuning. Every section drives the real scripts in processes of their own.
 
 A section that fails is recorded with its error, and those that do not need it go on. Typed again,
 the same command runs what is not finished; report and state lie in --work-dir. With --profile cpu
@@ -474,7 +474,7 @@ def _measured(bench: Bench, target: Target, name: str) -> list[str]:
 
 
 def tune(bench: Bench) -> list[str]:
-    """The full model's settings tuned for its size, with the tiny one's where there is none."""
+    """Settings tuned for the full model and its size, or for the tiny one where there is none."""
     try:
         model = full(bench)
     except NotRun:
@@ -483,8 +483,8 @@ def tune(bench: Bench) -> list[str]:
     common = [*bench._common(model, device), *size_flags(model.size)]
     picture = bench.folder / "tune.png"
     run = bench.run("tune", "-m", "ltx_neuron.tune", *common, "--plot", picture)
-    table = run.output[run.output.index("ms a step") - 2 :].rstrip()
-    return [f"{model.name}, {run.seconds:.0f} s.", "", "```", table, "```"]
+    _, _, found = run.output.rstrip().rpartition("\n\n")  # its table and what was chosen
+    return [f"Model {model.name}, {run.seconds:.0f} s.", "", "```", found, "```"]
 
 
 _TINY = "tiny: shard and compile"
