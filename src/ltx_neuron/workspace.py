@@ -390,15 +390,14 @@ class Workspace:
 
         buckets = self.profile.text_buckets
         programs = [(self._gemma3_identity(n), partial(encoder, n)) for n in buckets]
-        programs += [(self._connectors_identity(), connectors)]
-        return self._compile(programs, self.profile)
+        return self._compile([*programs, (self._connectors_identity(), connectors)])
 
     def _compile(
-        self, programs: list[tuple[dict, Callable[[], Program]]], profile: Profile
+        self, programs: list[tuple[dict, Callable[[], Program]]], profile: Profile | None = None
     ) -> list[Path]:
         """Compile each program of an identity that is not there yet; returns all folders. Where
-        another process compiles one, this waits and takes it."""
-        paths = []
+        another process compiles one, this waits and takes it. profile: another than the run's."""
+        profile, paths = profile or self.profile, []
         for identity, make in programs:
             path = artifacts.folder(self.artifacts, identity)
             paths.append(path)
