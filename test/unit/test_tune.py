@@ -250,7 +250,7 @@ def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path, tiny):
     trials = Trials(replace(asked, steps=1), OWN, (), 0.3, tmp_path, journal, lambda row: None)
     began = time.monotonic()
     measured = trials.measure(OWN, 0)
-    assert measured.problem == "took longer than --limit 0.3 s" and time.monotonic() - began < 5
+    assert measured.problem == "took longer than --limit 0.3 s" and time.monotonic() - began < 60
     assert trials.measure(OWN, 0) is measured  # not again
     assert Journal(tmp_path / "a.journal", ASKED, {}).rows == [measured]
 

@@ -22,6 +22,7 @@ from ltx_neuron.tune.search import Row
 from ltx_neuron.tune.variant import OUTPUTS, RESULT, Request
 
 _REFERENCE = "reference.safetensors"
+_TIDY_SECONDS = 6.0  # more than a variant takes for it
 
 
 class Journal:
@@ -145,11 +146,14 @@ class Trials:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Kill a process that leads a group, and all that it started and left."""
+    """End a process that leads a group, and all that it started and left. The end of its stdin asks
+    it to tidy up, and what does not listen is killed."""
+    process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_TIDY_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    process.stdin.close()
 
 
 def last_words(log: str, code: int) -> str:

@@ -31,6 +31,7 @@ from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the request's folder
+_TIDY_SECONDS = 3.0
 _CUT = "main of the first blocks"
 
 
@@ -144,13 +145,15 @@ def first_blocks(folder: Path, layers: int, place: Path) -> Path:
 
 
 def end_with_parent() -> None:
-    """End this process group when the parent's end of our stdin closes: a parent that is killed
-    takes nothing with it by itself."""
+    """End this process and its group when the parent's end of our stdin closes: a parent that is
+    killed takes nothing with it by itself."""
 
     def watch() -> None:
         while sys.stdin.buffer.raw.read(1):
             pass
-        os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGTERM)  # ranks are ended, temporary files removed
+        time.sleep(_TIDY_SECONDS)
+        os.killpg(0, signal.SIGKILL)  # it is in a compiler
 
     threading.Thread(target=watch, daemon=True).start()
 
