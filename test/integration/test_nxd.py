@@ -154,6 +154,24 @@ def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, asset
     assert max(distances.values()) < FP32
 
 
+def test_ranks_that_share_the_videos_tokens_are_the_reference_s_in_fp32(assets, workspace, wanted):
+    """Stage 2, whose 8 tokens divide; stage 1 has 2 and stays whole."""
+    divided = open_workspace(assets, workspace.artifacts, CUT, "sequence_parallel=true")
+    divided.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
+    options = RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
+    with Engine(divided, Recorder(), options) as engine:
+        (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
+        held = engine.residency.ranks._tensors
+        assert {part.shape[1] for part in held["video_hidden"]} == {8 // TP}
+        # Per block five gathers, four scattered sums, and four groups with sound's sums and three
+        # of statistics; the tail gathers the velocity.
+        per_step = engine.recorder.counters.collectives_per_step["count"]
+        assert per_step == (5 + 4 + 7) * divided.transformer.num_layers + 1
+    distances = {name: rel(result.tensors[name], wanted[name]) for name in LATENTS}
+    print({name: f"{distance:.1e}" for name, distance in distances.items()})
+    assert max(distances.values()) < FP32
+
+
 def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weights(
     workspace, assets
 ):
@@ -756,11 +774,11 @@ def wanted_guided(assets):
     )
 
 
-@pytest.mark.parametrize("cut", ["workspace", "whole"])
-def test_a_guided_stage_is_the_reference_s_in_fp32(wanted_guided, cut, request):
+@pytest.mark.parametrize("settings", [(CUT,), (WHOLE,), (CUT, "sequence_parallel=true")])
+def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace, wanted_guided, settings):
     """Four passes over the same graphs with other inputs under their names, and one graph that
     combines them."""
-    workspace = request.getfixturevalue(cut)
+    workspace = open_workspace(assets, workspace.artifacts, *settings)
     job = Job(
         prompt=PROMPT,
         size=Size(64, 32, 9, 24),

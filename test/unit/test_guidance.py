@@ -30,7 +30,7 @@ from ltx_neuron.config import Bucket
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.models.dit import Guide
+from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES, GuideInputs
@@ -255,7 +255,7 @@ def test_keyframe_tokens_count_in_the_standard_deviation_of_the_rescale():
 
 
 def test_the_standard_deviation_is_the_unbiased_one_over_the_whole_tensor():
-    from ltx_neuron.models.dit import _std
+    from ltx_neuron.models.guided import _std
 
     few = randn(1, 2, 3) + 5  # biased it would be a tenth less
     assert _std(few).item() == pytest.approx(few.std().item(), rel=EXACT)

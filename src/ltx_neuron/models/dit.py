@@ -40,15 +40,10 @@ from ltx_neuron.models.modulation import (
 from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm, sum_partials
 from ltx_neuron.models.rope import Rope
 from ltx_neuron.models.signatures import (
-    PASSES,
     BlockInputs,
     BlockOutputs,
-    GuidedBlockInputs,
-    GuidedHeadInputs,
-    GuidedHeadOutputs,
     GuidedStepInputs,
     GuideInputs,
-    GuideOutputs,
     HeadInputs,
     HeadOutputs,
     StepInputs,
@@ -306,7 +301,7 @@ class TransformerBlock(nn.Module):
         return video + self.ff.finish(v) * v_gate, audio + self.audio_ff.finish(a) * a_gate
 
 
-def _step_one_hot(inputs: HeadInputs | GuideInputs) -> Tensor:
+def step_one_hot(inputs: HeadInputs | GuideInputs) -> Tensor:
     """(steps,) fp32, one-hot over the schedule's steps: gathers are slow or refused by the
     compilers, and a one-hot sum is as exact."""
     return (inputs.step_numbers == inputs.step).float()
@@ -327,7 +322,7 @@ class Head(nn.Module):
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
     def forward(self, inputs: HeadInputs) -> HeadOutputs:
-        one_hot = _step_one_hot(inputs)
+        one_hot = step_one_hot(inputs)
         # (steps, U, MODULATION_ROWS, D) -> (U, MODULATION_ROWS, D)
         rows = [
             (one_hot.to(table.dtype)[:, None, None, None] * table).sum(0)
@@ -352,14 +347,6 @@ def _own_tokens(inputs: HeadInputs) -> Tensor:
     return (one_hot[:, None, None] * parts).sum(1)
 
 
-class GuidedHead(Head):
-    """Head of a guided pass: also returns which streams the step computes, `enabled` (2,)."""
-
-    def forward(self, inputs: GuidedHeadInputs) -> GuidedHeadOutputs:
-        enabled = (_step_one_hot(inputs)[:, None] * inputs.enabled_steps).sum(0)
-        return GuidedHeadOutputs(*super().forward(inputs), enabled)
-
-
 class Blocks(nn.Module):
     """N consecutive blocks: the graph that is called num_layers / N times with other weights."""
 
@@ -382,17 +369,6 @@ class Blocks(nn.Module):
         video, audio = inputs.video_hidden, inputs.audio_hidden
         for block in self.transformer_blocks:
             video, audio = block(self.comm, video, audio, inputs)
-        return BlockOutputs(video_hidden=video, audio_hidden=audio)
-
-
-class GuidedBlocks(Blocks):
-    """N consecutive blocks of a guided pass."""
-
-    def forward(self, inputs: GuidedBlockInputs) -> BlockOutputs:
-        video, audio = inputs.video_hidden, inputs.audio_hidden
-        for block, keep in zip(self.transformer_blocks, inputs.keep.unbind(0), strict=True):
-            perturbations = Perturbations(keep, inputs.enabled)
-            video, audio = block(self.comm, video, audio, inputs, perturbations)
         return BlockOutputs(video_hidden=video, audio_hidden=audio)
 
 
@@ -450,62 +426,18 @@ class Tail(X0Tail):
         video, audio = super().forward(inputs)
         # One timestep means that no image holds a token: nothing is to be put back.
         if inputs.video_rows.shape[0] > 1:
-            video = _blend(video, inputs)
-        return TailOutputs(*_next_latents(inputs, video, audio, inputs.sigma_pair))
+            video = blend(video, inputs)
+        return TailOutputs(*next_latents(inputs, video, audio, inputs.sigma_pair))
 
 
-class Guide(nn.Module):
-    """Combine the predictions of a step's passes in x0 space and take the Euler step. Source:
-    ltx-core guiders.py.
-
-    A pass that was not run has weight 0 and is fed any finite tensor. A stream that the step skips
-    repeats `guided_*`.
-    """
-
-    def forward(self, inputs: GuideInputs) -> GuideOutputs:
-        one_hot = _step_one_hot(inputs)[:, None]
-        sigma_pair = (one_hot * inputs.sigmas).sum(0)
-        enabled = (one_hot * inputs.enabled_steps).sum(0)
-        guided = []
-        for index, stream in enumerate(("video", "audio")):
-            cond, uncond, perturbed, isolated = (
-                getattr(inputs, f"{name}_{stream}").float() for name in PASSES
-            )
-            cfg, stg, modality, rescale = inputs.guidance[index].unbind(0)
-            # Every difference is to the conditional prediction; applied one after another they
-            # would be another guidance.
-            x0 = (
-                cond
-                + cfg * (cond - uncond)
-                + stg * (cond - perturbed)
-                + modality * (cond - isolated)
-            )
-            # Strong guidance overshoots: `rescale` pulls the spread back to that of `cond`.
-            x0 = x0 * (rescale * (_std(cond) / _std(x0).clamp_min(_SMALLEST_STD)) + (1 - rescale))
-            previous, on = getattr(inputs, f"guided_{stream}"), enabled[index]
-            guided.append((x0 * on + previous.float() * (1 - on)).to(previous.dtype))
-        # The guided predictions are returned before the blend: a skipped step blends them anew.
-        video = _blend(guided[0], inputs)
-        return GuideOutputs(*_next_latents(inputs, video, guided[1], sigma_pair), *guided)
-
-
-# A constant prediction has no deviation; the quotient then stays finite.
-_SMALLEST_STD = 1e-12
-
-
-def _std(x: Tensor) -> Tensor:
-    """Unbiased standard deviation over the whole tensor, keyframe tokens included, fp32."""
-    return ((x - x.mean()).square().sum() / (x.numel() - 1)).sqrt()
-
-
-def _blend(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
+def blend(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
     """Put back the tokens that images hold, by the denoise mask (ltx-pipelines
     post_process_latent): (1, Tv, C)."""
     mask = inputs.denoise_mask
     return (x0 * mask + inputs.clean_latent.float() * (1 - mask)).to(x0.dtype)
 
 
-def _next_latents(
+def next_latents(
     inputs: TailInputs | GuideInputs, video: Tensor, audio: Tensor, sigma_pair: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The Euler step of both streams, from clean latents (1, T, C), and `finite`."""

@@ -15,8 +15,9 @@ from torch import nn
 from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
-from ltx_neuron.models.dit import Blocks, Guide, GuidedBlocks, GuidedHead, Head, Step, Tail, X0Tail
+from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
 from ltx_neuron.models.gemma3 import Gemma3Encoder
+from ltx_neuron.models.guided import Guide, GuidedBlocks, GuidedHead
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.signatures import (
     BlockInputs,

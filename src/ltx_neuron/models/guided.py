@@ -1,0 +1,81 @@
+"""What guidance adds to the DiT's graphs: a head and blocks that take a pass's perturbations, and
+the combination of the passes' predictions.
+
+A guided pass is head, blocks and X0Tail; its prediction is x0. Shapes as in dit.py.
+"""
+
+from torch import Tensor, nn
+
+from ltx_neuron.models.dit import Blocks, Head, Perturbations, blend, next_latents, step_one_hot
+from ltx_neuron.models.signatures import (
+    PASSES,
+    BlockOutputs,
+    GuidedBlockInputs,
+    GuidedHeadInputs,
+    GuidedHeadOutputs,
+    GuideInputs,
+    GuideOutputs,
+)
+
+
+class GuidedHead(Head):
+    """Head of a guided pass: also returns which streams the step computes, `enabled` (2,)."""
+
+    def forward(self, inputs: GuidedHeadInputs) -> GuidedHeadOutputs:
+        enabled = (step_one_hot(inputs)[:, None] * inputs.enabled_steps).sum(0)
+        return GuidedHeadOutputs(*super().forward(inputs), enabled)
+
+
+class GuidedBlocks(Blocks):
+    """N consecutive blocks of a guided pass."""
+
+    def forward(self, inputs: GuidedBlockInputs) -> BlockOutputs:
+        video, audio = inputs.video_hidden, inputs.audio_hidden
+        for block, keep in zip(self.transformer_blocks, inputs.keep.unbind(0), strict=True):
+            perturbations = Perturbations(keep, inputs.enabled)
+            video, audio = block(self.comm, video, audio, inputs, perturbations)
+        return BlockOutputs(video_hidden=video, audio_hidden=audio)
+
+
+class Guide(nn.Module):
+    """Combine the predictions of a step's passes in x0 space and take the Euler step. Source:
+    ltx-core guiders.py.
+
+    A pass that was not run has weight 0 and is fed any finite tensor. A stream that the step skips
+    repeats `guided_*`.
+    """
+
+    def forward(self, inputs: GuideInputs) -> GuideOutputs:
+        one_hot = step_one_hot(inputs)[:, None]
+        sigma_pair = (one_hot * inputs.sigmas).sum(0)
+        enabled = (one_hot * inputs.enabled_steps).sum(0)
+        guided = []
+        for index, stream in enumerate(("video", "audio")):
+            cond, uncond, perturbed, isolated = (
+                getattr(inputs, f"{name}_{stream}").float() for name in PASSES
+            )
+            cfg, stg, modality, rescale = inputs.guidance[index].unbind(0)
+            # Every difference is to the conditional prediction; applied one after another they
+            # would be another guidance.
+            x0 = (
+                cond
+                + cfg * (cond - uncond)
+                + stg * (cond - perturbed)
+                + modality * (cond - isolated)
+            )
+            # Strong guidance overshoots: `rescale` pulls the spread back to that of `cond`.
+            x0 = x0 * (rescale * (_std(cond) / _std(x0).clamp_min(_SMALLEST_STD)) + (1 - rescale))
+            previous, on = getattr(inputs, f"guided_{stream}"), enabled[index]
+            guided.append((x0 * on + previous.float() * (1 - on)).to(previous.dtype))
+        # The guided predictions are returned before the blend: a skipped step blends them anew.
+        video = blend(guided[0], inputs)
+        return GuideOutputs(*next_latents(inputs, video, guided[1], sigma_pair), *guided)
+
+
+# A constant prediction has no deviation; the quotient then stays finite.
+_SMALLEST_STD = 1e-12
+
+
+def _std(x: Tensor) -> Tensor:
+    """Unbiased standard deviation over the whole tensor, keyframe tokens included, fp32."""
+    return ((x - x.mean()).square().sum() / (x.numel() - 1)).sqrt()
