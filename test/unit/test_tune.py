@@ -106,9 +106,8 @@ def test_a_lucky_first_time_decides_nothing():
 
     best, measured = tuned(step_ms, {"attention": ["matmul"]})
     turns = [(settings["attention"], turn) for settings, turn in measured]
-    assert best == OWN and turns[2:] == [
-        *[("sdpa", 1), ("matmul", 1), ("sdpa", 2), ("matmul", 2), ("sdpa", 3), ("matmul", 3)]
-    ]
+    # One lost turn decides: the other two are not taken.
+    assert best == OWN and turns[2:] == [("sdpa", 1), ("matmul", 1)]
 
 
 def test_where_the_profile_s_own_setting_fails_one_that_works_takes_its_place():

@@ -180,19 +180,24 @@ def search(
         if standing.problem:
             best, standing = challenger.settings, challenger
         elif challenger.step_ms < standing.step_ms * (1 - MARGIN):
-            rounds = [(again(best), again(challenger.settings)) for _ in range(turns)]
+            rounds = []
+            while len(rounds) < turns and all(map(_ahead, rounds)):  # one lost turn decides
+                rounds.append((again(best), again(challenger.settings)))
             if wins(rounds):
                 best, standing = challenger.settings, rounds[-1][1]
     return best
 
 
+def _ahead(turn: tuple[Row, Row]) -> bool:
+    """Whether the second of two rows is faster."""
+    return not any(row.problem for row in turn) and turn[1].step_ms < turn[0].step_ms
+
+
 def wins(rounds: list[tuple[Row, Row]]) -> bool:
     """Whether the second of each pair is faster than the first by more than the noise."""
-    if any(row.problem for pair in rounds for row in pair):
+    if not all(map(_ahead, rounds)):
         return False
     before, after = ([row.step_ms for row in rows] for rows in zip(*rounds, strict=True))
     middle = statistics.median(before)
     noise = max(MARGIN, (max(before) - min(before)) / middle)
-    return all(b > a for b, a in zip(before, after, strict=True)) and (
-        statistics.median(after) < middle * (1 - noise)
-    )
+    return statistics.median(after) < middle * (1 - noise)
