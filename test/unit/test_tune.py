@@ -426,6 +426,8 @@ def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp
     write_json(folder / "manifest.json", {"identity": dit_identity(before)})
     kept = choose(before, {}, {"attention": "matmul"})
     workspace = flags.workspace(arguments(tiny, tmp_path))
+    other = dit_identity(workspace) | {"bucket": "v1-a1-t1-s8"}  # as near, and of another size
+    write_json(artifacts.folder(tmp_path, other) / "manifest.json", {"identity": other})
     with pytest.raises(UserError) as error:
         workspace.dit_program_for(SIZE, SIZE.stages()[0], (), "distilled")
     _, make, tuned_line = str(error.value).splitlines()

@@ -20,6 +20,7 @@ from ltx_neuron import errors, flags
 from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_outputs, check_writable, exclusive
+from ltx_neuron.job import Job
 from ltx_neuron.profiles import require_runtime
 from ltx_neuron.tune import chosen
 from ltx_neuron.tune.chosen import GRAPH_KEYS, RUN_KEYS, Chosen, Settings
@@ -173,6 +174,8 @@ def main(argv: list[str] | None = None) -> None:
     require_runtime(workspace.profile, workspace.tp)
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
     recipe = flags.recipe(args)
+    if recipe == "dev":  # with the model version's own guidance
+        Job("", size).resolved_guidance.check(workspace.transformer.num_layers)
     workspace.dit_weights()
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
         tune(Tuning(workspace, args, size, images, recipe))
