@@ -12,6 +12,8 @@ A section that fails is recorded with its error, and those that do not need it g
 the same command runs what is not finished; report and state lie in --work-dir. With --profile cpu
 everything but the device itself runs on any machine.
 
+When something went wrong, `--bundle FILE.tar.gz` packs what runs have left for a bug report.
+
 "Compared" is the three-way rule: rel_L2(device, fp32) <= 2 * rel_L2(CPU in bf16, fp32) + 0.005,
 from equal noise and contexts. The fp32 reference of the full model wants its weights in host memory
 and on the disk once more, as fp32 (74 GB).
@@ -32,7 +34,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from lib import bundle
 from lib.one_step import write_inputs
+from lib.redact import Redactor
 from lib.sections import Failed, NotRun, Section, cell, markdown, rel, restored, run_all, three_way
 from safetensors.torch import load_file
 from torch import Tensor
@@ -41,6 +45,7 @@ from ltx_neuron import errors, files, flags
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.doctor.finding import gb
 from ltx_neuron.doctor.system import System
+from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import Profile, resolve
@@ -468,7 +473,9 @@ def _measured(bench: Bench, target: Target, name: str) -> list[str]:
                 + "."
             )
         else:
-            lines.append("Memory per core: not run: no Neuron device.")
+            untold = "neither the driver's counters nor neuron-monitor tell it"
+            why = untold if bench.profile.device == "neuron" else "no Neuron device"
+            lines.append(f"Memory per core: not run: {why}.")
         lines.append("")
     return [*lines, "```", table.table(perf), "```"]
 
@@ -565,12 +572,56 @@ def arguments() -> argparse.Namespace:
         help="leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)",
     )
     parser.add_argument("--anew", action="store_true", help="forget what is finished")
+    _add_bundle(parser)
     flags.add_size(parser)
     return parser.parse_args()
 
 
+def _add_bundle(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("bug report: runs nothing, packs what is there")
+    help = "report, logs, compiler messages, versions and the doctor's findings; no weights"
+    group.add_argument("--bundle", type=Path, metavar="FILE.tar.gz", help=help)
+    help = "also the logs and JSON of a folder in which a run failed, or a text file; repeatable"
+    group.add_argument(
+        "--bundle-add", type=Path, action="append", default=[], metavar="PATH", help=help
+    )
+    help = "leave prompts in the bundle"
+    group.add_argument("--with-prompts", action="store_true", help=help)
+
+
+def write_bundle(args: argparse.Namespace) -> None:
+    """Pack what runs have left, whether they ended well or not, and say what was packed."""
+    bundle.check_target(args.bundle)
+    for path in args.bundle_add:
+        if not path.exists():
+            raise UserError(f"--bundle-add {path}: no such file or folder")
+    system, artifacts = System(), (args.artifacts_dir, args.work_dir / "artifacts")
+    asked = {
+        "--profile": args.profile,
+        "--checkpoint-path": args.checkpoint_path,
+        "--gemma-root": args.gemma_root,
+        "--tp-degree": args.tp_degree,
+        "--artifacts-dir": args.artifacts_dir,
+    }
+    words = [word for flag, value in asked.items() if value for word in (flag, value)]
+    texts = {"doctor.txt": bundle.doctor([*words, *profile_settings(tuple(args.profile_set))])}
+    texts |= bundle.facts(system, ROOT, artifacts)
+    found = bundle.found(args.work_dir, artifacts, args.bundle_add)
+    packed = bundle.pack(args.bundle, texts, found, Redactor(os.environ, args.with_prompts))
+    print(*packed.lines(), sep="\n")
+    if not (args.work_dir / "state.json").is_file():
+        print(
+            f"nothing was run in {args.work_dir}: type the --work-dir of your run, if there is one"
+        )
+    size = args.bundle.stat().st_size
+    print(f"bundle: {args.bundle} ({size:,} bytes). Read it before you send it")
+
+
 def main() -> None:
     args = arguments()
+    if args.bundle:
+        write_bundle(args)
+        return
     paths = ("work_dir", "artifacts_dir", "checkpoint_path", "gemma_root", "spatial_upsampler_path")
     for name in paths:  # scripts run in the repository's folder
         setattr(args, name, getattr(args, name) and getattr(args, name).absolute())
@@ -580,7 +631,7 @@ def main() -> None:
     chosen_by = {
         name: str(value)
         for name, value in sorted(vars(args).items())
-        if name not in ("work_dir", "anew")
+        if name not in ("work_dir", "anew", "bundle", "bundle_add", "with_prompts")
     }
     identity = chosen_by | {
         "profile": bench.profile.name,

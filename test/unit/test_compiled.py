@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -344,6 +345,15 @@ def test_a_neuron_rank_is_told_its_core_size_its_flags_and_where_to_keep_what_it
     assert not [name for name in on_cpu if "NEURON" in name]
 
 
+def test_a_user_may_give_a_slow_first_run_more_time(monkeypatch):
+    """As the message of a run that did not end in time says; the profile's 600 s otherwise."""
+    monkeypatch.delenv("NEURON_RT_EXEC_TIMEOUT", raising=False)
+    assert environment.of_rank(TRN2, 4, 0, None)["NEURON_RT_EXEC_TIMEOUT"] == "600"
+    monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", "1800")
+    assert environment.of_rank(TRN2, 4, 0, None)["NEURON_RT_EXEC_TIMEOUT"] == "1800"
+    assert "NEURON_RT_EXEC_TIMEOUT" not in environment.of_rank(PROFILES["cpu"], 4, 0, None)
+
+
 def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_takes():
     """It splits them at white space and adds --model-type, --auto-cast and --lnc itself."""
     told = {model: environment.of_compiler(TRN2, model) for model in MODELS}
@@ -367,6 +377,28 @@ def test_each_model_has_compiler_flags_of_its_own_in_the_form_that_torchneuron_t
     torn = dataclasses.replace(TRN2, compiler_flags=(("dit", "--dump='a folder'"),))
     with pytest.raises(UserError, match="--dump=a folder.* has a space in it"):
         environment.of_compiler(torn, "dit")
+
+
+def test_a_compiler_that_is_started_without_a_shell_gets_what_a_shell_would_give_it(tmp_path):
+    """TorchNeuron splits its command at white space and calls execvp (CompilableKernelExecution.cpp
+    of its sources, early 2026); NxD's goes through a shell."""
+    stub = tmp_path / "neuronx-cc"
+    stub.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    stub.chmod(0o755)
+    for model in MODELS:
+        told = environment.of_compiler(TRN2, model)
+        ours = "--model-type transformer --auto-cast=none --lnc 2 "
+        line = f"{stub} {ours}{told['NEURON_CC_FLAGS']} {told['NEURON_COMPILER_OPT_LEVEL']}"
+        split, shell = (
+            subprocess.run(command, shell=by_shell, capture_output=True, text=True, check=True)
+            for command, by_shell in ((line.split(), False), (f"{stub} {TRN2.flags(model)}", True))
+        )
+        assert said(split.stdout) == said(shell.stdout)
+
+
+def said(printed: str) -> set[str]:
+    """What a compiler's words say, whether a flag's options came together or one by one."""
+    return {*printed.replace("--tensorizer-options=", "").replace("=", " ").split()}
 
 
 def test_a_launch_finds_the_flags_of_its_own_model(monkeypatch):

@@ -1,6 +1,7 @@
 """README and docs say what is so: links lead somewhere, commands and files exist, and the reader's
 path is as short as it claims."""
 
+import ast
 import io
 import re
 import runpy
@@ -13,6 +14,8 @@ from unittest import mock
 
 import pytest
 from conftest import ROOT
+
+from ltx_neuron.backends import neuron_errors
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 README_LINES, PATH_FILES, PATH_LINES = 130, 15, 3000
@@ -151,6 +154,37 @@ def test_every_source_file_and_folder_that_is_named_exists(page):
         named = re.fullmatch(r"[\w./-]+(\.py|\.sh|\.txt|/)", name)
         if named and not name.startswith(MADE_BY_RUNNING):
             assert any((root / name).exists() for root in roots), f"{page}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_that_is_named_exists(page):
+    sources = "\n".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
+    named = [code for code in inline_code(page) if re.fullmatch(r"test_\w+", code)]
+    assert [name for name in named if f"def {name}(" not in sources] == []
+
+
+def said_by_the_code() -> set[str]:
+    """Every text of the sources, with ... for what a run puts into it."""
+    texts = set()
+    for path in (*(ROOT / "src").rglob("*.py"), ROOT / "benchmarks/on_device.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", None) for part in node.values)
+                texts.add("".join(part if isinstance(part, str) else "..." for part in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return texts
+
+
+def test_every_failure_that_the_trainium_page_explains_is_one_that_the_code_says():
+    _, _, section = text_of("docs/trainium.md").partition("\n## 9. When something fails\n")
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
+    messages = [code for row, _ in rows for code in re.findall("`([^`]+)`", row)]
+    numbers = [code for _, why in rows for code in re.findall("`(N[RC][TC]_[A-Z_0-9]+)`", why)]
+    said = "\n".join(said_by_the_code())
+    assert len(messages) > 20 and len(numbers) > 10
+    assert [text for text in messages if text not in said] == []
+    assert [code for code in numbers if not neuron_errors.known(code)] == []
 
 
 def test_the_readers_path_is_short():

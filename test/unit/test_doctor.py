@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from ltx_neuron import plan
 from ltx_neuron.doctor.__main__ import main
-from ltx_neuron.doctor.sdk import SDKS, nxd_support, release_of
+from ltx_neuron.doctor.sdk import DECOYS, SDKS, nxd_support, release_of
 from ltx_neuron.doctor.system import System, first_line_of, output_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.machine import Machine, probe
@@ -215,6 +215,30 @@ WRONG = {
         "blocks",
         "wanted torch>=2.9,<2.14",
         "pip install",
+    ),
+    "the torch of the image of SDK 2.33": (
+        Trn2(packages={**TORCH_NEURON, "torch": "2.14.0", "torch-neuronx": "2.14.3.0"}),
+        ("--profile-set", "backend=torchdist"),
+        "torch",
+        "blocks",
+        "torch is 2.14.0, wanted torch>=2.9,<2.14",
+        "an environment of its own: pip install -r requirements-torchneuron.txt",
+    ),
+    "a compiler that is Neuron's by name alone": (
+        Trn2(packages={**TORCH_NEURON, "neuronx-cc": DECOYS["neuronx-cc"]}),
+        ("--profile-set", "backend=torchdist"),
+        "sdk",
+        "blocks",
+        "neuronx-cc 1.0.post1 is a package of the public index",
+        "pip uninstall neuronx-cc; name Neuron's own pip repository",
+    ),
+    "kernels that are Neuron's by name alone": (
+        Trn2(packages={**NXD_29, "nki": DECOYS["nki"]}),
+        (),
+        "sdk",
+        "blocks",
+        "nki 0.0.1 is a package",
+        "pip uninstall nki",
     ),
     "TorchNeuron without its release": (
         Trn2(packages=NXD_29),
@@ -477,8 +501,6 @@ def test_releases_are_told_by_their_packages_and_newer_ones_are_counted_on():
         assert release_of("compiler", nothing) is None
 
 
-# Packages of the public index that have the names of the SDK's and are not the SDK's.
-DECOYS = {"nki": "0.0.1", "neuronx-cc": "1.0.post1"}
 # Of each extra: what Neuron's own index has for its SDK (n2-manifest.json for 2.31; the list of
 # components of the documentation for 2.33).
 OF_THE_SDK = {

@@ -1,6 +1,7 @@
 """Rank processes over gloo: what is uploaded, run and downloaded, and that no failure leaves a
 process or a wait behind."""
 
+import ctypes
 import hashlib
 import multiprocessing
 import os
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 
 from ltx_neuron.backends import liveness, torchdist
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
+from ltx_neuron.backends.liveness import Pulse
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.rank import Rank, serve
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
 from ltx_neuron.backends.torchdist import Ranks
-from ltx_neuron.backends.wire import SharedTensor
+from ltx_neuron.backends.wire import RankSettings, SharedTensor
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Stage
@@ -45,6 +48,7 @@ SHOWS = 0.1  # another step's number, other weights or a part too few
 COMMAND_BYTES = 1000  # of a step, over all ranks: a short line, never a tensor
 STEPS = 10  # numbers that a run may name
 SOON = 10  # seconds in which every process must have ended; it takes a tenth of one
+HELD = (3, 0, 60)  # seconds of runs that hold Python's lock
 KILLS = 50  # memory that had a name stayed after two of five
 
 pytestmark = pytest.mark.timeout(60)
@@ -389,6 +393,40 @@ def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
     # What explains it afterwards, for the log.
     assert re.search(r"rank 0: process \d+, last heartbeat [2-9]\.\d s ago", error.value.details)
     assert "threads T" in error.value.details and "the host's own gaps" in error.value.details
+
+
+def serve_holding_the_lock(pipe, settings: RankSettings, pulse: Pulse) -> None:
+    """A rank whose runs hold Python's lock while a device compiles or computes: nothing in
+    TorchNeuron's binding releases it (aws-neuron/torch-neuronx, early 2026). HELD[n]: seconds of
+    its n-th run, which uses no CPU."""
+    run, runs = Rank.run, iter(HELD)
+
+    def holding(self, *arguments, **numbers):
+        ctypes.PyDLL(None).sleep(next(runs))
+        return run(self, *arguments, **numbers)
+
+    Rank.run = holding
+    serve(pipe, settings, pulse)
+
+
+def test_a_rank_that_holds_python_s_lock_lives_in_a_first_run_and_not_in_a_warm_one(
+    toy, monkeypatch
+):
+    """In the first run the device's compiler may work; a warm run is known to take no time."""
+    monkeypatch.setattr(torchdist, "serve", serve_holding_the_lock)
+    with ready(toy) as ranks:
+        pids = pids_of(ranks)
+        monkeypatch.setattr(liveness, "FROZEN_SECONDS", 1.0)
+        monkeypatch.setattr(liveness, "HANG_SECONDS", 2.0)
+        monkeypatch.setattr(liveness, "HANG_TIMES", 0.0)
+        ranks.run("toy", step=3)
+        assert rel(ranks.get("toy", "y"), wanted(toy, 3)) < EQUAL
+        ranks.run("toy", step=3)
+        began = time.monotonic()
+        with pytest.raises(RankError, match="of 2 failed: it hangs"):
+            ranks.run("toy", step=3)
+        assert time.monotonic() - began < SOON
+        assert_all_end(pids)
 
 
 @pytest.mark.parametrize(

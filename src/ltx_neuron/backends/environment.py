@@ -21,12 +21,15 @@ _MASTER_PORT = 62234
 # What TorchNeuron's call of the compiler has by itself.
 _TORCHNEURONS_OWN = ("--model-type", "--auto-cast", "--lnc")
 _SEVERAL = "--tensorizer-options"  # the flag that takes options of its own
+_USERS_OWN = "NEURON_RT_EXEC_TIMEOUT"  # what a user is told to raise: the profile's is the default
 
 
 def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
     """Everything a rank adds to the host's environment. `cache` is where compilers keep what they
     made."""
     variables = dict(profile.environment)
+    if _USERS_OWN in variables:
+        variables[_USERS_OWN] = os.environ.get(_USERS_OWN, variables[_USERS_OWN])
     # gloo connects the host's side of all ranks, which are on one machine: neither a host name that
     # does not resolve nor another interface that the user's environment names matters.
     if os.path.exists("/sys/class/net/lo"):

@@ -75,7 +75,7 @@ TABLE = (
         (5,),
         ("NRT_TIMEOUT",),
         "a run did not end in time",
-        "a first run may take minutes: export NEURON_RT_EXEC_TIMEOUT=600; if it comes again on a"
+        "a first run may take minutes: export NEURON_RT_EXEC_TIMEOUT=1800; if it comes again on a"
         " warm run, a rank hangs: end the process, wait a few seconds and type the same again",
     ),
     Known(

@@ -28,6 +28,10 @@ from ltx_neuron.workspace import Workspace
 
 GRAPH_BYTES = 2 * 2**30  # room for compiled graphs: a guess
 _REQUIREMENTS = "pip install -r requirements.txt"
+_ON_NEURON = {
+    "nxd": "pip install -r requirements-neuron.txt",
+    "torchdist": "pip install -r requirements-torchneuron.txt",
+}
 _PACKAGES = {
     "ltx-core": ("VAE, vocoder and upsamplers", "pip install --no-deps -r requirements-ltx.txt"),
     "transformers": ("the tokenizer", _REQUIREMENTS),
@@ -133,12 +137,10 @@ def packages(examination: Examination) -> Iterator[Finding]:
     numbers = sdk.version_numbers(version)[:2]
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
-        yield Finding(
-            "torch",
-            "blocks",
-            f"torch is {version or 'absent'}, wanted {wanted}",
-            f'pip install "{wanted}"',
-        )
+        fix = f'pip install "{wanted}"'
+        if examination.profile.device == "neuron":  # torch-neuronx is for one torch alone
+            fix = f"in an environment of its own: {_ON_NEURON[examination.profile.backend]}"
+        yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
     elif examination.profile.backend == "nxd" and numbers != sdk.NXD_TORCH:
         yield Finding(
             "torch",

@@ -68,6 +68,15 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             "source /opt/<the environment of the machine image>/bin/activate, or README, On"
             " Trainium",
         )
+    for name, version in sdk.DECOYS.items():
+        if system.version(name) == version:
+            yield Finding(
+                "sdk",
+                "blocks",
+                f"{name} {version} is a package of the public index with the name of the SDK's",
+                f"pip uninstall {name}; name Neuron's own pip repository to pip, as the Neuron"
+                " setup guide says, and install again",
+            )
     release, of_driver = sdk.release_of("compiler", compiler), sdk.release_of("driver", driver)
     if release and of_driver and of_driver < release:
         yield Finding(

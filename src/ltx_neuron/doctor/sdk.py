@@ -39,6 +39,9 @@ NXD_LIFECYCLE = (
     ((2, 34), "no longer supported on Trainium2", False),
 )
 NXD_LAST = (2, 33)
+# Packages of the public index that have names of the SDK's and are not the SDK's: pip takes them
+# where it was not told of Neuron's own repository.
+DECOYS = {"nki": "0.0.1", "neuronx-cc": "1.0.post1"}
 # Versions from the first on, below the second. PYTHON: on Neuron, by backend.
 TORCH = (2, 9), (2, 14)
 PYTHON = {"nxd": ((3, 11), (3, 14)), "torchdist": ((3, 12), (3, 15))}

@@ -1,0 +1,265 @@
+"""A bug report in one file: texts that a run left, cut to size, without prompts, secrets and names,
+and what can be said of the machine. on_device.py --bundle writes it.
+
+Nothing that is packed is chosen by what it is not: a file is taken because its name is one of those
+below. Weights, latents, videos, images and prompts files have none of these names.
+"""
+
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from lib.redact import Redactor, told_environment
+from ltx_neuron.doctor.finding import gb
+from ltx_neuron.doctor.system import System
+from ltx_neuron.errors import UserError, reason
+from ltx_neuron.files import MANIFEST, check_regular, check_writable, read_json, whole_file
+from ltx_neuron.machine import load, probe
+from ltx_neuron.progress import is_log
+
+NAMES = (".tar.gz", ".tgz")
+FOLDER = "ltx-neuron-bundle"  # that it unpacks to
+CONTENTS = "contents.txt"
+# A log is told by how it begins and, above all, by how it ends.
+HEAD_BYTES, TAIL_BYTES = 64 * 2**10, 2**20
+TOTAL_BYTES = 64 * 2**20
+DOCTOR_SECONDS = 120
+_LOGS = ("*.failure.log",)
+_COMPILER = ("log-neuron-cc*.txt", "command*.txt")  # NxD's and TorchNeuron's name them so
+_RUN = ("report.md", "state.json", "logs/*.log", "*/perf.json", "*/video.json")
+# TorchNeuron's, kept where TORCH_NEURONX_PRESERVE_COMPILATION_ARTIFACTS=1: graphs as text, and the
+# compiler's own logs (neuron_dynamo_backend/config.py of its sources, early 2026).
+_DEBUG = ("*.txt", "*.log", "*.mlir")
+_REPORTS = {"profile", "versions", "identity"}  # keys of a latency report and of a video's JSON
+
+
+class Found(NamedTuple):
+    """A file to pack, and its name in the bundle."""
+
+    name: str
+    path: Path
+
+
+class Packed(NamedTuple):
+    """What a bundle has, by name in bytes, and what it has not, by path with the reason."""
+
+    sizes: dict[str, int]
+    left_out: dict[str, str]
+    taken_out: dict[str, int]
+
+    def lines(self) -> list[str]:
+        taken = ", ".join(f"{count} {what}" for what, count in sorted(self.taken_out.items()))
+        rows = [f"{size:>9}  {name}" for name, size in self.sizes.items()]
+        rows += [f"left out   {path}: {why}" for path, why in self.left_out.items()]
+        return [*rows, f"taken out of these texts: {taken or 'nothing'}"]
+
+
+def check_target(path: Path) -> None:
+    """Raise UserError unless a bundle may be written to `path`. It replaces no file at all: what
+    was there may be an input, or the report of another failure."""
+    if not path.name.endswith(NAMES):
+        raise UserError(f"--bundle {path}: wanted a name that ends with {' or '.join(NAMES)}")
+    if os.path.lexists(path):
+        raise UserError(f"--bundle {path} is there already\nType another name, or remove it")
+    check_writable(path, "--bundle FILE.tar.gz")
+
+
+def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> Iterator[Found]:
+    """The files to pack, the most telling ones first.
+
+    work_dir   of on_device.py
+    artifacts  folders of weights and graphs
+    added      files, and folders of runs that were started by hand
+    """
+    yield from _in(work_dir, _RUN, "run", deep=False)
+    yield from _in(work_dir, _LOGS, "run")
+    # Where README's command leaves it.
+    yield from (file for file in _in(Path.cwd(), _LOGS, "here", deep=False) if is_log(file.path))
+    for path in added:
+        if path.is_dir():
+            yield from _in(path, (*_LOGS, "*.log", "results.json"), f"added/{path.name}")
+            reports = _in(path, ("*.json",), f"added/{path.name}")
+            yield from (file for file in reports if _is_report(file.path))
+        else:
+            yield Found(f"added/{path.name}", path)
+    for folder in {path.absolute(): None for path in (work_dir / "artifacts", *artifacts)}:
+        yield from _in(folder, _COMPILER, f"compiler/{folder.name}")
+    for folder in (Path.cwd(), Path(__file__).parents[2]):
+        yield from _in(folder, _COMPILER[:1], "compiler/here", deep=False)
+    for folder in debug_folders():
+        yield from _in(folder, _DEBUG, f"torchneuron/{folder.name}")
+
+
+def _in(folder: Path, patterns: Iterable[str], name: str, deep: bool = True) -> Iterator[Found]:
+    for pattern in patterns:
+        with suppress(OSError):  # a folder that goes meanwhile, or that may not be entered
+            for path in sorted(folder.rglob(pattern) if deep else folder.glob(pattern)):
+                yield Found(f"{name}/{path.relative_to(folder)}", path)
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        return read_json(path).keys() >= _REPORTS
+    except UserError:
+        return False
+
+
+def debug_folders() -> list[Path]:
+    """Where TorchNeuron keeps what it compiled, if it was told to."""
+    named = os.environ.get("TORCH_NEURONX_DEBUG_DIR")
+    if named:
+        return [Path(named)]
+    return sorted(Path(tempfile.gettempdir()).glob("neuron_backend*"))
+
+
+def read(path: Path) -> str:
+    """A text, of a long one how it begins and ends. Raises OSError for what is no text file."""
+    if path.is_symlink():  # to anything at all
+        raise OSError("a link")
+    check_regular(path)
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES if size > HEAD_BYTES + TAIL_BYTES else -1)
+        if b"\0" in head[:1024]:
+            raise OSError("not a text")
+        if len(head) >= size:
+            return head.decode(errors="replace")
+        file.seek(size - TAIL_BYTES)
+        # From whole line to whole line: half a prompt would not be known as one.
+        tail = file.read(TAIL_BYTES).partition(b"\n")[2]
+    head = head.rpartition(b"\n")[0]
+    cut = f"\n[... {size - len(head) - len(tail)} of {size} bytes are cut out here ...]\n"
+    return head.decode(errors="replace") + cut + tail.decode(errors="replace")
+
+
+def pack(
+    path: Path, texts: Mapping[str, str], files: Iterable[Found], redactor: Redactor
+) -> Packed:
+    """Write the bundle: `texts` by name, then the files that can be read."""
+    members, left_out, total = dict(texts), {}, 0
+    taken: set[Path] = set()
+    for file in files:
+        if file.path in taken:
+            continue
+        taken.add(file.path)
+        try:
+            text = read(file.path)
+        except (OSError, ValueError) as error:
+            left_out[str(file.path)] = reason(error)
+            continue
+        total += len(text)
+        if total > TOTAL_BYTES:
+            total -= len(text)
+            left_out[str(file.path)] = f"the bundle has {gb(TOTAL_BYTES)} of texts already"
+            continue
+        members[_free(file.name, members)] = text
+    for text in members.values():
+        redactor.learn(text)
+    clean: dict[str, bytes] = {}
+    for name, text in members.items():
+        clean[_free(redactor(name), clean)] = redactor(text).encode(errors="replace")
+    left_out = {redactor(where): why for where, why in left_out.items()}
+    packed = Packed({n: len(t) for n, t in clean.items()}, left_out, dict(redactor.counts))
+    clean = {CONTENTS: "\n".join([*packed.lines(), ""]).encode(), **clean}
+    with whole_file(path) as partial, tarfile.open(partial, "w:gz") as archive:
+        for name, content in clean.items():
+            member = tarfile.TarInfo(f"{FOLDER}/{name}")  # no owner, no path of this machine
+            member.size, member.mtime = len(content), int(time.time())
+            archive.addfile(member, io.BytesIO(content))
+    return packed
+
+
+def _free(name: str, members: Mapping[str, str]) -> str:
+    """The name, or one with a number where two folders have files of one name."""
+    number, free = 1, name
+    while free in members:
+        number, free = number + 1, f"{name}.{number + 1}"
+    return free
+
+
+# --- what is said of the machine ------------------------------------------------------------------
+
+
+def facts(system: System, repository: Path, artifacts: Iterable[Path]) -> dict[str, str]:
+    """Texts about the machine and what is installed on it, by name."""
+    environment = told_environment(os.environ)
+    kernel_log = (system.output("dmesg") or "").splitlines()
+    texts = {
+        "versions.txt": "\n".join(_versions(system, repository)),
+        "packages.txt": "\n".join(_packages()),
+        "environment.txt": "\n".join(f"{name}={value}" for name, value in environment.items()),
+        "machine.txt": "\n".join(load()),
+        "neuron-ls.txt": system.output("neuron-ls") or "",
+        "driver-log.txt": "\n".join(
+            [line for line in kernel_log if "neuron" in line.lower()][-500:]
+        ),
+        "artifacts.txt": "\n".join(line for folder in artifacts for line in _artifacts(folder)),
+    }
+    return {name: text + "\n" for name, text in texts.items() if text.strip()}
+
+
+def _versions(system: System, repository: Path) -> Iterator[str]:
+    git = ("git", "-C", str(repository))
+    commit = (system.output(*git, "rev-parse", "HEAD") or "unknown").strip()
+    changed = (system.output(*git, "status", "--porcelain") or "").splitlines()
+    yield f"commit: {commit}" + (f", with {len(changed)} changed files" if changed else "")
+    yield f"ltx-neuron: {system.version('ltx-neuron') or 'not installed'}"
+    yield f"python: {platform.python_version()}, {platform.machine()}, {platform.libc_ver()[1]}"
+    yield f"kernel: {platform.release()} {platform.version()}"
+    release = (system.text("etc/os-release") or "").splitlines()
+    yield f"system: {next((line for line in release if line.startswith('PRETTY_NAME')), 'unknown')}"
+    machine = probe(system.root)
+    yield f"instance: {machine.instance or 'no known EC2 type'}, {machine.neuron_devices} chips"
+    yield f"driver: {system.driver or 'none'}"
+    yield system.output("dpkg-query", "--show", "aws-neuronx*") or "no aws-neuronx package of dpkg"
+
+
+def _packages() -> list[str]:
+    installed = set()
+    for distribution in importlib.metadata.distributions():
+        with suppress(KeyError, TypeError, OSError):  # one that is half removed
+            installed.add(f"{distribution.metadata['Name']}=={distribution.version}")
+    return sorted(installed)
+
+
+def _artifacts(folder: Path) -> Iterator[str]:
+    """The weights and graphs that lie in a folder: their files, and what they were made for."""
+    for path in sorted((*folder.glob("weights/*"), *folder.glob("graphs/*"))):
+        name = f"{path.parent.name}/{path.name}"
+        try:
+            finished = (path / MANIFEST).is_file()
+            yield f"{name}: {'finished' if finished else 'NOT finished'}"
+            if finished:
+                yield f"  {json.dumps(read_json(path / MANIFEST).get('identity'))}"
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            yield from (f"  {file.stat().st_size:>12} {file.relative_to(path)}" for file in files)
+        except (OSError, UserError) as error:
+            yield f"{name} cannot be read: {error}"
+
+
+def doctor(flags: Iterable[object]) -> str:
+    """What the doctor says now, or why it says nothing."""
+    command = [sys.executable, "-m", "ltx_neuron.doctor", *map(str, flags)]
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=DOCTOR_SECONDS,
+            text=True,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {DOCTOR_SECONDS} s\n"
+    return f"{done.stdout}\nexit code {done.returncode}\n"
