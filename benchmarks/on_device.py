@@ -6,7 +6,7 @@
 Doctor; a tiny model compiled, run and compared with the CPU; two blocks at full width, compared;
 and, where the checkpoint is given, the full model: sharded, compiled, one step compared, whole
 videos with the time of every step, the cold start and the memory of every core, models in turn and
-resident. Every section drives the real scripts in processes of their own.
+resident; last a tuning. Every section drives the real scripts in processes of their own.
 
 A section that fails is recorded with its error, and those that do not need it go on. Typed again,
 the same command runs what is not finished; report and state lie in --work-dir. With --profile cpu
@@ -480,6 +480,20 @@ def _measured(bench: Bench, target: Target, name: str) -> list[str]:
     return [*lines, "```", table.table(perf), "```"]
 
 
+def tune(bench: Bench) -> list[str]:
+    """Settings tuned for the full model and its size, or for the tiny one where there is none."""
+    try:
+        model = full(bench)
+    except NotRun:
+        model = tiny(bench)
+    device = bench.device(model)
+    common = [*bench._common(model, device), *size_flags(model.size)]
+    picture = bench.folder / "tune.png"
+    run = bench.run("tune", "-m", "ltx_neuron.tune", *common, "--plot", picture)
+    _, _, found = run.output.rstrip().rpartition("\n\n")  # its table and what was chosen
+    return [f"Model {model.name}, {run.seconds:.0f} s.", "", "```", found, "```"]
+
+
 _TINY = "tiny: shard and compile"
 _WIDE = "two blocks: shard and compile"
 _SHARD = "full: shard"
@@ -498,6 +512,7 @@ SECTIONS = (
     Section("full: one step against the CPU", full_step, (_SHARD, _COMPILE)),
     Section("full: a video, models in turn", in_turn, (_SHARD, _COMPILE)),
     Section("full: a video, both models resident", resident, (_SHARD, _COMPILE)),
+    Section("tune", tune, (_TINY,)),
 )
 
 

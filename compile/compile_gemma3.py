@@ -14,7 +14,10 @@ def main() -> None:
         EXAMPLE,
         gemma=True,
     )
-    for path in flags.workspace(parser.parse_args()).compile_text():
+    flags.add_tuned(parser)
+    workspace = flags.workspace(parser.parse_args())
+    workspace.say_tuned()
+    for path in workspace.compile_text():
         print(f"graphs: {path}")
 
 

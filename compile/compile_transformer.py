@@ -18,6 +18,7 @@ def main() -> None:
     )
     flags.add_size(parser)
     flags.add_graph_cut(parser)
+    flags.add_tuned(parser)
     args = parser.parse_args()
     size, images = flags.size(args), flags.images(args)
     size.check()
@@ -30,6 +31,7 @@ def main() -> None:
     timesteps = [None] if images else [1, 2]
     stages = size.stages(recipe)
     buckets = [size.bucket(stage, images, count) for stage in stages for count in timesteps]
+    workspace.say_tuned(buckets)
     for path in workspace.compile_dit(buckets):
         print(f"graphs: {path}")
 

@@ -19,6 +19,7 @@ def arguments() -> argparse.Namespace:
     parser = flags.parser("Generate a video with sound from a prompt.", EXAMPLE, gemma=True)
     flags.add_job(parser)
     flags.add_graph_cut(parser)
+    flags.add_tuned(parser)
     flags.add_loras(parser)
     flags.add_run(parser)
     flags.add_outputs(parser)

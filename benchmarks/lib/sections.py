@@ -7,14 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json
+from ltx_neuron.tune.agree import FACTOR, FLOOR
+from ltx_neuron.tune.agree import distance as rel
 
-# A device may be this much further from fp32 than the CPU's own bf16, since the two round in other
-# places; the floor is for tensors that few operations separate from exact ones.
-FACTOR, FLOOR = 2, 0.005
 NOT_REACHED = {"status": "not run", "why": "not reached", "seconds": 0.0, "lines": []}
 
 
@@ -119,18 +116,13 @@ def restored(path: Path, identity: dict, anew: bool) -> dict[str, dict]:
     return state["sections"]
 
 
-def rel(got: Tensor, wanted: Tensor) -> float:
-    """|got - wanted| / |wanted|, summed in fp64; infinite where there is NaN."""
-    distance = ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
-    return distance if distance == distance else float("inf")
-
-
 def three_way(device: dict, bf16: dict, fp32: dict, names: tuple[str, ...]) -> list[str]:
     """A table with a row for each tensor: its relative L2 distance from fp32 on the device and in
     bf16 on the CPU. Failed where the device's is larger than FACTOR times the CPU's plus FLOOR."""
     rows, wrong = ["| tensor | device | CPU bf16 | allowed |", "|---|---|---|---|"], []
     for name in names:
-        on_device, on_cpu = rel(device[name], fp32[name]), rel(bf16[name], fp32[name])
+        on_device = rel(device[name], fp32[name])
+        on_cpu = rel(bf16[name], fp32[name])
         allowed = FACTOR * on_cpu + FLOOR
         rows.append(f"| {name} | {on_device:.4%} | {on_cpu:.4%} | {allowed:.4%} |")
         if not on_device <= allowed < float("inf"):

@@ -60,7 +60,12 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
     others = [other for other in stored if other and other.get("model") == identity["model"]]
     if not others:
         raise UserError(f"no {what} in {artifacts}\nMake them: {command}")
-    nearest = min(others, key=lambda other: len(differences(identity, other)))
+
+    def distance(other: dict) -> tuple[int, bool]:
+        # Of two that are as near, the one of the same size tells more.
+        return len(differences(identity, other)), other.get("bucket") != identity.get("bucket")
+
+    nearest = min(others, key=distance)
     raise UserError(
         f"no fitting {what} in {artifacts}. The nearest {_differing(identity, nearest)}\nMake"
         f" them: {command}"

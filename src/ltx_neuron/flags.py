@@ -117,6 +117,12 @@ def add_graph_cut(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks-per-graph", type=int, metavar="N", help=help)
 
 
+def add_tuned(parser: argparse.ArgumentParser) -> None:
+    """Whether tuned settings are taken: of the scripts that compile or run graphs."""
+    help = "ignore what python -m ltx_neuron.tune chose; --profile-set wins over it in any case"
+    parser.add_argument("--no-tuned", action="store_true", help=help)
+
+
 def add_loras(parser: argparse.ArgumentParser) -> None:
     """The LoRAs merged into a weight set; at run time they name the set."""
     add, metavar = parser.add_argument, ("PATH", "STRENGTH")
@@ -218,7 +224,7 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
         raise UserError(
             f"--blocks-per-graph {blocks} is negative; type 0 for the whole step in one graph"
         )
-    return Workspace(
+    opened = Workspace(
         args.checkpoint_path,
         profile,
         args.artifacts_dir,
@@ -229,6 +235,10 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
         loras(getattr(args, "lora", []), "--lora"),
         loras(getattr(args, "distilled_lora", []), "--distilled-lora"),
     )
+    opened.ignores_tuned = getattr(args, "no_tuned", True)
+    if not opened.ignores_tuned:
+        opened.take_tuned()
+    return opened
 
 
 def loras(flag_values: list[list[str]], flag: str) -> tuple[Lora, ...]:

@@ -180,8 +180,7 @@ def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
         "images_sha256": [content_digest(image.path) for image in job.images],
         "profile": workspace.profile.name,
         "tp": workspace.tp,
-        "blocks_per_graph": workspace.blocks_per_graph,
-        "sequence_parallel": workspace.profile.sequence_parallel,
+        **workspace.graphs_of(job.size, job.images, job.recipe),
         "neuron_gemma": options.neuron_gemma,
         "compat": options.compat,
         **_code_identity(workspace),
@@ -226,6 +225,7 @@ def write_mp4(path: Path, result: Result) -> None:
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     """The latency report of all that was recorded so far."""
     profile, identity = workspace.profile.name, _code_identity(workspace)
+    identity["tuned"] = workspace.chosen and workspace.chosen.describe()
     return recorder.report(job, profile, workspace.tp, versions(), identity)
 
 

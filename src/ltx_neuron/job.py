@@ -143,6 +143,10 @@ class Size:
         )
         return (half, full)
 
+    def buckets(self, images: tuple[ImageCondition, ...], recipe: str) -> list[Bucket]:
+        """The compiled shapes of all stages."""
+        return [self.bucket(stage, images) for stage in self.stages(recipe)]
+
     def bucket(
         self, stage: Stage, images: tuple[ImageCondition, ...], timesteps: int | None = None
     ) -> Bucket:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,20 @@ def _cuda_devices() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def processor() -> str:
+    """The model of this machine's CPU, as the system names it."""
+    lines = _lines_of("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def gpus() -> list[str]:
+    """The GPUs that PyTorch can use, by model."""
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(_cuda_devices())]
 
 
 def load() -> list[str]:

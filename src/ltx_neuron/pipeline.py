@@ -70,11 +70,13 @@ class LTXPipeline:
         distilled_loras: list[tuple] = (),
         compat: str | None = None,
         profile_set: tuple[str, ...] = (),
+        tuned: bool = False,
     ) -> "LTXPipeline":
         """Open a sharded and compiled checkpoint; models load at the first call.
 
         loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded
         profile_set             what --profile-set takes, as in ("attention=matmul",)
+        tuned                   take what python -m ltx_neuron.tune chose, as the scripts do
 
         Raises UserError as the scripts do, with the command to type where an artifact is missing.
         """
@@ -93,6 +95,8 @@ class LTXPipeline:
             loras=tuple(Lora(Path(path), strength) for path, strength in loras),
             distilled_loras=tuple(Lora(Path(path), strength) for path, strength in distilled_loras),
         )
+        if tuned:
+            workspace.take_tuned()
         options = RunOptions(
             neuron_gemma=neuron_gemma,
             compat=compat,

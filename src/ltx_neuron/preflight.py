@@ -130,6 +130,7 @@ class Preflight:
         if self.neuron_gemma:
             workspace.gemma3_weights()
             workspace.text_programs(workspace.profile.text_buckets)
+        workspace.say_tuned()
         return compiled
 
 

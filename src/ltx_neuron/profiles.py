@@ -41,6 +41,7 @@ class Profile:
                     torch.distributed backend, and what runs the exported graphs: "export" op by op,
                     others through torch.compile ("aot_eager" is TorchNeuron's way without its
                     compiler)
+    threads         CPU threads of one rank; 0: its share of the machine's
     drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a
                     step; a device's queue that is full fails with status 7
     blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
@@ -71,6 +72,7 @@ class Profile:
     attention: Literal["sdpa", "matmul", "nki"]
     blocks_per_graph: int = 4
     sequence_parallel: bool = False
+    threads: int = 0
     drain_every: int = 0
     chips: int = 1
     lnc: int = 1
@@ -133,7 +135,7 @@ class Profile:
 
     def rank_threads(self, tp: int) -> int:
         """CPU threads of one rank: fixed per machine, because results change with the count."""
-        return max(1, (os.cpu_count() or 1) // tp)
+        return self.threads or max(1, (os.cpu_count() or 1) // tp)
 
     @property
     def host_threads(self) -> int:
@@ -393,7 +395,7 @@ _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
 _TYPES = {name: kind for name, kind in typing.get_type_hints(Profile).items() if name not in _FIXED}
 # Key=value pairs of their own: --profile-set environment.NAME=value.
 _TABLES = ("environment", "compiler_flags")
-_MAY_BE_ZERO = ("blocks_per_graph", "drain_every")
+_MAY_BE_ZERO = ("blocks_per_graph", "drain_every", "threads")
 
 
 def _changed(profile: Profile, setting: str) -> Profile:

@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -55,6 +55,7 @@ from ltx_neuron.text.cache import (
 )
 from ltx_neuron.text.encoders import HostTextEncoder
 from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
+from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.lora import Lora, MergedSource
 from ltx_neuron.weights.rankfiles import check_whole, rank_file, verify
@@ -94,14 +95,35 @@ class Workspace:
         self.artifacts = Path(artifacts_dir)
         self.profile, self.tp = profile, tp
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
-        self.blocks_per_graph = (
-            profile.blocks_per_graph if blocks_per_graph is None else blocks_per_graph
-        )
+        self.blocks_per_graph = blocks_per_graph  # None: the profile's
+        self._typed = profile.settings
+        self.chosen: chosen.Chosen | None = None
+        self.ignores_tuned, self._said = False, ""
         self.loras, self.distilled_loras = loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
         self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
+
+    def take_tuned(self) -> None:
+        """Take what python -m ltx_neuron.tune chose for this device and model, if it did. What was
+        typed still wins."""
+        config = self.transformer.digest
+        identity = chosen.identity(self.profile, self.tp, self.dtype_name, config)
+        self.chosen = chosen.load(self.artifacts, identity)
+        if self.chosen:
+            self.profile = self.chosen.profile_of_run(self.profile)
+
+    def say_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
+        """Print once which tuned settings are in use, if there are any.
+
+        buckets  of a size that is not asked for yet
+        """
+        self.dit_profile(buckets)
+        line = self.chosen.line() if self.chosen else ""
+        if line != self._said:
+            print(line)
+        self._said = line
 
     @cached_property
     def gemma(self):
@@ -198,17 +220,39 @@ class Workspace:
             **registry.identity(self.profile, model),
         }
 
-    def _dit_identity(self, bucket: Bucket) -> dict:
-        identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
-        return identity | {
-            "blocks_per_graph": self.blocks_per_graph,
-            "attention": self.profile.attention,
-            "sequence_parallel": self._divides(bucket),
+    def dit_profile(self, buckets: Iterable[Bucket], used: bool = True) -> Profile:
+        """The profile of the DiT's graphs of a size, given as its stages' buckets. used: whether
+        they are compiled or run."""
+        if not self.chosen:
+            return self.profile
+        return self.chosen.profile_of_size(self.profile, buckets, used)
+
+    def graphs_of(
+        self, size: Size, images: tuple[ImageCondition, ...], recipe: str
+    ) -> dict[str, object]:
+        """What of a size's graphs its latents depend on."""
+        profile = self.dit_profile(size.buckets(images, recipe))
+        return {
+            "blocks_per_graph": self.cut(profile),
+            "attention": profile.attention,
+            "sequence_parallel": profile.sequence_parallel,
         }
 
-    def _divides(self, bucket: Bucket) -> bool:
+    def cut(self, profile: Profile) -> int:
+        """Blocks in one of the DiT's graphs, 0 for the whole step."""
+        return profile.blocks_per_graph if self.blocks_per_graph is None else self.blocks_per_graph
+
+    def _dit_identity(self, bucket: Bucket, profile: Profile) -> dict:
+        identity = self._graph_identity("dit", bucket.name, self.transformer.digest)
+        return identity | {
+            "blocks_per_graph": self.cut(profile),
+            "attention": profile.attention,
+            "sequence_parallel": self._divides(bucket, profile),
+        }
+
+    def _divides(self, bucket: Bucket, profile: Profile) -> bool:
         """Whether a bucket's graphs are sequence parallel."""
-        return self.profile.sequence_parallel and may_divide(bucket, self.tp)
+        return profile.sequence_parallel and may_divide(bucket, self.tp)
 
     def _gemma3_identity(self, tokens: int) -> dict:
         config = f"{self.gemma.digest}-{self.transformer.digest}"
@@ -300,8 +344,10 @@ class Workspace:
     # --- compiling graphs -------------------------------------------------------------------------
 
     def compile_dit(self, buckets: list[Bucket]) -> list[Path]:
-        """Trace the DiT step for each bucket that is not there yet; returns the folders."""
-        comm = registry.comm(self.profile, self.tp)
+        """Trace the DiT step for each bucket, of one size, that is not there yet; returns the
+        folders."""
+        profile = self.dit_profile(buckets)
+        comm = registry.comm(profile, self.tp)
 
         def program(bucket: Bucket) -> Program:
             return dit_program(
@@ -310,19 +356,21 @@ class Workspace:
                 self.tp,
                 comm,
                 self.dtype,
-                self.blocks_per_graph,
-                self.profile.attention,
-                self._divides(bucket),
+                self.cut(profile),
+                profile.attention,
+                self._divides(bucket, profile),
             )
 
-        if self.profile.sequence_parallel:
-            for tokens in sorted({b.video_tokens for b in buckets if not self._divides(b)}):
+        if profile.sequence_parallel:
+            for tokens in sorted(
+                {b.video_tokens for b in buckets if not self._divides(b, profile)}
+            ):
                 print(
                     f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
                     " sequence parallelism"
                 )
-        programs = [(self._dit_identity(b), partial(program, b)) for b in buckets]
-        return self._compile(programs)
+        programs = [(self._dit_identity(b, profile), partial(program, b)) for b in buckets]
+        return self._compile(programs, profile)
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
@@ -344,22 +392,22 @@ class Workspace:
         programs = [(self._gemma3_identity(n), partial(encoder, n)) for n in buckets]
         return self._compile([*programs, (self._connectors_identity(), connectors)])
 
-    def _compile(self, programs: list[tuple[dict, Callable[[], Program]]]) -> list[Path]:
+    def _compile(
+        self, programs: list[tuple[dict, Callable[[], Program]]], profile: Profile | None = None
+    ) -> list[Path]:
         """Compile each program of an identity that is not there yet; returns all folders. Where
-        another process compiles one, this waits and takes it."""
-        paths = []
+        another process compiles one, this waits and takes it. profile: another than the run's."""
+        profile, paths = profile or self.profile, []
         for identity, make in programs:
             path = artifacts.folder(self.artifacts, identity)
             paths.append(path)
             if (path / artifacts.MANIFEST).is_file():
                 continue
-            require_runtime(self.profile, self.tp)
+            require_runtime(profile, self.tp)
             with exclusive(path, "compiling"):
                 if not (path / artifacts.MANIFEST).is_file():
-                    registry.compile_program(
-                        make, path, identity, self.dtype, self.profile, self.tp
-                    )
-        registry.precompile(paths, self.profile, self.tp, self.compiler_cache)
+                    registry.compile_program(make, path, identity, self.dtype, profile, self.tp)
+        registry.precompile(paths, profile, self.tp, self.compiler_cache)
         return paths
 
     @property
@@ -373,7 +421,8 @@ class Workspace:
         """Raise UserError where a generation does not fit, by the plan: its graphs are exported for
         that. neuron_gemma: whether the prompt is encoded on the ranks."""
         gemma = self.gemma if neuron_gemma else None
-        check_fits(self.checkpoint, self.profile, size, self.tp, self.dtype_name, gemma, recipe)
+        profile = self.dit_profile(size.buckets((), recipe), used=False)
+        check_fits(self.checkpoint, profile, size, self.tp, self.dtype_name, gemma, recipe)
 
     def check_compiled_fits(
         self, manifests: list[Manifest], size: Size, recipe: str, neuron_gemma: bool
@@ -428,17 +477,19 @@ class Workspace:
             size.bucket(stage, images, timesteps)
             for timesteps in range(needed, needed + MAX_TIMESTEPS)
         ]
-        bucket = next(filter(self._is_compiled, candidates), candidates[0])
+        profile = self.dit_profile(size.buckets(images, recipe))
+        compiled = (bucket for bucket in candidates if self._is_compiled(bucket, profile))
+        bucket = next(compiled, candidates[0])
         flags = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
         flags += ["--frame-rate", size.frame_rate, *(["--two-stage"] if size.two_stage else [])]
         flags += ["--recipe", recipe]
         for image in images:
             flags += ["--image", image.path, image.frame_index, image.strength]
         command = self._command("compile/compile_transformer.py", *flags)
-        return bucket, Manifest(self._find(self._dit_identity(bucket), command))
+        return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
-    def _is_compiled(self, bucket: Bucket) -> bool:
-        folder = artifacts.folder(self.artifacts, self._dit_identity(bucket))
+    def _is_compiled(self, bucket: Bucket, profile: Profile) -> bool:
+        folder = artifacts.folder(self.artifacts, self._dit_identity(bucket, profile))
         return os.path.isfile(folder / artifacts.MANIFEST)
 
     def _find(self, identity: dict, command: str) -> Path:
@@ -456,12 +507,15 @@ class Workspace:
         words += ["--gemma-root", self.gemma_root] if gemma else []
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
-        for setting in self.profile.settings:
+        for setting in self._typed:
             words += ["--profile-set", setting]
-        cut = self.profile.blocks_per_graph
-        if script == "compile/compile_transformer.py" and self.blocks_per_graph != cut:
+        if not script.startswith("compile/"):
+            return shlex.join(map(str, words))
+        if script == "compile/compile_transformer.py" and self.blocks_per_graph is not None:
             words += ["--blocks-per-graph", self.blocks_per_graph]
-        return shlex.join(map(str, words))
+        words += ["--no-tuned"] if self.ignores_tuned else []
+        tuned = self.chosen and self.chosen.line()
+        return shlex.join(map(str, words)) + (f"\n{tuned}" if tuned else "")
 
 
 def _from_here(path: Path) -> Path:

@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temporal-upsampler-path", type=Path, metavar="FILE")
     flags.add_size(parser)
     flags.add_graph_cut(parser)
+    flags.add_tuned(parser)
     flags.add_loras(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     return parser

@@ -96,17 +96,18 @@ class RankSource:
     """The whole tensors of a finished weight set, put together from its files: a set of another tp
     or dtype is made from them without the checkpoint. It takes the place of checkpoint.Source.
 
+    quick  compare the files' sizes with the manifest, not all bytes
     UserError where the set is not finished or any of its files is damaged.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, quick: bool = False):
         self.folder = Path(folder)
         if not (self.folder / MANIFEST).is_file():
             raise UserError(
                 f"{folder} is no finished weight set: it has no {MANIFEST}.\nWanted: what a shard"
                 " script printed"
             )
-        if problems := verify(self.folder):
+        if problems := verify(self.folder, quick):
             raise UserError("\n  ".join([f"{folder} is damaged:", *problems]))
         content = read_json(self.folder / MANIFEST)
         self.identity, self.heads = content["identity"], content["heads"]

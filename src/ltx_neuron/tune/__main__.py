@@ -1,0 +1,202 @@
+"""Try on this device what a profile may choose, and keep what is fastest and right for a size.
+
+  python -m ltx_neuron.tune --checkpoint-path CKPT --height 512 --width 768 --num-frames 121
+
+Every variant is a process of its own: it compiles, loads the rank files, takes a cold and some warm
+steps on random latents, and is compared with the same step in float32 on the host. The search takes
+one key after another: backend, compile_backend, threads (of the run), attention, sequence_parallel,
+blocks_per_graph (of this size's graphs). The scripts then take what was chosen by themselves.
+
+Typed again, the command goes on after the last variant that was finished. Needs the rank files.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+from ltx_neuron import errors, flags
+from ltx_neuron.config import digest
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_outputs, check_writable, exclusive
+from ltx_neuron.job import Job
+from ltx_neuron.profiles import require_runtime
+from ltx_neuron.tune import chosen
+from ltx_neuron.tune.chosen import GRAPH_KEYS, RUN_KEYS, Chosen, Settings
+from ltx_neuron.tune.search import (
+    KEYS,
+    Row,
+    check_layers,
+    choices,
+    own_settings,
+    search,
+    with_settings,
+)
+from ltx_neuron.tune.show import name_of, progress, table, variants
+from ltx_neuron.tune.trials import Journal, Trials
+from ltx_neuron.tune.variant import request
+from ltx_neuron.workspace import Workspace
+
+EXAMPLE = """python -m ltx_neuron.tune --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
+    --height 512 --width 768 --num-frames 121"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = flags.parser(__doc__, EXAMPLE, gemma=False)
+    parser.prog = "python -m ltx_neuron.tune"
+    flags.add_size(parser)
+    flags.add_loras(parser)
+    group = parser.add_argument_group("tuning")
+    add = group.add_argument
+    help = f"what to try (default: all): {', '.join(KEYS)}"
+    add("--keys", nargs="+", default=list(KEYS), metavar="KEY", help=help)
+    help = "time limit of a variant, compile included (default: 3600)"
+    add("--limit", type=float, default=3600.0, metavar="SECONDS", help=help)
+    add("--steps", type=int, default=5, metavar="N", help="warm steps of a stage (default: 5)")
+    help = "how often a faster variant meets the best so far, in turn with it (default: 3)"
+    add("--turns", type=int, default=3, metavar="N", help=help)
+    help = "run the first N blocks of the model alone; the rank files are the same"
+    add("--layers", type=int, metavar="N", help=help)
+    add("--again", action="store_true", help="forget what was measured and chosen before")
+    help = "where the picture goes (default: beside the result, if matplotlib is installed)"
+    add("--plot", type=Path, metavar="FILE.png", help=help)
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UserError for a flag's value that cannot be."""
+    if unknown := [key for key in args.keys if key not in KEYS]:
+        raise UserError(f"--keys {unknown[0]}: unknown; known: {', '.join(KEYS)}")
+    if not 0 < args.limit < float("inf"):
+        raise UserError(f"--limit {args.limit:g}: wanted seconds above 0, as in --limit 3600")
+    for flag, number in (("--steps", args.steps), ("--turns", args.turns)):
+        if number < 1:
+            raise UserError(f"{flag} {number}: wanted 1 or more")
+    if args.plot:
+        check_writable(args.plot, "--plot FILE.png")
+        check_outputs({"--plot": args.plot}, {"--checkpoint-path": args.checkpoint_path})
+
+
+class Tuning:
+    """A size of a workspace that is tuned, and where what is found goes."""
+
+    def __init__(self, workspace: Workspace, args: argparse.Namespace, size, images, recipe: str):
+        self.workspace, self.args = workspace, args
+        self.recipe, self.buckets = recipe, size.buckets(images, recipe)
+        profile, tp = workspace.profile, workspace.tp
+        config = workspace.transformer.digest
+        identity = chosen.identity(profile, tp, workspace.dtype_name, config)
+        self.asked = dataclasses.replace(
+            request(workspace, size, images, recipe), layers=args.layers, steps=args.steps
+        )
+        path = chosen.file_of(workspace.artifacts, identity)
+        self.chosen = chosen.load(workspace.artifacts, identity) or Chosen(path, identity)
+        self.key = chosen.size_key(self.buckets)
+        self.base = path.with_suffix("") / self.key  # what belongs to this size
+        self.journal = self._journal(identity)
+
+    def _journal(self, identity: dict) -> Journal:
+        """The journal of this size. The settings of the run are fixed to those of an earlier size's
+        tuning, unless --again."""
+        asked = identity | {
+            "checkpoint": self.workspace.checkpoint.fingerprint,
+            "request": digest(vars(self.asked)),
+            "typed": list(self.workspace.profile.settings),
+            "keys": [key for key in KEYS if key in self.args.keys],
+        }
+        others = self.chosen.sizes.keys() - {self.key}
+        fixed = self.chosen.run if others and not self.args.again else {}
+        return Journal(self.base.with_suffix(".journal"), asked, fixed, self.args.again)
+
+    def run(self) -> tuple[Settings, Settings]:
+        """Measure; returns the profile's own settings and those that are kept."""
+        workspace, args, fixed = self.workspace, self.args, self.journal.fixed
+        typed, layers = workspace.profile.settings, workspace.transformer.num_layers
+        profile = chosen.applied(workspace.profile, fixed)
+        own = own_settings(profile)
+        held = {*chosen.typed(workspace.profile), *fixed}
+        keys = tuple(key for key in KEYS if key in args.keys and key not in held)
+
+        def others(key: str, best: Settings) -> list[str]:
+            changed = with_settings(profile, best)
+            return choices(key, changed, workspace.tp, layers, args.layers, self.buckets)
+
+        def say(row: Row) -> None:
+            print(progress(row, own), flush=True)
+
+        folder = self.base.with_suffix(".work")
+        trials = Trials(self.asked, own, typed, args.limit, folder, self.journal, say)
+        best = search(own, keys, others, args.turns, trials.measure)
+        trials.clean()
+        return own, best
+
+    def keep(self, best: Settings, ms: float, own_ms: float | None) -> None:
+        """Write what was chosen. Of the run only what was tried, or was typed or fixed."""
+        held = {*self.args.keys, *self.journal.fixed, *chosen.typed(self.workspace.profile)}
+        run = {key: best[key] for key in RUN_KEYS if key in held}
+        self.chosen.run = run
+        self.chosen.sizes[self.key] = {
+            "settings": {key: best[key] for key in GRAPH_KEYS},
+            "run": run,
+            "step_ms": ms,
+            "own_step_ms": own_ms,
+            "layers": self.args.layers,
+            "size": self.asked.size,
+            "recipe": self.recipe,
+            "measured": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        }
+        self.chosen.write()
+        if lost := [key for key, size in self.chosen.sizes.items() if size["run"] != run]:
+            print(f"tuned under other settings of the run, so tune again: {', '.join(lost)}")
+
+
+def draw(found: list, title: str, beside: Path, asked: Path | None) -> None:
+    """Write the picture, and say where it is."""
+    try:
+        from ltx_neuron.tune.plot import plot  # matplotlib, which need not be there
+    except ImportError:
+        if asked:
+            raise UserError("--plot needs matplotlib: pip install -e .[plot]") from None
+        return
+    path = asked or beside
+    plot(found, title, path)
+    print(f"plot: {path}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    check(args)
+    size, images = flags.size(args), flags.images(args)
+    size.check()
+    size.check_images(images)
+    workspace = flags.workspace(args)
+    require_runtime(workspace.profile, workspace.tp)
+    check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
+    recipe = flags.recipe(args)
+    if recipe == "dev":  # with the model version's own guidance
+        Job("", size).resolved_guidance.check(workspace.transformer.num_layers)
+    workspace.dit_weights()
+    with exclusive(workspace.artifacts / "tuned", "tuning in"):
+        tune(Tuning(workspace, args, size, images, recipe))
+
+
+def tune(tuning: Tuning) -> None:
+    """Measure, print what was found, and write it."""
+    own, best = tuning.run()
+    rows, args = tuning.journal.rows, tuning.args
+    found = variants(rows, own, best)
+    depth = f", the first {args.layers} blocks" if args.layers else ""
+    title = f"{tuning.workspace.profile.name}, TP {tuning.workspace.tp}, {tuning.key}{depth}"
+    print(f"\n{title}\n{table(found)}")
+    kept = next(variant for variant in found if variant.rows[0].settings == best)
+    draw(found, title, tuning.base.with_suffix(".png"), args.plot)
+    if kept.rows[0].problem:
+        print(f"nothing can be chosen: {kept.rows[0].problem}", file=sys.stderr)
+        sys.exit(1)
+    tuning.keep(best, kept.step_ms, found[0].step_ms if found[0].ms else None)
+    print(f"chosen: {name_of(best, own)} ({tuning.chosen.path})")
+
+
+if __name__ == "__main__":
+    errors.run(main)

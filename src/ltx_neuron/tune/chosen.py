@@ -1,0 +1,211 @@
+"""What a tuning chose, kept under the artifacts: a file for a device, versions of packages and
+code, a model's sizes, a TP degree and a dtype.
+
+There are two kinds of settings. Those of the run hold for whole processes, the text models
+included: one value in a file. Those of the DiT's graphs are chosen for every size, and no other
+model's graphs know of them.
+"""
+
+import dataclasses
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ltx_neuron import machine
+from ltx_neuron.artifacts import code_digest, differences
+from ltx_neuron.config import Bucket, digest
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import read_json, write_json
+from ltx_neuron.profiles import Profile, resolve
+
+Settings = dict[str, str]  # of a profile: key -> value, as --profile-set takes them
+
+_FIELDS = {value.name for value in dataclasses.fields(Profile)}
+RUN_KEYS = ("backend", "compile_backend", "threads")
+GRAPH_KEYS = tuple(
+    key for key in ("attention", "sequence_parallel", "blocks_per_graph") if key in _FIELDS
+)
+_PACKAGES = (
+    "torch",
+    "torch-neuronx",
+    "torch-xla",
+    "neuronx-cc",
+    "neuronx-distributed",
+    "nki",
+    "nkilib",
+)
+
+
+def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
+    """What a choice holds for. config: the digest of the model's sizes."""
+    versions = {name: version for name in _PACKAGES if (version := machine.package_version(name))}
+    return {
+        "device": _device(profile),
+        "versions": {"python": platform.python_version(), **versions},
+        "code": code_digest("torchdist", "backends/nxd_compile"),
+        "config": config,
+        "tp": tp,
+        "dtype": dtype,
+    }
+
+
+def _device(profile: Profile) -> dict:
+    """What the DiT runs on. Not the host of a Neuron profile: a build machine's graphs are those
+    that the device's own tuning chose."""
+    name = {"profile": profile.name}
+    if profile.device == "neuron":
+        return name | {"chips": profile.chips, "lnc": profile.lnc}
+    if profile.device == "cuda":
+        return name | {"gpus": machine.gpus()}
+    return name | {"processor": machine.processor(), "threads": profile.host_threads}
+
+
+def file_of(artifacts: Path, identity: dict) -> Path:
+    """artifacts/tuned/<profile>-<tp>-<dtype>-<digest of the whole identity>.json"""
+    name = f"{identity['device']['profile']}-tp{identity['tp']}-{identity['dtype']}"
+    return Path(artifacts) / "tuned" / f"{name}-{digest(identity)[:8]}.json"
+
+
+def size_key(buckets: Iterable[Bucket]) -> str:
+    """The shapes of a size's stages, by which its choice is found. How many timesteps a step has
+    does not matter."""
+    shapes = (
+        f"v{bucket.video_tokens}-a{bucket.audio_tokens}{'-guided' if bucket.guided else ''}"
+        for bucket in buckets
+    )
+    return "+".join(dict.fromkeys(shapes))
+
+
+@dataclass
+class Chosen:
+    """A file of choices.
+
+    run    settings of the run
+    sizes  size_key -> "settings" of the DiT's graphs, the settings of the "run" that they were
+           measured under, and how they were measured
+    used   settings, as key=value, that changed a profile so far, by size_key; "run": of the run
+    """
+
+    path: Path
+    identity: dict
+    run: Settings = field(default_factory=dict)
+    sizes: dict[str, dict] = field(default_factory=dict)
+    used: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def profile_of_run(self, profile: Profile) -> Profile:
+        """A profile with the settings of the run."""
+        self.used["run"] = changes(profile, self.run)
+        return applied(profile, self.run)
+
+    def profile_of_size(
+        self, profile: Profile, buckets: Iterable[Bucket], used: bool = True
+    ) -> Profile:
+        """The profile of the DiT's graphs of a size. used: whether they are compiled or run."""
+        key = size_key(buckets)
+        size = self.sizes.get(key)
+        if not size or size["run"] != self.run:
+            return profile
+        if used:
+            self.used[key] = changes(profile, size["settings"])
+        return applied(profile, size["settings"])
+
+    def line(self) -> str:
+        """What of it is in use, for a person; empty where that is nothing."""
+        if self.used.keys() == {"run"} and not self.used["run"]:
+            return ""
+        settings = dict.fromkeys(setting for used in self.used.values() for setting in used)
+        text = " ".join(settings) or "the profile's own values are the fastest"
+        return f"tuned: {text} ({self.path}; --no-tuned ignores it)"
+
+    def describe(self) -> dict:
+        """What of it is in use, for the report."""
+        return {"file": str(self.path), "settings": self.used}
+
+    def write(self) -> None:
+        content = {"identity": self.identity, "run": self.run, "sizes": self.sizes}
+        write_json(self.path, content)
+
+
+def load(artifacts: Path, identity: dict) -> Chosen | None:
+    """The choices for an identity; None where there are none. A file that does not fit or cannot be
+    read stops nothing: where that is news, it is said."""
+    path = file_of(artifacts, identity)
+    if path.is_file():
+        try:
+            return _read(path, identity)
+        except UserError as error:
+            print(f"tuned settings are not taken: {error}")
+    elif others := [other for other in path.parent.glob("*.json") if _is_older(other, identity)]:
+        what = " and ".join(name for name in _OUTDATED if name in _differing(others[0], identity))
+        print(
+            f"{others[0]} was tuned with other {what}, and is not taken: python -m ltx_neuron.tune"
+            " tunes again"
+        )
+    return None
+
+
+def _read(path: Path, identity: dict) -> Chosen:
+    content = read_json(path)
+    try:
+        if content["identity"] != identity:
+            raise ValueError("its identity is another than its name")
+        sizes = {key: _checked(size) for key, size in content["sizes"].items()}
+        return Chosen(path, identity, _settings(content["run"]), sizes)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} is not what a tuning writes ({error})") from None
+
+
+def _checked(size: dict) -> dict:
+    return size | {name: _settings(size[name]) for name in ("settings", "run")}
+
+
+def _settings(settings: dict) -> Settings:
+    if not all(isinstance(value, str) for value in settings.values()):
+        raise ValueError("a setting is no text")
+    return {key: value for key, value in settings.items() if key in (*RUN_KEYS, *GRAPH_KEYS)}
+
+
+_OUTDATED = {"versions": "versions", "code": "code of this toolkit"}
+
+
+def _differing(path: Path, identity: dict) -> set[str]:
+    """In which fields the identity in a file differs; "file" where it cannot be read."""
+    try:
+        return {name for name, _, _ in differences(identity, read_json(path)["identity"])}
+    except (UserError, KeyError, TypeError):
+        return {"file"}
+
+
+def _is_older(path: Path, identity: dict) -> bool:
+    """Whether a file is this device's and model's, of other versions or code."""
+    return _differing(path, identity) <= {*_OUTDATED}
+
+
+def text_of(profile: Profile, key: str) -> str:
+    """A profile's value as --profile-set takes it."""
+    value = getattr(profile, key)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def typed(profile: Profile) -> set[str]:
+    """The keys that --profile-set named."""
+    return {setting.partition("=")[0] for setting in profile.settings}
+
+
+def changes(profile: Profile, settings: Settings) -> tuple[str, ...]:
+    """The settings, as key=value, that change something and were not typed otherwise."""
+    return tuple(
+        f"{key}={value}"
+        for key, value in settings.items()
+        if key not in typed(profile) and value != text_of(profile, key)
+    )
+
+
+def applied(profile: Profile, settings: Settings) -> Profile:
+    """A profile with settings below what was typed; itself where they do not go with that."""
+    try:
+        return resolve(profile.name, (*changes(profile, settings), *profile.settings))
+    except UserError as error:
+        print(f"tuned settings are not taken: {error}")
+        return profile

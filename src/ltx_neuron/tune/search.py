@@ -1,0 +1,203 @@
+"""Which settings are tried, in which order, and when one takes another's place.
+
+The search is staged: one key after another, each from the best settings so far. It does not see
+what only two keys together bring; trying all combinations would take hundreds of compiles.
+"""
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ltx_neuron.config import Bucket
+from ltx_neuron.errors import UserError
+from ltx_neuron.models.programs import group_size, may_divide
+from ltx_neuron.profiles import DRIVERS, Profile, require_runtime, resolve
+from ltx_neuron.tune.chosen import GRAPH_KEYS, RUN_KEYS, Settings, text_of
+
+KEYS = (*RUN_KEYS, *GRAPH_KEYS)
+MARGIN = 0.02  # what a setting must save at least to take the place of the profile's own
+_BLOCKS = (1, 4, 8, 12, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant that has been measured once.
+
+    turn      how many times it had been measured before
+    problem   why it cannot be chosen; empty where it can
+    steps_ms  of every stage, cold step first
+    counts    of every stage, how many steps a generation takes
+    far       distance of each tensor from the reference
+    """
+
+    settings: Settings
+    turn: int
+    problem: str = ""
+    compile_seconds: float = 0.0
+    load_seconds: float = 0.0
+    steps_ms: dict[str, list[float]] | None = None
+    counts: dict[str, int] | None = None
+    far: dict[str, float] | None = None
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of a warm step: a generation's mean of the stages' medians."""
+        medians = {name: statistics.median(times[1:]) for name, times in self.steps_ms.items()}
+        total = sum(self.counts[name] * median for name, median in medians.items())
+        return total / sum(self.counts.values())
+
+
+def own_settings(profile: Profile) -> Settings:
+    """What the profile has, with what was typed, of all that can be tuned."""
+    return {key: text_of(profile, key) for key in KEYS}
+
+
+def choices(
+    key: str,
+    profile: Profile,
+    tp: int,
+    num_layers: int,
+    layers: int | None = None,
+    buckets: Sequence[Bucket] = (),
+) -> list[str]:
+    """The values of a key to try instead of the profile's own: those that come to something else
+    and can be had here.
+
+    num_layers  the model's depth
+    layers      how many of them a step runs; None: all
+    buckets     of the size's stages
+    """
+    divides = any(may_divide(bucket, tp) for bucket in buckets)
+    values = {
+        "backend": ["nxd", "torchdist"] if profile.device == "neuron" else [],
+        "compile_backend": [
+            compiler
+            for device, group, compiler in DRIVERS
+            if (device, group) == (profile.device, profile.process_group)
+        ],
+        "threads": _threads(tp) if profile.device == "cpu" else [],
+        "attention": ["nki" if profile.device == "neuron" else "sdpa", "matmul"],
+        "sequence_parallel": ["false", "true"] if divides else [],
+        "blocks_per_graph": [
+            str(n) for n in _BLOCKS if _cuts_evenly(n, num_layers, layers or num_layers)
+        ],
+    }
+    # The same cut by another number is the same graphs.
+    known = {None, _effect(profile, key, text_of(profile, key), tp, num_layers)}
+    found = []
+    for value in values[key]:
+        if (effect := _effect(profile, key, value, tp, num_layers)) not in known:
+            known.add(effect)
+            found.append(value)
+    return found
+
+
+def _threads(tp: int) -> list[str]:
+    """One, half, its share, twice its share, and all of the machine's: threads of a rank."""
+    cores = os.cpu_count() or 1
+    share = max(1, cores // tp)
+    return [str(n) for n in sorted({1, max(1, share // 2), share, 2 * share, cores}) if n <= cores]
+
+
+def _cuts_evenly(blocks: int, num_layers: int, layers: int) -> bool:
+    """Whether a cut exists at this depth, and its calls end after `layers` blocks. A whole step
+    runs all of them."""
+    if blocks == 0:
+        return layers == num_layers
+    return blocks <= layers and num_layers % blocks == layers % blocks == 0
+
+
+def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) -> object:
+    """What a value comes to; None where it cannot be had: another backend is not installed."""
+    try:
+        changed = with_settings(profile, {key: value})
+        if key == "backend":
+            require_runtime(changed, tp)
+    except UserError:
+        return None
+    if key == "blocks_per_graph":
+        return changed.blocks_per_graph and group_size(num_layers, changed.blocks_per_graph)
+    return changed.rank_threads(tp) if key == "threads" else value
+
+
+def with_settings(profile: Profile, settings: Settings) -> Profile:
+    """A profile with settings that win over those that were typed."""
+    added = (f"{key}={value}" for key, value in settings.items())
+    return resolve(profile.name, (*profile.settings, *added))
+
+
+def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
+    """Raise UserError unless a step can be cut to its first `layers` blocks."""
+    if layers is None:
+        return
+    if profile.blocks_per_graph == 0:
+        raise UserError(
+            f"--layers {layers}: profile {profile.name!r} has the whole step in one graph, which"
+            " cannot end early; type --profile-set blocks_per_graph=1 as well"
+        )
+    group = group_size(num_layers, profile.blocks_per_graph)
+    if not 1 <= layers <= num_layers or layers % group:
+        raise UserError(
+            f"--layers {layers}: wanted a multiple of {group}, the blocks in one graph, of at most"
+            f" {num_layers}"
+        )
+
+
+Measure = Callable[[Settings, int], Row]  # settings and turn
+
+
+def search(
+    own: Settings,
+    keys: tuple[str, ...],
+    others: Callable[[str, Settings], list[str]],
+    turns: int,
+    measure: Measure,
+) -> Settings:
+    """The settings that are kept.
+
+    Of each key all values are measured once, and the fastest that can be chosen then meets the best
+    so far in `turns` turns of both, one after the other. It takes the place where it was faster in
+    every turn, and by more than the other's own turns differ: at least MARGIN. Else, as where
+    nothing is faster, what was there before stays: of a key nothing decided, the profile's own.
+
+    others  the values to try of a key, besides the one in the settings
+    """
+    best, taken = own, {}
+
+    def again(settings: Settings) -> Row:
+        key = tuple(settings.items())
+        taken[key] = taken.get(key, -1) + 1
+        return measure(settings, taken[key])
+
+    standing = again(own)
+    for key in keys:
+        rows = [again(best | {key: value}) for value in others(key, best)]
+        rows = [row for row in rows if not row.problem]
+        if not rows:
+            continue
+        challenger = min(rows, key=lambda row: row.step_ms)
+        if standing.problem:
+            best, standing = challenger.settings, challenger
+        elif challenger.step_ms < standing.step_ms * (1 - MARGIN):
+            rounds = []
+            while len(rounds) < turns and all(map(_ahead, rounds)):  # one lost turn decides
+                rounds.append((again(best), again(challenger.settings)))
+            if wins(rounds):
+                best, standing = challenger.settings, rounds[-1][1]
+    return best
+
+
+def _ahead(turn: tuple[Row, Row]) -> bool:
+    """Whether the second of two rows is faster."""
+    return not any(row.problem for row in turn) and turn[1].step_ms < turn[0].step_ms
+
+
+def wins(rounds: list[tuple[Row, Row]]) -> bool:
+    """Whether the second of each pair is faster than the first by more than the noise."""
+    if not all(map(_ahead, rounds)):
+        return False
+    before, after = ([row.step_ms for row in rows] for rows in zip(*rounds, strict=True))
+    middle = statistics.median(before)
+    noise = max(MARGIN, (max(before) - min(before)) / middle)
+    return statistics.median(after) < middle * (1 - noise)

@@ -1,0 +1,187 @@
+"""One denoising step on random latents and contexts, on the ranks or as a reference in float32."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from ltx_neuron.backends import ranks
+from ltx_neuron.config import TEXT_TOKENS, TransformerConfig
+from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.job import Job, Stage
+from ltx_neuron.models.parallel import SingleRank
+from ltx_neuron.models.programs import Program, dit_program, weight_name
+from ltx_neuron.sampling import latents
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.rankfiles import RankSource, open_host_file
+from ltx_neuron.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random inputs of a stage's step, the same for every variant. bfloat16 holds the numbers
+    exactly, so runs of every dtype start from equal ones.
+
+    video, audio  (1, tokens, channels), noise
+    contexts      of the prompt and of the negative one
+    """
+
+    video: Tensor
+    audio: Tensor
+    contexts: list[Contexts]
+
+
+def random_inputs(config: TransformerConfig, job: Job, stage: Stage) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    bucket = job.size.bucket(stage, job.images)
+    video = randn(1, bucket.video_tokens, config.in_channels)
+    audio = randn(1, bucket.audio_tokens, config.audio_in_channels)
+    widths = config.video.inner, config.audio.inner
+    contexts = [
+        Contexts(
+            *(randn(1, TEXT_TOKENS, width) for width in widths), torch.ones(1, TEXT_TOKENS), None
+        )
+        for _ in range(2)
+    ]
+    return Inputs(video, audio, contexts)
+
+
+def prepared(
+    on: ranks.Ranks,
+    compiled: CompiledStep,
+    workspace: Workspace,
+    dtype: torch.dtype,
+    job: Job,
+    stage: Stage,
+) -> StageRun:
+    """A stage on ranks that have its program, with random inputs."""
+    host = open_host_file(workspace.dit_weights())
+    adaln = {name: host.read(name).to(dtype) for name in host.shapes}
+    run = StageRun(on, compiled, workspace.transformer, dtype, adaln, COMPAT[None])
+    return with_inputs(run, job, stage, random_inputs(workspace.transformer, job, stage))
+
+
+def with_inputs(run: StageRun, job: Job, stage: Stage, inputs: Inputs) -> StageRun:
+    """Prepare a stage whose noise and contexts are given; its images are random as well."""
+    size, dtype = job.size, run.dtype
+    shape = latents.video_latent_shape(stage.height, stage.width, size.num_frames)
+    frames = latents.audio_latent_frames(size.num_frames, size.frame_rate)
+    empty = (
+        torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
+        torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype),
+    )
+    generator = torch.Generator().manual_seed(1)
+    pictures = [
+        torch.randn(1, latents.VIDEO_CHANNELS, 1, *shape[1:], generator=generator).to(dtype)
+        for _ in job.images
+    ]
+    images = list(zip(job.images, pictures, strict=True))
+    contexts = [
+        given._replace(video=given.video.to(dtype), audio=given.audio.to(dtype))
+        for given in inputs.contexts
+    ]
+    run.prepare(job, stage, contexts, *empty, generator, images)
+    run.video, run.audio = inputs.video.to(dtype), inputs.audio.to(dtype)
+    return run
+
+
+def last_step(run: StageRun) -> dict[str, Tensor]:
+    """Take a prepared stage's last step, to sigma 0, from its noise; returns its latents, (1, 128,
+    F, h, w) and (1, 8, Ta, 16).
+
+    It leaves the model's prediction itself. The first step, from sigma 1 to 0.994, leaves almost
+    what it began with.
+    """
+    run.start()
+    run.step(run.stage.steps - 1)
+    video, audio = run.result()
+    key = run.stage.key
+    return {f"{key}_video": video.contiguous(), f"{key}_audio": audio.contiguous()}
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, Tensor]:
+    """The latents that every stage's last step should leave: in float32 on this machine's CPU,
+    with the weights of the rank files, one block in memory at a time.
+
+    layers  the first so many blocks; None: all of them
+    """
+    weights, outputs = RankSource(workspace.dit_weights(), quick=True), {}
+    for stage in job.stages:
+        bucket = job.size.bucket(stage, job.images)
+        program = dit_program(workspace.transformer, bucket, 1, SingleRank(), torch.float32, 1)
+        on = _HostRanks(bucket.name, program, weights, layers)
+        compiled = CompiledStep(bucket, program)
+        outputs |= last_step(prepared(on, compiled, workspace, torch.float32, job, stage))
+    return outputs
+
+
+class _HostRanks(ranks.Ranks):
+    """One rank in this process that calls the modules themselves. Its program has one block in a
+    graph."""
+
+    def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
+        self.tp, self.bytes_sent, self.command_bytes = 1, 0, 0
+        self.programs = {name: program}
+        self._program, self._weights, self._layers = program, weights, layers
+        self._values: dict[str, Tensor] = {}
+        self._sequences: dict[str, list] = {}
+
+    def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
+        for name, tensor in tensors.items():
+            self._values[name] = tensor.to(self._program.fields[like or name].dtype)
+
+    def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
+        self._sequences[sequence] = runs
+
+    def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
+        for name, number in numbers.items():
+            self._values[name] = self._values[ranks.at(name, number)]
+        for run, reads, writes in self._sequences.get(sequence, [(sequence, {}, {})]):
+            for graph, first in self._program.runs[run]:
+                if self._layers is None or first < self._layers:
+                    self._call(graph, first, reads, writes)
+        return 0.0
+
+    def _call(self, graph: str, first: int, reads: dict, writes: dict) -> None:
+        module, inputs, outputs = self._program.graphs[graph]
+        weights = {p: self._weight(weight_name(p, first)) for p, _ in module.named_parameters()}
+        values = {name: self._value(name, reads.get(name, name), first) for name in inputs._fields}
+        results = functional_call(module, weights, (inputs(**values),), strict=True)
+        named = zip(outputs._fields, results, strict=True)
+        self._values |= {writes.get(name, name): tensor for name, tensor in named}
+
+    def _weight(self, name: str) -> Tensor:
+        rows, *_ = self._weights.shape(name) or (0,)
+        (whole,) = self._weights.pieces(name, [(0, rows)], iter(()))
+        return whole.float()
+
+    def _value(self, field: str, name: str, first: int) -> Tensor:
+        value = self._values[name]
+        return value[first : first + 1] if self._program.fields[field].per_block else value
+
+    def get(self, program: str, name: str) -> Tensor:
+        return self._values[name]
+
+    def hashes(self, *names: str) -> list[str]:
+        return [ranks.tensors_digest(self._values[name] for name in names)]
+
+    def load(self, weights: Path, programs: dict, dtype: torch.dtype) -> None: ...
+
+    def replace_weights(self, weights: Path) -> None: ...
+
+    def unload(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...

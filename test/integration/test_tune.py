@@ -1,0 +1,96 @@
+"""python -m ltx_neuron.tune on tiny weights, as a user runs it: killed in the middle and continued,
+with a wrong kernel, a slow and a fast cut planted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT, SCRIPT_SECONDS, succeeded
+
+from ltx_neuron.job import Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
+# In every process of the tuning, before anything else: the kernel "matmul" gives nine tenths, and
+# each launch of a graph takes 0.2 s longer. More launches are then slower, and the whole step in
+# one graph is the fastest, however busy the machine is.
+PLANTED = """
+import sys
+if "resource_tracker" not in " ".join(sys.orig_argv):
+    import time
+    from ltx_neuron.backends.rank import Rank
+    from ltx_neuron.models import attention
+    attention.KERNELS["matmul"] = lambda *tensors: attention.sdpa(*tensors) * 0.9
+    after_launch = Rank._after_launch
+    def slow(self, number, first_time):
+        time.sleep(0.2)
+        after_launch(self, number, first_time)
+    Rank._after_launch = slow
+"""
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """The environment of a tuning with the planted faults."""
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted/sitecustomize.py").write_text(PLANTED)
+    path = os.pathsep.join([str(tmp_path / "planted"), os.environ["PYTHONPATH"]])
+    return os.environ | {"PYTHONPATH": path}
+
+
+def wait_for(what, seconds: float = SCRIPT_SECONDS) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path, planted):
+    folder = tmp_path / "artifacts"
+    Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32").shard_dit()
+    common = ["--checkpoint-path", tiny.checkpoint, "--artifacts-dir", folder, "--profile", "cpu"]
+    common += ["--tp-degree", 2, "--dtype", "float32", "--recipe", "distilled", *SIZE]
+    tune = [sys.executable, "-m", "ltx_neuron.tune", *common, "--turns", 1, "--steps", 2]
+    tune = list(map(str, [*tune, "--keys", "attention", "blocks_per_graph"]))
+
+    def rows() -> list[dict]:
+        (journal,) = [*folder.glob("tuned/*/*.journal")] or [None]
+        return json.loads(journal.read_text())["rows"] if journal else []
+
+    def of_ours() -> list[psutil.Process]:
+        return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info)]
+
+    process = subprocess.Popen(
+        tune, env=planted, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: len(rows()) == 1)
+    wait_for(lambda: (of_ours() or [process])[-1].pid != process.pid)  # the next variant is at work
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: not of_ours(), 60)  # what it had started ends by itself
+    (first,) = rows()
+
+    done = succeeded(
+        subprocess.run(
+            tune, env=planted, cwd=ROOT, capture_output=True, text=True, timeout=2 * SCRIPT_SECONDS
+        )
+    )
+    assert rows()[0] == first  # it was not measured again
+    measured, _, table = done.stdout.partition("ms a step  ")
+    assert "the profile's own: " not in measured, done.stdout
+    assert "attention=matmul: differs: s1_" in table, done.stdout
+    assert "blocks_per_graph=1: not kept" in table and "blocks_per_graph=0: chosen" in table
+
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32")
+    workspace.take_tuned()
+    size = Size(64, 64, 9)
+    # Its graphs are compiled already.
+    _, manifest = workspace.dit_program_for(size, size.stages()[0], (), "distilled")
+    assert list(manifest.graphs) == ["step"]

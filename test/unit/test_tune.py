@@ -1,0 +1,477 @@
+"""python -m ltx_neuron.tune: what is tried, when a setting is kept, the journal, and the file that
+the scripts take."""
+
+import json
+import time
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import one_thread  # noqa: F401
+from safetensors.torch import save_file
+
+from ltx_neuron import artifacts, flags, profiles
+from ltx_neuron.engine import RunOptions
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import write_json
+from ltx_neuron.generate import make_report, run_identity
+from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.tune import __main__ as command
+from ltx_neuron.tune import chosen, show
+from ltx_neuron.tune.agree import disagreement, distances
+from ltx_neuron.tune.chosen import Chosen
+from ltx_neuron.tune.search import Row, check_layers, choices, own_settings, search, wins
+from ltx_neuron.tune.trials import Journal, Trials, last_words
+from ltx_neuron.tune.variant import first_blocks, request
+from ltx_neuron.workspace import Workspace
+
+OWN = {"backend": "torchdist", "threads": "0", "attention": "sdpa", "blocks_per_graph": "4"}
+VALUES = {"threads": ["2"], "attention": ["matmul"], "blocks_per_graph": ["1", "0"]}
+SIZE = Size(64, 64, 9)
+
+
+def row(ms: float, problem: str = "", settings: dict = OWN, turn: int = 0) -> Row:
+    steps = None if problem and not ms else {"stage_1": [10 * ms, ms, ms]}
+    return Row(settings, turn, problem, 1.0, 1.0, steps, {"stage_1": 8}, {"s1_video": 1e-7})
+
+
+def tuned(step_ms, values: dict = VALUES, turns: int = 3) -> tuple[dict, list]:
+    """The settings that a search keeps, and what it measured. step_ms(settings, turn) gives the
+    milliseconds of a step, or why there are none."""
+    measured = []
+
+    def measure(settings: dict, turn: int) -> Row:
+        measured.append((settings, turn))
+        ms = step_ms(settings, turn)
+        return row(0, ms, settings, turn) if isinstance(ms, str) else row(ms, "", settings, turn)
+
+    def others(key: str, best: dict) -> list[str]:
+        return values[key]
+
+    return search(OWN, tuple(values), others, turns, measure), measured
+
+
+# --- when a setting is kept -----------------------------------------------------------------------
+
+
+def test_a_key_s_fastest_value_is_kept_and_the_next_key_is_tried_from_it():
+    shares = {"threads 2": 0.8, "attention matmul": 1.3, "blocks_per_graph 0": 0.6}
+
+    def step_ms(settings, turn):
+        return 100 * prod(shares.get(" ".join(pair), 1) for pair in settings.items())
+
+    best, measured = tuned(step_ms)
+    assert best == OWN | {"threads": "2", "blocks_per_graph": "0"}
+    assert all(s["threads"] == "2" for s, _ in measured if s["attention"] == "matmul")
+    assert [turn for s, turn in measured if s == best] == [0, 1, 2, 3]
+
+
+def test_one_that_fails_or_disagrees_is_not_kept_however_fast_it_is():
+    def step_ms(settings, turn):
+        return "differs: s1_video is 0.3 from float32" if settings["threads"] == "2" else 100
+
+    assert tuned(step_ms)[0] == OWN
+
+
+def test_one_that_fails_only_in_a_later_turn_is_not_kept():
+    def step_ms(settings, turn):
+        fast = settings["threads"] == "2"
+        return "its process was killed" if fast and turn == 2 else 50 if fast else 100
+
+    assert tuned(step_ms)[0] == OWN
+
+
+# milliseconds of the profile's own and of the challenger, turn by turn -> whether it is kept
+DUELS = {
+    "clearly faster": ([100, 101, 99], [80, 81, 80], True),
+    "faster by less than 2 %": ([100, 100, 100], [99, 99, 99], False),
+    "slower in one turn": ([100, 100, 100], [50, 50, 101], False),
+    "faster by less than the own one's turns differ": ([100, 130, 100], [85, 86, 85], False),
+    "faster by more than that": ([100, 130, 100], [60, 61, 60], True),
+}
+
+
+@pytest.mark.parametrize("own, other, kept", DUELS.values(), ids=DUELS)
+def test_a_difference_below_the_noise_keeps_the_profile_s_own(own, other, kept):
+    assert wins([(row(a), row(b)) for a, b in zip(own, other, strict=True)]) is kept
+
+
+def test_a_lucky_first_time_decides_nothing():
+    def step_ms(settings, turn):
+        return 50 if settings["attention"] == "matmul" and turn == 0 else 100
+
+    best, measured = tuned(step_ms, {"attention": ["matmul"]})
+    turns = [(settings["attention"], turn) for settings, turn in measured]
+    # One lost turn decides: the other two are not taken.
+    assert best == OWN and turns[2:] == [("sdpa", 1), ("matmul", 1)]
+
+
+def test_where_the_profile_s_own_setting_fails_one_that_works_takes_its_place():
+    def step_ms(settings, turn):
+        return "no kernel" if settings["attention"] == "sdpa" else 100
+
+    best, _ = tuned(step_ms)
+    assert best["attention"] == "matmul" and best["threads"] == "0"
+
+
+def test_stages_count_by_how_many_steps_a_generation_takes_of_them():
+    both = Row(OWN, 0, "", 0, 0, {"stage_1": [9, 10, 10], "stage_2": [9, 65, 65]}, None)
+    assert replace(both, counts={"stage_1": 8, "stage_2": 3}).step_ms == (80 + 195) / 11
+
+
+# --- whether a variant's latents are right --------------------------------------------------------
+
+RULE = {
+    "float32 within 1e-5": ("float32", 9e-6, None, None),
+    "float32 beyond": ("float32", 2e-5, 1e-9, 1e-5),
+    "bfloat16 within twice the own one's": ("bfloat16", 0.024, 0.01, None),
+    "bfloat16 beyond": ("bfloat16", 0.026, 0.01, 0.025),
+    "bfloat16 where the own one is wrong too": ("bfloat16", 0.9, 0.8, 0.1),
+    "bfloat16 where the own one failed": ("bfloat16", 0.02, None, None),
+    "NaN": ("bfloat16", float("nan"), 0.01, 0.025),
+}
+
+
+@pytest.mark.parametrize("dtype, far, own, allowed", RULE.values(), ids=RULE)
+def test_a_variant_s_distance_is_judged_by_the_dtype_and_by_the_own_one_s(dtype, far, own, allowed):
+    exact = torch.ones(4)
+    got = distances({"video": exact * (1 + far)}, {"video": exact})
+    wrong = disagreement(got, own and {"video": own}, dtype)
+    assert (wrong is None) == (allowed is None)
+    if wrong:
+        assert wrong[0] == "video" and wrong[2] == pytest.approx(allowed)
+
+
+# --- what is tried --------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_every_key_that_has_other_values_is_tried(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    cpu = resolve("cpu")
+    assert choices("backend", cpu, 4, 48) == []
+    assert choices("compile_backend", cpu, 4, 48) == ["aot_eager", "inductor"]
+    assert choices("threads", cpu, 4, 48) == ["1", "4", "8"]  # 2 are its share
+    assert choices("attention", cpu, 4, 48) == ["matmul"]
+    assert choices("blocks_per_graph", cpu, 4, 48) == ["1", "8", "12", "0"]
+
+
+def test_only_cuts_that_divide_the_depth_are_tried_and_each_once():
+    cpu = resolve("cpu")
+    assert choices("blocks_per_graph", cpu, 2, 2) == ["1", "0"]  # 4 comes to 2
+    assert choices("blocks_per_graph", cpu, 2, 12) == ["1", "12", "0"]
+    # At a cut depth every call must end with it, and the whole step cannot end early.
+    assert choices("blocks_per_graph", cpu, 2, 48, layers=4) == ["1"]
+    assert choices("blocks_per_graph", cpu, 2, 48, layers=8) == ["1", "8"]
+
+
+def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
+    neuron = resolve("trn2.3xlarge")
+    versions = {"neuronx-distributed": "0.19"}
+    monkeypatch.setattr(profiles, "package_version", versions.get)
+    assert choices("backend", neuron, 4, 48) == []
+    versions["torch-neuronx"] = "2.13.3"
+    assert choices("backend", neuron, 4, 48) == ["torchdist"]
+    assert choices("attention", neuron, 4, 48) == ["matmul"]
+    assert choices("threads", neuron, 4, 48) == choices("compile_backend", neuron, 4, 48) == []
+
+
+def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():
+    cpu, buckets = resolve("cpu"), Size(96, 96, 9).buckets((), "distilled")  # 18 tokens
+    assert choices("sequence_parallel", cpu, 2, 48, buckets=buckets) == ["true"]
+    assert choices("sequence_parallel", cpu, 4, 48, buckets=buckets) == []
+    on = resolve("cpu", ("sequence_parallel=true",))
+    assert choices("sequence_parallel", on, 2, 48, buckets=buckets) == ["false"]
+
+
+def test_a_depth_that_no_call_ends_at_is_refused():
+    cpu = resolve("cpu")
+    check_layers(8, cpu, 48)
+    for layers in (0, 6, 52):
+        with pytest.raises(UserError, match=f"--layers {layers}: wanted a multiple of 4, .*most"):
+            check_layers(layers, cpu, 48)
+    with pytest.raises(UserError, match="whole step in one graph.*blocks_per_graph=1 as well"):
+        check_layers(4, resolve("cpu", ("blocks_per_graph=0",)), 48)
+
+
+def test_the_first_blocks_of_a_graph_take_the_same_weights(tmp_path):
+    graph = {"file": "blocks.pt2", "parameters": {"transformer_blocks.0.w": [2]}}
+    calls = [["blocks", 0], ["blocks", 1], ["blocks", 2]]
+    folder = tmp_path / "graphs"
+    content = {"identity": {}, "graphs": {"blocks": graph}, "runs": {"main": calls}, "fields": {}}
+    write_json(folder / "manifest.json", content)
+    (folder / "blocks.pt2").write_bytes(b"a graph")
+    cut = first_blocks(folder, 1, tmp_path / "work")
+    runs = json.loads((cut / "manifest.json").read_text())["runs"]
+    assert runs["main"] == [["blocks", 0]]
+    assert sorted(call for run in runs.values() for call in run) == calls
+    assert (cut / "blocks.pt2").read_bytes() == b"a graph"
+
+
+def test_threads_of_a_rank_are_its_share_unless_the_profile_says_a_number(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert resolve("cpu").rank_threads(2) == resolve("cpu", ("threads=0",)).rank_threads(2) == 4
+    assert resolve("cpu", ("threads=3",)).rank_threads(2) == 3
+
+
+# --- the journal ----------------------------------------------------------------------------------
+
+ASKED = {"request": "1", "typed": ["lnc=2"]}
+
+
+def test_a_tuning_that_was_ended_finds_its_rows_again(tmp_path):
+    path = tmp_path / "a.journal"
+    journal = Journal(path, ASKED, {"threads": "2"})
+    first = journal.add(row(1.5))
+    failed = journal.add(row(0, "took longer", OWN | {"threads": "2"}))
+    again = Journal(path, ASKED, {})
+    assert again.rows == [first, failed] and again.fixed == {"threads": "2"}
+    assert again.find(OWN, 0) == first and again.find(OWN, 1) is None
+
+
+def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, capsys):
+    path = tmp_path / "a.journal"
+    Journal(path, ASKED, {}).add(row(1.5))
+    assert Journal(path, ASKED | {"request": "2"}, {}).rows == []
+    assert Journal(path, ASKED, {}, again=True).rows == []
+    path.write_text('{"rows": [')
+    assert Journal(path, ASKED, {}).rows == [] and "begins anew" in capsys.readouterr().out
+
+
+def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path, tiny):
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 2, "float32")
+    asked = request(workspace, SIZE, (), "distilled")
+    save_file({"s1_video": torch.ones(1)}, tmp_path / "reference.safetensors")
+    journal = Journal(tmp_path / "a.journal", ASKED, {})
+    trials = Trials(replace(asked, steps=1), OWN, (), 0.3, tmp_path, journal, lambda row: None)
+    began = time.monotonic()
+    measured = trials.measure(OWN, 0)
+    assert measured.problem == "took longer than --limit 0.3 s" and time.monotonic() - began < 60
+    assert trials.measure(OWN, 0) is measured  # not again
+    assert Journal(tmp_path / "a.journal", ASKED, {}).rows == [measured]
+
+
+def test_the_reason_of_a_failed_variant_is_its_error_s_sentence():
+    log = "compiling\nerror: rank 1 of 2 failed: no memory\nType less\n"
+    assert last_words(log, 1) == "rank 1 of 2 failed: no memory"
+    assert last_words("Traceback\n  File\nKeyError: 'x'\n", 1) == "KeyError: 'x'"
+    assert last_words("", -9) == "its process was killed (SIGKILL)"
+
+
+def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
+    faster = OWN | {"attention": "matmul"}
+    broken = OWN | {"threads": "2"}
+    rows = [row(100), row(50, "", faster), row(0, "took longer", broken), row(52, "", faster, 1)]
+    found = show.variants(rows, OWN, faster)
+    lines = show.table(found).splitlines()
+    own, best = (" ".join(line.split()) for line in lines[1:3])
+    assert own == "100.00 1 1.00 1.0 1.0e-07 the profile's own: own"
+    assert best == "51.00 2 0.50 1.0 1.0e-07 attention=matmul: chosen"
+    assert lines[3].endswith("threads=2: took longer") and len(lines) == 4
+
+
+# --- the file that scripts take -------------------------------------------------------------------
+
+SHAPES = SIZE.buckets((), "distilled")
+
+
+def opened(tiny, folder: Path, *typed: str) -> Workspace:
+    return Workspace(tiny.checkpoint, resolve("cpu", typed), folder, 2, "float32", tiny.gemma_root)
+
+
+def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> Chosen:
+    """Leave a file as a tuning of a size leaves it."""
+    config = workspace.transformer.digest
+    identity = chosen.identity(workspace.profile, workspace.tp, workspace.dtype_name, config)
+    path = chosen.file_of(workspace.artifacts, identity)
+    kept = chosen.load(workspace.artifacts, identity) or Chosen(path, identity)
+    kept.run = run
+    key = chosen.size_key(size.buckets((), "distilled"))
+    kept.sizes[key] = {"settings": graphs, "run": run}
+    kept.write()
+    return kept
+
+
+def dit_identity(workspace: Workspace, size: Size = SIZE) -> dict:
+    buckets = size.buckets((), "distilled")
+    return workspace._dit_identity(buckets[0], workspace.dit_profile(buckets))
+
+
+def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_path):
+    plain = opened(tiny, tmp_path)
+    choose(plain, {"threads": "2"}, {"attention": "matmul", "blocks_per_graph": "1"})
+    workspace = opened(tiny, tmp_path)
+    workspace.take_tuned()
+    ours = dit_identity(workspace)
+    assert (ours["attention"], ours["blocks_per_graph"]) == ("matmul", 1)
+    assert dit_identity(workspace, Size(96, 64, 9)) == dit_identity(plain, Size(96, 64, 9))
+    assert workspace._connectors_identity() == plain._connectors_identity()
+    assert workspace.profile.attention == "sdpa" and workspace.profile.threads == 2
+    assert workspace.identity["rank_threads"] == 2
+
+
+def test_a_size_is_found_by_its_shapes_whatever_its_timesteps(tiny, tmp_path):
+    portrait, two = Size(96, 64, 9), Size(128, 128, 9, two_stage=True)
+    key = chosen.size_key(portrait.buckets((), "distilled"))
+    assert key == chosen.size_key(Size(64, 96, 9).buckets((), "distilled"))
+    stages = two.buckets((), "distilled")
+    both = [replace(bucket, timesteps=count) for bucket in stages for count in (1, 2)]
+    assert chosen.size_key(both) == chosen.size_key(stages) == "v8-a9+v32-a9"
+    assert chosen.size_key(two.buckets((), "dev")) != chosen.size_key(stages)
+
+
+def test_what_is_typed_wins_key_by_key(tiny, tmp_path):
+    choose(
+        opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul", "blocks_per_graph": "1"}
+    )
+    workspace = opened(tiny, tmp_path, "attention=sdpa", "threads=1")
+    workspace.take_tuned()
+    ours = dit_identity(workspace)
+    assert (ours["attention"], ours["blocks_per_graph"]) == ("sdpa", 1)
+    assert workspace.profile.threads == 1
+    workspace.blocks_per_graph = 2  # --blocks-per-graph
+    assert dit_identity(workspace)["blocks_per_graph"] == 2
+
+
+def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(tiny, tmp_path):
+    choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"}, Size(96, 64, 9))
+    choose(opened(tiny, tmp_path), {"threads": "1"}, {"attention": "matmul"})
+    workspace = opened(tiny, tmp_path)
+    workspace.take_tuned()
+    assert dit_identity(workspace)["attention"] == "matmul"
+    assert dit_identity(workspace, Size(96, 64, 9))["attention"] == "sdpa"
+
+
+# What lies where the file should be -> what is said; the run goes on without it.
+STALE = {
+    "not JSON": ("{", "cannot be read as JSON"),
+    "another identity": ('{"identity": {}, "run": {}, "sizes": {}}', "another than its name"),
+    "no sizes": (None, "is not what a tuning writes ('sizes')"),
+}
+
+
+@pytest.mark.parametrize("content, said", STALE.values(), ids=STALE)
+def test_a_file_that_cannot_be_taken_stops_nothing(tiny, tmp_path, capsys, content, said):
+    kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {})
+    kept.path.write_text(content or json.dumps({"identity": kept.identity, "run": {}}))
+    workspace = opened(tiny, tmp_path)
+    workspace.take_tuned()
+    assert workspace.chosen is None and workspace.profile.threads == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(
+    tiny, tmp_path, capsys, monkeypatch
+):
+    choose(opened(tiny, tmp_path), {"threads": "2"}, {})
+    other_tp = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 4, "float32")
+    other_tp.take_tuned()
+    assert other_tp.chosen is None and capsys.readouterr().out == ""
+    monkeypatch.setattr(chosen.machine, "package_version", {"torch": "9.9"}.get)
+    workspace = opened(tiny, tmp_path)
+    workspace.take_tuned()
+    said = capsys.readouterr().out
+    assert workspace.chosen is None and "was tuned with other versions, and is not taken" in said
+
+
+def test_settings_that_do_not_go_with_what_was_typed_are_left_out(tiny, tmp_path, capsys):
+    kept = choose(opened(tiny, tmp_path), {"compile_backend": "aot_eager"}, {})
+    typed = "device=cuda", "process_group=nccl", "start_method=spawn"
+    profile = kept.profile_of_run(resolve("cpu", typed))
+    assert profile.compile_backend == "export"
+    assert "tuned settings are not taken: --profile-set" in capsys.readouterr().out
+
+
+def arguments(tiny, folder: Path, *more: str):
+    parser = flags.parser("", "", gemma=False)
+    flags.add_size(parser)
+    flags.add_tuned(parser)
+    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
+    common += ["--profile", "cpu", "--tp-degree", "2", "--dtype", "float32"]
+    return parser.parse_args([*common, *more])
+
+
+def test_scripts_take_the_file_and_say_so_in_one_line(tiny, tmp_path, capsys):
+    kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
+    workspace = flags.workspace(arguments(tiny, tmp_path))
+    workspace.say_tuned(SHAPES)
+    workspace.say_tuned()
+    line = f"tuned: threads=2 attention=matmul ({kept.path}; --no-tuned ignores it)\n"
+    assert capsys.readouterr().out == line
+    ignored = flags.workspace(arguments(tiny, tmp_path, "--no-tuned"))
+    ignored.say_tuned(SHAPES)
+    assert ignored.chosen is None and capsys.readouterr().out == ""
+    assert dit_identity(ignored)["attention"] == "sdpa"
+
+
+def test_the_report_names_the_tuned_settings_and_their_file(tiny, tmp_path):
+    kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
+    workspace = flags.workspace(arguments(tiny, tmp_path))
+    job = Job("waves", SIZE)
+    before = run_identity(job, opened(tiny, tmp_path), RunOptions())
+    after = run_identity(job, workspace, RunOptions())
+    differing = {name for name, _, _ in artifacts.differences(before, after)}
+    assert differing == {"attention", "profile_set", "rank_threads"}  # --resume begins anew
+    report = make_report(Recorder(), workspace, job.describe())
+    settings = {"run": ("threads=2",), "v8-a9": ("attention=matmul",)}
+    assert report["identity"]["tuned"] == {"file": str(kept.path), "settings": settings}
+
+
+def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp_path):
+    before = opened(tiny, tmp_path)
+    folder = artifacts.folder(tmp_path, dit_identity(before))
+    write_json(folder / "manifest.json", {"identity": dit_identity(before)})
+    kept = choose(before, {}, {"attention": "matmul"})
+    workspace = flags.workspace(arguments(tiny, tmp_path))
+    other = dit_identity(workspace) | {"bucket": "v1-a1-t1-s8"}  # as near, and of another size
+    write_json(artifacts.folder(tmp_path, other) / "manifest.json", {"identity": other})
+    with pytest.raises(UserError) as error:
+        workspace.dit_program_for(SIZE, SIZE.stages()[0], (), "distilled")
+    _, make, tuned_line = str(error.value).splitlines()
+    assert "attention: got sdpa, wanted matmul" in str(error.value)
+    assert "compile/compile_transformer.py" in make and "attention" not in make
+    assert tuned_line == f"tuned: attention=matmul ({kept.path}; --no-tuned ignores it)"
+
+
+def test_a_command_says_no_tuned_where_that_was_typed(tiny, tmp_path):
+    choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
+    workspace = flags.workspace(arguments(tiny, tmp_path, "--no-tuned"))
+    with pytest.raises(UserError, match="compile_transformer.py .*--no-tuned$"):
+        workspace.dit_program_for(SIZE, SIZE.stages()[0], (), "distilled")
+    with pytest.raises(UserError) as error:
+        workspace.dit_weights()
+    assert "--no-tuned" not in str(error.value)  # the shard scripts have no such flag
+
+
+# --- what is typed --------------------------------------------------------------------------------
+
+WRONG = {
+    "an unknown key": (["--keys", "attention", "speed"], "--keys speed: unknown; known: backend,"),
+    "a limit of 0": (["--limit", "0"], "--limit 0: wanted seconds above 0"),
+    "an endless limit": (["--limit", "inf"], "--limit inf: wanted seconds above 0"),
+    "no turns": (["--turns", "0"], "--turns 0: wanted 1 or more"),
+    "no steps": (["--steps", "-1"], "--steps -1: wanted 1 or more"),
+    "half a block": (["--layers", "1"], "--layers 1: wanted a multiple of 2"),
+    "a size that cannot be": (["--height", "65"], "--height 65 is not a multiple of 32"),
+    "no rank files": ([], "no dit weights in .*\nMake them: .*shards/shard_backbone_weights.py"),
+    "a plot over the checkpoint": (["--plot", "CKPT"], "are the same file"),
+}
+
+
+@pytest.mark.parametrize("typed, said", WRONG.values(), ids=WRONG)
+def test_what_is_typed_wrongly_is_said_before_anything_runs(tiny, tmp_path, typed, said):
+    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
+    common += ["--profile", "cpu", "--tp-degree", "2", "--recipe", "distilled"]
+    common += ["--height", "64", "--width", "64", "--num-frames", "9"]
+    words = [str(tiny.checkpoint) if word == "CKPT" else word for word in typed]
+    with pytest.raises(UserError, match=said):
+        command.main([*common, *words])
+
+
+def test_all_that_can_be_tuned_is_a_value_of_the_profile():
+    own = own_settings(resolve("trn2.3xlarge"))
+    assert resolve("trn2.3xlarge", tuple(f"{k}={v}" for k, v in own.items()))
+    assert own["attention"] == "nki" and own["threads"] == "0"
