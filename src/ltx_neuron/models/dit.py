@@ -18,7 +18,7 @@ Shapes (the batch is always 1; models/signatures.py lists every input and output
 With sequence parallelism (`divided`) a rank has Tv / tp of the video's tokens in the residual
 stream: Head takes them out of the whole latent, attention and feed-forward gather all of them and
 scatter their sums, and the tail gathers the velocity. Audio, whose tokens seldom divide, stays
-whole. Where shapes below say Tv for the stream and its masks, it is Tv / tp then.
+whole. Where shapes below say Tv for the stream and `timestep_mask`, it is Tv / tp then.
 """
 
 import torch
