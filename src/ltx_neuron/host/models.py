@@ -91,7 +91,7 @@ class HostModels:
         latent = self.video_statistics.un_normalize(latent.to(self.dtype))
         return self.video_statistics.normalize(upsampler(latent))
 
-    @torch.no_grad()
+    # No torch.no_grad, which would keep what a generator yielded last: no weight has gradients.
     def decode_video(self, latent: torch.Tensor) -> Iterator[torch.Tensor]:
         """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames: chunks of them in the order
         of time, each uint8 (N, 32h, 32w, 3). Nothing is decoded before it is asked for.
