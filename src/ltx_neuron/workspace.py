@@ -163,7 +163,7 @@ class Workspace:
     @property
     def arithmetic(self) -> Arithmetic:
         """What the host decodes video in."""
-        return arithmetic(self.profile.host_dtype, self.dtype)
+        return arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
 
     @property
     def identity(self) -> dict:

@@ -34,6 +34,8 @@ _LIMITS = (
 )
 # Sections by file, where the folder takes none: they hold for this process.
 _unwritten: dict[Path, dict] = {}
+# What of a run's identity such choices decide: latents do not depend on it, frames do in rounding.
+CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
 _said: set[str] = set()
 
 
@@ -71,17 +73,22 @@ def update(artifacts_dir: Path, section: str, values: dict) -> None:
     try:
         with exclusive(path, "storing measurements in"):
             _write(path, section, values)
+        _unwritten.get(path, {}).pop(section, None)
     except OSError as error:
         _keep(path, section, values, error)
 
 
 def measured_once(artifacts_dir: Path, section: str, key: str, measure: Callable[[], Any]) -> Any:
     """What is stored of this machine under a section's key, a JSON value; measured and stored where
-    nothing is. Of processes that ask at once one measures, and the others wait for it."""
+    nothing is. Of processes that ask at once one measures, and the others wait for it. No artifacts
+    folder is made for it: where there is none, the value holds for this process."""
     path, found = file_of(artifacts_dir), read(artifacts_dir).get(section, {})
     if key in found:
         return found[key]
     measured = {}
+    if not os.path.isdir(artifacts_dir):
+        measured[key] = _unwritten.setdefault(path, {}).setdefault(section, {})[key] = measure()
+        return measured[key]
     try:
         with exclusive(path, "measuring this machine for"):
             if key in (found := _read(path).get(section, {})):
