@@ -74,6 +74,7 @@ class Engine:
             options.spatial_upsampler_path,
             options.temporal_upsampler_path,
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
+            arithmetic=workspace.arithmetic,
         )
         self.preflight = Preflight(workspace, self.host, options.neuron_gemma)
         self.residency = Residency(workspace, recorder)

@@ -53,6 +53,8 @@ class Profile:
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
                     refused
     vae             where latents are decoded
+    host_dtype      what the host decodes video in; "auto": bfloat16 for a run in it where this
+                    machine's CPU is measured to be faster in it, else float32
     overlap_decode  while the host decodes and writes a clip, the ranks denoise the batch's next
                     one; and sound is decoded beside pictures. Not where ranks and host share the
                     cores
@@ -80,6 +82,7 @@ class Profile:
     host_memory_bytes: int | None = None
     text_encoder: Literal["sharded", "host"] = "sharded"
     vae: Literal["host"] = "host"
+    host_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     overlap_decode: bool = True
     resident: bool = False
     # whether the text graph hands back all layers (49 x tokens x width) as well
@@ -156,6 +159,7 @@ class Profile:
             )
 
 
+HOST_DTYPES = typing.get_args(typing.get_type_hints(Profile)["host_dtype"])
 MODELS = ("dit", "gemma3", "connectors")  # whose graphs are compiled with flags of their own
 _GIB = 2**30
 TRAINIUM2 = Chip(

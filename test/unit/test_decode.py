@@ -12,9 +12,12 @@ import torch
 from helpers import rewrite
 from safetensors import safe_open
 
+from ltx_neuron import flags
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD
 from ltx_neuron.decode_queue import DecodeQueue
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
@@ -129,6 +132,46 @@ def test_frames_are_decoded_in_the_references_default_tiles_and_float32(tiny, dt
     assert got.dtype == torch.uint8
     assert (got.int() - wanted.int()).abs().max() <= FRAME_COUNTS
     assert (got.int() - untiled.int()).abs().max() > 10 * FRAME_COUNTS
+
+
+def test_frames_in_bfloat16_are_no_further_from_float32_than_ltx_cores_own(tiny):
+    video = latent(VIDEO_SHAPE)
+    truth, theirs = (
+        decoded_by_ltx_core(tiny.checkpoint, video, dtype)[0].double()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    models = host_models(tiny, torch.bfloat16, arithmetic=Arithmetic(torch.bfloat16, 8))
+    ours = torch.cat(list(models.decode_video(video))).double()
+    assert 0 < (ours - truth).square().mean() <= (theirs - truth).square().mean()
+
+
+def generating(tiny, folder, *typed):
+    """The workspace of a command line of generate_ltx23.py."""
+    parser = flags.parser("", "", gemma=False)
+    flags.add_run(parser)
+    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
+    return flags.workspace(parser.parse_args([*common, "--profile", "cpu", *typed]))
+
+
+def test_what_the_host_decodes_in_is_said_by_a_flag_and_recorded(tiny, tmp_path):
+    recorded = {
+        typed: generating(tiny, tmp_path, *typed.split()).identity["host_dtype"]
+        for typed in (
+            "--host-dtype float32",
+            "--host-dtype bfloat16 --dtype float32",
+            "--profile-set host_dtype=bfloat16",
+            "--dtype float32",
+        )
+    }
+    assert list(recorded.values()) == ["float32", "bfloat16", "bfloat16", "float32"]
+
+
+def test_the_engine_decodes_in_what_was_asked_for(tiny, tmp_path):
+    for typed, wanted in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        workspace = generating(tiny, tmp_path, "--host-dtype", typed)
+        host = Engine(workspace, Recorder()).host
+        assert host.video_decoder.arithmetic.dtype == wanted
+    assert host_models(tiny).video_decoder.arithmetic == FLOAT32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,6 +14,7 @@ import torch
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -55,19 +56,20 @@ class HostModels:
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
         audio_dtype: torch.dtype = torch.float32,
+        arithmetic: Arithmetic = FLOAT32,
     ):
         """Nothing is read yet.
 
         checkpoint_path  the checkpoint; holds every model but the upsamplers
         config           the checkpoint's parsed `config` metadata
-        dtype            of the video encoder and the upsamplers. The released video decoder
-                         computes in float32, from weights as they are stored
+        dtype            of the video encoder and the upsamplers
         *_path           the upsamplers' files; None where none was given
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
+        arithmetic       of the released video decoder, from weights as they are stored
         """
         self.checkpoint_path = checkpoint_path
         self.config = config
-        self.dtype, self.audio_dtype = dtype, audio_dtype
+        self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
             "temporal": temporal_upsampler_path,
@@ -154,7 +156,9 @@ class HostModels:
         decoder = self._spec("video_decoder").load()
         from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 
-        return decoder.to(self.dtype) if unknown_modules(decoder) else FastVideoDecoder(decoder)
+        if unknown_modules(decoder):
+            return decoder.to(self.dtype)
+        return FastVideoDecoder(decoder, self.arithmetic)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
