@@ -1,18 +1,21 @@
-"""Jobs whose latents are there: upscaled, decoded and handed over, one at a time, also while the
-next job is denoised."""
+"""Jobs whose latents are there: upscaled, decoded, written and handed over, one at a time, also
+while the next job is denoised."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.background import BackgroundTask, ahead
 from ltx_neuron.host.models import HostModels
+from ltx_neuron.host.video import write_video
 from ltx_neuron.job import UPSCALES, Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
@@ -22,15 +25,39 @@ UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
 
 
 @dataclass
+class Clip:
+    """One job's video while it is decoded: as far as its chunks are taken.
+
+    chunks    frames in the order of time, each uint8 (N, H, W, 3)
+    waveform  waits for the sound: float32 (2, samples)
+    """
+
+    job: Job
+    chunks: Iterator[Tensor]
+    waveform: Callable[[], Tensor]
+    sample_rate: int
+
+    def write_mp4(self, path: Path) -> None:
+        """Write the video, a chunk at a time."""
+        rate = self.job.output_frame_rate
+        write_video(path, self.chunks, rate, self.waveform, self.sample_rate)
+
+
+@dataclass
 class Result:
     """One job's video. `tensors` holds every named intermediate (see docs: --save-tensors)."""
 
     job: Job
-    frames: Tensor | None  # uint8 (N, H, W, 3); None where only latents were asked for
+    # uint8 (N, H, W, 3); None where only latents were asked for, and where `write` took them
+    frames: Tensor | None
     frame_rate: float
     waveform: Tensor | None  # float32 (2, samples)
     sample_rate: int
     tensors: dict[str, Tensor]
+
+    def clip(self) -> Clip:
+        """The video, of frames that were kept."""
+        return Clip(self.job, iter([self.frames]), lambda: self.waveform, self.sample_rate)
 
 
 @dataclass
@@ -66,7 +93,8 @@ class DecodeQueue:
     overlap    decode in the background: `submit` returns at once
     decode     False: results have latents only
     isolate    a job that fails is a Failure, and the others go on
-    hand_over  called with every Result as soon as it is there, in the thread that decoded it
+    write      called with every Clip: what it takes of the frames is not kept
+    hand_over  called with every Result as soon as it is there, in the thread that wrote it
     poll       called now and then while `drain` waits; an error of it ends the waiting
     """
 
@@ -78,11 +106,12 @@ class DecodeQueue:
         overlap: bool,
         decode: bool,
         isolate: bool,
+        write: Callable[[Clip], None] | None,
         hand_over: Callable[[Result], None] | None,
         poll: Callable[[], None],
     ):
         self.host, self.recorder, self.overlap, self.poll = host, recorder, overlap, poll
-        self.decode, self.isolate, self.hand_over = decode, isolate, hand_over
+        self.decode, self.isolate, self.write, self.hand_over = decode, isolate, write, hand_over
         self._task: BackgroundTask | None = None
 
     def __enter__(self) -> "DecodeQueue":
@@ -123,8 +152,12 @@ class DecodeQueue:
                 for kind in UPSCALES[job.upscale]:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
         if self.decode:
-            audio = tensors[f"{last}_audio"]
-            tensors["frames"], tensors["waveform"] = self._decode(video, audio)
+            with self._decoding(job, video, tensors[f"{last}_audio"]) as clip:
+                if self.write:
+                    self.write(clip)
+                else:
+                    tensors["frames"] = torch.cat(list(clip.chunks))
+                tensors["waveform"] = clip.waveform()
         result = Result(
             job,
             tensors.get("frames"),
@@ -137,14 +170,40 @@ class DecodeQueue:
             self.hand_over(result)
         return result
 
-    def _decode(self, video: Tensor, audio: Tensor) -> tuple[Tensor, Tensor]:
-        """Frames and waveform; sound beside pictures where cores are free for it."""
+    @contextmanager
+    def _decoding(self, job: Job, video: Tensor, audio: Tensor) -> Iterator[Clip]:
+        """A job's clip. Where cores are free for it, pictures are decoded ahead of who takes them,
+        and sound beside them; else each when it is asked for."""
+        chunks, sound = self._pictures(video), cache(partial(self._sound, audio))
+        with ExitStack() as ending:
+            ending.enter_context(closing(chunks))
+            if self.overlap:
+                sound = ending.enter_context(BackgroundTask(sound)).result
+                chunks = ending.enter_context(ahead(chunks))
 
-        def decode_audio() -> Tensor:
-            with self.recorder.phase("decode_audio"):
-                return self.host.decode_audio(audio)
+            def waveform() -> Tensor:
+                with self.recorder.paused():
+                    return sound()
 
-        sound = BackgroundTask(decode_audio) if self.overlap else nullcontext()
-        with sound, self.recorder.phase("decode_video"):
-            frames = self.host.decode_video(video)
-        return frames, sound.result() if self.overlap else decode_audio()
+            yield Clip(job, self._awaited(chunks), waveform, self.host.sample_rate)
+
+    def _pictures(self, video: Tensor) -> Iterator[Tensor]:
+        with self.recorder.phase("decode_video"):
+            for chunk in self.host.decode_video(video):
+                with self.recorder.paused():
+                    yield chunk
+                del chunk  # not kept while the next one is decoded
+
+    def _awaited(self, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Chunks; the time in which one is waited for is no part of its taker's phase."""
+        while True:
+            with self.recorder.paused():
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+            del chunk
+
+    def _sound(self, audio: Tensor) -> Tensor:
+        with self.recorder.phase("decode_audio"):
+            return self.host.decode_audio(audio)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ltx_neuron.decode_queue import DecodeQueue, Failure, Result, isolated
+from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import BackgroundTask
@@ -74,6 +74,7 @@ class Engine:
             options.spatial_upsampler_path,
             options.temporal_upsampler_path,
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
+            arithmetic=workspace.arithmetic,
         )
         self.preflight = Preflight(workspace, self.host, options.neuron_gemma)
         self.residency = Residency(workspace, recorder)
@@ -121,6 +122,7 @@ class Engine:
         isolate: bool = False,
         generator: torch.Generator | None = None,
         resume: Callable[[Job], JobRun | None] = lambda job: None,
+        write: Callable[[Clip], None] | None = None,
         hand_over: Callable[[Result], None] | None = None,
     ) -> Iterator[Result | Failure]:
         """Generate every job. Jobs finish in order, but those that need the weights with the
@@ -134,15 +136,16 @@ class Engine:
         isolate    a job that fails is a Failure and the others go on; a failed rank ends the run
         generator  draw noise from it instead of one made from the job's seed
         resume     a job's interrupted run, to be continued; None for one that begins
-        hand_over  called with every Result as soon as it is there: where decoding overlaps
-                   denoising, in another thread. An error of it is the job's
+        write      called with every Clip while it is decoded, in place of keeping its frames
+        hand_over  called with every Result as soon as it is there. Where decoding overlaps
+                   denoising, both are called in another thread. An error of them is the job's
         """
         self.check_process()
         compiled = self.preflight.check(jobs)
         with self._session(keep):
             runs = self._encode_prompts(jobs, resume, generator)
             self._load_transformer(runs, compiled)
-            with self._decode_queue(decode, isolate, hand_over) as queue:
+            with self._decode_queue(decode, isolate, write, hand_over) as queue:
                 turns = _turns(runs)
                 for run, refines in turns:
                     if run.error:
@@ -179,7 +182,11 @@ class Engine:
             self.close()
 
     def _decode_queue(
-        self, decode: bool, isolate: bool, hand_over: Callable[[Result], None] | None
+        self,
+        decode: bool,
+        isolate: bool,
+        write: Callable[[Clip], None] | None,
+        hand_over: Callable[[Result], None] | None,
     ) -> DecodeQueue:
         return DecodeQueue(
             self.host,
@@ -187,6 +194,7 @@ class Engine:
             overlap=self.workspace.profile.overlap_decode,
             decode=decode,
             isolate=isolate,
+            write=write,
             hand_over=hand_over,
             poll=self.residency.poll,
         )

@@ -15,7 +15,7 @@ from ltx_neuron.decode_queue import UPSCALED, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.host.video import check_output_path, write_video
+from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import RECIPES, UPSCALES, Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -174,10 +174,12 @@ class LTXPipeline:
                 self, step, stage.sigmas[step], {"stage": stage.name}
             )
         )
-        decode = output_type != "latent"
+        options = {"keep": True, "decode": output_type != "latent", "generator": generator}
+        if output_type == "mp4":
+            options["write"] = lambda clip: clip.write_mp4(output_path)
         with self._turn.taken("call"):
             self.engine.on_step_end = on_step_end
-            (result,) = self.engine.run([job], keep=True, decode=decode, generator=generator)
+            (result,) = self.engine.run([job], **options)
         return _output(result, output_type, output_path)
 
 
@@ -241,9 +243,6 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
     if output_type == "np":
         output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
     elif output_type == "mp4":
-        write_video(
-            output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate
-        )
         output.path = Path(output_path)
     else:
         last = result.job.stages[-1].key

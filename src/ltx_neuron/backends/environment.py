@@ -72,7 +72,7 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
 
 
 def of_compiler(profile: Profile, model: str) -> dict[str, str]:
-    """What TorchNeuron's compiler is told of a model, "dit", "gemma3" or "connectors": read at each
+    """What TorchNeuron's compiler is told of a model, one of profiles.MODELS: read at each
     launch of a graph, and part of the key by which it finds what it has compiled.
 
     It adds NEURON_CC_FLAGS to flags of its own and splits all of them at white space, with no

@@ -14,6 +14,7 @@ import torch
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -55,19 +56,20 @@ class HostModels:
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
         audio_dtype: torch.dtype = torch.float32,
+        arithmetic: Arithmetic = FLOAT32,
     ):
         """Nothing is read yet.
 
         checkpoint_path  the checkpoint; holds every model but the upsamplers
         config           the checkpoint's parsed `config` metadata
-        dtype            of the video encoder and the upsamplers. The released video decoder
-                         computes in float32, from weights as they are stored
+        dtype            of the video encoder and the upsamplers
         *_path           the upsamplers' files; None where none was given
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
+        arithmetic       of the released video decoder, from weights as they are stored
         """
         self.checkpoint_path = checkpoint_path
         self.config = config
-        self.dtype, self.audio_dtype = dtype, audio_dtype
+        self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
             "temporal": temporal_upsampler_path,
@@ -91,23 +93,31 @@ class HostModels:
         latent = self.video_statistics.un_normalize(latent.to(self.dtype))
         return self.video_statistics.normalize(upsampler(latent))
 
-    @torch.no_grad()
-    def decode_video(self, latent: torch.Tensor) -> torch.Tensor:
-        """Decode a video latent (1, 128, F, h, w) to frames, uint8 (8F-7, 32h, 32w, 3).
+    # No torch.no_grad, which would keep what a generator yielded last: no weight has gradients.
+    def decode_video(self, latent: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames: chunks of them in the order
+        of time, each uint8 (N, 32h, 32w, 3). Nothing is decoded before it is asked for.
 
-        Long or large videos are decoded in ltx-core's default tiles, which are blended.
+        Long or large videos are decoded in ltx-core's default tiles, which are blended: a chunk is
+        what tiles of the same time give, without what those of later times change. A video of any
+        length needs the memory of two such groups of tiles.
         """
         decoder = self.video_decoder
-        from ltx_core.model.video_vae import TilingConfig, decode_video
+        from ltx_core.model.video_vae import TilingConfig
 
         from ltx_neuron.host.vae import FastVideoDecoder
 
         dtype = torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
         # The 2.3 decoder draws no noise; a decoder that does is then still reproducible.
         generator = torch.Generator().manual_seed(0)
-        latent = latent.to(dtype)
-        checked = _CheckedTiles(decoder, self._spec("video_decoder"))
-        return torch.cat(list(decode_video(latent, checked, TilingConfig.default(), generator)))
+        latent, spec = latent.to(dtype), self._spec("video_decoder")
+        for frames in decoder.tiled_decode(latent, TilingConfig.default(), generator=generator):
+            # Bytes of NaN would be black; a hook of the module is not called for tiles.
+            spec.check_output(decoder, (latent,), frames)
+            chunk = _to_bytes(frames)
+            del frames  # not kept while the next ones are decoded
+            yield chunk
+            del chunk
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
@@ -146,7 +156,9 @@ class HostModels:
         decoder = self._spec("video_decoder").load()
         from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 
-        return decoder.to(self.dtype) if unknown_modules(decoder) else FastVideoDecoder(decoder)
+        if unknown_modules(decoder):
+            return decoder.to(self.dtype)
+        return FastVideoDecoder(decoder, self.arithmetic)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
@@ -247,18 +259,11 @@ class HostModels:
         return config
 
 
-class _CheckedTiles:
-    """Takes a video decoder's place in ltx-core's decode_video, which makes bytes of its frames: of
-    NaN, black ones. Frames are checked before that; a hook of the module is not called for tiles.
-    """
-
-    def __init__(self, decoder: torch.nn.Module, spec: "ModelSpec"):
-        self.decoder, self.spec = decoder, spec
-
-    def tiled_decode(self, latent: torch.Tensor, *how, **more) -> Iterator[torch.Tensor]:
-        for frames in self.decoder.tiled_decode(latent, *how, **more):
-            self.spec.check_output(self.decoder, (latent,), frames)
-            yield frames
+def _to_bytes(frames: torch.Tensor) -> torch.Tensor:
+    """Frames (1, 3, N, H, W) in about [-1, 1], which are overwritten, as uint8 (N, H, W, 3), with
+    the rounding of ltx_core's decode_video."""
+    frames = frames.add_(1.0).div_(2.0).clamp_(0.0, 1.0).mul_(255.0)
+    return frames[0].permute(1, 2, 3, 0).to(torch.uint8, memory_format=torch.contiguous_format)
 
 
 class ModelSpec(NamedTuple):
