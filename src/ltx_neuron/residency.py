@@ -1,5 +1,5 @@
-"""Which model is on the ranks: the text encoder, then the transformer, then (--neuron-vae) the video
-decoder: one at a time unless the profile keeps all. The decoder stays where it fits besides.
+"""Which model is on the ranks: the text encoder, then the transformer, then the video decoder if
+the ranks decode: one at a time unless the profile keeps all, or the decoder fits besides.
 
 The ranks start when the first model is needed. Both stages and all jobs share one copy of the
 transformer's weights; the weights with the distilled LoRA take the place of the plain ones.

@@ -63,10 +63,10 @@ def frames_of(chunks: Iterator[torch.Tensor]) -> torch.Tensor:
 
 # By what it is: the clip's latents, and how many tiles they are.
 CLIPS = {
-    "one tile": ((2, 2, 2), 1),
-    "fewer tiles than four ranks": ((1, 3, 2), 2),
-    "an odd number of tiles": ((1, 2, 4), 3),
-    "borders in rows, columns and time": ((4, 3, 3), 8),
+    "one tile": ((3, 2, 2), 1),
+    "fewer tiles than four ranks": ((3, 3, 2), 2),
+    "an odd number of tiles": ((3, 2, 4), 3),
+    "borders in rows, columns and time": ((6, 3, 3), 12),
 }
 
 
