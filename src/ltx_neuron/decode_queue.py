@@ -55,6 +55,10 @@ class Result:
     sample_rate: int
     tensors: dict[str, Tensor]
 
+    def clip(self) -> Clip:
+        """The video, of frames that were kept."""
+        return Clip(self.job, iter([self.frames]), lambda: self.waveform, self.sample_rate)
+
 
 @dataclass
 class Failure:

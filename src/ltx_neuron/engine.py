@@ -77,6 +77,7 @@ class Engine:
             options.temporal_upsampler_path,
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
             profile=workspace.profile,
+            arithmetic=workspace.arithmetic,
         )
         self.preflight = Preflight(workspace, self.host, options.neuron_gemma, options.neuron_vae)
         self.residency = Residency(workspace, recorder)

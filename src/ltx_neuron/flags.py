@@ -19,7 +19,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import UPSCALES, Job, Size, check_guidable
-from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS, Guidance
@@ -171,6 +171,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--neuron-gemma", action="store_true", help=help)
     help = "decode the video on the profile's device, in tiles; without it, on the host CPU"
     add("--neuron-vae", action="store_true", help=help)
+    help = (
+        "what the host decodes video in (default: the profile's; auto: bfloat16 for a run in it"
+        " where this CPU is faster in it)"
+    )
+    add("--host-dtype", choices=HOST_DTYPES, help=help)
     help = "encode the prompt even if an earlier run left its contexts in the artifacts"
     add("--no-prompt-cache", action="store_true", help=help)
     help = "the first release's numerics; or only how it holds images"
@@ -218,7 +223,9 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
 
     writes  whether the script writes into the artifacts folder, which is then checked for it
     """
-    profile = resolve(args.profile, tuple(args.profile_set))
+    host_dtype = getattr(args, "host_dtype", None)
+    settings = [*args.profile_set, *([f"host_dtype={host_dtype}"] if host_dtype else [])]
+    profile = resolve(args.profile, tuple(settings))
     if writes:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
     blocks = getattr(args, "blocks_per_graph", None)

@@ -130,16 +130,15 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         def resume(job: Job) -> JobRun | None:
             return interrupted_run(job, outputs, identity, workspace.dtype)
 
-        kept = [] if outputs.tensors else None
-
         def write(clip: Clip) -> None:
             with recorder.phase("encode_mp4"):
-                write_clip(clip, outputs, kept)
+                write_clip(clip, outputs)
 
-        (result,) = engine.run([job], resume=resume, write=write)
-        if kept:
-            tensors = result.tensors | {"frames": torch.cat(kept)}
-            progress.write_run_tensors(outputs.tensors, tensors, identity)
+        # Tensors are written first, and hold all frames: no video without them.
+        (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
+        if outputs.tensors:
+            progress.write_run_tensors(outputs.tensors, result.tensors, identity)
+            write(result.clip())
     report = make_report(recorder, workspace, job.describe())
     write_json(outputs.sidecar, sidecar(job, report))
     show(recorder, report, outputs)
@@ -215,16 +214,11 @@ def interrupted_run(
     return run
 
 
-def write_clip(clip: Clip, outputs: Outputs, kept: list[torch.Tensor] | None) -> None:
+def write_clip(clip: Clip, outputs: Outputs) -> None:
     """The MP4 and, where they were asked for, frames as pictures; each file appears under its name
-    only when whole.
-
-    kept  gets every chunk of frames
-    """
+    only when whole."""
     if outputs.frames:
         clip.chunks = write_frames(outputs.frames, clip.chunks)
-    if kept is not None:
-        clip.chunks = (kept.append(chunk) or chunk for chunk in clip.chunks)
     clip.write_mp4(outputs.video)
 
 

@@ -52,6 +52,8 @@ class Profile:
                     whose tokens divide; others stay whole
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
                     refused
+    host_dtype      what the host decodes video in; "auto": bfloat16 for a run in it where this
+                    machine's CPU is measured to be faster in it, else float32
     vae_tile        pixels of a tile's longer side where latents are decoded, and `vae_overlap` of
                     them that it shares with the next one; vae_tile_frames and vae_overlap_frames
                     the same in time. The defaults are ltx-core's
@@ -84,6 +86,7 @@ class Profile:
     chip: Chip | None = None
     host_memory_bytes: int | None = None
     text_encoder: Literal["sharded", "host"] = "sharded"
+    host_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     vae_tile: int = 512
     vae_overlap: int = 64
     vae_tile_frames: int = 64
@@ -165,6 +168,7 @@ class Profile:
             )
 
 
+HOST_DTYPES = typing.get_args(typing.get_type_hints(Profile)["host_dtype"])
 MODELS = ("dit", "gemma3", "connectors", "vae")  # whose graphs are compiled with flags of their own
 _GIB = 2**30
 TRAINIUM2 = Chip(

@@ -29,6 +29,7 @@ from ltx_neuron.config import (
     video_decoder_config,
 )
 from ltx_neuron.files import exclusive
+from ltx_neuron.host.arithmetic import Arithmetic, arithmetic
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
@@ -173,6 +174,11 @@ class Workspace:
         return HostTextEncoder(self.gemma_source, self.gemma, self.transformer, self.dtype)
 
     @property
+    def arithmetic(self) -> Arithmetic:
+        """What the host decodes video in."""
+        return arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
+
+    @property
     def identity(self) -> dict:
         """What the outputs of a run depend on besides the job: recorded in reports and sidecars."""
         return {
@@ -183,6 +189,7 @@ class Workspace:
             "loras": self.refining_source.lora_identity,
             "profile_set": list(self.profile.settings),
             "host_threads": self.profile.host_threads,
+            **self.arithmetic.describe(),
             "rank_threads": self.profile.rank_threads(self.tp),
         }
 

@@ -1,18 +1,29 @@
 """Decoding on the ranks (--neuron-vae): the host decoder's frames, and nothing loaded twice."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import randn, rel
+from helpers import randn, rel, rewrite
 
+from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.backends.tiles import RankTiles
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.generate import Outputs, generate
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
+from ltx_neuron.progress import LOG_SUFFIX, SUFFIX
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
 from ltx_neuron.workspace import Workspace
@@ -178,3 +189,162 @@ def run(workspace: Workspace, recorder: Recorder, options: RunOptions) -> list:
     with Engine(workspace, recorder, options) as engine:
         engine.progress = False
         return list(engine.run(JOBS))
+
+
+# --- what is missing, and what breaks -------------------------------------------------------------
+
+WIDE = Size(64, 96, 9)  # latents (2, 2, 3): two tiles, one for each rank
+JOB = Job("a red fox", WIDE)
+
+
+@pytest.fixture(scope="module")
+def wide(prepared) -> Workspace:
+    """A workspace whose rank files and graphs are there."""
+    workspace = prepared()
+    workspace.compile_dit([WIDE.bucket(WIDE.stages()[0], ())])
+    workspace.compile_vae((2, 2, 3))
+    return workspace
+
+
+def make(workspace: Workspace, tiny, video: Path, **outputs) -> None:
+    """What generate_ltx23.py does for JOB, in this process."""
+    options = RunOptions(neuron_gemma=True, neuron_vae=True, cache_prompts=True)
+    generate(JOB, workspace, options, Outputs(video=video, **outputs))
+
+
+@pytest.fixture(scope="module")
+def stopped(wide, tiny, tmp_path_factory) -> SimpleNamespace:
+    """A run whose rank 1 was killed while it decoded: its error, its state, what was left, and the
+    frames that --resume makes of it."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError) as error:
+        at_the_first_tiles(patch, lambda ranks: ranks._processes[1].kill())
+        make(wide, tiny, folder / "fox.mp4")
+    left, state = sorted(path.name for path in folder.iterdir()), folder / f"fox{SUFFIX}"
+    kept = state.read_bytes()
+    make(wide, tiny, folder / "fox.mp4", resume=True)
+    return SimpleNamespace(
+        error=str(error.value), left=left, state=kept, video=(folder / "fox.mp4").read_bytes()
+    )
+
+
+def at_the_first_tiles(patch: pytest.MonkeyPatch, act: Callable[[Ranks], None]) -> list[Ranks]:
+    """Have something happen to the ranks before they get their first tiles. Returns them, once they
+    are there."""
+    decode, seen = RankTiles.__call__, []
+
+    def disturbed(tiles: RankTiles, latents):
+        if not seen:
+            seen.append(tiles.ranks)
+            act(tiles.ranks)
+        return decode(tiles, latents)
+
+    patch.setattr(RankTiles, "__call__", disturbed)
+    return seen
+
+
+@pytest.fixture
+def resumed(wide, tiny, stopped, tmp_path):
+    """Decode the stopped run's latents again, in a folder of their own."""
+    (tmp_path / f"fox{SUFFIX}").write_bytes(stopped.state)
+    return lambda: make(wide, tiny, tmp_path / "fox.mp4", resume=True)
+
+
+def check_nothing_is_left(folder: Path, ranks: list[Ranks], *more: str) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == sorted([f"fox{SUFFIX}", *more])
+    assert not any(process.is_alive() for process in ranks[0]._processes)
+
+
+def test_a_rank_killed_while_it_decodes_is_named_and_the_latents_are_kept(stopped):
+    assert "rank 1 of 2 failed: the process was killed (SIGKILL)" in stopped.error
+    assert stopped.left == [f"fox{LOG_SUFFIX}", f"fox{SUFFIX}"]
+
+
+def test_resume_decodes_again_on_the_ranks_to_the_same_bytes(stopped, resumed, tmp_path):
+    resumed()
+    assert (tmp_path / "fox.mp4").read_bytes() == stopped.video
+    phases = json.loads((tmp_path / "fox.json").read_text())["seconds"]
+    assert "load_vae" in phases and "load_transformer" not in phases
+
+
+def test_a_rank_frozen_while_it_decodes_is_named_within_ten_seconds(resumed, tmp_path, monkeypatch):
+    ranks = at_the_first_tiles(
+        monkeypatch, lambda ranks: os.kill(ranks._processes[0].pid, signal.SIGSTOP)
+    )
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 of 2 failed"):
+        resumed()
+    assert time.monotonic() - began < 15
+    check_nothing_is_left(tmp_path, ranks, f"fox{LOG_SUFFIX}")
+
+
+def test_nan_in_a_tile_names_the_decoder_and_its_file(resumed, tiny, tmp_path, monkeypatch):
+    decode, poisoned = RankTiles.__call__, []
+
+    def broken(tiles, latents):
+        poisoned.append(tiles.ranks)
+        latents[-1] = latents[-1] * float("nan")
+        return decode(tiles, latents)
+
+    monkeypatch.setattr(RankTiles, "__call__", broken)
+    with pytest.raises(RunError) as error:
+        resumed()
+    assert "NaN or Inf in what the video decoder returned" in str(error.value)
+    assert str(tiny.checkpoint) in str(error.value)
+    check_nothing_is_left(tmp_path, poisoned, f"fox{LOG_SUFFIX}")
+
+
+def test_ctrl_c_while_the_ranks_decode_ends_them_and_keeps_the_latents(
+    resumed, tmp_path, monkeypatch
+):
+    ranks = at_the_first_tiles(monkeypatch, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        resumed()
+    check_nothing_is_left(tmp_path, ranks)
+
+
+def test_a_disk_that_fills_up_while_the_ranks_decode_keeps_the_latents(
+    wide, tiny, stopped, tmp_path, monkeypatch
+):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system could not be mounted (needs root): NOT tested")
+    try:
+        (disk / f"fox{SUFFIX}").write_bytes(stopped.state)
+
+        def fill(_) -> None:
+            with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+
+        ranks = at_the_first_tiles(monkeypatch, fill)
+        with pytest.raises(OSError, match="No space left"):
+            make(wide, tiny, disk / "fox.mp4", resume=True)
+        check_nothing_is_left(disk, ranks, "filler")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, tmp_path, prepared):
+    with pytest.raises(UserError, match=r"shards/shard_vae_weights.py --checkpoint-path"):
+        opened(tiny, tmp_path, 2).vae_weights()
+    wanted = r"compile/compile_vae.py --checkpoint-path .* --height 64 --width 96 --num-frames 65"
+    with pytest.raises(UserError, match=wanted):
+        prepared().tile_programs((9, 2, 3))
+
+
+def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(
+    tiny, folder, wide, tmp_path
+):
+    """And nothing refuses it without --neuron-vae."""
+    causal = wide.checkpoint.config["vae"] | {"causal_decoder": True}
+    path = tmp_path / "other.safetensors"
+    other = rewrite(tiny.checkpoint, path, lambda tensors: None, {"vae": causal})
+    workspace = Workspace(other, wide.profile, folder, 2, "float32", tiny.gemma_root)
+    for neuron_vae, said in ((True, "vae.causal_decoder is True"), (False, "shard_backbone")):
+        with pytest.raises(UserError, match=said):
+            Engine(workspace, Recorder(), options(tiny, neuron_vae=neuron_vae)).preflight.check(
+                [JOB]
+            )

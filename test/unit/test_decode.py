@@ -1,17 +1,28 @@
 """The host models against ltx-core's own, built by its own loader from the same tiny checkpoint."""
 
+import errno
 import json
 import subprocess
 import sys
+import threading
+import weakref
 
 import pytest
 import torch
 from helpers import rewrite
 from safetensors import safe_open
 
+from ltx_neuron import flags
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD
+from ltx_neuron.decode_queue import DecodeQueue
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
+from ltx_neuron.job import Job
+from ltx_neuron.progress import JobRun
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text.encoders import Contexts
 
 # Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two
 # overlapping pieces.
@@ -123,6 +134,46 @@ def test_frames_are_decoded_in_the_references_default_tiles_and_float32(tiny, dt
     assert (got.int() - untiled.int()).abs().max() > 10 * FRAME_COUNTS
 
 
+def test_frames_in_bfloat16_are_no_further_from_float32_than_ltx_cores_own(tiny):
+    video = latent(VIDEO_SHAPE)
+    truth, theirs = (
+        decoded_by_ltx_core(tiny.checkpoint, video, dtype)[0].double()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    models = host_models(tiny, torch.bfloat16, arithmetic=Arithmetic(torch.bfloat16, 8))
+    ours = torch.cat(list(models.decode_video(video))).double()
+    assert 0 < (ours - truth).square().mean() <= (theirs - truth).square().mean()
+
+
+def generating(tiny, folder, *typed):
+    """The workspace of a command line of generate_ltx23.py."""
+    parser = flags.parser("", "", gemma=False)
+    flags.add_run(parser)
+    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
+    return flags.workspace(parser.parse_args([*common, "--profile", "cpu", *typed]))
+
+
+def test_what_the_host_decodes_in_is_said_by_a_flag_and_recorded(tiny, tmp_path):
+    recorded = {
+        typed: generating(tiny, tmp_path, *typed.split()).identity["host_dtype"]
+        for typed in (
+            "--host-dtype float32",
+            "--host-dtype bfloat16 --dtype float32",
+            "--profile-set host_dtype=bfloat16",
+            "--dtype float32",
+        )
+    }
+    assert list(recorded.values()) == ["float32", "bfloat16", "bfloat16", "float32"]
+
+
+def test_the_engine_decodes_in_what_was_asked_for(tiny, tmp_path):
+    for typed, wanted in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        workspace = generating(tiny, tmp_path, "--host-dtype", typed)
+        host = Engine(workspace, Recorder()).host
+        assert host.video_decoder.arithmetic.dtype == wanted
+    assert host_models(tiny).video_decoder.arithmetic == FLOAT32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path, dtype):
     vae = metadata_config(tiny.checkpoint)["vae"] | {"causal_decoder": True}
@@ -132,6 +183,85 @@ def test_a_decoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path, dtyp
     (frames,) = models.decode_video(latent((1, 128, 2, 2, 3)))
     assert torch.equal(frames, wanted)
     assert type(models.video_decoder).__name__ == "VideoDecoder"
+
+
+# --- a clip is written while it is decoded --------------------------------------------------------
+LONG_SHAPE = (1, 128, 26, 2, 3)  # 201 frames: groups of tiles begin every 5 latent frames
+CHUNKS = [32, 40, 40, 40, 49]
+
+
+@pytest.fixture(params=[True, False], ids=["ahead", "in turn"])
+def decoding(tiny, request):
+    """What decodes the latents of a job, by what writes it; nothing of it is left. `calls` of it
+    has the tiles decoded so far."""
+    threads, host = set(threading.enumerate()), host_models(tiny)
+    calls, forward = [], host.video_decoder.forward
+
+    def decode(video, write):
+        host.video_decoder.forward = lambda tile, *more: calls.append(1) or forward(tile, *more)
+        run = JobRun(Job("rain"), [Contexts(*4 * [None])])
+        run.finish(run.job.stages[-1], video, latent(AUDIO_SHAPE))
+        settings = {"decode": True, "isolate": False, "hand_over": None, "poll": lambda: None}
+        with DecodeQueue(host, Recorder(), overlap=request.param, write=write, **settings) as queue:
+            return (*queue.submit(run), *queue.drain())
+
+    decode.calls, decode.ahead = calls, request.param
+    yield decode
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(decoding, tmp_path):
+    seen = []
+
+    def write(clip):
+        chunks, clip.chunks = clip.chunks, None
+        clip.chunks = (seen.append((len(c), len(decoding.calls))) or c for c in chunks)
+        clip.write_mp4(tmp_path / "streamed.mp4")
+
+    (result,) = decoding(latent(LONG_SHAPE), write)
+    assert result.frames is None and result.waveform.shape[0] == 2
+    assert [length for length, _ in seen] == CHUNKS
+    if not decoding.ahead:  # a chunk is there when the tiles after it, which change it, are
+        assert [tiles for _, tiles in seen] == [2, 3, 4, 5, 5]
+    (whole,) = decoding(latent(LONG_SHAPE), None)
+    assert len(whole.frames) == sum(CHUNKS) and torch.equal(whole.waveform, result.waveform)
+    whole.clip().write_mp4(tmp_path / "whole.mp4")
+    assert (tmp_path / "whole.mp4").read_bytes() == (tmp_path / "streamed.mp4").read_bytes()
+
+
+def test_of_a_clip_that_is_written_few_chunks_are_held(decoding, tmp_path, monkeypatch):
+    from ltx_neuron.host import models
+
+    held, most, to_bytes = [], [], models._to_bytes
+
+    def noted(frames):
+        chunk = to_bytes(frames)
+        held.append(weakref.ref(chunk))
+        most.append(sum(each() is not None for each in held))
+        return chunk
+
+    monkeypatch.setattr(models, "_to_bytes", noted)
+    decoding(latent(LONG_SHAPE), lambda clip: clip.write_mp4(tmp_path / "out.mp4"))
+    # Made, waiting for room, waiting, encoded; in turn only the one that is made.
+    assert len(most) == len(CHUNKS) and max(most) <= (3 if decoding.ahead else 1)
+
+
+def test_a_writer_that_fails_ends_the_decoding_of_its_clip(decoding, tmp_path):
+    def write(clip):
+        next(clip.chunks)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        decoding(latent((1, 128, 126, 2, 3)), write)
+    assert len(decoding.calls) <= 6 < 25
+
+
+def test_nan_in_a_late_tile_leaves_no_video(decoding, tmp_path):
+    video = latent(LONG_SHAPE)
+    video[:, :, -1] = float("nan")
+    with pytest.raises(RunError, match="in what the video decoder was given"):
+        decoding(video, lambda clip: clip.write_mp4(tmp_path / "out.mp4"))
+    assert len(decoding.calls) == 5 and list(tmp_path.iterdir()) == []
 
 
 def decoded_by_ltx_core(path, video, dtype):

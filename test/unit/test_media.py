@@ -177,6 +177,37 @@ def test_the_same_video_is_written_in_the_same_bytes(tmp_path):
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
 
 
+def test_a_video_of_frames_that_come_in_chunks_has_the_bytes_of_one_of_all_frames(tmp_path):
+    frames, come = clip(17, 128, 192), []
+
+    def chunks(*lengths):
+        for chunk in frames.split(lengths):
+            come.append("frames")
+            yield chunk
+
+    def sound():
+        come.append("sound")
+        return sine(33120)
+
+    for lengths in ((17,), (1, 9, 7), (1,) * 17):
+        write_video(tmp_path / f"{len(lengths)}.mp4", chunks(*lengths), 24.0, sound, 48000)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    assert come[-18:] == 17 * ["frames"] + ["sound"]
+
+
+def test_an_error_of_who_makes_the_frames_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "out.mp4"
+    path.write_bytes(b"an earlier result")
+
+    def chunks():
+        yield clip(3)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_video(path, chunks(), 24.0, lambda: sine(100), 48000)
+    assert path.read_bytes() == b"an earlier result" and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_failed_video_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "out.mp4"
     path.write_bytes(b"an earlier result")

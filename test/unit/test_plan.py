@@ -53,8 +53,8 @@ def released(tmp_path_factory):
     return Checkpoint(path)
 
 
-def planned(checkpoint, height, width, frames, **size):
-    return plan.plan(checkpoint, TRN2, Size(height, width, frames, **size), 4, "bfloat16")
+def planned(checkpoint, height, width, frames, profile=TRN2, **size):
+    return plan.plan(checkpoint, profile, Size(height, width, frames, **size), 4, "bfloat16")
 
 
 @pytest.mark.parametrize("size", IDEAL_MS)
@@ -141,7 +141,7 @@ def test_a_profile_without_documented_limits_gets_no_verdict(released):
 
 
 def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
-    made = planned(released, 384, 512, 25)
+    made = planned(released, 384, 512, 25, dataclasses.replace(TRN2, host_dtype="float32"))
     assert (
         made.host_bytes_to_load
         == 4 * made.dit_weight_bytes_per_rank
@@ -150,6 +150,13 @@ def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
     )
     # 2.2 to 2.5 GB were measured on two cores; more take more.
     assert 2.0e9 < made.host_bytes_to_decode < 3.0e9
+
+
+def test_decoding_in_bfloat16_is_planned_with_less_of_the_host_s_memory(released):
+    profiles = (dataclasses.replace(TRN2, host_dtype=name) for name in ("float32", "bfloat16"))
+    wide, narrow = (planned(released, 384, 512, 25, profile) for profile in profiles)
+    assert narrow.host_bytes_to_decode < 0.9 * wide.host_bytes_to_decode
+    assert f"{narrow.host_bytes_to_decode / 1e9:.2f} GB to decode in bfloat16" in table(narrow)
 
 
 def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):

@@ -14,6 +14,7 @@ import torch
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
@@ -57,21 +58,22 @@ class HostModels:
         temporal_upsampler_path: str | Path | None = None,
         audio_dtype: torch.dtype = torch.float32,
         profile: Profile | None = None,
+        arithmetic: Arithmetic = FLOAT32,
     ):
         """Nothing is read yet.
 
         checkpoint_path  the checkpoint; holds every model but the upsamplers
         config           the checkpoint's parsed `config` metadata
-        dtype            of the video encoder and the upsamplers. The released video decoder
-                         computes in float32, from weights as they are stored
+        dtype            of the video encoder and the upsamplers
         *_path           the upsamplers' files; None where none was given
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
         profile          says into which tiles a video is cut; without one they are ltx-core's
+        arithmetic       of the released video decoder, from weights as they are stored
         """
         self.profile = profile
         self.checkpoint_path = checkpoint_path
         self.config = config
-        self.dtype, self.audio_dtype = dtype, audio_dtype
+        self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
             "temporal": temporal_upsampler_path,
@@ -95,7 +97,7 @@ class HostModels:
         latent = self.video_statistics.un_normalize(latent.to(self.dtype))
         return self.video_statistics.normalize(upsampler(latent))
 
-    @torch.no_grad()
+    # No torch.no_grad, which would keep what a generator yielded last: no weight has gradients.
     def decode_video(
         self, latent: torch.Tensor, rank_tiles: Callable | None = None
     ) -> Iterator[torch.Tensor]:
@@ -177,7 +179,9 @@ class HostModels:
         decoder = self._spec("video_decoder").load()
         from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 
-        return decoder.to(self.dtype) if unknown_modules(decoder) else FastVideoDecoder(decoder)
+        if unknown_modules(decoder):
+            return decoder.to(self.dtype)
+        return FastVideoDecoder(decoder, self.arithmetic)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:

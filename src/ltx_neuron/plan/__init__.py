@@ -25,6 +25,7 @@ from ltx_neuron.config import (
     transformer_config,
 )
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.programs import (
     Program,
@@ -98,7 +99,8 @@ class Plan:
     # them what it has room for.
     host_bytes_to_load: int
     host_bytes_mapped: int
-    host_bytes_to_decode: int  # with this machine's threads
+    host_bytes_to_decode: int  # with this machine's threads and dtype
+    host_dtype: str  # what this machine decodes in
     host_limit_bytes: int | None
     disk_bytes: int
     assumed: dict
@@ -245,8 +247,6 @@ def plan(
     gemma  the text encoder's config; None for a prompt that is encoded on the host
     steps  of stage 1 of the dev recipe
     """
-    from ltx_neuron.host.vae_memory import decode_bytes  # imports ltx-core: not needed for flags
-
     size.check()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
@@ -274,7 +274,6 @@ def plan(
     if fits is False:
         room = limit - weights["rank"] - ASSUMED["runtime_bytes_per_core"]
         nearest = _nearest(size, last, room, lambda of: _activations(stage_plans(of)))
-    latent = video_latent_shape(size.height, size.width, size.num_frames)
     return Plan(
         profile=profile.name,
         tp=tp,
@@ -293,12 +292,26 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        host_bytes_to_decode=decode_bytes(checkpoint.config, latent, profile.host_threads),
+        **_decoding(checkpoint, profile, size, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
         assumed=ASSUMED,
         stages=stages,
     )
+
+
+def _decoding(checkpoint: Checkpoint, profile: Profile, size: Size, dtype: torch.dtype) -> dict:
+    """What decoding the video on the host computes in, and its memory."""
+    from ltx_neuron.host.vae_memory import decode_bytes  # imports ltx-core: not needed for flags
+
+    latent = video_latent_shape(size.height, size.width, size.num_frames)
+    decoding = arithmetic(profile.host_dtype, dtype)
+    return {
+        "host_bytes_to_decode": decode_bytes(
+            checkpoint.config, latent, profile.host_threads, decoding
+        ),
+        "host_dtype": decoding.describe()["host_dtype"],
+    }
 
 
 def _activations(stages: list[StagePlan]) -> int:

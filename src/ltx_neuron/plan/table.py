@@ -60,7 +60,8 @@ def table(plan: Plan) -> str:
         ),
         (
             f"host memory             {_gb(plan.host_bytes_to_load)} to load,"
-            f" {_gb(plan.host_bytes_to_decode)} to decode, of {_gb(plan.host_limit_bytes)}"
+            f" {_gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, of"
+            f" {_gb(plan.host_limit_bytes)}"
         ),
         *mapped,
         f"disk for rank files     {_gb(plan.disk_bytes)}",

@@ -1,0 +1,136 @@
+"""What was measured of this machine, kept in the artifacts folder: rates cannot be told by a CPU's
+name, and what was chosen by them must stay the same from run to run, as bits depend on it.
+
+A file holds sections that do not know of each other:
+
+    choices  what the host computes with: host/arithmetic.py, host/products.py
+    rates    what the plan counts with
+
+Another CPU, number of cores, version of torch or limit on instructions is another machine, with a
+file of its own.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ltx_neuron import machine
+from ltx_neuron.config import digest
+from ltx_neuron.errors import UserError, reason
+from ltx_neuron.files import exclusive, read_json, write_json
+
+# By which torch, oneDNN and MKL are told what to use of a CPU.
+_LIMITS = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+)
+# Sections by file, where the folder takes none: they hold for this process.
+_unwritten: dict[Path, dict] = {}
+# What of a run's identity such choices decide: latents do not depend on it, frames do in rounding.
+CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
+_said: set[str] = set()
+
+
+def this_machine() -> dict:
+    """What measurements hold for, for a person to read."""
+    return {
+        "processor": machine.processor(),
+        "instructions": machine.instructions(),
+        "cpus": os.cpu_count(),
+        "cpus_allowed": machine.cpus(),
+        "torch": torch.__version__,
+        "limits": {name: os.environ[name] for name in _LIMITS if name in os.environ},
+    }
+
+
+def file_of(artifacts_dir: Path) -> Path:
+    """<artifacts-dir>/calibration/<digest of this machine>.json"""
+    return Path(artifacts_dir) / "calibration" / f"{digest(this_machine())[:8]}.json"
+
+
+def read(artifacts_dir: Path) -> dict:
+    """All sections of this machine's file; empty where there is none. A file that is damaged or may
+    not be read stops nothing: that is said, and all is measured anew."""
+    path = file_of(artifacts_dir)
+    sections = _read(path)
+    for section, values in _unwritten.get(path, {}).items():
+        sections[section] = sections.get(section, {}) | values
+    return sections
+
+
+def update(artifacts_dir: Path, section: str, values: dict) -> None:
+    """Store values in a section, by their keys; all else stays, also what another process writes
+    now. Where nothing can be written, they hold for this process, and that is said."""
+    path = file_of(artifacts_dir)
+    try:
+        with exclusive(path, "storing measurements in"):
+            _write(path, section, values)
+        _unwritten.get(path, {}).pop(section, None)
+    except OSError as error:
+        _keep(path, section, values, error)
+
+
+def measured_once(artifacts_dir: Path, section: str, key: str, measure: Callable[[], Any]) -> Any:
+    """What is stored of this machine under a section's key, a JSON value; measured and stored where
+    nothing is. Of processes that ask at once one measures, and the others wait for it. No artifacts
+    folder is made for it: where there is none, the value holds for this process."""
+    path, found = file_of(artifacts_dir), read(artifacts_dir).get(section, {})
+    if key in found:
+        return found[key]
+    measured = {}
+    if not os.path.isdir(artifacts_dir):
+        measured[key] = _unwritten.setdefault(path, {}).setdefault(section, {})[key] = measure()
+        return measured[key]
+    try:
+        with exclusive(path, "measuring this machine for"):
+            if key in (found := _read(path).get(section, {})):
+                return found[key]
+            measured[key] = measure()
+            _write(path, section, measured)
+    except OSError as error:
+        measured = measured or {key: measure()}
+        _keep(path, section, measured, error)
+    return measured[key]
+
+
+def _read(path: Path) -> dict:
+    """The sections in a file."""
+    if not os.path.lexists(path):
+        return {}
+    try:
+        content = read_json(path)
+        if content.pop("machine", None) != this_machine():
+            raise UserError(f"{path} is not of this machine")
+        if not all(isinstance(section, dict) for section in content.values()):
+            raise UserError(f"{path} is not what a calibration writes")
+    except UserError as error:
+        _say(f"{error}; this machine is measured anew")
+        return {}
+    return content
+
+
+def _write(path: Path, section: str, values: dict) -> None:
+    """Put values in a section of a file whose lock is held."""
+    sections = _read(path)
+    sections[section] = sections.get(section, {}) | values
+    write_json(path, {"machine": this_machine(), **sections})
+
+
+def _keep(path: Path, section: str, values: dict, error: OSError) -> None:
+    """Hold values that could not be written in memory."""
+    _say(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
+    _unwritten.setdefault(path, {}).setdefault(section, {}).update(values)
+
+
+def _say(line: str) -> None:
+    if line not in _said:
+        print(line, flush=True)
+    _said.add(line)
