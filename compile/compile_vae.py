@@ -4,7 +4,7 @@ python compile/compile_vae.py --checkpoint-path CKPT --height 512 --width 768
 """
 
 from ltx_neuron import errors, flags
-from ltx_neuron.job import Job
+from ltx_neuron.sampling.latents import video_latent_shape
 
 EXAMPLE = """python compile/compile_vae.py --checkpoint-path CKPT \\
     --height 384 --width 512 --num-frames 25"""
@@ -22,7 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     size = flags.size(args)
     size.check()
-    clip = Job("", size).decoded_latent
+    clip = video_latent_shape(size.height, size.width, size.num_frames)
     workspace = flags.workspace(args)
     shapes = ", ".join("x".join(map(str, shape)) for shape in workspace.tile_shapes(clip))
     print(f"tiles: {shapes} latents (frames x rows x columns)")

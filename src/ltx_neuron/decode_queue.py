@@ -90,7 +90,10 @@ class DecodeQueue:
 
     A context manager: leaving it cancels what is still being decoded.
 
+    decode_video  latents (1, 128, F, h, w) to chunks of frames, uint8 (N, H, W, 3)
     overlap    decode in the background: `submit` returns at once
+    on_ranks   where frames come from the ranks, `submit` waits for them ("each"), or leaves all to
+               `drain` ("last"); "" for the host's
     decode     False: results have latents only
     isolate    a job that fails is a Failure, and the others go on
     write      called with every Clip: what it takes of the frames is not kept
@@ -102,8 +105,10 @@ class DecodeQueue:
         self,
         host: HostModels,
         recorder: Recorder,
+        decode_video: Callable[[Tensor], Iterator[Tensor]],
         *,
         overlap: bool,
+        on_ranks: str,
         decode: bool,
         isolate: bool,
         write: Callable[[Clip], None] | None,
@@ -112,7 +117,9 @@ class DecodeQueue:
     ):
         self.host, self.recorder, self.overlap, self.poll = host, recorder, overlap, poll
         self.decode, self.isolate, self.write, self.hand_over = decode, isolate, write, hand_over
+        self.decode_video, self.on_ranks = decode_video, on_ranks
         self._task: BackgroundTask | None = None
+        self._waiting: list[JobRun] = []
 
     def __enter__(self) -> "DecodeQueue":
         return self
@@ -121,25 +128,33 @@ class DecodeQueue:
         if self._task:
             self._task.cancel()
 
-    def submit(self, run: JobRun) -> list[Result | Failure]:
-        """Decode a job; returns the outcomes that are there by now, in the order of submission."""
-        outcomes = self.drain()
-        if run.error:
-            return [*outcomes, Failure(run.job, run.error)]
-        self._task = BackgroundTask(partial(self._outcome, run))
-        return outcomes if self.overlap else [*outcomes, *self.drain()]
+    def submit(self, run: JobRun) -> Iterator[Result | Failure]:
+        """Decode a job; yields the outcomes that are there by now, in the order of submission."""
+        if self.on_ranks == "last":
+            self._waiting.append(run)
+            return
+        yield from self.drain()
+        self._begin(run)
+        if self.on_ranks or not self.overlap or run.error:
+            yield from self.drain()
 
-    def drain(self, wait: bool = True) -> list[Result | Failure]:
-        """The outcome of the job under way; without waiting, only if it is there already."""
-        if not self._task or not (wait or self._task.done):
-            return []
-        outcome = self._task.result(self.poll)
-        self._task = None
-        return [outcome]
+    def drain(self, wait: bool = True) -> Iterator[Result | Failure]:
+        """The outcomes of the jobs that are left; without waiting, only what is there already."""
+        while self._task and (wait or self._task.done):
+            outcome = self._task.result(self.poll)
+            self._task = None
+            yield outcome
+        if wait and self._waiting:
+            self._begin(self._waiting.pop(0))
+            yield from self.drain()
+
+    def _begin(self, run: JobRun) -> None:
+        self._task = BackgroundTask(partial(self._outcome, run))
 
     def _outcome(self, run: JobRun) -> Result | Failure:
-        with isolated(run, self.isolate):
-            return self._result(run)
+        if not run.error:
+            with isolated(run, self.isolate):
+                return self._result(run)
         return Failure(run.job, run.error)
 
     def _result(self, run: JobRun) -> Result:
@@ -188,8 +203,9 @@ class DecodeQueue:
             yield Clip(job, self._awaited(chunks), waveform, self.host.sample_rate)
 
     def _pictures(self, video: Tensor) -> Iterator[Tensor]:
+        chunks = self.decode_video(video)
         with self.recorder.phase("decode_video"):
-            for chunk in self.host.decode_video(video):
+            for chunk in chunks:
                 with self.recorder.paused():
                     yield chunk
                 del chunk  # not kept while the next one is decoded

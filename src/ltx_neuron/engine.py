@@ -42,6 +42,7 @@ class RunOptions:
     """How jobs run.
 
     neuron_gemma   encode prompts on the ranks, else on the host's CPU
+    neuron_vae     decode latents there, else on the host's CPU
     compat         a name of sampling.compat.COMPAT: which release's numerics; None for the later
     warmup         a discarded first step per stage
     cache_prompts  take contexts that an earlier run left in the artifacts, and leave new ones
@@ -53,6 +54,7 @@ class RunOptions:
     temporal_upsampler_path: Path | None = None
     warmup: bool = False
     cache_prompts: bool = False
+    neuron_vae: bool = False
 
 
 class Engine:
@@ -74,9 +76,10 @@ class Engine:
             options.spatial_upsampler_path,
             options.temporal_upsampler_path,
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
+            profile=workspace.profile,
             arithmetic=workspace.arithmetic,
         )
-        self.preflight = Preflight(workspace, self.host, options.neuron_gemma)
+        self.preflight = Preflight(workspace, self.host, options.neuron_gemma, options.neuron_vae)
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
@@ -142,6 +145,7 @@ class Engine:
         """
         self.check_process()
         compiled = self.preflight.check(jobs)
+        self.residency.decoder_stays = self.preflight.decoder_stays
         with self._session(keep):
             runs = self._encode_prompts(jobs, resume, generator)
             self._load_transformer(runs, compiled)
@@ -161,7 +165,7 @@ class Engine:
                         yield from queue.drain(wait=False)
                         raise
                     if run.error or run.job.stages[-1].refines == refines:
-                        if (run, refines) == turns[-1] and not keep:
+                        if (run, refines) == turns[-1] and not (keep or self.options.neuron_vae):
                             self.residency.unload_transformer()
                         yield from queue.submit(run)
                 yield from queue.drain()
@@ -188,16 +192,28 @@ class Engine:
         write: Callable[[Clip], None] | None,
         hand_over: Callable[[Result], None] | None,
     ) -> DecodeQueue:
+        on_ranks = "each" if self.residency.decoder_stays else "last"
         return DecodeQueue(
             self.host,
             self.recorder,
+            self._decode_video,
             overlap=self.workspace.profile.overlap_decode,
+            on_ranks=on_ranks if self.options.neuron_vae else "",
             decode=decode,
             isolate=isolate,
             write=write,
             hand_over=hand_over,
-            poll=self.residency.poll,
+            # While it drives the ranks, the decoding thread finds out by itself.
+            poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
         )
+
+    def _decode_video(self, latent: Tensor) -> Iterator[Tensor]:
+        """The frames of a latent (1, 128, F, h, w), in chunks: decoded by the host, or on the ranks
+        in tiles."""
+        tiles = None
+        if self.options.neuron_vae:
+            tiles = self.residency.video_decoder(self.preflight.tiles)
+        return self.host.decode_video(latent, tiles)
 
     # --- encode the prompts -----------------------------------------------------------------------
 

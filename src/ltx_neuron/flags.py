@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 def parser(
     description: str, example: str, gemma: bool, required: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser with the flags common to all five scripts.
+    """A parser with the flags common to all the scripts.
 
     Abbreviations are off, so that a typo is an error.
 
@@ -169,6 +169,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help)
     help = "encode the prompt on the profile's device, sharded; without it, on the host CPU"
     add("--neuron-gemma", action="store_true", help=help)
+    help = "decode the video on the profile's device, in tiles; without it, on the host CPU"
+    add("--neuron-vae", action="store_true", help=help)
     help = (
         "what the host decodes video in (default: the profile's; auto: bfloat16 for a run in it"
         " where this CPU is faster in it)"
@@ -366,6 +368,7 @@ def job(args: argparse.Namespace) -> Job:
 def run_options(args: argparse.Namespace) -> RunOptions:
     return RunOptions(
         neuron_gemma=args.neuron_gemma,
+        neuron_vae=args.neuron_vae,
         compat=args.compat,
         spatial_upsampler_path=args.spatial_upsampler_path,
         temporal_upsampler_path=args.temporal_upsampler_path,

@@ -222,16 +222,6 @@ class Job:
         return self.size.frame_rate * (2 if self.upscale in ("temporal", "both") else 1)
 
     @property
-    def decoded_latent(self) -> tuple[int, int, int]:
-        """(F, h, w) of the video latent that is decoded."""
-        size = self.size
-        frames, height, width = video_latent_shape(size.height, size.width, size.num_frames)
-        kinds = UPSCALES.get(self.upscale, ())
-        frames = 2 * frames - 1 if "temporal" in kinds else frames
-        scale = 2 if "spatial" in kinds else 1
-        return frames, height * scale, width * scale
-
-    @property
     def prompts(self) -> tuple[str, ...]:
         """What is encoded: the prompt, and the negative one where a pass uses it."""
         if self.recipe == "dev" and "uncond" in self.resolved_guidance.passes():

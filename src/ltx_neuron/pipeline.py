@@ -63,6 +63,7 @@ class LTXPipeline:
         tp_degree: int | None = None,
         dtype: str = "bfloat16",
         neuron_gemma: bool = True,
+        neuron_vae: bool = False,
         recipe: str = "distilled",
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
@@ -75,6 +76,8 @@ class LTXPipeline:
         """Open a sharded and compiled checkpoint; models load at the first call.
 
         loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded
+        neuron_gemma            encode prompts on the ranks, else on the host's CPU
+        neuron_vae              decode latents there, else on the host's CPU
         profile_set             what --profile-set takes, as in ("attention=matmul",)
         tuned                   take what python -m ltx_neuron.tune chose, as the scripts do
 
@@ -99,6 +102,7 @@ class LTXPipeline:
             workspace.take_tuned()
         options = RunOptions(
             neuron_gemma=neuron_gemma,
+            neuron_vae=neuron_vae,
             compat=compat,
             spatial_upsampler_path=spatial_upsampler_path,
             temporal_upsampler_path=temporal_upsampler_path,

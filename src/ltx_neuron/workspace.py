@@ -47,6 +47,7 @@ from ltx_neuron.plan import (
     check_fits,
     check_text_fits,
     compiled_activations,
+    compiled_tile,
     does_not_fit,
 )
 from ltx_neuron.profiles import Profile, require_runtime
@@ -490,20 +491,26 @@ class Workspace:
         profile = self.dit_profile(size.buckets((), recipe), used=False)
         check_fits(self.checkpoint, profile, size, self.tp, self.dtype_name, gemma, recipe)
 
-    def check_compiled_fits(
-        self, manifests: list[Manifest], size: Size, recipe: str, neuron_gemma: bool
-    ) -> None:
-        """Raise UserError where a generation does not fit, by what was counted when its graphs were
-        compiled and by the sizes of its rank files: nothing is exported."""
-        if self.profile.memory_bytes_per_core is None:
-            return
-        memory = CoreMemory(
+    def compiled_memory(
+        self, manifests: list[Manifest], neuron_gemma: bool, tiles: list[Manifest]
+    ) -> CoreMemory:
+        """What a generation needs of a core, by what was counted when its graphs were compiled and
+        by the sizes of its rank files. tiles: manifests of a video decoder on the ranks."""
+        return CoreMemory(
             _rank_bytes(self.dit_weights()),
             _rank_bytes(self.gemma3_weights()) if neuron_gemma else 0,
             compiled_activations(manifests),
+            _rank_bytes(self.vae_weights()) if tiles else 0,
+            compiled_tile(tiles),
         )
-        needed = memory.needed(self.profile)
-        if needed > self.profile.memory_bytes_per_core:
+
+    def check_compiled_fits(
+        self, memory: CoreMemory, size: Size, recipe: str, neuron_gemma: bool
+    ) -> None:
+        """Raise UserError where a generation does not fit, by its compiled_memory: nothing is
+        exported."""
+        limit, needed = self.profile.memory_bytes_per_core, memory.needed(self.profile)
+        if limit is not None and needed > limit:
             self.check_plan_fits(size, recipe, neuron_gemma)  # names a size that fits
             advice = "Type a smaller size, a larger --tp-degree, or --dtype bfloat16"
             raise does_not_fit(self.profile, size, self.tp, needed, advice)
@@ -530,12 +537,11 @@ class Workspace:
         command = self._command("shards/shard_vae_weights.py")
         return self._find(self._weights_identity("vae", self.vae_source), command)
 
-    def tile_programs(self, clip: tuple[int, int, int], *flags) -> dict[str, Manifest]:
-        """The compiled video decoder, a program per shape of a clip's tiles.
-
-        clip   its latent (F, h, w)
-        flags  of the command that compiles it: the clip's size
-        """
+    def tile_programs(self, clip: tuple[int, int, int]) -> dict[str, Manifest]:
+        """The compiled video decoder, a program per shape of the tiles of a clip, given as its
+        latent (F, h, w)."""
+        frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
+        flags = "--height", height, "--width", width, "--num-frames", frames
         command = self._command("compile/compile_vae.py", *flags)
         return {
             tile_program_name(tile): Manifest(self._find(self._vae_identity(tile), command))

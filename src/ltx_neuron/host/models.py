@@ -16,6 +16,7 @@ from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -56,6 +57,7 @@ class HostModels:
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
         audio_dtype: torch.dtype = torch.float32,
+        profile: Profile | None = None,
         arithmetic: Arithmetic = FLOAT32,
     ):
         """Nothing is read yet.
@@ -65,8 +67,10 @@ class HostModels:
         dtype            of the video encoder and the upsamplers
         *_path           the upsamplers' files; None where none was given
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
+        profile          says into which tiles a video is cut; without one they are ltx-core's
         arithmetic       of the released video decoder, from weights as they are stored
         """
+        self.profile = profile
         self.checkpoint_path = checkpoint_path
         self.config = config
         self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
@@ -94,30 +98,49 @@ class HostModels:
         return self.video_statistics.normalize(upsampler(latent))
 
     # No torch.no_grad, which would keep what a generator yielded last: no weight has gradients.
-    def decode_video(self, latent: torch.Tensor) -> Iterator[torch.Tensor]:
+    def decode_video(
+        self, latent: torch.Tensor, rank_tiles: Callable | None = None
+    ) -> Iterator[torch.Tensor]:
         """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames: chunks of them in the order
         of time, each uint8 (N, 32h, 32w, 3). Nothing is decoded before it is asked for.
 
-        Long or large videos are decoded in ltx-core's default tiles, which are blended: a chunk is
+        Long or large videos are decoded in tiles as ltx-core's, which are blended: a chunk is
         what tiles of the same time give, without what those of later times change. A video of any
         length needs the memory of two such groups of tiles.
-        """
-        decoder = self.video_decoder
-        from ltx_core.model.video_vae import TilingConfig
 
+        rank_tiles  decodes the tiles on the ranks, as backends.tiles.RankTiles does
+        """
+        decoder, tiling = self._tiled_decoder(tuple(latent.shape[2:]), rank_tiles)
         from ltx_neuron.host.vae import FastVideoDecoder
 
         dtype = torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
         # The 2.3 decoder draws no noise; a decoder that does is then still reproducible.
         generator = torch.Generator().manual_seed(0)
         latent, spec = latent.to(dtype), self._spec("video_decoder")
-        for frames in decoder.tiled_decode(latent, TilingConfig.default(), generator=generator):
+        for frames in decoder.tiled_decode(latent, tiling, generator=generator):
+            if not frames.shape[2]:  # the next tiles begin where these do
+                continue
             # Bytes of NaN would be black; a hook of the module is not called for tiles.
             spec.check_output(decoder, (latent,), frames)
             chunk = _to_bytes(frames)
             del frames  # not kept while the next ones are decoded
             yield chunk
             del chunk
+
+    def _tiled_decoder(
+        self, clip: tuple[int, int, int], rank_tiles: Callable | None
+    ) -> tuple[torch.nn.Module, object]:
+        """What decodes a clip of latents (F, h, w), and ltx-core's TilingConfig for it."""
+        self._spec("video_decoder")  # its imports of ltx-core come before all others
+        from ltx_core.model.video_vae import TilingConfig
+
+        from ltx_neuron.host import tiles
+
+        if rank_tiles:
+            config = tiles.tiling_for_ranks(self.profile, clip, rank_tiles.at_once)
+            return tiles.TiledDecoder(rank_tiles, rank_tiles.at_once), config
+        config = tiles.tiling(self.profile) if self.profile else TilingConfig.default()
+        return self.video_decoder, config
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:

@@ -113,23 +113,39 @@ class CoreMemory:
 
     transformer, text_encoder  one rank's weights; 0 for a text encoder on the host
     activations                the largest step's intermediates and uploaded tensors
+    video_decoder, tile        the same two of a video decoder on the ranks; 0 for the host's
     """
 
     transformer: int
     text_encoder: int
     activations: int
+    video_decoder: int = 0
+    tile: int = 0
 
     @property
     def in_turn(self) -> int:
         """With one model on the device at a time."""
-        step = self.transformer + self.activations
-        return max(step, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
+        step, decode = self.transformer + self.activations, self.video_decoder + self.tile
+        return max(step, self.text_encoder, decode) + ASSUMED["runtime_bytes_per_core"]
+
+    @property
+    def with_decoder(self) -> int:
+        """With transformer and video decoder on the device, in turn with the text encoder."""
+        weights = self.transformer + self.video_decoder
+        both = weights + max(self.activations, self.tile)
+        return max(both, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
 
     @property
     def resident(self) -> int:
-        """With both models on the device."""
-        weights = self.transformer + self.text_encoder
-        return weights + self.activations + ASSUMED["runtime_bytes_per_core"]
+        """With all models on the device."""
+        weights = self.transformer + self.text_encoder + self.video_decoder
+        activations = max(self.activations, self.tile)
+        return weights + activations + ASSUMED["runtime_bytes_per_core"]
+
+    def decoder_stays(self, profile: Profile) -> bool:
+        """Whether the video decoder stays on the device beside the transformer."""
+        limit = profile.memory_bytes_per_core
+        return profile.resident or (limit is not None and self.with_decoder <= limit)
 
     def needed(self, profile: Profile) -> int:
         return self.resident if profile.resident else self.in_turn
@@ -140,6 +156,21 @@ def compiled_activations(manifests: Iterable[Manifest]) -> int:
     return max(
         max(manifest.cost(run)["peak_bytes"] for run in manifest.runs) + manifest.upload_bytes()
         for manifest in manifests
+    )
+
+
+def compiled_tile(manifests: Iterable[Manifest]) -> int:
+    """CoreMemory.tile of compiled programs of the video decoder. A rank keeps every stage's
+    features until the next tile's take their place."""
+    return max(
+        (
+            manifest.cost()["peak_bytes"]
+            + sum(
+                math.prod(field.shape) * field.dtype.itemsize for field in manifest.fields.values()
+            )
+            for manifest in manifests
+        ),
+        default=0,
     )
 
 

@@ -23,6 +23,7 @@ PHASES = (
     "upsample",
     "denoise_stage_2",
     "unload_transformer",
+    "load_vae",
     "decode_video",
     "decode_audio",
     "encode_mp4",
