@@ -210,10 +210,9 @@ class Engine:
     def _decode_video(self, latent: Tensor) -> Iterator[Tensor]:
         """The frames of a latent (1, 128, F, h, w), in chunks: decoded by the host, or on the ranks
         in tiles."""
-        tiles = None
-        if self.options.neuron_vae:
-            tiles = self.residency.video_decoder(self.preflight.tiles)
-        return self.host.decode_video(latent, tiles)
+        if not self.options.neuron_vae:
+            return self.host.decode_video(latent)
+        return self.host.decode_video(latent, self.residency.video_decoder(self.preflight.tiles))
 
     # --- encode the prompts -----------------------------------------------------------------------
 
