@@ -16,11 +16,8 @@ from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import check_cancelled
-<<<<<<< HEAD
-from ltx_neuron.profiles import Profile
-=======
 from ltx_neuron.host.windows import vocode
->>>>>>> i14P
+from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
 
