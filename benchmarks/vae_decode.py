@@ -21,7 +21,7 @@ from importlib.metadata import version
 
 import torch
 
-from ltx_neuron.host.arithmetic import Arithmetic, arithmetic
+from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.machine import processor
 from ltx_neuron.tiny.config import released_config
@@ -52,7 +52,8 @@ def decoder(which: str) -> torch.nn.Module:
 
 def computes_in(which: str) -> Arithmetic:
     """What our decoder of that name computes in."""
-    return arithmetic("float32" if which == "ours float32" else "auto", torch.bfloat16)
+    found = arithmetic("float32" if which == "ours float32" else "auto", torch.bfloat16)
+    return found._replace(libraries=fastest_libraries())
 
 
 def latent(size: argparse.Namespace) -> torch.Tensor:

@@ -29,7 +29,7 @@ from ltx_neuron.config import (
     video_decoder_config,
 )
 from ltx_neuron.files import exclusive
-from ltx_neuron.host.arithmetic import Arithmetic, arithmetic
+from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
@@ -171,12 +171,15 @@ class Workspace:
 
     def host_text_encoder(self) -> HostTextEncoder:
         """The text encoder for the host's CPU; it loads weights when it encodes."""
-        return HostTextEncoder(self.gemma_source, self.gemma, self.transformer, self.dtype)
+        return HostTextEncoder(
+            self.gemma_source, self.gemma, self.transformer, self.dtype, self.arithmetic.libraries
+        )
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """What the host decodes video in."""
-        return arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
+        """What the host computes with."""
+        found = arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
+        return found._replace(libraries=fastest_libraries(self.artifacts))
 
     @property
     def identity(self) -> dict:
@@ -196,7 +199,8 @@ class Workspace:
     def prompt_cache(self, neuron_gemma: bool) -> PromptCache:
         """The contexts of earlier runs with this encoder, on the ranks (`neuron_gemma`) or on the
         host."""
-        profile, device = self.profile, {"device": "host"}
+        profile, libraries = self.profile, self.arithmetic.libraries._asdict()
+        device = {"device": "host", "host_products": libraries}
         if neuron_gemma:
             graphs = registry.identity(profile, "gemma3")
             device = {"device": "ranks", "tp": self.tp, "profile": profile.name, **graphs}

@@ -9,9 +9,17 @@ import torch
 from ltx_neuron import progress
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import calibration
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_speed
+from ltx_neuron.host.arithmetic import (
+    FLOAT32,
+    Arithmetic,
+    arithmetic,
+    bfloat16_speed,
+    fastest_libraries,
+)
 from ltx_neuron.host.calibration import file_of, measured_once, read, update
 from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import PROFILES
+from ltx_neuron.workspace import Workspace
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +27,12 @@ def another_process(monkeypatch):
     """What a process holds in memory is forgotten."""
     monkeypatch.setattr(calibration, "_unwritten", {})
     monkeypatch.setattr(calibration, "_said", set())
-    bfloat16_speed.cache_clear()
+    measuring = bfloat16_speed, fastest_libraries
+    for function in measuring:
+        function.cache_clear()
     yield
-    bfloat16_speed.cache_clear()
+    for function in measuring:
+        function.cache_clear()
 
 
 def fail():
@@ -114,6 +125,35 @@ def test_the_choice_of_dtype_is_stored_by_the_first_run_that_needs_it(tmp_path):
     assert read(tmp_path) == {}
     chosen = arithmetic("auto", torch.bfloat16, tmp_path)
     assert read(tmp_path) == {"choices": {"bfloat16_speed": chosen.speed}}
+
+
+OTHERS = {"few": "onednn", "many": "blas", "tile": "onednn"}
+
+
+def test_the_libraries_of_products_are_measured_once_a_machine_and_stored(tmp_path):
+    measured = fastest_libraries(tmp_path)
+    assert read(tmp_path) == {"choices": {"products": measured._asdict()}}
+    assert {*measured} <= {"blas", "onednn"}
+    update(tmp_path, "choices", {"products": OTHERS})
+    assert fastest_libraries(tmp_path) == measured  # of this process, to its end
+    fastest_libraries.cache_clear()
+    assert fastest_libraries(tmp_path)._asdict() == OTHERS
+
+
+@pytest.mark.parametrize("stored", [5, {"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}])
+def test_libraries_that_nobody_stores_are_not_taken(tmp_path, stored):
+    update(tmp_path, "choices", {"products": stored})
+    assert fastest_libraries(tmp_path) == fastest_libraries()
+
+
+def test_a_runs_identity_and_its_prompt_cache_name_the_libraries(tiny, tmp_path):
+    update(tmp_path, "choices", {"products": OTHERS})
+    workspace = Workspace(
+        tiny.checkpoint, PROFILES["cpu"], tmp_path, 1, "float32", gemma_root=tiny.gemma_root
+    )
+    assert workspace.identity["host_products"] == OTHERS
+    assert workspace.host_text_encoder().libraries._asdict() == OTHERS
+    assert workspace.prompt_cache(neuron_gemma=False).identity["host_products"] == OTHERS
 
 
 def test_a_run_begun_with_another_choice_is_resumed_and_the_difference_is_said(tmp_path, capsys):

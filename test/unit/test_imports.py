@@ -58,7 +58,7 @@ ALLOWED = {
         "workspace",
         *BASE,
     },
-    "plan": {"backends", "host", "models", "sampling", "weights", "flags", "job", *BASE},
+    "plan": {"backends", "host", "models", "sampling", "tune", "weights", "flags", "job", *BASE},
     "doctor": {
         "backends",
         "host",

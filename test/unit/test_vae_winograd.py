@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from helpers import fp32_bound, randn, rel
 
 from ltx_neuron.host import winograd
+from ltx_neuron.host.products import BLAS
 from ltx_neuron.host.winograd import (
     FeatureMap,
     Workers,
@@ -58,7 +59,11 @@ def workers(request):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("method", [convolve_winograd, convolve_direct])
+def winograd_by_blas(*args):
+    convolve_winograd(*args, BLAS)
+
+
+@pytest.mark.parametrize("method", [convolve_winograd, winograd_by_blas, convolve_direct])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (8, 4)])
 def test_a_convolution_equals_torchs(workers, method, size, inputs, outputs, monkeypatch):

@@ -204,7 +204,8 @@ class _Stage:
     def _convolve(
         self, source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece
     ) -> None:
-        convolve(source, weight, bias, write, self.workers, self.arithmetic.speed)
+        _, speed, libraries = self.arithmetic
+        convolve(source, weight, bias, write, self.workers, speed, libraries.tile)
 
     def _repeat_end_frames(self) -> None:
         self.features.repeat_end_frames()

@@ -26,21 +26,23 @@ from ltx_neuron.host.winograd import (
 )
 
 _FLOAT32 = 4  # bytes of a number
+_CHUNKS = 2  # of frames: one is encoded and one waits for that, see background.ahead
 _STORED = 2  # bytes of a weight: the checkpoint's bfloat16, which is kept
 
 
 def decode_bytes(
     config: dict, latent: tuple[int, int, int], threads: int, arithmetic: Arithmetic = FLOAT32
 ) -> int:
-    """Peak bytes, weights included, of decoding a latent (F, h, w) to uint8 frames.
+    """Peak bytes, weights included, of decoding a latent (F, h, w) to uint8 frames that are written
+    as they come: those of a clip of any length, but for the latent.
 
     config      the checkpoint's parsed `config` metadata
     threads     cores that convolve at the same time, each with its scratch memory
     arithmetic  what the decoder computes in
 
-    Follows ltx-core's `decode_video` with its default tiling. Tiles of one time span are blended
-    into two float32 arrays: frames and blending weights. Where the next span begins, the frames
-    before it are divided by their weights, converted to bytes and kept.
+    Follows HostModels.decode_video with ltx-core's default tiling. Tiles of one time span are
+    blended into two float32 arrays: frames and blending weights. When the next span is decoded, the
+    frames before it are divided by their weights, checked, converted to bytes and handed on.
     """
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
@@ -50,9 +52,9 @@ def decode_bytes(
     tiles = decoder._prepare_tiles(
         torch.empty(1, 1, *latent, device="meta"), TilingConfig.default()
     )
-    # Bytes of: frames that are done; the span blended before, after its division; the same before
-    # it. `start` is the span's first frame.
-    peak = finished = divided = previous = start = 0
+    # Bytes of: frames that wait to be written; the span blended before, which begins at frame
+    # `start`.
+    peak = waiting = previous = start = 0
     for group in decoder._group_tiles_by_temporal_slice(tiles):
         span = group[0].out_coords[2]
         current = _FLOAT32 * frame * (span.stop - span.start)
@@ -66,15 +68,15 @@ def decode_bytes(
             ).peak
             for tile in group
         )
-        peak = max(peak, finished + divided + blending + working)
+        peak = max(peak, waiting + blending + working)
         if previous:
             leaving = frame * (span.start - start)
-            converting = max(divided, 2 * _FLOAT32 * leaving)
-            peak = max(peak, finished + blending + previous + converting)
-            finished, divided = finished + leaving, previous
+            # Divided; then one more of the clip's frames to look for NaN, or their bytes.
+            peak = max(peak, waiting + blending + previous + _FLOAT32 * leaving)
+            waiting = max(waiting, _CHUNKS * leaving)
         previous, start = current, span.start
-    peak = max(peak, finished + 4 * previous + max(divided, 2 * previous))
-    return weights + max(peak, 2 * (finished + previous // _FLOAT32))
+    # The last span's weights are there twice, and its division needs no copy to be looked at.
+    return weights + max(peak, waiting + 4 * previous + previous // _FLOAT32)
 
 
 class _TilePeak:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, add, sub
 
 from ltx_neuron.host.background import check_cancelled
-from ltx_neuron.host.products import product
+from ltx_neuron.host.products import ONEDNN, multiply
 
 TILE = 4  # outputs of a tile along an axis: the paper's m
 POINTS = 6**3  # products of a tile: the paper's (m + r - 1)^3 with r = 3 taps
@@ -165,19 +165,21 @@ def convolve(
     write: WritePiece,
     workers: Workers,
     speed: int = 1,
+    library: str = ONEDNN,
 ) -> None:
     """Convolve a map (F, H, W, Cin) with weight (Cout, Cin, 3, 3, 3) and bias (Cout).
 
     The result (F, H, W, Cout) is handed to `write` piece by piece, in any order, each piece once,
     while it is in cache. Chooses the fastest of the methods below.
 
-    speed  how many times as fast as in float32 a direct convolution is in the map's dtype
+    speed    how many times as fast as in float32 a direct convolution is in the map's dtype
+    library  that multiplies float32 matrices (host.products)
     """
     if winograd_is_faster(source.shape, weight.shape[0], speed):
-        method = convolve_winograd
+        convolve_winograd(source, weight, bias, write, workers, library)
     else:
         method = convolve_direct if source.bordered else convolve_bfloat16
-    method(source, weight, bias, write, workers)
+        method(source, weight, bias, write, workers)
 
 
 def winograd_is_faster(shape: Sequence[int], outputs: int, speed: int = 1) -> bool:
@@ -251,7 +253,12 @@ def convolve_bfloat16(
 
 
 def convolve_winograd(
-    source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
+    source: FeatureMap,
+    weight: Tensor,
+    bias: Tensor,
+    write: WritePiece,
+    workers: Workers,
+    library: str = ONEDNN,
 ) -> None:
     """`convolve` by Winograd's F(4, 3) in float32; the workers share the result's tiles."""
     outputs, inputs = weight.shape[:2]
@@ -268,7 +275,7 @@ def convolve_winograd(
         points = _transform_input(source.window(*reads, workers), workers)
         products = workers.scratch("products", POINTS, n_f * n_h * tiles_w, outputs)
         for point, values in enumerate(points.view(POINTS, -1, inputs)):
-            products[point] = product(values, filters[point])
+            multiply(values, filters[point], products[point], library)
         products = products.view(6, 6, 6, n_f, n_h, tiles_w, outputs)
         piece = _transform_output(products, bias, workers)
         piece = piece[: frames - frame, : height - row, :width]  # without what fills up tiles

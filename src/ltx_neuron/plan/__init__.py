@@ -223,7 +223,8 @@ def check_text_fits(
     if limit is None:
         return
     with fake_process_group(tp):
-        needed = _gemma_bytes(gemma, config, tp, DTYPES[dtype]) + ASSUMED["runtime_bytes_per_core"]
+        weights = sum(text_weights(gemma, config, tp).values())
+    needed = weights * DTYPES[dtype].itemsize + ASSUMED["runtime_bytes_per_core"]
     if needed > limit:
         raise UserError(
             f"the text encoder at tp {tp} needs {needed / 1e9:.1f} GB a core, {profile.name} has"
@@ -264,7 +265,7 @@ def plan(
     gemma_bytes = embeddings = 0
     if gemma:
         with fake_process_group(tp):
-            gemma_bytes = _gemma_bytes(gemma, config, tp, torch_dtype)
+            gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
     memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
     files = tp * max(weights["rank"], gemma_bytes)
@@ -333,15 +334,17 @@ def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str,
     return totals
 
 
-def _gemma_bytes(gemma: GemmaConfig, config: TransformerConfig, tp: int, dtype: torch.dtype) -> int:
-    """Bytes of one rank's text encoder, projections and connectors."""
-    comm = TorchDistComm(tp)
-    programs = (
-        gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
-        connector_program(config, tp, comm, dtype),
-    )
-    shapes = [shape for program in programs for shape in program.weights().values()]
-    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict[str, int]:
+    """Numbers in one rank's text encoder with its projections, "gemma3", and in its connectors.
+    Inside a fake_process_group."""
+    comm, dtype = TorchDistComm(tp), torch.bfloat16
+    programs = {
+        "gemma3": gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
+        "connectors": connector_program(config, tp, comm, dtype),
+    }
+    return {
+        name: sum(map(math.prod, program.weights().values())) for name, program in programs.items()
+    }
 
 
 def _stage(
