@@ -105,19 +105,19 @@ class DecodeQueue:
         self,
         host: HostModels,
         recorder: Recorder,
-        decode_video: Callable[[Tensor], Iterator[Tensor]],
         *,
         overlap: bool,
-        on_ranks: str,
         decode: bool,
         isolate: bool,
         write: Callable[[Clip], None] | None,
         hand_over: Callable[[Result], None] | None,
         poll: Callable[[], None],
+        decode_video: Callable[[Tensor], Iterator[Tensor]] | None = None,
+        on_ranks: str = "",
     ):
         self.host, self.recorder, self.overlap, self.poll = host, recorder, overlap, poll
         self.decode, self.isolate, self.write, self.hand_over = decode, isolate, write, hand_over
-        self.decode_video, self.on_ranks = decode_video, on_ranks
+        self.decode_video, self.on_ranks = decode_video or host.decode_video, on_ranks
         self._task: BackgroundTask | None = None
         self._waiting: list[JobRun] = []
 

@@ -196,15 +196,15 @@ class Engine:
         return DecodeQueue(
             self.host,
             self.recorder,
-            self._decode_video,
             overlap=self.workspace.profile.overlap_decode,
-            on_ranks=on_ranks if self.options.neuron_vae else "",
             decode=decode,
             isolate=isolate,
             write=write,
             hand_over=hand_over,
             # While it drives the ranks, the decoding thread finds out by itself.
             poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
+            decode_video=self._decode_video,
+            on_ranks=on_ranks if self.options.neuron_vae else "",
         )
 
     def _decode_video(self, latent: Tensor) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the five
+"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the
 scripts share.
 
 It knows the identity of every weight set and graph, makes them, and finds them again or says what
@@ -589,7 +589,7 @@ class Workspace:
         return self._found[key]
 
     def _command(self, script: str, *flags, gemma: bool = False) -> str:
-        """What to type to make something of this workspace with one of the five scripts."""
+        """What to type to make something of this workspace with one of the scripts."""
         on_path = shutil.which("python") == sys.executable
         python = "python" if on_path else _from_here(Path(sys.executable))
         words = [python, _from_here(ROOT / script), "--checkpoint-path", self.checkpoint_path]
