@@ -53,8 +53,9 @@ class Profile:
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
                     refused
     vae             where latents are decoded
-    host_dtype      what the host decodes video in; "auto": bfloat16 for a run in it where this
-                    machine's CPU is measured to be faster in it, else float32
+    host_dtype      what the host decodes video in, and upsamples and encodes it in for a run in
+                    bfloat16; "auto": bfloat16 for a run in it where this machine's CPU is measured
+                    to be faster in it, else float32
     overlap_decode  while the host decodes and writes a clip, the ranks denoise the batch's next
                     one; and sound is decoded beside pictures. Not where ranks and host share the
                     cores
