@@ -172,7 +172,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     help = "decode the video on the profile's device, in tiles; without it, on the host CPU"
     add("--neuron-vae", action="store_true", help=help)
     help = (
-        "what the host decodes video in (default: the profile's; auto: bfloat16 for a run in it"
+        "what the host computes video in (default: the profile's; auto: bfloat16 for a run in it"
         " where this CPU is faster in it)"
     )
     add("--host-dtype", choices=HOST_DTYPES, help=help)
