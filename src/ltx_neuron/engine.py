@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
+from ltx_neuron.host import calibration
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
@@ -145,6 +146,7 @@ class Engine:
         """
         self.check_process()
         compiled = self.preflight.check(jobs)
+        calibration.keep(self.workspace.artifacts)
         self.residency.decoder_stays = self.preflight.decoder_stays
         with self._session(keep):
             runs = self._encode_prompts(jobs, resume, generator)

@@ -16,38 +16,60 @@ from ltx_neuron.host.arithmetic import (
     bfloat16_speed,
     fastest_libraries,
 )
-from ltx_neuron.host.calibration import file_of, measured_once, read, update
+from ltx_neuron.host.calibration import file_of, keep, measured_once, read, update
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.workspace import Workspace
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def another_process(monkeypatch):
-    """What a process holds in memory is forgotten."""
-    monkeypatch.setattr(calibration, "_unwritten", {})
-    monkeypatch.setattr(calibration, "_said", set())
-    measuring = bfloat16_speed, fastest_libraries
-    for function in measuring:
-        function.cache_clear()
+    """Called: what a process holds in memory is forgotten."""
+
+    def forget():
+        monkeypatch.setattr(calibration, "_unwritten", {})
+        monkeypatch.setattr(calibration, "_said", set())
+        for function in (bfloat16_speed, fastest_libraries):
+            function.cache_clear()
+
+    return forget
+
+
+@pytest.fixture(autouse=True)
+def alone(another_process):
+    """No test sees what another one measured."""
+    another_process()
     yield
-    for function in measuring:
-        function.cache_clear()
+    another_process()
 
 
 def fail():
     raise AssertionError("measured again")
 
 
-def test_what_was_measured_is_not_measured_again_and_sections_do_not_disturb_each_other(tmp_path):
+def test_what_was_measured_is_not_measured_again_and_sections_do_not_disturb_each_other(
+    tmp_path, another_process
+):
     assert read(tmp_path) == {}
     assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    keep(tmp_path)
     update(tmp_path, "rates", {"decode": 1.5})
     update(tmp_path, "rates", {"encode": 2.5})
+    another_process()
     assert measured_once(tmp_path, "choices", "speed", fail) == 8
     assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5, "encode": 2.5}}
     (path,) = (tmp_path / "calibration").iterdir()
     assert path == file_of(tmp_path) and '"processor"' in path.read_text()
+
+
+def test_nothing_is_written_before_a_run_is_accepted(tmp_path, another_process):
+    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    assert measured_once(tmp_path, "choices", "speed", fail) == 8  # this process remembers
+    assert list(tmp_path.iterdir()) == []
+    another_process()
+    assert measured_once(tmp_path, "choices", "speed", lambda: 2) == 2
+    keep(tmp_path)
+    assert read(tmp_path) == {"choices": {"speed": 2}}
 
 
 def test_a_limit_on_instructions_and_another_cpu_are_other_machines(tmp_path, monkeypatch):
@@ -81,6 +103,7 @@ def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, ca
     # A file where the folder would be: this process may be root, whom no permission stops.
     (tmp_path / "calibration").write_text("")
     assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    keep(tmp_path)
     assert measured_once(tmp_path, "choices", "speed", fail) == 8
     update(tmp_path, "rates", {"decode": 1.5})
     assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5}}
@@ -89,27 +112,21 @@ def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, ca
 
 def test_no_artifacts_folder_is_made_to_store_a_choice(tmp_path):
     assert measured_once(tmp_path / "typo", "choices", "speed", lambda: 8) == 8
+    keep(tmp_path / "typo")
     assert measured_once(tmp_path / "typo", "choices", "speed", fail) == 8
     assert not (tmp_path / "typo").exists()
 
 
-def test_many_at_once_lose_nothing_and_measure_once(tmp_path):
-    measured, begin = [], threading.Barrier(8)
-
-    def measure():
-        measured.append(1)
-        return 8
+def test_many_at_once_lose_nothing(tmp_path):
+    begin = threading.Barrier(8)
 
     def work(index):
         begin.wait()
         update(tmp_path, f"section {index}", {"a": index})
-        return measured_once(tmp_path, "choices", "speed", measure)
 
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(work, range(8))) == [8] * 8
-    assert len(measured) == 1
-    wanted = {f"section {index}": {"a": index} for index in range(8)}
-    assert read(tmp_path) == wanted | {"choices": {"speed": 8}}
+        list(threads.map(work, range(8)))
+    assert read(tmp_path) == {f"section {index}": {"a": index} for index in range(8)}
 
 
 @pytest.mark.parametrize(("stored", "speed"), [(1, 1), (2, 2), (8, 8), (3, None), ("8", None)])

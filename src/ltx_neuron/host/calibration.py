@@ -32,9 +32,9 @@ _LIMITS = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )
-# Sections by file, where the folder takes none: they hold for this process.
+# Sections by file that are not stored yet, or cannot be: they hold for this process.
 _unwritten: dict[Path, dict] = {}
-# What of a run's identity such choices decide: latents do not depend on it, frames do in rounding.
+# What of a run's identity such choices decide: results depend on it in rounding alone.
 CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
 _said: set[str] = set()
 
@@ -72,33 +72,30 @@ def update(artifacts_dir: Path, section: str, values: dict) -> None:
     path = file_of(artifacts_dir)
     try:
         with exclusive(path, "storing measurements in"):
-            _write(path, section, values)
+            sections = _read(path)
+            sections[section] = sections.get(section, {}) | values
+            write_json(path, {"machine": this_machine(), **sections})
         _unwritten.get(path, {}).pop(section, None)
     except OSError as error:
-        _keep(path, section, values, error)
+        _say(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
+        _unwritten.setdefault(path, {}).setdefault(section, {}).update(values)
 
 
 def measured_once(artifacts_dir: Path, section: str, key: str, measure: Callable[[], Any]) -> Any:
-    """What is stored of this machine under a section's key, a JSON value; measured and stored where
-    nothing is. Of processes that ask at once one measures, and the others wait for it. No artifacts
-    folder is made for it: where there is none, the value holds for this process."""
-    path, found = file_of(artifacts_dir), read(artifacts_dir).get(section, {})
-    if key in found:
-        return found[key]
-    measured = {}
-    if not os.path.isdir(artifacts_dir):
-        measured[key] = _unwritten.setdefault(path, {}).setdefault(section, {})[key] = measure()
-        return measured[key]
-    try:
-        with exclusive(path, "measuring this machine for"):
-            if key in (found := _read(path).get(section, {})):
-                return found[key]
-            measured[key] = measure()
-            _write(path, section, measured)
-    except OSError as error:
-        measured = measured or {key: measure()}
-        _keep(path, section, measured, error)
-    return measured[key]
+    """What is stored of this machine under a section's key, a JSON value; measured where nothing
+    is. It holds for this process then, and is stored by `keep`: who is refused writes nothing."""
+    if key not in (found := read(artifacts_dir).get(section, {})):
+        found = _unwritten.setdefault(file_of(artifacts_dir), {}).setdefault(section, {})
+        found[key] = measure()
+    return found[key]
+
+
+def keep(artifacts_dir: Path) -> None:
+    """Store what this process has measured. Of two that measured at a time the last one's is
+    stored. No artifacts folder is made for it."""
+    if os.path.isdir(artifacts_dir):
+        for section, values in list(_unwritten.get(file_of(artifacts_dir), {}).items()):
+            update(artifacts_dir, section, values)
 
 
 def _read(path: Path) -> dict:
@@ -115,19 +112,6 @@ def _read(path: Path) -> dict:
         _say(f"{error}; this machine is measured anew")
         return {}
     return content
-
-
-def _write(path: Path, section: str, values: dict) -> None:
-    """Put values in a section of a file whose lock is held."""
-    sections = _read(path)
-    sections[section] = sections.get(section, {}) | values
-    write_json(path, {"machine": this_machine(), **sections})
-
-
-def _keep(path: Path, section: str, values: dict, error: OSError) -> None:
-    """Hold values that could not be written in memory."""
-    _say(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
-    _unwritten.setdefault(path, {}).setdefault(section, {}).update(values)
 
 
 def _say(line: str) -> None:

@@ -64,12 +64,10 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     config = transformer_config(checkpoint.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)
-    # A plan leaves no file behind unless it is told to.
-    stored = args.calibrate or calibration.file_of(args.artifacts_dir).exists()
-    folder = args.artifacts_dir if stored else None
-    computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], folder)
-    computes = computes._replace(libraries=fastest_libraries(folder))
-    if args.calibrate:
+    computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
+    computes = computes._replace(libraries=fastest_libraries(args.artifacts_dir))
+    if args.calibrate:  # else a plan leaves no file behind
+        calibration.keep(args.artifacts_dir)
         rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
     identity = chosen.identity(profile, tp, args.dtype, config.digest)
     buckets = [size.bucket(stage, ()) for stage in size.stages(recipe, steps)]
