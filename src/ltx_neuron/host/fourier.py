@@ -81,14 +81,14 @@ def fastest_block(weight_shape: Sequence[int], length: int) -> int:
 
 
 class Filters:
-    """The transformed taps of one convolution, weight (Cout, Cin, k), for `convolve`.
+    """One convolution's weight (Cout, Cin, k), transformed, and bias (Cout).
 
     length  of the whole signal
     """
 
-    def __init__(self, weight: Tensor, dilation: int, length: int, workers: Workers):
+    def __init__(self, weight: Tensor, bias: Tensor, dilation: int, length: int, workers: Workers):
         outputs, inputs, taps = weight.shape
-        self.dilation = dilation
+        self.dilation, self.bias = dilation, bias
         self.matrices = transforms(fastest_block(weight.shape, length), taps)
         points = len(self.matrices.inputs)
         self.points = workers.scratch("filters", points, outputs, inputs)
@@ -111,8 +111,8 @@ class Filters:
         return -(-length // (self.dilation * len(self.matrices.outputs)))
 
     def convolve(self, signal: Tensor, length: int, workers: Workers) -> Tensor:
-        """The first `length` outputs (Cout, length) for a contiguous signal (Cin, room(length)),
-        in scratch memory of the calling worker."""
+        """The first `length` outputs (Cout, length) for a contiguous signal (Cin, room(length) or
+        more), in scratch memory of the calling worker."""
         matrices, dilation = self.matrices, self.dilation
         size, block = len(matrices.outputs), matrices.inputs.shape[1]
         points, outputs, inputs = self.points.shape
@@ -126,6 +126,7 @@ class Filters:
         torch.mm(matrices.inputs, cut.T, out=values)
         products = workers.scratch("products", points, outputs, count)
         torch.bmm(self.points, values.view(points, inputs, count), out=products)
+        products[0] += self.bias[:, None] * block  # the mean, of which an output gets 1 / block
         result = workers.scratch("blocks", outputs * count, size)
         torch.mm(products.view(points, -1).T, matrices.outputs.T, out=result)
         if dilation > 1:

@@ -131,11 +131,16 @@ def _convolve(x: Tensor, conv: nn.Conv1d, workers: Workers) -> Tensor:
     return out
 
 
+def up_margin(taps: int, stride: int) -> int:
+    """Input samples on each side of a span that reach into a transposed convolution's result."""
+    return -(-taps // stride)
+
+
 def _upsample(x: Tensor, up: nn.ConvTranspose1d, workers: Workers) -> Tensor:
     """The transposed convolution (Cout, length * stride) of x (Cin, length)."""
     (stride,), (taps,), (padding,) = up.stride, up.kernel_size, up.padding
     out = torch.empty(up.out_channels, x.shape[1] * stride)
-    margin = -(-taps // stride)
+    margin = up_margin(taps, stride)
 
     def span(ends: tuple[int, int]) -> None:
         start, stop = ends
@@ -174,14 +179,14 @@ def _activate_and_convolve(
     workers: Workers,
 ) -> None:
     """Hand conv(activation(x)) to `write`, span by span: start, stop, and what lies between."""
-    filters = Filters(conv.weight, conv.dilation[0], x.shape[1], workers)
-    snake, bias, margin = _Snake(activation), conv.bias[:, None], conv.padding[0]
+    snake, margin = _Snake(activation), conv.padding[0]
+    weight = conv.weight * snake.inverse
+    filters = Filters(weight, conv.bias, conv.dilation[0], x.shape[1], workers)
 
     def span(ends: tuple[int, int]) -> None:
         start, stop = ends
-        signal = workers.scratch("signal", len(x), filters.room(stop - start))
-        snake.write(x, start - margin, stop + margin, signal, workers)
-        write(start, stop, filters.convolve(signal, stop - start, workers).add_(bias))
+        signal = snake.activate(x, start - margin, filters.room(stop - start), workers)
+        write(start, stop, filters.convolve(signal, stop - start, workers))
 
     workers.run(span, spans(x))
 
@@ -190,70 +195,75 @@ def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
     """The last activation and convolution: (2, length) of x (C, length)."""
     conv, snake = generator.conv_post, _Snake(generator.act_post)
     (margin,), out = conv.padding, torch.empty(conv.out_channels, x.shape[1])
+    weight = conv.weight * snake.inverse
 
     def span(ends: tuple[int, int]) -> None:
         start, stop = ends
-        signal = workers.scratch("signal", len(x), stop - start + 2 * margin)
-        snake.write(x, start - margin, stop + margin, signal, workers)
-        out[:, start:stop] = F.conv1d(signal[None], conv.weight, conv.bias)[0]
+        samples = stop - start + 2 * margin
+        signal = snake.activate(x, start - margin, samples, workers)[:, :samples]
+        out[:, start:stop] = F.conv1d(signal[None], weight, conv.bias)[0]
 
     workers.run(span, spans(x))
     return out
 
 
 class _Snake:
-    """An activation: y = x + sin(ax)^2 / b at twice the rate, between two low-pass filters.
+    """An activation, times a: y = x + sin(ax)^2 / b at twice the rate, between low-pass filters.
 
     The filters are matrices that make BLOCK samples at a time. With ax in place of x, the sum is
-    ax + (root sin(ax))^2, root = sqrt(a / b), and the result is divided by a.
+    ax + (root sin(ax))^2, root = sqrt(a / b). The next weights are multiplied by `inverse`, 1 / a.
     """
 
     def __init__(self, activation: ltx.Activation1d):
         snake = activation.act
         scale, beta = snake.alpha.exp()[:, None], snake.beta.exp()[:, None] + snake.eps
         self.scale, self.inverse, self.root = scale, 1 / scale, (scale / beta).sqrt()
-        self.up = torch.zeros(2 * BLOCK, BLOCK + 2 * UP_REACH)
+        self.up = torch.zeros(BLOCK, 2, BLOCK + 2 * UP_REACH)
         self.down = torch.zeros(BLOCK, 2 * BLOCK + FILTER - 2)
         up = 2 * activation.upsample.filter.flatten().flip(0)
+        # A sample's two have every second tap, of samples -3 to 2 and -2 to 3 around it.
+        diagonals = self.up.stride(0) + 1, 1
+        self.up.as_strided((BLOCK, FILTER // 2), diagonals).copy_(up[0::2])
+        second = self.up.stride(1) + 1
+        self.up.as_strided((BLOCK, FILTER // 2), diagonals, second).copy_(up[1::2])
+        diagonals = self.down.stride(0) + 2, 1
         down = activation.downsample.lowpass.filter.flatten()
-        for sample in range(BLOCK):
-            # The sample's two have every second tap, of samples -3 to 2 and -2 to 3 around it.
-            self.up[2 * sample, sample : sample + 6] = up[0::2]
-            self.up[2 * sample + 1, sample + 1 : sample + 7] = up[1::2]
-            self.down[sample, 2 * sample : 2 * sample + FILTER] = down
+        self.down.as_strided((BLOCK, FILTER), diagonals).copy_(down)
 
-    def write(self, x: Tensor, start: int, stop: int, out: Tensor, workers: Workers) -> None:
-        """Write the activation of x (C, length) from start to stop to the first columns of `out`,
-        and zeros where that is outside of x and to the other columns."""
-        first, last = max(0, start), min(x.shape[1], stop)
-        out[:, : first - start] = 0
-        out[:, last - start :] = 0
-        high = self._high(x, first, last, workers)
-        blocks = -(-(last - first) // BLOCK)
+    def activate(self, x: Tensor, start: int, samples: int, workers: Workers) -> Tensor:
+        """The activation of x (C, length) from `start`, at least that many samples of it, in
+        scratch memory of the calling worker. What is outside of x is zeros."""
+        channels, length = x.shape
+        blocks = -(-samples // BLOCK)
+        high = self._high(x, start, blocks + 1, workers)
         # A sample is made of 5 before its two and 5 after; the first ones here are 6 before it.
         strides = (high.stride(0), 2 * BLOCK, 1)
-        views = high.as_strided((len(x), blocks, self.down.shape[1]), strides, 1)
+        views = high.as_strided((channels, blocks, self.down.shape[1]), strides, 1)
         rows = workers.scratch("blocks", *views.shape).copy_(views).view(-1, views.shape[2])
-        low = workers.scratch("products", len(rows), BLOCK)
+        low = workers.scratch("signal", len(rows), BLOCK)
         torch.mm(rows, self.down.T, out=low)
-        low = low.view(len(x), -1)[:, : last - first]
-        torch.mul(low, self.inverse, out=out[:, first - start : last - start])
+        low = low.view(channels, -1)
+        if start < 0:
+            low[:, :-start] = 0
+        if start + low.shape[1] > length:
+            low[:, length - start :] = 0
+        return low
 
-    def _high(self, x: Tensor, start: int, stop: int, workers: Workers) -> Tensor:
-        """a times the snake at twice the rate, (C, 2n), from UP_REACH samples before `start`."""
+    def _high(self, x: Tensor, start: int, blocks: int, workers: Workers) -> Tensor:
+        """a times the snake at twice the rate, (C, 2 * BLOCK * blocks), from UP_REACH samples
+        before `start`."""
         channels, length = x.shape
-        blocks = -(-(stop - start) // BLOCK) + 1
-        source = workers.scratch("source", channels, blocks * BLOCK + 2 * UP_REACH)
-        first, last = max(0, start - REACH), min(length, stop + REACH)
-        before = first - (start - 2 * UP_REACH)  # of the first column
-        after = before + last - first
-        torch.mul(x[:, first:last], self.scale, out=source[:, before:after])
-        _repeat_ends(source, before, after)
-        strides = (source.stride(0), BLOCK, 1)
-        views = source.as_strided((channels, blocks, self.up.shape[1]), strides)
-        rows = workers.scratch("blocks", *views.shape).copy_(views).view(-1, views.shape[2])
-        high = workers.scratch("values", len(rows), 2 * BLOCK)
-        torch.mm(rows, self.up.T, out=high)
+        size = blocks * BLOCK + 2 * UP_REACH
+        source = _samples(x, start - REACH, size, workers)
+        views = source.as_strided(
+            (channels, blocks, BLOCK + 2 * UP_REACH),
+            (source.stride(0), BLOCK, 1),
+            source.storage_offset(),
+        )
+        rows = workers.scratch("blocks", *views.shape)
+        torch.mul(views, self.scale[:, :, None], out=rows)
+        high = workers.scratch("values", channels * blocks, 2 * BLOCK)
+        torch.mm(rows.view(len(high), -1), self.up.flatten(0, 1).T, out=high)
         sine = torch.sin(high, out=workers.scratch("products", *high.shape)).view(channels, -1)
         sine.mul_(self.root)
         high = high.view(channels, -1).addcmul_(sine, sine)
@@ -263,7 +273,21 @@ class _Snake:
         return high
 
 
+def _samples(x: Tensor, start: int, size: int, workers: Workers) -> Tensor:
+    """Columns of x (C, length) from `start`, with the nearest one of x for each outside of it."""
+    channels, length = x.shape
+    first, last = max(0, start), min(length, start + size)
+    if last - first == size:
+        return x[:, first:last]
+    source = workers.scratch("source", channels, size)
+    source[:, first - start : last - start] = x[:, first:last]
+    _repeat_ends(source, first - start, last - start)
+    return source
+
+
 def _repeat_ends(x: Tensor, first: int, last: int) -> None:
     """Overwrite all columns outside of first to last by the nearest column inside."""
-    x[:, :first] = x[:, first, None]
-    x[:, last:] = x[:, last - 1, None]
+    if first:
+        x[:, :first] = x[:, first, None]
+    if last < x.shape[1]:
+        x[:, last:] = x[:, last - 1, None]
