@@ -79,9 +79,9 @@ def main() -> None:
     seconds = {name: [] for name in ("mel", *vocoders)}
     cores, waveforms = {name: [] for name in seconds}, {}
     for repeat in range(args.repeats):
-        mel = timed(lambda: decoder(latent), "mel", seconds, cores)
+        mel = timed(decoder, latent, "mel", seconds, cores)
         for name, model in vocoders.items():
-            waveforms[name] = timed(lambda model=model: model(mel), name, seconds, cores)
+            waveforms[name] = timed(model, mel, name, seconds, cores)
         row = ", ".join(
             f"{name} {wall[-1]:.2f} s (CPU {cores[name][-1]:.2f})" for name, wall in seconds.items()
         )
@@ -89,11 +89,13 @@ def main() -> None:
     report(waveforms, seconds, cores)
 
 
-def timed(function, name: str, seconds: dict, cores: dict) -> torch.Tensor:
-    """What the function returns; notes its time by the clock, and that of the CPU's cores."""
+def timed(
+    model: torch.nn.Module, given: torch.Tensor, name: str, seconds: dict, cores: dict
+) -> torch.Tensor:
+    """What the model returns; notes its time by the clock, and that of the CPU's cores."""
     start, start_cores = time.perf_counter(), time.process_time()
     with torch.no_grad():
-        result = function()
+        result = model(given)
     seconds[name].append(time.perf_counter() - start)
     cores[name].append(time.process_time() - start_cores)
     return result

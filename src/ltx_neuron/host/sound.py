@@ -105,9 +105,11 @@ def generate(generator: ltx.Vocoder, mel: Tensor, workers: Workers) -> Tensor:
 
 
 def spans(x: Tensor) -> list[tuple[int, int]]:
-    """Where the spans of a layer's input (C, length) start and stop; nearly equal ones."""
+    """Where the spans of a layer's input (C, length) start and stop: an even number of nearly equal
+    ones, or one."""
     channels, length = x.shape
     count = -(-length // max(SPAN_SAMPLES, SPAN_NUMBERS // channels))
+    count += count % 2 if count > 1 else 0
     return [(length * i // count, length * (i + 1) // count) for i in range(count)]
 
 
