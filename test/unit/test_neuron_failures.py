@@ -40,19 +40,29 @@ def NxDParallelState(**sizes):
 
 
 class ModelBuilder:
+    world_size = 4
+
     def __init__(self, model):
         self.model, self.trace_artifacts_collection = model, {}
 
     def trace(self, kwargs, tag):
         names = dict.fromkeys(name for name, _ in self.model.named_parameters())
-        hlo = SimpleNamespace(computations=())
-        self.trace_artifacts_collection[tag] = SimpleNamespace(weight_name_to_idx=names, hlo=hlo)
+        self.trace_artifacts_collection[tag] = SimpleNamespace(
+            weight_name_to_idx=names,
+            hlo=SimpleNamespace(computations=()),
+            flattener=SimpleNamespace(exclude=None),  # every input is used
+            provided_args=[
+                SimpleNamespace(param_name=name, tensor=tensor) for name, tensor in kwargs.items()
+            ],
+        )
         return self
 
     def compile(self, compiler_workdir, compiler_args):
         Path(compiler_workdir).mkdir()
         _may_fail("compile")
-        return SimpleNamespace(save=lambda path: Path(path).write_text("graph"))
+        return SimpleNamespace(
+            save=lambda path: Path(path).write_text("graph"), reserved_example_inputs={}
+        )
 
 
 class NxDModel:
