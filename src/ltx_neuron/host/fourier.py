@@ -11,11 +11,11 @@ names of the paper that host/winograd.py follows:
 
 A point is a real number: a real and a complex frequency's product takes 1 and 3 of them. N = 32
 has 47 points, which are 2.1 products an output where 11 taps take 11. Unlike Winograd's transforms
-for as many taps, these lose no digits. Every transform is a matrix product too.
+for as many taps, these lose no digits. Every transform is a matrix product too. Signals are rows of
+channels, (time, C): overlapping blocks are then views, and no sample is copied.
 """
 
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -24,10 +24,6 @@ from torch import Tensor
 
 from ltx_neuron.host.winograd import Workers
 
-BLOCKS = 16, 32  # inputs of a block: the lengths to choose from
-# A point of a channel pair costs a multiplication for each block, and about as much time as this
-# many for its filter, which goes to memory and back.
-FILTER_COST = 60
 # Output channels whose filters a core transforms at a time.
 FILTERS_AT_ONCE = 64
 
@@ -39,6 +35,12 @@ class Transforms(NamedTuple):
     filters: Tensor
     inputs: Tensor
     outputs: Tensor
+
+
+def block_size(taps: int) -> int:
+    """The inputs of a block that take the least time. Twice as many save few products, and cost
+    longer transforms and more filters; half as many save few transforms."""
+    return 16 if taps <= 3 else 32
 
 
 @cache
@@ -67,29 +69,17 @@ def transforms(block: int, taps: int) -> Transforms:
     )
 
 
-def fastest_block(weight_shape: Sequence[int], length: int) -> int:
-    """The inputs of a block for a weight (Cout, Cin, k) and a signal of that length, from rates
-    measured on one core."""
-    outputs, inputs, taps = weight_shape
-
-    def cost(block: int) -> float:
-        points, blocks = 3 * block // 2 - 1, length / (block - taps + 1)
-        products = inputs * outputs * (blocks + FILTER_COST)
-        return points * (products + blocks * (inputs * block + outputs * (block - taps + 1)))
-
-    return min(BLOCKS, key=cost)
-
-
 class Filters:
     """One convolution's weight (Cout, Cin, k), transformed, and bias (Cout).
 
-    length  of the whole signal
+    unit  outputs of which `convolve` makes whole multiples
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor, dilation: int, length: int, workers: Workers):
+    def __init__(self, weight: Tensor, bias: Tensor, dilation: int, workers: Workers):
         outputs, inputs, taps = weight.shape
         self.dilation, self.bias = dilation, bias
-        self.matrices = transforms(fastest_block(weight.shape, length), taps)
+        self.matrices = transforms(block_size(taps), taps)
+        self.unit = dilation * len(self.matrices.outputs)
         points = len(self.matrices.inputs)
         self.points = workers.scratch("filters", points, outputs, inputs)
         flat = self.points.view(points, -1)
@@ -101,36 +91,37 @@ class Filters:
 
         workers.run(transform, range(0, outputs, FILTERS_AT_ONCE))
 
-    def room(self, length: int) -> int:
-        """Samples that `convolve` reads for `length` outputs: whole blocks."""
-        size = len(self.matrices.outputs)
-        blocks = self._blocks(length)
-        return (blocks * size + self.matrices.inputs.shape[1] - size) * self.dilation
+    def reads(self, units: int) -> int:
+        """Samples that `convolve` reads for that many units."""
+        size, block = self.matrices.outputs.shape[0], self.matrices.inputs.shape[1]
+        return (units * size + block - size) * self.dilation
 
-    def _blocks(self, length: int) -> int:
-        return -(-length // (self.dilation * len(self.matrices.outputs)))
-
-    def convolve(self, signal: Tensor, length: int, workers: Workers) -> Tensor:
-        """The first `length` outputs (Cout, length) for a contiguous signal (Cin, room(length) or
-        more), in scratch memory of the calling worker."""
+    def convolve(self, signal: Tensor, out: Tensor, add: bool, workers: Workers) -> None:
+        """Write the convolution of a contiguous signal (samples, Cin) to `out` (length, Cout), a
+        contiguous part of a whole with a whole number of units, or add it to what is there."""
         matrices, dilation = self.matrices, self.dilation
         size, block = len(matrices.outputs), matrices.inputs.shape[1]
         points, outputs, inputs = self.points.shape
-        blocks = self._blocks(length)
-        count = dilation * blocks
+        blocks = len(out) // self.unit
+        values = workers.scratch("values", dilation, blocks, points, inputs)
+        to_points = matrices.inputs.expand(blocks, -1, -1)
         # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
-        strides = (signal.stride(0), 1, size * dilation, dilation)
-        views = signal.as_strided((inputs, dilation, blocks, block), strides)
-        cut = workers.scratch("blocks", *views.shape).copy_(views).view(-1, block)
-        values = workers.scratch("values", points, inputs * count)
-        torch.mm(matrices.inputs, cut.T, out=values)
-        products = workers.scratch("products", points, outputs, count)
-        torch.bmm(self.points, values.view(points, inputs, count), out=products)
-        products[0] += self.bias[:, None] * block  # the mean, of which an output gets 1 / block
-        result = workers.scratch("blocks", outputs * count, size)
-        torch.mm(products.view(points, -1).T, matrices.outputs.T, out=result)
-        if dilation > 1:
-            series = result.view(outputs, dilation, blocks * size)
-            result = workers.scratch("values", outputs, blocks * size, dilation)
-            result.copy_(series.transpose(1, 2))
-        return result.view(outputs, -1)[:, :length]
+        strides = (self.unit * inputs, dilation * inputs, 1)
+        for series in range(dilation):
+            first = signal.storage_offset() + series * inputs
+            views = signal.as_strided((blocks, block, inputs), strides, first)
+            torch.bmm(to_points, views, out=values[series])
+        products = workers.scratch("products", points, dilation * blocks, outputs)
+        rows = values.flatten(0, 1).transpose(0, 1)
+        torch.bmm(rows, self.points.transpose(1, 2), out=products)
+        products[0] += self.bias * block  # the mean, of which an output gets 1 / block
+        to_samples = matrices.outputs.expand(blocks, -1, -1)
+        for series in range(dilation):
+            rows = products[:, series * blocks : (series + 1) * blocks].transpose(0, 1)
+            wanted = out.view(blocks, size, dilation, outputs)[:, :, series]
+            if dilation == 1 and add:
+                wanted.baddbmm_(to_samples, rows)
+                continue
+            part = workers.scratch("values", blocks, size, outputs)
+            torch.bmm(to_samples, rows, out=part)
+            wanted.add_(part) if add else wanted.copy_(part)

@@ -5,6 +5,7 @@ that the layer's filters reach over, so that the parts are those of the whole. S
 layer's length and channels alone: the number of cores does not change the bits.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -18,10 +19,12 @@ from ltx_neuron.host.winograd import Workers
 FILTER = 12  # taps of the low-pass filters around an activation
 REACH = 6  # samples on each side on which an activation's result depends
 UP_REACH = 3  # samples on each side from which upsampling makes a sample's two
-BLOCK = 16  # samples that a row of a matrix product resamples
+BLOCK = 8  # samples that a matrix product resamples
 # A span has about this many numbers, which a core's cache holds with what is made of them, but no
 # fewer samples than the other number: all of a layer's filters are read for each span.
-SPAN_NUMBERS, SPAN_SAMPLES = 2**18, 640
+SPAN_NUMBERS, SPAN_SAMPLES = 2**17, 1280
+# Rows after a signal's last, which a convolution of whole blocks writes to.
+ROOM = 5 * 32
 # The modules of the released vocoder, with the settings that the forward below computes.
 _RELEASED_MODULES = {
     ltx.VocoderWithBWE: lambda m: True,
@@ -92,25 +95,49 @@ class FastVocoder(ltx.VocoderWithBWE):
 def generate(generator: ltx.Vocoder, mel: Tensor, workers: Workers) -> Tensor:
     """The waveform (2, samples) that one of the vocoder's two generators makes of mel spectrograms
     (2, T, bins)."""
-    x = _convolve(mel.transpose(1, 2).flatten(0, 1), generator.conv_pre, workers)
+    x = Signal(mel.shape[1], mel.shape[0] * mel.shape[2])
+    x.rows.view(mel.shape[1], mel.shape[0], -1).copy_(mel.transpose(0, 1))
+    x = _convolve(x, generator.conv_pre, workers)
     blocks = len(generator.resblocks) // len(generator.ups)
     for stage, up in enumerate(generator.ups):
-        x = _upsample(x, up, workers)
-        total = torch.zeros_like(x)
+        x = _convolve(x, up, workers)
+        middle, total = Signal.like(x), None
         for block in generator.resblocks[stage * blocks : (stage + 1) * blocks]:
-            total += _amp_block(x, block, workers)
-        x = total.div_(blocks)
+            result = Signal.like(x)
+            result.rows.copy_(x.rows)
+            _amp_block(result, middle, block, workers)
+            total = result if total is None else total
+            if total is not result:
+                total.rows.add_(result.rows)
+        x = total
+        x.rows.div_(blocks)
     x = _post(x, generator, workers)
     return x.clamp_(-1, 1) if generator.apply_final_activation else x
 
 
-def spans(x: Tensor) -> list[tuple[int, int]]:
-    """Where the spans of a layer's input (C, length) start and stop: an even number of nearly equal
-    ones, or one."""
-    channels, length = x.shape
+class Signal:
+    """Samples in time, float32.
+
+    rows    the samples, (length, C)
+    padded  the same with ROOM rows of anything after them
+    """
+
+    def __init__(self, length: int, channels: int):
+        self.padded = torch.empty(length + ROOM, channels)
+        self.rows = self.padded[:length]
+
+    @staticmethod
+    def like(other: "Signal") -> "Signal":
+        return Signal(*other.rows.shape)
+
+
+def spans(length: int, channels: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Where the spans of a signal start and stop: a whole number of units each. The last one may
+    be longer than what is left."""
     count = -(-length // max(SPAN_SAMPLES, SPAN_NUMBERS // channels))
     count += count % 2 if count > 1 else 0
-    return [(length * i // count, length * (i + 1) // count) for i in range(count)]
+    size = -(-length // (count * unit)) * unit
+    return [(start, start + size) for start in range(0, length, size)]
 
 
 def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
@@ -120,106 +147,91 @@ def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
     return result[0]
 
 
-def _convolve(x: Tensor, conv: nn.Conv1d, workers: Workers) -> Tensor:
-    """The convolution of x (C, length) by torch; the workers share the output channels."""
-    out = torch.empty(conv.out_channels, x.shape[1])
+def _convolve(x: Signal, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers) -> Signal:
+    """A convolution, transposed or not, by a matrix product for every tap."""
+    length, inputs = x.rows.shape
+    (stride,), (padding,) = conv.stride, conv.padding
+    transposed = isinstance(conv, nn.ConvTranspose1d)
+    taps = conv.weight.permute(2, 0, 1) if transposed else conv.weight.permute(2, 1, 0)
+    taps = taps.contiguous()
+    margin = len(taps)
+    source = F.pad(x.rows, (0, 0, margin, margin))
+    out = Signal(length * stride, conv.out_channels)
 
-    def channels(first: int) -> None:
-        some = slice(first, first + 128)
-        bias = None if conv.bias is None else conv.bias[some]
-        out[some] = F.conv1d(x[None], conv.weight[some], bias, padding=conv.padding)[0]
+    def span(part: tuple[tuple[int, int], int]) -> None:
+        (start, stop), phase = part
+        stop = min(stop, length)
+        wanted = out.rows[start * stride + phase : stop * stride : stride]
+        if conv.bias is None:
+            wanted.zero_()
+        else:
+            wanted.copy_(conv.bias.expand_as(wanted))
+        for tap, weight in enumerate(taps):
+            reach = phase + padding - tap if transposed else tap - padding
+            if reach % stride == 0:
+                first = start + margin + reach // stride
+                wanted.addmm_(source[first : first + stop - start], weight)
 
-    workers.run(channels, range(0, conv.out_channels, 128))
+    workers.run(span, itertools.product(spans(length, inputs), range(stride)))
     return out
 
 
-def up_margin(taps: int, stride: int) -> int:
-    """Input samples on each side of a span that reach into a transposed convolution's result."""
-    return -(-taps // stride)
-
-
-def _upsample(x: Tensor, up: nn.ConvTranspose1d, workers: Workers) -> Tensor:
-    """The transposed convolution (Cout, length * stride) of x (Cin, length)."""
-    (stride,), (taps,), (padding,) = up.stride, up.kernel_size, up.padding
-    out = torch.empty(up.out_channels, x.shape[1] * stride)
-    margin = up_margin(taps, stride)
-
-    def span(ends: tuple[int, int]) -> None:
-        start, stop = ends
-        first = max(0, start - margin)
-        part = F.conv_transpose1d(x[None, :, first : stop + margin], up.weight, up.bias, stride)[0]
-        skipped = (start - first) * stride + padding
-        wanted = slice(start * stride, stop * stride)
-        out[:, wanted] = part[:, skipped : skipped + wanted.stop - wanted.start]
-
-    workers.run(span, spans(x))
-    return out
-
-
-def _amp_block(x: Tensor, block: ltx.AMPBlock1, workers: Workers) -> Tensor:
-    """x and what the block's three pairs of convolutions add to it."""
-    x, middle = x.clone(), torch.empty_like(x)
-
-    def write(start: int, stop: int, result: Tensor) -> None:
-        middle[:, start:stop] = result
-
-    def add(start: int, stop: int, result: Tensor) -> None:
-        x[:, start:stop] += result
-
+def _amp_block(x: Signal, middle: Signal, block: ltx.AMPBlock1, workers: Workers) -> None:
+    """Add to x what the block's three pairs of convolutions make of it. Overwrites `middle`."""
     pairs = zip(block.acts1, block.convs1, block.acts2, block.convs2, strict=True)
     for act1, conv1, act2, conv2 in pairs:
-        _activate_and_convolve(x, act1, conv1, write, workers)
-        _activate_and_convolve(middle, act2, conv2, add, workers)
-    return x
+        _activate_and_convolve(x, act1, conv1, middle, False, workers)
+        _activate_and_convolve(middle, act2, conv2, x, True, workers)
 
 
 def _activate_and_convolve(
-    x: Tensor,
+    x: Signal,
     activation: ltx.Activation1d,
     conv: nn.Conv1d,
-    write: Callable[[int, int, Tensor], None],
+    out: Signal,
+    add: bool,
     workers: Workers,
 ) -> None:
-    """Hand conv(activation(x)) to `write`, span by span: start, stop, and what lies between."""
+    """Write conv(activation(x)) to `out`, or add it."""
+    length, channels = x.rows.shape
     snake, margin = _Snake(activation), conv.padding[0]
-    weight = conv.weight * snake.inverse
-    filters = Filters(weight, conv.bias, conv.dilation[0], x.shape[1], workers)
+    filters = Filters(conv.weight, conv.bias, conv.dilation[0], workers)
 
     def span(ends: tuple[int, int]) -> None:
         start, stop = ends
-        signal = snake.activate(x, start - margin, filters.room(stop - start), workers)
-        write(start, stop, filters.convolve(signal, stop - start, workers))
+        stop = start + -(-(min(stop, length) - start) // filters.unit) * filters.unit
+        samples = filters.reads((stop - start) // filters.unit)
+        signal = snake.activate(x.rows, start - margin, samples, workers)
+        filters.convolve(signal, out.padded[start:stop], add, workers)
 
-    workers.run(span, spans(x))
+    workers.run(span, spans(length, channels, filters.unit))
 
 
-def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
-    """The last activation and convolution: (2, length) of x (C, length)."""
-    conv, snake = generator.conv_post, _Snake(generator.act_post)
-    (margin,), out = conv.padding, torch.empty(conv.out_channels, x.shape[1])
-    weight = conv.weight * snake.inverse
+def _post(x: Signal, generator: ltx.Vocoder, workers: Workers) -> Tensor:
+    """The last activation and convolution: (2, length)."""
+    length, channels = x.rows.shape
+    snake, active = _Snake(generator.act_post), Signal.like(x)
 
     def span(ends: tuple[int, int]) -> None:
-        start, stop = ends
-        samples = stop - start + 2 * margin
-        signal = snake.activate(x, start - margin, samples, workers)[:, :samples]
-        out[:, start:stop] = F.conv1d(signal[None], weight, conv.bias)[0]
+        start, stop = ends[0], min(ends[1], length)
+        active.rows[start:stop] = snake.activate(x.rows, start, stop - start, workers)[:stop - start]
 
-    workers.run(span, spans(x))
-    return out
+    workers.run(span, spans(length, channels))
+    return _convolve(active, generator.conv_post, workers).rows.T.contiguous()
 
 
 class _Snake:
-    """An activation, times a: y = x + sin(ax)^2 / b at twice the rate, between low-pass filters.
+    """An activation: y = x + sin(ax)^2 / b at twice the rate, between low-pass filters.
 
-    The filters are matrices that make BLOCK samples at a time. With ax in place of x, the sum is
-    ax + (root sin(ax))^2, root = sqrt(a / b). The next weights are multiplied by `inverse`, 1 / a.
+    The filters are matrices that make BLOCK samples at a time. The sum is x + (root sin(ax))^2,
+    root = sqrt(1 / b).
     """
 
     def __init__(self, activation: ltx.Activation1d):
         snake = activation.act
-        scale, beta = snake.alpha.exp()[:, None], snake.beta.exp()[:, None] + snake.eps
-        self.scale, self.inverse, self.root = scale, 1 / scale, (scale / beta).sqrt()
+        # Repeated for all rows of a block: operations on long rows take less time.
+        self.scale = snake.alpha.exp().repeat(2 * BLOCK)
+        self.root = (1 / (snake.beta.exp() + snake.eps)).sqrt().repeat(2 * BLOCK)
         self.up = torch.zeros(BLOCK, 2, BLOCK + 2 * UP_REACH)
         self.down = torch.zeros(BLOCK, 2 * BLOCK + FILTER - 2)
         up = 2 * activation.upsample.filter.flatten().flip(0)
@@ -231,65 +243,60 @@ class _Snake:
         diagonals = self.down.stride(0) + 2, 1
         down = activation.downsample.lowpass.filter.flatten()
         self.down.as_strided((BLOCK, FILTER), diagonals).copy_(down)
+        self.up = self.up.flatten(0, 1)
 
     def activate(self, x: Tensor, start: int, samples: int, workers: Workers) -> Tensor:
-        """The activation of x (C, length) from `start`, at least that many samples of it, in
+        """The activation of x (length, C) from `start`, at least that many samples of it, in
         scratch memory of the calling worker. What is outside of x is zeros."""
-        channels, length = x.shape
+        length, channels = x.shape
         blocks = -(-samples // BLOCK)
         high = self._high(x, start, blocks + 1, workers)
+        low = workers.scratch("signal", blocks * BLOCK, channels)
         # A sample is made of 5 before its two and 5 after; the first ones here are 6 before it.
-        strides = (high.stride(0), 2 * BLOCK, 1)
-        views = high.as_strided((channels, blocks, self.down.shape[1]), strides, 1)
-        rows = workers.scratch("blocks", *views.shape).copy_(views).view(-1, views.shape[2])
-        low = workers.scratch("signal", len(rows), BLOCK)
-        torch.mm(rows, self.down.T, out=low)
-        low = low.view(channels, -1)
-        if start < 0:
-            low[:, :-start] = 0
-        if start + low.shape[1] > length:
-            low[:, length - start :] = 0
+        _resample(self.down, high[1:], low, 2 * BLOCK)
+        low[: max(0, -start)] = 0
+        low[max(0, length - start) :] = 0
         return low
 
     def _high(self, x: Tensor, start: int, blocks: int, workers: Workers) -> Tensor:
-        """a times the snake at twice the rate, (C, 2 * BLOCK * blocks), from UP_REACH samples
-        before `start`."""
-        channels, length = x.shape
-        size = blocks * BLOCK + 2 * UP_REACH
-        source = _samples(x, start - REACH, size, workers)
-        views = source.as_strided(
-            (channels, blocks, BLOCK + 2 * UP_REACH),
-            (source.stride(0), BLOCK, 1),
-            source.storage_offset(),
-        )
-        rows = workers.scratch("blocks", *views.shape)
-        torch.mul(views, self.scale[:, :, None], out=rows)
-        high = workers.scratch("values", channels * blocks, 2 * BLOCK)
-        torch.mm(rows.view(len(high), -1), self.up.flatten(0, 1).T, out=high)
-        sine = torch.sin(high, out=workers.scratch("products", *high.shape)).view(channels, -1)
-        sine.mul_(self.root)
-        high = high.view(channels, -1).addcmul_(sine, sine)
+        """The snake at twice the rate, (2 * BLOCK * blocks, C), from UP_REACH samples before
+        `start`."""
+        length, channels = x.shape
+        source = _samples(x, start - REACH, blocks * BLOCK + 2 * UP_REACH, workers)
+        high = workers.scratch("values", 2 * BLOCK * blocks, channels)
+        _resample(self.up, source, high, BLOCK)
+        sine = workers.scratch("products", blocks, 2 * BLOCK * channels)
+        torch.mul(high.view(sine.shape), self.scale, out=sine)
+        sine.sin_().mul_(self.root)
+        high.view(sine.shape).addcmul_(sine, sine)
         # The second filter, too, reads the ends again and again where x ends.
         origin = start - UP_REACH
-        _repeat_ends(high, max(0, -2 * origin), min(high.shape[1], 2 * (length - origin)))
+        _repeat_ends(high, max(0, -2 * origin), min(len(high), 2 * (length - origin)))
         return high
 
 
+def _resample(matrix: Tensor, x: Tensor, out: Tensor, step: int) -> None:
+    """Write the matrix (O, I) times every I rows of x, `step` apart, to the next O rows of `out`."""
+    (outputs, inputs), channels = matrix.shape, x.shape[1]
+    blocks = len(out) // outputs
+    views = x.as_strided((blocks, inputs, channels), (step * channels, channels, 1))
+    out = out.view(blocks, outputs, channels)
+    torch.bmm(matrix.expand(blocks, -1, -1), views, out=out)
+
+
 def _samples(x: Tensor, start: int, size: int, workers: Workers) -> Tensor:
-    """Columns of x (C, length) from `start`, with the nearest one of x for each outside of it."""
-    channels, length = x.shape
+    """Rows of x (length, C) from `start`, with the nearest one of x for each outside of it."""
+    length, channels = x.shape
     first, last = max(0, start), min(length, start + size)
     if last - first == size:
-        return x[:, first:last]
-    source = workers.scratch("source", channels, size)
-    source[:, first - start : last - start] = x[:, first:last]
+        return x[first:last]
+    source = workers.scratch("source", size, channels)
+    source[first - start : last - start] = x[first:last]
     _repeat_ends(source, first - start, last - start)
     return source
 
 
 def _repeat_ends(x: Tensor, first: int, last: int) -> None:
-    """Overwrite all columns outside of first to last by the nearest column inside."""
-    if first:
-        x[:, :first] = x[:, first, None]
-    if last < x.shape[1]:
-        x[:, last:] = x[:, last - 1, None]
+    """Overwrite all rows outside of first to last by the nearest row inside."""
+    x[:first] = x[first].clone()
+    x[last:] = x[last - 1].clone()
