@@ -20,7 +20,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ltx_neuron.host.winograd import Workers
 
@@ -72,56 +72,70 @@ def transforms(block: int, taps: int) -> Transforms:
 class Filters:
     """One convolution's weight (Cout, Cin, k), transformed, and bias (Cout).
 
-    unit  outputs of which `convolve` makes whole multiples
+    points  (P, Cout, Cin), in scratch memory of the calling thread by the name given
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor, dilation: int, workers: Workers):
-        outputs, inputs, taps = weight.shape
-        self.dilation, self.bias = dilation, bias
+    def __init__(
+        self, conv: nn.Conv1d, scale: Tensor, new_scale: Tensor, workers: Workers, name: str
+    ):
+        """For inputs that are multiplied by `scale` (Cin), and outputs by `new_scale` (Cout)."""
+        outputs, inputs, taps = conv.weight.shape
+        (self.dilation,), self.bias = conv.dilation, conv.bias * new_scale
+        self.before = (taps - 1) * self.dilation // 2
         self.matrices = transforms(block_size(taps), taps)
-        self.unit = dilation * len(self.matrices.outputs)
-        points = len(self.matrices.inputs)
-        self.points = workers.scratch("filters", points, outputs, inputs)
+        points, inverse = len(self.matrices.inputs), 1 / scale[:, None]
+        self.points = workers.scratch(name, points, outputs, inputs)
         flat = self.points.view(points, -1)
 
         def transform(first: int) -> None:
-            some = weight[first : first + FILTERS_AT_ONCE].reshape(-1, taps)
-            columns = slice(first * inputs, first * inputs + len(some))
-            torch.mm(self.matrices.filters, some.T, out=flat[:, columns])
+            rows = slice(first, first + FILTERS_AT_ONCE)
+            some = conv.weight[rows] * inverse
+            some.mul_(new_scale[rows, None, None])
+            columns = slice(first * inputs, (first + len(some)) * inputs)
+            torch.mm(self.matrices.filters, some.view(-1, taps).T, out=flat[:, columns])
 
         workers.run(transform, range(0, outputs, FILTERS_AT_ONCE))
 
-    def reads(self, units: int) -> int:
-        """Samples that `convolve` reads for that many units."""
-        size, block = self.matrices.outputs.shape[0], self.matrices.inputs.shape[1]
-        return (units * size + block - size) * self.dilation
+    def blocks(self, length: int) -> int:
+        """Blocks of each series that make `length` outputs or more. Samples that are `dilation`
+        apart are one series, which is cut into blocks of its own."""
+        return -(-length // (self.dilation * len(self.matrices.outputs)))
 
-    def convolve(self, signal: Tensor, out: Tensor, add: bool, workers: Workers) -> None:
-        """Write the convolution of a contiguous signal (samples, Cin) to `out` (length, Cout), a
-        contiguous part of a whole with a whole number of units, or add it to what is there."""
-        matrices, dilation = self.matrices, self.dilation
-        size, block = len(matrices.outputs), matrices.inputs.shape[1]
-        points, outputs, inputs = self.points.shape
-        blocks = len(out) // self.unit
-        values = workers.scratch("values", dilation, blocks, points, inputs)
-        to_points = matrices.inputs.expand(blocks, -1, -1)
-        # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
-        strides = (self.unit * inputs, dilation * inputs, 1)
-        for series in range(dilation):
-            first = signal.storage_offset() + series * inputs
-            views = signal.as_strided((blocks, block, inputs), strides, first)
-            torch.bmm(to_points, views, out=values[series])
-        products = workers.scratch("products", points, dilation * blocks, outputs)
-        rows = values.flatten(0, 1).transpose(0, 1)
-        torch.bmm(rows, self.points.transpose(1, 2), out=products)
-        products[0] += self.bias * block  # the mean, of which an output gets 1 / block
-        to_samples = matrices.outputs.expand(blocks, -1, -1)
-        for series in range(dilation):
-            rows = products[:, series * blocks : (series + 1) * blocks].transpose(0, 1)
-            wanted = out.view(blocks, size, dilation, outputs)[:, :, series]
-            if dilation == 1 and add:
-                wanted.baddbmm_(to_samples, rows)
-                continue
-            part = workers.scratch("values", blocks, size, outputs)
-            torch.bmm(to_samples, rows, out=part)
-            wanted.add_(part) if add else wanted.copy_(part)
+    def to_points(self, signal: Tensor, length: int, workers: Workers) -> Tensor:
+        """(dilation * blocks, P, Cin) of a signal (samples, Cin) that has zeros, or what else lies
+        there, around the `length` samples of which outputs are made; from before them on."""
+        (points, block), size = self.matrices.inputs.shape, len(self.matrices.outputs)
+        inputs, blocks = signal.shape[1], self.blocks(length)
+        values = workers.scratch("values", self.dilation * blocks, points, inputs)
+        matrix = self.matrices.inputs.expand(blocks, -1, -1)
+        row = signal.stride(0)
+        strides = (self.dilation * size * row, self.dilation * row, 1)
+        for series in range(self.dilation):
+            views = signal[series:].as_strided((blocks, block, inputs), strides)
+            torch.bmm(matrix, views, out=values[series * blocks : (series + 1) * blocks])
+        return values
+
+    def to_samples(self, products: Tensor, out: Tensor, workers: Workers) -> None:
+        """Write the outputs of products (P, dilation * blocks, Cout) to a contiguous signal `out`
+        (samples, Cout): all that the blocks have."""
+        (size, points), channels = self.matrices.outputs.shape, products.shape[2]
+        blocks = products.shape[1] // self.dilation
+        matrix = self.matrices.outputs.expand(blocks, -1, -1)
+        rows = products.transpose(0, 1)
+        if self.dilation == 1:
+            torch.bmm(matrix, rows, out=out[: blocks * size].view(blocks, size, channels))
+            return
+        whole = out[: blocks * size * self.dilation].view(blocks, size, self.dilation, channels)
+        part = workers.scratch("values", blocks, size, channels)
+        for series in range(self.dilation):
+            torch.bmm(matrix, rows[series * blocks : (series + 1) * blocks], out=part)
+            whole[:, :, series] = part
+
+    def multiply(self, values: Tensor, workers: Workers) -> Tensor:
+        """The products (P, rows, Cout) of values (rows, P, Cin), by one core."""
+        points, outputs, _ = self.points.shape
+        products = workers.scratch("products", points, len(values), outputs)
+        torch.bmm(values.transpose(0, 1), self.points.transpose(1, 2), out=products)
+        # The mean, of which an output gets 1 / block.
+        products[0].add_(self.bias, alpha=self.matrices.inputs.shape[1])
+        return products

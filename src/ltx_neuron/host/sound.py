@@ -7,6 +7,7 @@ layer's length and channels alone: the number of cores does not change the bits.
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,12 @@ FILTER = 12  # taps of the low-pass filters around an activation
 REACH = 6  # samples on each side on which an activation's result depends
 UP_REACH = 3  # samples on each side from which upsampling makes a sample's two
 BLOCK = 8  # samples that a matrix product resamples
+# Rows of memory before and after a signal's: what a filter reads there, and where the last of a
+# convolution's whole blocks end.
+BEFORE, AFTER = 32, 10 * 32
 # A span has about this many numbers, which a core's cache holds with what is made of them, but no
 # fewer samples than the other number: all of a layer's filters are read for each span.
-SPAN_NUMBERS, SPAN_SAMPLES = 2**17, 1280
-# Rows after a signal's last, which a convolution of whole blocks writes to.
-ROOM = 5 * 32
+SPAN_NUMBERS, SPAN_SAMPLES = 2**16, 2048
 # The modules of the released vocoder, with the settings that the forward below computes.
 _RELEASED_MODULES = {
     ltx.VocoderWithBWE: lambda m: True,
@@ -95,49 +97,38 @@ class FastVocoder(ltx.VocoderWithBWE):
 def generate(generator: ltx.Vocoder, mel: Tensor, workers: Workers) -> Tensor:
     """The waveform (2, samples) that one of the vocoder's two generators makes of mel spectrograms
     (2, T, bins)."""
-    x = Signal(mel.shape[1], mel.shape[0] * mel.shape[2])
-    x.rows.view(mel.shape[1], mel.shape[0], -1).copy_(mel.transpose(0, 1))
+    x = mel.transpose(0, 1).flatten(1)
     x = _convolve(x, generator.conv_pre, workers)
     blocks = len(generator.resblocks) // len(generator.ups)
     for stage, up in enumerate(generator.ups):
         x = _convolve(x, up, workers)
-        middle, total = Signal.like(x), None
+        total = torch.zeros_like(x)
         for block in generator.resblocks[stage * blocks : (stage + 1) * blocks]:
-            result = Signal.like(x)
-            result.rows.copy_(x.rows)
-            _amp_block(result, middle, block, workers)
-            total = result if total is None else total
-            if total is not result:
-                total.rows.add_(result.rows)
-        x = total
-        x.rows.div_(blocks)
+            _add_block(x, block, total, workers)
+        x = total.div_(blocks)
     x = _post(x, generator, workers)
     return x.clamp_(-1, 1) if generator.apply_final_activation else x
 
 
-class Signal:
-    """Samples in time, float32.
+class Span(NamedTuple):
+    """A part of a signal, `start` to `stop`, and the rows that are read for it."""
 
-    rows    the samples, (length, C)
-    padded  the same with ROOM rows of anything after them
-    """
-
-    def __init__(self, length: int, channels: int):
-        self.padded = torch.empty(length + ROOM, channels)
-        self.rows = self.padded[:length]
-
-    @staticmethod
-    def like(other: "Signal") -> "Signal":
-        return Signal(*other.rows.shape)
+    start: int
+    stop: int
+    first: int
+    last: int
 
 
-def spans(length: int, channels: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Where the spans of a signal start and stop: a whole number of units each. The last one may
-    be longer than what is left."""
+def spans(length: int, channels: int, margin: int) -> list[Span]:
+    """The spans of a signal: an even number of equal ones, or one. They are read with the margin on
+    both sides, where the signal has it."""
     count = -(-length // max(SPAN_SAMPLES, SPAN_NUMBERS // channels))
     count += count % 2 if count > 1 else 0
-    size = -(-length // (count * unit)) * unit
-    return [(start, start + size) for start in range(0, length, size)]
+    ends = [length * i // count for i in range(count + 1)]
+    return [
+        Span(start, stop, max(0, start - margin), min(length, stop + margin))
+        for start, stop in itertools.pairwise(ends)
+    ]
 
 
 def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
@@ -147,21 +138,20 @@ def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
     return result[0]
 
 
-def _convolve(x: Signal, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers) -> Signal:
+def _convolve(x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers) -> Tensor:
     """A convolution, transposed or not, by a matrix product for every tap."""
-    length, inputs = x.rows.shape
+    length, inputs = x.shape
     (stride,), (padding,) = conv.stride, conv.padding
     transposed = isinstance(conv, nn.ConvTranspose1d)
     taps = conv.weight.permute(2, 0, 1) if transposed else conv.weight.permute(2, 1, 0)
     taps = taps.contiguous()
     margin = len(taps)
-    source = F.pad(x.rows, (0, 0, margin, margin))
-    out = Signal(length * stride, conv.out_channels)
+    source = F.pad(x, (0, 0, margin, margin))
+    out = torch.empty(length * stride, conv.out_channels)
 
-    def span(part: tuple[tuple[int, int], int]) -> None:
-        (start, stop), phase = part
-        stop = min(stop, length)
-        wanted = out.rows[start * stride + phase : stop * stride : stride]
+    def compute(part: tuple[Span, int]) -> None:
+        (start, stop, *_), phase = part
+        wanted = out[start * stride + phase : stop * stride : stride]
         if conv.bias is None:
             wanted.zero_()
         else:
@@ -172,66 +162,90 @@ def _convolve(x: Signal, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers)
                 first = start + margin + reach // stride
                 wanted.addmm_(source[first : first + stop - start], weight)
 
-    workers.run(span, itertools.product(spans(length, inputs), range(stride)))
+    workers.run(compute, itertools.product(spans(length, inputs, 0), range(stride)))
     return out
 
 
-def _amp_block(x: Signal, middle: Signal, block: ltx.AMPBlock1, workers: Workers) -> None:
-    """Add to x what the block's three pairs of convolutions make of it. Overwrites `middle`."""
+def _add_block(x: Tensor, block: ltx.AMPBlock1, total: Tensor, workers: Workers) -> None:
+    """Add to `total` what the block makes of x (length, C)."""
     pairs = zip(block.acts1, block.convs1, block.acts2, block.convs2, strict=True)
     for act1, conv1, act2, conv2 in pairs:
-        _activate_and_convolve(x, act1, conv1, middle, False, workers)
-        _activate_and_convolve(middle, act2, conv2, x, True, workers)
+        x = _Pair(act1, conv1, act2, conv2, workers).add(x)
+    total += x
 
 
-def _activate_and_convolve(
-    x: Signal,
-    activation: ltx.Activation1d,
-    conv: nn.Conv1d,
-    out: Signal,
-    add: bool,
-    workers: Workers,
-) -> None:
-    """Write conv(activation(x)) to `out`, or add it."""
-    length, channels = x.rows.shape
-    snake, margin = _Snake(activation), conv.padding[0]
-    filters = Filters(conv.weight, conv.bias, conv.dilation[0], workers)
+class _Pair:
+    """Two activations, each with a convolution after it, whose result is added to what they got."""
 
-    def span(ends: tuple[int, int]) -> None:
-        start, stop = ends
-        stop = start + -(-(min(stop, length) - start) // filters.unit) * filters.unit
-        samples = filters.reads((stop - start) // filters.unit)
-        signal = snake.activate(x.rows, start - margin, samples, workers)
-        filters.convolve(signal, out.padded[start:stop], add, workers)
+    def __init__(
+        self,
+        act1: ltx.Activation1d,
+        conv1: nn.Conv1d,
+        act2: ltx.Activation1d,
+        conv2: nn.Conv1d,
+        workers: Workers,
+    ):
+        self.first, self.second, self.workers = _Snake(act1), _Snake(act2), workers
+        # Each activation is given its input times its own a.
+        scale, ones = self.second.scale, torch.ones(conv2.out_channels)
+        self.filters1 = Filters(conv1, self.first.scale, scale, workers, "first")
+        self.filters2 = Filters(conv2, scale, ones, workers, "second")
+        self.margin = 2 * REACH + self.filters1.before + self.filters2.before
 
-    workers.run(span, spans(length, channels, filters.unit))
+    def add(self, x: Tensor) -> Tensor:
+        """x (length, C) and what the pair makes of it. The workers share spans of time."""
+        result = torch.empty_like(x)
+
+        def compute(span: Span) -> None:
+            change = self._change(x[span.first : span.last])[span.start - span.first :]
+            part = slice(span.start, span.stop)
+            torch.add(x[part], change[: span.stop - span.start], out=result[part])
+
+        self.workers.run(compute, spans(*x.shape, self.margin))
+        return result
+
+    def _change(self, x: Tensor) -> Tensor:
+        """What is to be added to x, by one core; some samples more than x has."""
+        length, channels = x.shape
+        signal = self.workers.scratch("x", BEFORE + length + AFTER, channels)
+        torch.mul(x, self.first.scale, out=signal[BEFORE : BEFORE + length])
+        for snake, filters in (self.first, self.filters1), (self.second, self.filters2):
+            active = snake.activate(signal, length, self.workers)[BEFORE - filters.before :]
+            products = filters.multiply(filters.to_points(active, length, self.workers), self.workers)
+            filters.to_samples(products, signal[BEFORE:], self.workers)
+        return signal[BEFORE:]
 
 
-def _post(x: Signal, generator: ltx.Vocoder, workers: Workers) -> Tensor:
+def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
     """The last activation and convolution: (2, length)."""
-    length, channels = x.rows.shape
-    snake, active = _Snake(generator.act_post), Signal.like(x)
+    length, channels = x.shape
+    snake, result = _Snake(generator.act_post), torch.empty_like(x)
 
-    def span(ends: tuple[int, int]) -> None:
-        start, stop = ends[0], min(ends[1], length)
-        active.rows[start:stop] = snake.activate(x.rows, start, stop - start, workers)[:stop - start]
+    def compute(span: Span) -> None:
+        rows = span.last - span.first
+        signal = workers.scratch("x", BEFORE + rows + AFTER, channels)
+        torch.mul(x[span.first : span.last], snake.scale, out=signal[BEFORE : BEFORE + rows])
+        wanted = slice(BEFORE + span.start - span.first, BEFORE + span.stop - span.first)
+        active = snake.activate(signal, rows, workers)[wanted]
+        torch.div(active, snake.scale, out=result[span.start : span.stop])
 
-    workers.run(span, spans(length, channels))
-    return _convolve(active, generator.conv_post, workers).rows.T.contiguous()
+    workers.run(compute, spans(length, channels, REACH))
+    return _convolve(result, generator.conv_post, workers).T.contiguous()
 
 
 class _Snake:
-    """An activation: y = x + sin(ax)^2 / b at twice the rate, between low-pass filters.
+    """An activation, y = x + sin(ax)^2 / b at twice the rate, between low-pass filters.
 
-    The filters are matrices that make BLOCK samples at a time. The sum is x + (root sin(ax))^2,
-    root = sqrt(1 / b).
+    The filters are matrices that make BLOCK samples at a time. Signals before and after it are
+    multiplied by `scale`, a: the sum is then ax + (root sin(ax))^2, root = sqrt(a / b).
     """
 
     def __init__(self, activation: ltx.Activation1d):
         snake = activation.act
+        self.scale = snake.alpha.exp()
         # Repeated for all rows of a block: operations on long rows take less time.
-        self.scale = snake.alpha.exp().repeat(2 * BLOCK)
-        self.root = (1 / (snake.beta.exp() + snake.eps)).sqrt().repeat(2 * BLOCK)
+        root = (self.scale / (snake.beta.exp() + snake.eps)).sqrt()
+        self.root = root.repeat(2 * BLOCK)
         self.up = torch.zeros(BLOCK, 2, BLOCK + 2 * UP_REACH)
         self.down = torch.zeros(BLOCK, 2 * BLOCK + FILTER - 2)
         up = 2 * activation.upsample.filter.flatten().flip(0)
@@ -245,58 +259,37 @@ class _Snake:
         self.down.as_strided((BLOCK, FILTER), diagonals).copy_(down)
         self.up = self.up.flatten(0, 1)
 
-    def activate(self, x: Tensor, start: int, samples: int, workers: Workers) -> Tensor:
-        """The activation of x (length, C) from `start`, at least that many samples of it, in
-        scratch memory of the calling worker. What is outside of x is zeros."""
-        length, channels = x.shape
-        blocks = -(-samples // BLOCK)
-        high = self._high(x, start, blocks + 1, workers)
-        low = workers.scratch("signal", blocks * BLOCK, channels)
-        # A sample is made of 5 before its two and 5 after; the first ones here are 6 before it.
-        _resample(self.down, high[1:], low, 2 * BLOCK)
-        low[: max(0, -start)] = 0
-        low[max(0, length - start) :] = 0
-        return low
-
-    def _high(self, x: Tensor, start: int, blocks: int, workers: Workers) -> Tensor:
-        """The snake at twice the rate, (2 * BLOCK * blocks, C), from UP_REACH samples before
-        `start`."""
-        length, channels = x.shape
-        source = _samples(x, start - REACH, blocks * BLOCK + 2 * UP_REACH, workers)
-        high = workers.scratch("values", 2 * BLOCK * blocks, channels)
-        _resample(self.up, source, high, BLOCK)
-        sine = workers.scratch("products", blocks, 2 * BLOCK * channels)
-        torch.mul(high.view(sine.shape), self.scale, out=sine)
-        sine.sin_().mul_(self.root)
-        high.view(sine.shape).addcmul_(sine, sine)
+    def activate(self, x: Tensor, length: int, workers: Workers) -> Tensor:
+        """The activation of x, `length` rows after the BEFORE first ones, with zeros around it, in
+        scratch memory of the calling worker. Overwrites what is around x."""
+        channels, blocks = x.shape[1], -(-length // BLOCK)
+        end = BEFORE + length
+        _repeat_ends(x[BEFORE - REACH : end + 3 * BLOCK], REACH, REACH + length)
+        # From UP_REACH samples before x.
+        high = workers.scratch("values", blocks + 1, 2 * BLOCK, channels)
+        _resample(self.up, x[BEFORE - REACH :], high, BLOCK)
+        rows = high.view(blocks + 1, -1)
+        sine = torch.sin(rows, out=workers.scratch("products", *rows.shape)).mul_(self.root)
+        rows.addcmul_(sine, sine)
         # The second filter, too, reads the ends again and again where x ends.
-        origin = start - UP_REACH
-        _repeat_ends(high, max(0, -2 * origin), min(len(high), 2 * (length - origin)))
-        return high
+        high = high.flatten(0, 1)
+        _repeat_ends(high, 2 * UP_REACH, 2 * (UP_REACH + length))
+        low = workers.scratch("signal", BEFORE + blocks * BLOCK + AFTER, channels)
+        # A sample is made of 5 before its two and 5 after; the first ones here are 6 before it.
+        _resample(self.down, high[1:], low[BEFORE:-AFTER].view(blocks, BLOCK, channels), 2 * BLOCK)
+        low[:BEFORE] = 0
+        low[end:] = 0
+        return low
 
 
 def _resample(matrix: Tensor, x: Tensor, out: Tensor, step: int) -> None:
-    """Write the matrix (O, I) times every I rows of x, `step` apart, to the next O rows of `out`."""
-    (outputs, inputs), channels = matrix.shape, x.shape[1]
-    blocks = len(out) // outputs
-    views = x.as_strided((blocks, inputs, channels), (step * channels, channels, 1))
-    out = out.view(blocks, outputs, channels)
+    """Write the matrix (O, I) times every I rows of x, `step` apart, to `out` (blocks, O, C)."""
+    blocks, _, channels = out.shape
+    views = x.as_strided((blocks, matrix.shape[1], channels), (step * channels, channels, 1))
     torch.bmm(matrix.expand(blocks, -1, -1), views, out=out)
-
-
-def _samples(x: Tensor, start: int, size: int, workers: Workers) -> Tensor:
-    """Rows of x (length, C) from `start`, with the nearest one of x for each outside of it."""
-    length, channels = x.shape
-    first, last = max(0, start), min(length, start + size)
-    if last - first == size:
-        return x[first:last]
-    source = workers.scratch("source", size, channels)
-    source[first - start : last - start] = x[first:last]
-    _repeat_ends(source, first - start, last - start)
-    return source
 
 
 def _repeat_ends(x: Tensor, first: int, last: int) -> None:
     """Overwrite all rows outside of first to last by the nearest row inside."""
-    x[:first] = x[first].clone()
-    x[last:] = x[last - 1].clone()
+    x[:first] = x[first]
+    x[last:] = x[last - 1]
