@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from ltx_neuron.host.winograd import Workers
 
+# Inputs of an output up to which a convolution is computed directly.
+DIRECT = 176
 # Output channels whose filters a core transforms at a time.
 FILTERS_AT_ONCE = 64
 
@@ -69,73 +71,103 @@ def transforms(block: int, taps: int) -> Transforms:
     )
 
 
-class Filters:
-    """One convolution's weight (Cout, Cin, k), transformed, and bias (Cout).
+class Convolution:
+    """A convolution in time that keeps the length, ready to be computed in parts.
 
-    points  (P, Cout, Cin), in scratch memory of the calling thread by the name given
+    before  samples before the first one that the first output depends on
     """
+
+    def __init__(self, conv: nn.Conv1d, scale: Tensor, new_scale: Tensor):
+        """For inputs that are multiplied by `scale` (Cin), and outputs by `new_scale` (Cout)."""
+        (self.dilation,), (self.taps,) = conv.dilation, conv.kernel_size
+        self.before = (self.taps - 1) * self.dilation // 2
+        self.weight, self.bias = conv.weight, conv.bias * new_scale
+        self._inverse, self._new_scale = 1 / scale[:, None], new_scale[:, None, None]
+
+    def _scaled(self, rows: slice) -> Tensor:
+        """The weight (Cout, Cin, k) of these outputs."""
+        return (self.weight[rows] * self._inverse).mul_(self._new_scale[rows])
+
+
+class Direct(Convolution):
+    """By one matrix product for every tap."""
+
+    def __init__(self, conv: nn.Conv1d, scale: Tensor, new_scale: Tensor):
+        super().__init__(conv, scale, new_scale)
+        self.matrices = self._scaled(slice(None)).permute(2, 1, 0).contiguous()
+
+    def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
+        """Write `length` outputs or more to a contiguous `out` (samples, Cout). The first one is of
+        the first samples of the signal (samples, Cin)."""
+        out = out[:length]
+        torch.addmm(self.bias, signal[:length], self.matrices[0], out=out)
+        for tap in range(1, self.taps):
+            first = tap * self.dilation
+            out.addmm_(signal[first : first + length], self.matrices[tap])
+
+
+class Fourier(Convolution):
+    """By blocks of the Fourier transform."""
 
     def __init__(
         self, conv: nn.Conv1d, scale: Tensor, new_scale: Tensor, workers: Workers, name: str
     ):
-        """For inputs that are multiplied by `scale` (Cin), and outputs by `new_scale` (Cout)."""
-        outputs, inputs, taps = conv.weight.shape
-        (self.dilation,), self.bias = conv.dilation, conv.bias * new_scale
-        self.before = (taps - 1) * self.dilation // 2
-        self.matrices = transforms(block_size(taps), taps)
-        points, inverse = len(self.matrices.inputs), 1 / scale[:, None]
-        self.points = workers.scratch(name, points, outputs, inputs)
-        flat = self.points.view(points, -1)
+        """The transformed filters are put into scratch memory of that name."""
+        super().__init__(conv, scale, new_scale)
+        self.matrices = transforms(block_size(self.taps), self.taps)
+        outputs, inputs, _ = self.weight.shape
+        self.points = workers.scratch(name, len(self.matrices.inputs), outputs, inputs)
+        flat = self.points.view(len(self.points), -1)
 
         def transform(first: int) -> None:
-            rows = slice(first, first + FILTERS_AT_ONCE)
-            some = conv.weight[rows] * inverse
-            some.mul_(new_scale[rows, None, None])
+            some = self._scaled(slice(first, first + FILTERS_AT_ONCE))
             columns = slice(first * inputs, (first + len(some)) * inputs)
-            torch.mm(self.matrices.filters, some.view(-1, taps).T, out=flat[:, columns])
+            torch.mm(self.matrices.filters, some.view(-1, self.taps).T, out=flat[:, columns])
 
         workers.run(transform, range(0, outputs, FILTERS_AT_ONCE))
 
-    def blocks(self, length: int) -> int:
-        """Blocks of each series that make `length` outputs or more. Samples that are `dilation`
-        apart are one series, which is cut into blocks of its own."""
-        return -(-length // (self.dilation * len(self.matrices.outputs)))
-
-    def to_points(self, signal: Tensor, length: int, workers: Workers) -> Tensor:
-        """(dilation * blocks, P, Cin) of a signal (samples, Cin) that has zeros, or what else lies
-        there, around the `length` samples of which outputs are made; from before them on."""
-        (points, block), size = self.matrices.inputs.shape, len(self.matrices.outputs)
-        inputs, blocks = signal.shape[1], self.blocks(length)
-        values = workers.scratch("values", self.dilation * blocks, points, inputs)
-        matrix = self.matrices.inputs.expand(blocks, -1, -1)
-        row = signal.stride(0)
-        strides = (self.dilation * size * row, self.dilation * row, 1)
-        for series in range(self.dilation):
-            views = signal[series:].as_strided((blocks, block, inputs), strides)
-            torch.bmm(matrix, views, out=values[series * blocks : (series + 1) * blocks])
-        return values
-
-    def to_samples(self, products: Tensor, out: Tensor, workers: Workers) -> None:
-        """Write the outputs of products (P, dilation * blocks, Cout) to a contiguous signal `out`
-        (samples, Cout): all that the blocks have."""
-        (size, points), channels = self.matrices.outputs.shape, products.shape[2]
-        blocks = products.shape[1] // self.dilation
-        matrix = self.matrices.outputs.expand(blocks, -1, -1)
-        rows = products.transpose(0, 1)
-        if self.dilation == 1:
-            torch.bmm(matrix, rows, out=out[: blocks * size].view(blocks, size, channels))
-            return
-        whole = out[: blocks * size * self.dilation].view(blocks, size, self.dilation, channels)
-        part = workers.scratch("values", blocks, size, channels)
-        for series in range(self.dilation):
-            torch.bmm(matrix, rows[series * blocks : (series + 1) * blocks], out=part)
-            whole[:, :, series] = part
-
-    def multiply(self, values: Tensor, workers: Workers) -> Tensor:
-        """The products (P, rows, Cout) of values (rows, P, Cin), by one core."""
+    def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
+        """See Direct.convolve."""
+        # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
+        blocks = -(-length // (self.dilation * len(self.matrices.outputs)))
+        values = self._values(signal, blocks, workers)
         points, outputs, _ = self.points.shape
         products = workers.scratch("products", points, len(values), outputs)
         torch.bmm(values.transpose(0, 1), self.points.transpose(1, 2), out=products)
         # The mean, of which an output gets 1 / block.
         products[0].add_(self.bias, alpha=self.matrices.inputs.shape[1])
-        return products
+        self._write(products.transpose(0, 1), blocks, out, workers)
+
+    def _values(self, signal: Tensor, blocks: int, workers: Workers) -> Tensor:
+        """The inputs' points (dilation * blocks, P, Cin)."""
+        (points, block), (row, _) = self.matrices.inputs.shape, signal.stride()
+        values = workers.scratch("values", self.dilation * blocks, points, row)
+        matrix = self.matrices.inputs.expand(blocks, -1, -1)
+        strides = (self.dilation * len(self.matrices.outputs) * row, self.dilation * row, 1)
+        for series in range(self.dilation):
+            views = signal[series:].as_strided((blocks, block, row), strides)
+            torch.bmm(matrix, views, out=values[series * blocks : (series + 1) * blocks])
+        return values
+
+    def _write(self, products: Tensor, blocks: int, out: Tensor, workers: Workers) -> None:
+        """Write the outputs of all blocks, whose products (dilation * blocks, P, Cout) are given."""
+        size, channels = len(self.matrices.outputs), products.shape[2]
+        matrix = self.matrices.outputs.expand(blocks, -1, -1)
+        whole = out[: blocks * size * self.dilation].view(blocks, size, self.dilation, channels)
+        if self.dilation == 1:
+            torch.bmm(matrix, products, out=whole[:, :, 0])
+            return
+        part = workers.scratch("values", blocks, size, channels)
+        for series in range(self.dilation):
+            torch.bmm(matrix, products[series * blocks : (series + 1) * blocks], out=part)
+            whole[:, :, series] = part
+
+
+def prepare(
+    conv: nn.Conv1d, scale: Tensor, new_scale: Tensor, workers: Workers, name: str
+) -> Direct | Fourier:
+    """The convolution by the method that takes less time: transforms are not worth their time for
+    few channels and taps."""
+    if conv.in_channels * conv.kernel_size[0] <= DIRECT:
+        return Direct(conv, scale, new_scale)
+    return Fourier(conv, scale, new_scale, workers, name)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ltx_core.model.audio_vae import vocoder as ltx
 from torch import Tensor, nn
 
-from ltx_neuron.host.fourier import Filters
+from ltx_neuron.host.fourier import prepare
 from ltx_neuron.host.winograd import Workers
 
 FILTER = 12  # taps of the low-pass filters around an activation
@@ -26,7 +26,7 @@ BLOCK = 8  # samples that a matrix product resamples
 BEFORE, AFTER = 32, 10 * 32
 # A span has about this many numbers, which a core's cache holds with what is made of them, but no
 # fewer samples than the other number: all of a layer's filters are read for each span.
-SPAN_NUMBERS, SPAN_SAMPLES = 2**16, 2048
+SPAN_NUMBERS, SPAN_SAMPLES = 2**17, 2048
 # The modules of the released vocoder, with the settings that the forward below computes.
 _RELEASED_MODULES = {
     ltx.VocoderWithBWE: lambda m: True,
@@ -138,40 +138,58 @@ def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
     return result[0]
 
 
+def _share(workers: Workers, compute: Callable[[Span], None], items: list[Span]) -> None:
+    """Call the function with every span. A worker is handed several at once, which takes less time
+    than to hand out each."""
+    groups = [items[i :: 4 * workers.count] for i in range(4 * workers.count)]
+
+    def several(group: list[Span]) -> None:
+        for item in group:
+            compute(item)
+
+    workers.run(several, filter(None, groups))
+
+
 def _convolve(x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers) -> Tensor:
     """A convolution, transposed or not, by a matrix product for every tap."""
     length, inputs = x.shape
-    (stride,), (padding,) = conv.stride, conv.padding
+    (stride,), (padding,), (count,) = conv.stride, conv.padding, conv.kernel_size
     transposed = isinstance(conv, nn.ConvTranspose1d)
-    taps = conv.weight.permute(2, 0, 1) if transposed else conv.weight.permute(2, 1, 0)
-    taps = taps.contiguous()
-    margin = len(taps)
-    source = F.pad(x, (0, 0, margin, margin))
+    taps = torch.empty(count, inputs, conv.out_channels)
     out = torch.empty(length * stride, conv.out_channels)
+
+    def turn(tap: int) -> None:
+        taps[tap] = conv.weight[:, :, tap] if transposed else conv.weight[:, :, tap].T
 
     def compute(part: tuple[Span, int]) -> None:
         (start, stop, *_), phase = part
         wanted = out[start * stride + phase : stop * stride : stride]
-        if conv.bias is None:
-            wanted.zero_()
-        else:
-            wanted.copy_(conv.bias.expand_as(wanted))
+        wanted.copy_(conv.bias.expand_as(wanted)) if conv.bias is not None else wanted.zero_()
         for tap, weight in enumerate(taps):
             reach = phase + padding - tap if transposed else tap - padding
             if reach % stride == 0:
-                first = start + margin + reach // stride
-                wanted.addmm_(source[first : first + stop - start], weight)
+                shift = reach // stride
+                first, last = max(start, -shift), min(stop, length - shift)
+                if first < last:
+                    rows = x[first + shift : last + shift]
+                    wanted[first - start : last - start].addmm_(rows, weight)
 
+    workers.run(turn, range(count))
     workers.run(compute, itertools.product(spans(length, inputs, 0), range(stride)))
     return out
 
 
 def _add_block(x: Tensor, block: ltx.AMPBlock1, total: Tensor, workers: Workers) -> None:
     """Add to `total` what the block makes of x (length, C)."""
-    pairs = zip(block.acts1, block.convs1, block.acts2, block.convs2, strict=True)
-    for act1, conv1, act2, conv2 in pairs:
-        x = _Pair(act1, conv1, act2, conv2, workers).add(x)
-    total += x
+    pairs = list(zip(block.acts1, block.convs1, block.acts2, block.convs2, strict=True))
+    for index, modules in enumerate(pairs):
+        pair = _Pair(*modules, workers)
+        if index + 1 == len(pairs):
+            pair.add(x, total, True)
+        else:
+            result = workers.scratch(("even", "odd")[index % 2], *x.shape)
+            pair.add(x, result, False)
+            x = result
 
 
 class _Pair:
@@ -185,34 +203,39 @@ class _Pair:
         conv2: nn.Conv1d,
         workers: Workers,
     ):
-        self.first, self.second, self.workers = _Snake(act1), _Snake(act2), workers
+        first, second = _Snake(act1), _Snake(act2)
         # Each activation is given its input times its own a.
-        scale, ones = self.second.scale, torch.ones(conv2.out_channels)
-        self.filters1 = Filters(conv1, self.first.scale, scale, workers, "first")
-        self.filters2 = Filters(conv2, scale, ones, workers, "second")
-        self.margin = 2 * REACH + self.filters1.before + self.filters2.before
+        ones = torch.ones(conv2.out_channels)
+        self.scale, self.workers = first.scale, workers
+        self.steps = [
+            (first, prepare(conv1, first.scale, second.scale, workers, "first")),
+            (second, prepare(conv2, second.scale, ones, workers, "second")),
+        ]
+        self.margin = sum(REACH + conv.before for _, conv in self.steps)
 
-    def add(self, x: Tensor) -> Tensor:
-        """x (length, C) and what the pair makes of it. The workers share spans of time."""
-        result = torch.empty_like(x)
+    def add(self, x: Tensor, out: Tensor, more: bool) -> None:
+        """Write x (length, C) and what the pair makes of it to `out`, or add both to what is there.
+        The workers share spans of time."""
 
         def compute(span: Span) -> None:
             change = self._change(x[span.first : span.last])[span.start - span.first :]
+            change = change[: span.stop - span.start]
             part = slice(span.start, span.stop)
-            torch.add(x[part], change[: span.stop - span.start], out=result[part])
+            if more:
+                out[part].add_(x[part]).add_(change)
+            else:
+                torch.add(x[part], change, out=out[part])
 
-        self.workers.run(compute, spans(*x.shape, self.margin))
-        return result
+        _share(self.workers, compute, spans(*x.shape, self.margin))
 
     def _change(self, x: Tensor) -> Tensor:
         """What is to be added to x, by one core; some samples more than x has."""
         length, channels = x.shape
         signal = self.workers.scratch("x", BEFORE + length + AFTER, channels)
-        torch.mul(x, self.first.scale, out=signal[BEFORE : BEFORE + length])
-        for snake, filters in (self.first, self.filters1), (self.second, self.filters2):
-            active = snake.activate(signal, length, self.workers)[BEFORE - filters.before :]
-            products = filters.multiply(filters.to_points(active, length, self.workers), self.workers)
-            filters.to_samples(products, signal[BEFORE:], self.workers)
+        torch.mul(x, self.scale, out=signal[BEFORE : BEFORE + length])
+        for snake, conv in self.steps:
+            active = snake.activate(signal, length, self.workers)[BEFORE - conv.before :]
+            conv.convolve(active, length, signal[BEFORE:], self.workers)
         return signal[BEFORE:]
 
 
@@ -229,7 +252,7 @@ def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
         active = snake.activate(signal, rows, workers)[wanted]
         torch.div(active, snake.scale, out=result[span.start : span.stop])
 
-    workers.run(compute, spans(length, channels, REACH))
+    _share(workers, compute, spans(length, channels, REACH))
     return _convolve(result, generator.conv_post, workers).T.contiguous()
 
 
@@ -277,8 +300,8 @@ class _Snake:
         low = workers.scratch("signal", BEFORE + blocks * BLOCK + AFTER, channels)
         # A sample is made of 5 before its two and 5 after; the first ones here are 6 before it.
         _resample(self.down, high[1:], low[BEFORE:-AFTER].view(blocks, BLOCK, channels), 2 * BLOCK)
-        low[:BEFORE] = 0
-        low[end:] = 0
+        low[:BEFORE].zero_()
+        low[end:].zero_()
         return low
 
 
