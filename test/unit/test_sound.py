@@ -5,20 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ltx_neuron.host.background import BackgroundTask, Cancelled
 from ltx_neuron.host.models import import_ltx_core
-from ltx_neuron.tiny.config import TinySizes, tiny_config
+from ltx_neuron.tiny.config import TinySizes, released_config, tiny_config
 from ltx_neuron.tiny.weights import vocoder_weights
 
 import_ltx_core()
 
 from ltx_core.model.audio_vae import VocoderConfigurator  # noqa: E402
 
-from ltx_neuron.host import sound  # noqa: E402
-from ltx_neuron.host.fourier import BLOCKS, Filters, fastest_block, transforms  # noqa: E402
-from ltx_neuron.host.sound import FastVocoder, unknown_modules  # noqa: E402
+from ltx_neuron.host import fourier, sound  # noqa: E402
+from ltx_neuron.host.sound import FastVocoder, pays, unknown_modules  # noqa: E402
 from ltx_neuron.host.winograd import Workers  # noqa: E402
 
 # Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A
@@ -43,6 +41,18 @@ def vocoder():
     return ltx_core_vocoder()
 
 
+@pytest.fixture(params=["direct", "fourier"])
+def method(request, monkeypatch):
+    """How all convolutions of an activation are computed."""
+    monkeypatch.setattr(fourier, "DIRECT", {"direct": 10**9, "fourier": 0}[request.param])
+
+
+def cut(monkeypatch, samples: int) -> None:
+    """Make spans of about that many samples."""
+    monkeypatch.setattr(sound, "SPAN_SAMPLES", samples)
+    monkeypatch.setattr(sound, "SPAN_NUMBERS", 1)
+
+
 def spectrogram(frames: int) -> torch.Tensor:
     return torch.randn(1, 2, frames, 64, generator=torch.Generator().manual_seed(frames))
 
@@ -52,7 +62,7 @@ def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 7, 30])
-def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoder, frames):
+def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoder, method, frames):
     with torch.no_grad():
         wanted = vocoder(spectrogram(frames))
     got = FastVocoder(vocoder)(spectrogram(frames))
@@ -62,37 +72,36 @@ def test_a_waveform_that_is_not_clipped_equals_ltx_cores(vocoder, frames):
 
 
 @pytest.mark.parametrize("frames", [1, 7])
-@pytest.mark.parametrize("samples", [1, 5, 33])
+@pytest.mark.parametrize("samples", [9, 33, 250])
 def test_spans_shorter_than_a_margin_and_longer_equal_the_whole(
-    vocoder, monkeypatch, frames, samples
+    vocoder, method, monkeypatch, frames, samples
 ):
-    monkeypatch.setattr(sound, "SPAN_SAMPLES", 10**9)
+    cut(monkeypatch, 10**9)
     whole = FastVocoder(vocoder)(spectrogram(frames))
-    if frames == 7 and samples == 1:
-        samples = 3  # thousands of spans of one sample take a while
-    monkeypatch.setattr(sound, "SPAN_SAMPLES", samples)
-    monkeypatch.setattr(sound, "SPAN_NUMBERS", 1)
+    cut(monkeypatch, samples)
     assert distance(FastVocoder(vocoder)(spectrogram(frames)), whole) < ROUNDING
 
 
 def test_a_margin_that_is_too_narrow_is_found_by_comparing_with_the_whole(vocoder, monkeypatch):
     whole = FastVocoder(vocoder)(spectrogram(7))
-    monkeypatch.setattr(sound, "up_margin", lambda taps, stride: 0)
-    monkeypatch.setattr(sound, "SPAN_SAMPLES", 33)
-    monkeypatch.setattr(sound, "SPAN_NUMBERS", 1)
-    assert distance(FastVocoder(vocoder)(spectrogram(7)), whole) > 100 * ROUNDING
+    monkeypatch.setattr(sound, "REACH", 5)
+    cut(monkeypatch, 33)
+    with pytest.raises(AssertionError):
+        assert distance(FastVocoder(vocoder)(spectrogram(7)), whole) < 2 * ROUNDING
 
 
-def test_spans_cover_a_length_without_gaps():
-    for length in (1, 639, 640, 641, 100_001):
-        ends = sound.spans(torch.empty(8, 1).expand(8, length))
-        starts, stops = zip(*ends, strict=True)
-        assert starts == (0, *stops[:-1]) and stops[-1] == length
+def test_spans_cover_a_length_without_gaps_and_read_their_margins():
+    for length in (1, 2047, 2048, 2049, 100_001):
+        parts = sound.spans(length, 16, 40)
+        assert [part.stop for part in parts] == [*(part.start for part in parts[1:]), length]
+        assert parts[0].start == 0
+        for part in parts:
+            assert part.first == max(0, part.start - 40)
+            assert part.last == min(length, part.stop + 40)
 
 
-def test_the_number_of_threads_does_not_change_the_bits(vocoder, monkeypatch):
-    monkeypatch.setattr(sound, "SPAN_SAMPLES", 100)
-    monkeypatch.setattr(sound, "SPAN_NUMBERS", 1)
+def test_the_number_of_threads_does_not_change_the_bits(vocoder, method, monkeypatch):
+    cut(monkeypatch, 100)
     before, waveforms = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
@@ -105,38 +114,53 @@ def test_the_number_of_threads_does_not_change_the_bits(vocoder, monkeypatch):
 
 @pytest.mark.parametrize("taps, dilation", [(3, 1), (7, 3), (11, 5)])
 @pytest.mark.parametrize("length", [1, 64, 1001])
-def test_a_convolution_by_blocks_equals_torchs(taps, dilation, length):
-    generator = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(70, 40, taps, generator=generator), torch.randn(70)
+def test_a_convolution_equals_torchs_with_its_inputs_and_outputs_scaled(
+    method, taps, dilation, length
+):
+    torch.manual_seed(0)
+    conv = torch.nn.Conv1d(40, 70, taps, dilation=dilation).requires_grad_(False)
+    signal, scale, new_scale = torch.randn(length + 200, 40), torch.rand(40) + 0.5, torch.rand(70)
+    out = torch.empty(length + 200, 70)
     with Workers() as workers:
-        filters = Filters(weight, bias, dilation, length, workers)
-        signal = torch.randn(40, filters.room(length), generator=generator)
-        got = filters.convolve(signal, length, workers)
-    wanted = F.conv1d(signal[None], weight, bias, dilation=dilation)[0, :, :length]
-    assert got.shape == (70, length)
-    assert distance(got, wanted) < 1e-6
+        ours = fourier.prepare(conv, scale, new_scale, workers, "points")
+        ours.convolve(signal * scale, length, out, workers)
+    wanted = conv(signal.T[None])[0].T[:length] * new_scale
+    assert ours.before == (taps - 1) * dilation // 2
+    assert distance(out[:length], wanted) < 1e-6
 
 
-def test_blocks_are_long_where_products_cost_more_than_transforms():
-    assert fastest_block((768, 768, 11), 2500) == fastest_block((24, 24, 11), 80000) == 32
-    assert fastest_block((768, 768, 3), 2500) == fastest_block((24, 24, 3), 80000) == 16
-    for block in BLOCKS:
-        assert [len(matrix) for matrix in transforms(block, 7)] == [
-            3 * block // 2 - 1,
-            3 * block // 2 - 1,
-            block - 6,
-        ]
+def test_few_channels_and_taps_are_convolved_directly():
+    scale = torch.ones(64)
+    with Workers() as workers:
+        for channels, taps, wanted in (
+            (16, 11, fourier.Direct),
+            (24, 11, fourier.Fourier),
+            (48, 3, fourier.Direct),
+            (64, 3, fourier.Fourier),
+        ):
+            conv = torch.nn.Conv1d(channels, channels, taps).requires_grad_(False)
+            ones = scale[:channels]
+            assert type(fourier.prepare(conv, ones, ones, workers, "points")) is wanted
+
+
+def test_the_released_vocoder_is_run_fast_and_a_small_one_keeps_ltx_cores_bits(vocoder):
+    assert pays(VocoderConfigurator.from_config(released_config()))
+    assert not pays(vocoder) and not unknown_modules(vocoder)
 
 
 @pytest.mark.parametrize(
-    "change", [{"use_tanh_at_final": True}, {"upsample_kernel_sizes": [12, 4, 4, 4, 4, 4]}]
+    "change, name",
+    [
+        ({"use_tanh_at_final": True}, "vocoder: Vocoder"),
+        ({"upsample_kernel_sizes": [12, 4, 4, 4, 4, 4]}, "vocoder.ups.0: ConvTranspose1d"),
+    ],
 )
-def test_a_vocoder_unlike_the_released_one_is_refused_by_the_module_that_differs(change):
+def test_a_vocoder_unlike_the_released_one_is_refused_by_the_module_that_differs(change, name):
     config = tiny_config(TinySizes())
     config["vocoder"]["vocoder"].update(change)
     vocoder = VocoderConfigurator.from_config(config)
-    name = "vocoder: Vocoder" if "use_tanh_at_final" in change else "vocoder.ups.0: ConvTranspose1d"
     assert [line.startswith(name) for line in unknown_modules(vocoder)] == [True]
+    assert not pays(vocoder)
     with pytest.raises(ValueError, match="not the released vocoder"):
         FastVocoder(vocoder)
 

@@ -150,7 +150,7 @@ class Fourier(Convolution):
         return values
 
     def _write(self, products: Tensor, blocks: int, out: Tensor, workers: Workers) -> None:
-        """Write the outputs of all blocks, whose products (dilation * blocks, P, Cout) are given."""
+        """Write all blocks' outputs, of products (dilation * blocks, P, Cout)."""
         size, channels = len(self.matrices.outputs), products.shape[2]
         matrix = self.matrices.outputs.expand(blocks, -1, -1)
         whole = out[: blocks * size * self.dilation].view(blocks, size, self.dilation, channels)

@@ -158,12 +158,12 @@ class HostModels:
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        """A FastVocoder where the checkpoint's is built as the released one and in float32, else
-        ltx-core's own."""
+        """A FastVocoder where the checkpoint's is built as the released one, as large, and in
+        float32, else ltx-core's own."""
         vocoder = self._spec("vocoder").load()
-        from ltx_neuron.host.sound import FastVocoder, unknown_modules
+        from ltx_neuron.host.sound import FastVocoder, pays
 
-        return vocoder if unknown_modules(vocoder) else FastVocoder(vocoder)
+        return FastVocoder(vocoder) if pays(vocoder) else vocoder
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:

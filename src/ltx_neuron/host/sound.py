@@ -1,8 +1,9 @@
 """The released vocoder, run faster on a CPU: ltx-core's modules and weights with another forward.
 
-Every layer is computed in spans of time, which the cores share. A span is read with the margin
-that the layer's filters reach over, so that the parts are those of the whole. Spans are cut by a
-layer's length and channels alone: the number of cores does not change the bits.
+Signals are rows of channels, (length, C). Two activations and their convolutions are computed in
+spans of time, which the cores share: what is made of a span stays in a core's memory. A span is
+read with the margin that the filters reach over, so that the parts are those of the whole. Spans
+are cut by length and channels alone: the number of cores does not change the bits.
 """
 
 import itertools
@@ -26,7 +27,9 @@ BLOCK = 8  # samples that a matrix product resamples
 BEFORE, AFTER = 32, 10 * 32
 # A span has about this many numbers, which a core's cache holds with what is made of them, but no
 # fewer samples than the other number: all of a layer's filters are read for each span.
-SPAN_NUMBERS, SPAN_SAMPLES = 2**17, 2048
+SPAN_NUMBERS, SPAN_SAMPLES = 2**18, 2048
+# Weights of a vocoder that ltx-core runs fast enough.
+SMALL = 2**22
 # The modules of the released vocoder, with the settings that the forward below computes.
 _RELEASED_MODULES = {
     ltx.VocoderWithBWE: lambda m: True,
@@ -34,6 +37,7 @@ _RELEASED_MODULES = {
     nn.Conv1d: lambda m: (
         (m.stride, m.groups, m.padding_mode) == ((1,), 1, "zeros")
         and m.kernel_size[0] in (3, 7, 11)
+        and m.dilation[0] <= 5
         and 2 * m.padding[0] == (m.kernel_size[0] - 1) * m.dilation[0]
     ),
     nn.ConvTranspose1d: lambda m: (
@@ -66,6 +70,13 @@ def unknown_modules(vocoder: nn.Module) -> list[str]:
         or not _RELEASED_MODULES[type(module)](module)
         or any(weight.dtype != torch.float32 for weight in module.parameters(recurse=False))
     ]
+
+
+def pays(vocoder: nn.Module) -> bool:
+    """Whether `FastVocoder` can run the vocoder and saves time worth having. A small one keeps
+    ltx-core's own forward, and its bits: it takes a second or less for 5 s of sound."""
+    size = sum(weight.numel() for weight in vocoder.parameters())
+    return size >= SMALL and not unknown_modules(vocoder)
 
 
 class FastVocoder(ltx.VocoderWithBWE):
