@@ -204,7 +204,12 @@ class HostModels:
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        return self._spec("vocoder").load()
+        """A FastVocoder where the checkpoint's is built as the released one, as large, and in
+        float32, else ltx-core's own."""
+        vocoder = self._spec("vocoder").load()
+        from ltx_neuron.host.sound import FastVocoder, pays
+
+        return FastVocoder(vocoder) if pays(vocoder) else vocoder
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:
