@@ -17,12 +17,16 @@ from ltx_neuron.config import CHECKPOINT_DOWNLOAD
 from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host import windows
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
+from ltx_neuron.host.windows import vocode
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.tiny.config import merge, released_config
+from ltx_neuron.tiny.weights import random_weights
 
 # Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two
 # overlapping pieces.
@@ -306,6 +310,26 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     assert got.dtype == torch.float32
     assert models.sample_rate == wanted.sampling_rate == 48000
     assert torch.equal(got, wanted.waveform)
+
+
+def test_a_long_sound_is_decoded_in_windows_and_is_that_of_the_whole(monkeypatch):
+    """The released vocoder's filters and rates, with few channels; in float64, so that what is left
+    is no rounding."""
+    from ltx_core.model.audio_vae import VocoderConfigurator
+
+    widths = {"vocoder": {"upsample_initial_channel": 64}, "bwe": {"upsample_initial_channel": 32}}
+    vocoder = VocoderConfigurator.from_config(merge(released_config(), {"vocoder": widths}))
+    weights = random_weights(vocoder.state_dict(), torch.Generator().manual_seed(0))
+    vocoder.load_state_dict(weights, assign=True)
+    vocoder.double().eval().requires_grad_(False)
+    lengths = []
+    vocoder.register_forward_hook(lambda _, given, __: lengths.append(given[0].shape[2]))
+    mel = latent((1, 2, 150, 64)).double()
+    whole = vocoder(mel)
+    assert torch.equal(vocode(vocoder, mel), whole)  # one window
+    monkeypatch.setattr(windows, "WINDOW", 60)
+    assert (vocode(vocoder, mel) - whole).abs().max() < 1e-10
+    assert lengths == [150, 150, 124, 150, 94]
 
 
 RUNS = {  # the start of a model's tensors in the checkpoint, and what runs it

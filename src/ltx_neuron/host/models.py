@@ -16,6 +16,7 @@ from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.host.windows import vocode
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -146,10 +147,8 @@ class HostModels:
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
         """Decode an audio latent (1, 8, Ta, 16) to a stereo waveform, float32 (2, samples) in
         [-1, 1], `sample_rate` samples per second."""
-        decoder, vocoder = self.audio_decoder, self.vocoder
-        from ltx_core.model.audio_vae import decode_audio
-
-        return decode_audio(latent.to(self.audio_dtype), decoder, vocoder).waveform.float()
+        mel = self.audio_decoder(latent.to(self.audio_dtype))
+        return vocode(self.vocoder, mel)[0].float()
 
     @property
     def sample_rate(self) -> int:

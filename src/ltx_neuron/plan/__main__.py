@@ -14,6 +14,7 @@ from pathlib import Path
 from ltx_neuron import errors, flags
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import GEMMA_3_12B, gemma_config, transformer_config
+from ltx_neuron.host import calibration
 from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
 from ltx_neuron.plan import Plan, plan, rates, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
@@ -63,8 +64,11 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     config = transformer_config(checkpoint.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)
-    computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
-    computes = computes._replace(libraries=fastest_libraries(args.artifacts_dir))
+    # A plan leaves no file behind unless it is told to.
+    stored = args.calibrate or calibration.file_of(args.artifacts_dir).exists()
+    folder = args.artifacts_dir if stored else None
+    computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], folder)
+    computes = computes._replace(libraries=fastest_libraries(folder))
     if args.calibrate:
         rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
     identity = chosen.identity(profile, tp, args.dtype, config.digest)

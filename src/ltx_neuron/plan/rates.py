@@ -27,7 +27,8 @@ SECTION = "rates"  # of the calibration file
 # Intel CPUs beside Trainium2, here at 2 GHz, and of a hyperthread the half.
 _PEAKS = {"float32": 64 * 2e9 / 2, "bfloat16": 2048 * 2e9 / 2}
 _SHARES = {"float32": 0.3, "bfloat16": 0.05}
-# Of one CPU, not measured: FLOPs, seconds of sound, pixels and bytes in a second.
+# Of one CPU, not measured: seconds of sound, pixels and bytes in a second. Sound: twice what
+# ltx-core's models were measured at, 5 s of it in 16.6 s on two idle cores.
 _ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
 # Of the instances' documentation; another profile runs where it is planned.
 _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192}
