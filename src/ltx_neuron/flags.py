@@ -170,7 +170,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     help = "encode the prompt on the profile's device, sharded; without it, on the host CPU"
     add("--neuron-gemma", action="store_true", help=help)
     help = (
-        "what the host decodes video in (default: the profile's; auto: bfloat16 for a run in it"
+        "what the host computes video in (default: the profile's; auto: bfloat16 for a run in it"
         " where this CPU is faster in it)"
     )
     add("--host-dtype", choices=HOST_DTYPES, help=help)

@@ -52,8 +52,9 @@ class Profile:
                     whose tokens divide; others stay whole
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
                     refused
-    host_dtype      what the host decodes video in; "auto": bfloat16 for a run in it where this
-                    machine's CPU is measured to be faster in it, else float32
+    host_dtype      what the host decodes video in, and upsamples and encodes it in for a run in
+                    bfloat16; "auto": bfloat16 for a run in it where this machine's CPU is measured
+                    to be faster in it, else float32
     vae_tile        pixels of a tile's longer side where latents are decoded, and `vae_overlap` of
                     them that it shares with the next one; vae_tile_frames and vae_overlap_frames
                     the same in time. The defaults are ltx-core's

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import rewrite
+from helpers import rel, rewrite
 from safetensors import safe_open
 
 from ltx_neuron import flags
@@ -176,6 +176,25 @@ def test_the_engine_decodes_in_what_was_asked_for(tiny, tmp_path):
         host = Engine(workspace, Recorder()).host
         assert host.video_decoder.arithmetic.dtype == wanted
     assert host_models(tiny).video_decoder.arithmetic == FLOAT32
+
+
+@pytest.mark.parametrize("chosen", [FLOAT32, Arithmetic(torch.bfloat16, 8)], ids=str)
+def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, chosen):
+    given = {"encode_image": latent((1, 3, 1, 64, 96)).clip(-1, 1), "upsample": latent(VIDEO_SHAPE)}
+    exact, theirs = host_models(tiny), host_models(tiny, torch.bfloat16)
+    ours = host_models(tiny, torch.bfloat16, arithmetic=chosen)
+    for method, value in given.items():
+        wanted, other, got = (
+            getattr(models, method)(value.bfloat16().to(models.dtype))
+            for models in (exact, theirs, ours)
+        )
+        assert got.dtype == torch.bfloat16
+        assert rel(got, wanted) <= 1.2 * rel(other, wanted)
+        if chosen == FLOAT32:
+            assert torch.equal(got, wanted.bfloat16())
+    weights = [p for p in ours.spatial_upsampler.parameters() if p.ndim == 5 and p.shape[1] > 1]
+    laid_out = {p.is_contiguous(memory_format=torch.channels_last_3d) for p in weights}
+    assert laid_out == {chosen != FLOAT32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -38,6 +38,14 @@ def import_ltx_core() -> None:
         sys.modules["torchaudio"] = stub
 
 
+def lay_channels_last(module: torch.nn.Module) -> None:
+    """Lay the weights of a module's convolutions in memory with their channels last, in place."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.ndim in layouts:
+            parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
+
+
 class HostModels:
     """The models around the transformer. Each is built from its file at first use and kept until
     `release`.
@@ -57,20 +65,24 @@ class HostModels:
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
         audio_dtype: torch.dtype = torch.float32,
-        arithmetic: Arithmetic = FLOAT32,
+        arithmetic: Arithmetic | None = None,
     ):
         """Nothing is read yet.
 
         checkpoint_path  the checkpoint; holds every model but the upsamplers
         config           the checkpoint's parsed `config` metadata
-        dtype            of the video encoder and the upsamplers
+        dtype            of the latents that video encoder and upsamplers return
         *_path           the upsamplers' files; None where none was given
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
-        arithmetic       of the released video decoder, from weights as they are stored
+        arithmetic       of the released video decoder, from weights as they are stored; in
+                         bfloat16 also of encoder and upsamplers. Without it they are ltx-core's
         """
         self.checkpoint_path = checkpoint_path
         self.config = config
         self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
+        # A run in bfloat16 is computed in float32 where that is faster, and rounded then.
+        in_bfloat16 = arithmetic and dtype == torch.bfloat16
+        self.latent_dtype = arithmetic.dtype if in_bfloat16 else dtype
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
             "temporal": temporal_upsampler_path,
@@ -80,7 +92,7 @@ class HostModels:
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32) in
         `self.dtype`."""
-        return self.video_encoder(pixels.to(self.dtype))
+        return self.video_encoder(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()
     def upsample(self, latent: torch.Tensor, kind: str = "spatial") -> torch.Tensor:
@@ -91,8 +103,8 @@ class HostModels:
         The upsamplers work on un-normalised latents: ltx_core.model.upsampler.upsample_video.
         """
         upsampler = self.spatial_upsampler if kind == "spatial" else self.temporal_upsampler
-        latent = self.video_statistics.un_normalize(latent.to(self.dtype))
-        return self.video_statistics.normalize(upsampler(latent))
+        latent = self.video_statistics.un_normalize(latent.to(self.latent_dtype))
+        return self.video_statistics.normalize(upsampler(latent)).to(self.dtype)
 
     # No torch.no_grad, which would keep what a generator yielded last: no weight has gradients.
     def decode_video(self, latent: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -146,7 +158,7 @@ class HostModels:
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        return self._spec("video_encoder").load()
+        return self._laid_out(self._spec("video_encoder").load())
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
@@ -157,7 +169,7 @@ class HostModels:
 
         if unknown_modules(decoder):
             return decoder.to(self.dtype)
-        return FastVideoDecoder(decoder, self.arithmetic)
+        return FastVideoDecoder(decoder, self.arithmetic or FLOAT32)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
@@ -173,11 +185,17 @@ class HostModels:
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:
-        return self._spec("spatial_upsampler").load()
+        return self._laid_out(self._spec("spatial_upsampler").load())
 
     @cached_property
     def temporal_upsampler(self) -> torch.nn.Module:
-        return self._spec("temporal_upsampler").load()
+        return self._laid_out(self._spec("temporal_upsampler").load())
+
+    def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module, its weights as oneDNN is fastest with (benchmarks/upsample.md)."""
+        if self.arithmetic and self.latent_dtype == torch.bfloat16:
+            lay_channels_last(module)
+        return module
 
     def _spec(self, name: str) -> "ModelSpec":
         """Where the model of a property's name comes from, such as "audio_decoder"."""
@@ -195,7 +213,7 @@ class HostModels:
                 from_config=upsampler.LatentUpsamplerConfigurator.from_config,
                 config=self.upsampler_config(kind),
                 prefixes={"": ""},
-                dtype=self.dtype,
+                dtype=self.latent_dtype,
             )
 
         def statistics(config: dict) -> torch.nn.Module:
@@ -206,9 +224,9 @@ class HostModels:
         audio_decoder = audio_vae.AudioDecoderConfigurator.from_config
         vocoder = audio_vae.VocoderConfigurator.from_config
         from_config, prefix, dtype = {
-            "video_encoder": (encoder, "vae.encoder.", self.dtype),
+            "video_encoder": (encoder, "vae.encoder.", self.latent_dtype),
             "video_decoder": (decoder, "vae.decoder.", None),
-            "video_statistics": (statistics, "vae.per_channel_statistics.", self.dtype),
+            "video_statistics": (statistics, "vae.per_channel_statistics.", self.latent_dtype),
             "audio_decoder": (audio_decoder, "audio_vae.decoder.", self.audio_dtype),
             "vocoder": (vocoder, "vocoder.", self.audio_dtype),
         }[name]
