@@ -146,7 +146,7 @@ class Engine:
         """
         self.check_process()
         compiled = self.preflight.check(jobs)
-        calibration.keep(self.workspace.artifacts)
+        calibration.store(self.workspace.artifacts)
         self.residency.decoder_stays = self.preflight.decoder_stays
         with self._session(keep):
             runs = self._encode_prompts(jobs, resume, generator)

@@ -16,7 +16,7 @@ from ltx_neuron.host.arithmetic import (
     bfloat16_speed,
     fastest_libraries,
 )
-from ltx_neuron.host.calibration import file_of, keep, measured_once, read, update
+from ltx_neuron.host.calibration import file_of, measured_once, read, store, update
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.workspace import Workspace
@@ -52,7 +52,7 @@ def test_what_was_measured_is_not_measured_again_and_sections_do_not_disturb_eac
 ):
     assert read(tmp_path) == {}
     assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
-    keep(tmp_path)
+    store(tmp_path)
     update(tmp_path, "rates", {"decode": 1.5})
     update(tmp_path, "rates", {"encode": 2.5})
     another_process()
@@ -68,8 +68,23 @@ def test_nothing_is_written_before_a_run_is_accepted(tmp_path, another_process):
     assert list(tmp_path.iterdir()) == []
     another_process()
     assert measured_once(tmp_path, "choices", "speed", lambda: 2) == 2
-    keep(tmp_path)
+    store(tmp_path)
+    another_process()
     assert read(tmp_path) == {"choices": {"speed": 2}}
+
+
+def test_of_two_that_measure_at_a_time_later_runs_take_the_first_ones_choice(
+    tmp_path, another_process
+):
+    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    first = dict(calibration._unwritten)
+    another_process()
+    assert measured_once(tmp_path, "choices", "speed", lambda: 2) == 2
+    store(tmp_path)
+    calibration._unwritten.update(first)
+    store(tmp_path)
+    another_process()
+    assert measured_once(tmp_path, "choices", "speed", fail) == 2
 
 
 def test_a_limit_on_instructions_and_another_cpu_are_other_machines(tmp_path, monkeypatch):
@@ -103,7 +118,7 @@ def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, ca
     # A file where the folder would be: this process may be root, whom no permission stops.
     (tmp_path / "calibration").write_text("")
     assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
-    keep(tmp_path)
+    store(tmp_path)
     assert measured_once(tmp_path, "choices", "speed", fail) == 8
     update(tmp_path, "rates", {"decode": 1.5})
     assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5}}
@@ -112,7 +127,7 @@ def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, ca
 
 def test_no_artifacts_folder_is_made_to_store_a_choice(tmp_path):
     assert measured_once(tmp_path / "typo", "choices", "speed", lambda: 8) == 8
-    keep(tmp_path / "typo")
+    store(tmp_path / "typo")
     assert measured_once(tmp_path / "typo", "choices", "speed", fail) == 8
     assert not (tmp_path / "typo").exists()
 

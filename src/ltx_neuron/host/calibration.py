@@ -32,7 +32,7 @@ _LIMITS = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )
-# Sections by file that are not stored yet, or cannot be: they hold for this process.
+# Sections by file, of what holds for this process: measured by it, or refused by the folder.
 _unwritten: dict[Path, dict] = {}
 # What of a run's identity such choices decide: results depend on it in rounding alone.
 CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
@@ -75,27 +75,32 @@ def update(artifacts_dir: Path, section: str, values: dict) -> None:
             sections = _read(path)
             sections[section] = sections.get(section, {}) | values
             write_json(path, {"machine": this_machine(), **sections})
-        _unwritten.get(path, {}).pop(section, None)
+        for key in values:
+            _unwritten_section(path, section).pop(key, None)
     except OSError as error:
         _say(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
-        _unwritten.setdefault(path, {}).setdefault(section, {}).update(values)
+        _unwritten_section(path, section).update(values)
 
 
 def measured_once(artifacts_dir: Path, section: str, key: str, measure: Callable[[], Any]) -> Any:
-    """What is stored of this machine under a section's key, a JSON value; measured where nothing
-    is. It holds for this process then, and is stored by `keep`: who is refused writes nothing."""
-    if key not in (found := read(artifacts_dir).get(section, {})):
-        found = _unwritten.setdefault(file_of(artifacts_dir), {}).setdefault(section, {})
-        found[key] = measure()
-    return found[key]
+    """What is stored of this machine under a section's key, a JSON value. Where nothing is, it is
+    measured and holds for this process; `store` writes it. A run that is refused writes nothing."""
+    found = read(artifacts_dir).get(section, {})
+    if key in found:
+        return found[key]
+    return _unwritten_section(file_of(artifacts_dir), section).setdefault(key, measure())
 
 
-def keep(artifacts_dir: Path) -> None:
-    """Store what this process has measured. Of two that measured at a time the last one's is
-    stored. No artifacts folder is made for it."""
-    if os.path.isdir(artifacts_dir):
-        for section, values in list(_unwritten.get(file_of(artifacts_dir), {}).items()):
-            update(artifacts_dir, section, values)
+def store(artifacts_dir: Path) -> None:
+    """Write what this process measured. Where another one was first, what it wrote stays: later
+    runs take that. No artifacts folder is made for it."""
+    path = file_of(artifacts_dir)
+    if not os.path.isdir(artifacts_dir):
+        return
+    for section, values in [*_unwritten.get(path, {}).items()]:
+        stored = _read(path).get(section, {})
+        if missing := {key: value for key, value in values.items() if key not in stored}:
+            update(artifacts_dir, section, missing)
 
 
 def _read(path: Path) -> dict:
@@ -112,6 +117,10 @@ def _read(path: Path) -> dict:
         _say(f"{error}; this machine is measured anew")
         return {}
     return content
+
+
+def _unwritten_section(path: Path, section: str) -> dict:
+    return _unwritten.setdefault(path, {}).setdefault(section, {})
 
 
 def _say(line: str) -> None:

@@ -67,7 +67,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
     computes = computes._replace(libraries=fastest_libraries(args.artifacts_dir))
     if args.calibrate:  # else a plan leaves no file behind
-        calibration.keep(args.artifacts_dir)
+        calibration.store(args.artifacts_dir)
         rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
     identity = chosen.identity(profile, tp, args.dtype, config.digest)
     buckets = [size.bucket(stage, ()) for stage in size.stages(recipe, steps)]
