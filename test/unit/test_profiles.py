@@ -179,7 +179,7 @@ WRONG = {
     "environment=A": (
         "environment.NAME, compiler_flags.dit, compiler_flags.gemma3, compiler_flags.connectors"
     ),
-    "compiler_flags.vae=-O1": "unknown key 'compiler_flags.vae'",
+    "compiler_flags.vocoder=-O1": "unknown key 'compiler_flags.vocoder'",
     "tp=four": "'four' is not a whole number of at least 1",
     "tp=0": "'0' is not a whole number of at least 1",
     "tp=4.0": "'4.0' is not a whole number",
