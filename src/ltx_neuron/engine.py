@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
+from ltx_neuron.host import calibration
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
@@ -142,6 +143,7 @@ class Engine:
         """
         self.check_process()
         compiled = self.preflight.check(jobs)
+        calibration.store(self.workspace.artifacts)  # what the host's choices were measured by
         with self._session(keep):
             runs = self._encode_prompts(jobs, resume, generator)
             self._load_transformer(runs, compiled)

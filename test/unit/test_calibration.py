@@ -16,7 +16,7 @@ from ltx_neuron.host.arithmetic import (
     bfloat16_speed,
     fastest_libraries,
 )
-from ltx_neuron.host.calibration import file_of, measured_once, read, update
+from ltx_neuron.host.calibration import file_of, measured_once, read, store, update
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.workspace import Workspace
@@ -42,8 +42,10 @@ def fail():
 def test_what_was_measured_is_not_measured_again_and_sections_do_not_disturb_each_other(tmp_path):
     assert read(tmp_path) == {}
     assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    store(tmp_path)
     update(tmp_path, "rates", {"decode": 1.5})
     update(tmp_path, "rates", {"encode": 2.5})
+    calibration._unwritten.clear()
     assert measured_once(tmp_path, "choices", "speed", fail) == 8
     assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5, "encode": 2.5}}
     (path,) = (tmp_path / "calibration").iterdir()
@@ -74,6 +76,8 @@ def test_a_damaged_file_is_said_and_measured_anew(tmp_path, capsys, content):
     assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
     said = capsys.readouterr().out
     assert str(path) in said and said.endswith("; this machine is measured anew\n")
+    store(tmp_path)
+    calibration._unwritten.clear()
     assert measured_once(tmp_path, "choices", "speed", fail) == 8
 
 
@@ -82,34 +86,35 @@ def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, ca
     (tmp_path / "calibration").write_text("")
     assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
     assert measured_once(tmp_path, "choices", "speed", fail) == 8
+    store(tmp_path)
     update(tmp_path, "rates", {"decode": 1.5})
     assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5}}
     assert capsys.readouterr().out.count("what was measured is not kept") == 1
 
 
-def test_no_artifacts_folder_is_made_to_store_a_choice(tmp_path):
+def test_what_is_measured_writes_nothing_before_a_run_is_known_to_start(tmp_path):
     assert measured_once(tmp_path / "typo", "choices", "speed", lambda: 8) == 8
     assert measured_once(tmp_path / "typo", "choices", "speed", fail) == 8
     assert not (tmp_path / "typo").exists()
 
 
-def test_many_at_once_lose_nothing_and_measure_once(tmp_path):
-    measured, begin = [], threading.Barrier(8)
-
-    def measure():
-        measured.append(1)
-        return 8
+def test_many_at_once_lose_nothing_and_what_was_stored_first_stays(tmp_path):
+    begin = threading.Barrier(8)
 
     def work(index):
         begin.wait()
         update(tmp_path, f"section {index}", {"a": index})
-        return measured_once(tmp_path, "choices", "speed", measure)
+        return measured_once(tmp_path, "choices", "speed", lambda: index)
 
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(work, range(8))) == [8] * 8
-    assert len(measured) == 1
+        (speed,) = set(threads.map(work, range(8)))
+    store(tmp_path)
     wanted = {f"section {index}": {"a": index} for index in range(8)}
-    assert read(tmp_path) == wanted | {"choices": {"speed": 8}}
+    assert read(tmp_path) == wanted | {"choices": {"speed": speed}}
+    calibration._unwritten[file_of(tmp_path)] = {"choices": {"speed": 9, "other": 1}}
+    store(tmp_path)
+    calibration._unwritten.clear()
+    assert read(tmp_path)["choices"] == {"speed": speed, "other": 1}
 
 
 @pytest.mark.parametrize(("stored", "speed"), [(1, 1), (2, 2), (8, 8), (3, None), ("8", None)])

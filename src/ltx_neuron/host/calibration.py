@@ -32,7 +32,7 @@ _LIMITS = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )
-# Sections by file, where the folder takes none: they hold for this process.
+# Sections by file, of what holds for this process: measured by it, or refused by the folder.
 _unwritten: dict[Path, dict] = {}
 # What of a run's identity such choices decide: latents do not depend on it, frames do in rounding.
 CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
@@ -72,33 +72,33 @@ def update(artifacts_dir: Path, section: str, values: dict) -> None:
     path = file_of(artifacts_dir)
     try:
         with exclusive(path, "storing measurements in"):
-            _write(path, section, values)
-        _unwritten.get(path, {}).pop(section, None)
+            sections = _read(path)
+            sections[section] = sections.get(section, {}) | values
+            write_json(path, {"machine": this_machine(), **sections})
+        for key in values:
+            _unwritten_section(path, section).pop(key, None)
     except OSError as error:
-        _keep(path, section, values, error)
+        _say(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
+        _unwritten_section(path, section).update(values)
 
 
 def measured_once(artifacts_dir: Path, section: str, key: str, measure: Callable[[], Any]) -> Any:
-    """What is stored of this machine under a section's key, a JSON value; measured and stored where
-    nothing is. Of processes that ask at once one measures, and the others wait for it. No artifacts
-    folder is made for it: where there is none, the value holds for this process."""
-    path, found = file_of(artifacts_dir), read(artifacts_dir).get(section, {})
+    """What is stored of this machine under a section's key, a JSON value. Where nothing is, it is
+    measured and holds for this process; `store` writes it. A run that is refused writes nothing."""
+    found = read(artifacts_dir).get(section, {})
     if key in found:
         return found[key]
-    measured = {}
-    if not os.path.isdir(artifacts_dir):
-        measured[key] = _unwritten.setdefault(path, {}).setdefault(section, {})[key] = measure()
-        return measured[key]
-    try:
-        with exclusive(path, "measuring this machine for"):
-            if key in (found := _read(path).get(section, {})):
-                return found[key]
-            measured[key] = measure()
-            _write(path, section, measured)
-    except OSError as error:
-        measured = measured or {key: measure()}
-        _keep(path, section, measured, error)
-    return measured[key]
+    return _unwritten_section(file_of(artifacts_dir), section).setdefault(key, measure())
+
+
+def store(artifacts_dir: Path) -> None:
+    """Write what this process measured. Where another one was first, what it wrote stays: later
+    runs take that."""
+    path = file_of(artifacts_dir)
+    for section, values in [*_unwritten.get(path, {}).items()]:
+        stored = _read(path).get(section, {})
+        if missing := {key: value for key, value in values.items() if key not in stored}:
+            update(artifacts_dir, section, missing)
 
 
 def _read(path: Path) -> dict:
@@ -117,17 +117,8 @@ def _read(path: Path) -> dict:
     return content
 
 
-def _write(path: Path, section: str, values: dict) -> None:
-    """Put values in a section of a file whose lock is held."""
-    sections = _read(path)
-    sections[section] = sections.get(section, {}) | values
-    write_json(path, {"machine": this_machine(), **sections})
-
-
-def _keep(path: Path, section: str, values: dict, error: OSError) -> None:
-    """Hold values that could not be written in memory."""
-    _say(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
-    _unwritten.setdefault(path, {}).setdefault(section, {}).update(values)
+def _unwritten_section(path: Path, section: str) -> dict:
+    return _unwritten.setdefault(path, {}).setdefault(section, {})
 
 
 def _say(line: str) -> None:
