@@ -38,6 +38,8 @@ from ltx_neuron.host.vae import FastVideoDecoder
 torch.set_num_threads({THREADS})
 config = merge(released_config(), {{"vae": {{"decoder_base_channels": 32}}}})
 decoder = VideoDecoderConfigurator.from_config(config).bfloat16().eval().requires_grad_(False)
+for weight in decoder.state_dict().values():
+    weight.fill_(0.01)  # the statistics' memory may hold NaN
 decoder = FastVideoDecoder(decoder, Arithmetic(getattr(torch, sys.argv[1]), int(sys.argv[2])))
 host = HostModels("", config, torch.float32)
 host.video_decoder = decoder
