@@ -146,11 +146,12 @@ class Engine:
         """
         self.check_process()
         compiled = self.preflight.check(jobs)
-        calibration.store(self.workspace.artifacts)
         self.residency.decoder_stays = self.preflight.decoder_stays
         with self._session(keep):
             runs = self._encode_prompts(jobs, resume, generator)
             self._load_transformer(runs, compiled)
+            # Not before: a run that is refused leaves the folder as it was.
+            calibration.store(self.workspace.artifacts)
             with self._decode_queue(decode, isolate, write, hand_over) as queue:
                 turns = _turns(runs)
                 for run, refines in turns:
