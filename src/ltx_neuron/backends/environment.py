@@ -77,8 +77,10 @@ def of_compiler(profile: Profile, model: str) -> dict[str, str]:
 
     It adds NEURON_CC_FLAGS to flags of its own and splits all of them at white space, with no
     shell; the level has a variable of its own (TorchNeuron's CompilableKernelExecution.cpp, early
-    2026: GetXLAAdditionalArgs, GetXLAOptimizationLevel). Not run on hardware by us. Raises
-    UserError for a flag with white space in it, which would be torn apart.
+    2026: GetXLAAdditionalArgs, GetXLAOptimizationLevel). One of its own is --model-type
+    transformer: it holds for the video decoder too, whose flags name another type for NxD. Not run
+    on hardware by us. Raises UserError for a flag with white space in it, which would be torn
+    apart.
     """
     if profile.device != "neuron":
         return {}
