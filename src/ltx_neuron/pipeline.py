@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ltx_neuron.decode_queue import UPSCALED, Result
+from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
@@ -179,8 +179,13 @@ class LTXPipeline:
             )
         )
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}
+
+        def write(clip: Clip) -> None:
+            with self.engine.recorder.phase("encode_mp4"):
+                clip.write_mp4(output_path)
+
         if output_type == "mp4":
-            options["write"] = lambda clip: clip.write_mp4(output_path)
+            options["write"] = write
         with self._turn.taken("call"):
             self.engine.on_step_end = on_step_end
             (result,) = self.engine.run([job], **options)
