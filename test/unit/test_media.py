@@ -195,6 +195,41 @@ def test_a_video_of_frames_that_come_in_chunks_has_the_bytes_of_one_of_all_frame
     assert come[-18:] == 17 * ["frames"] + ["sound"]
 
 
+def test_a_video_has_the_same_bytes_whenever_its_sound_is_there(tmp_path):
+    frames, sound = clip(17, 128, 192), sine(33120)
+    for chunk in (None, 1, 7, 16, 17):  # the one with which the sound is there
+        came = 0
+
+        def chunks():
+            nonlocal came
+            for came, frame in enumerate(frames.split(1), 1):  # noqa: B007 - read by `ready`
+                yield frame
+
+        def ready(chunk=chunk):
+            return chunk is not None and came >= chunk
+
+        write_video(tmp_path / f"{chunk}.mp4", chunks(), 24.0, lambda: sound, 48000, ready)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_encoded_pictures_are_written_as_soon_as_their_sound_is_there(tmp_path, ready):
+    noise, sizes = torch.Generator().manual_seed(0), []
+
+    def chunks():
+        for _ in range(12):
+            yield torch.randint(256, (12, 64, 96, 3), generator=noise, dtype=torch.uint8)
+            (unfinished,) = tmp_path.iterdir()
+            sizes.append(unfinished.stat().st_size)
+
+    write_video(
+        tmp_path / "out.mp4", chunks(), 24.0, lambda: sine(6 * 48000), 48000, lambda: ready
+    )
+    whole = (tmp_path / "out.mp4").stat().st_size
+    # x264 looks some 50 frames ahead, of 144.
+    assert (sizes[-1] > whole / 3) == ready and (sizes[-1] < whole / 100) != ready
+
+
 def test_an_error_of_who_makes_the_frames_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "out.mp4"
     path.write_bytes(b"an earlier result")
