@@ -26,9 +26,9 @@ SECTION = "rates"  # of the calibration file
 # Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16: documented of the
 # Intel CPUs beside Trainium2, here at 2 GHz, and of a hyperthread the half.
 _PEAKS = {"float32": 64 * 2e9 / 2, "bfloat16": 2048 * 2e9 / 2}
-# No more of them than half a core reaches: benchmarks/vae_decode.md and text_encode.md have two cores
-# of such a CPU. FLOPs are those of direct convolutions, of which Winograd's save most; a prompt's
-# products are small.
+# No more of them than half a core reaches: benchmarks/vae_decode.md and text_encode.md have two
+# cores of such a CPU. FLOPs are those of direct convolutions, of which Winograd's save most; a
+# prompt's products are small.
 _SHARES = {
     "decode_video float32": 1.0,
     "decode_video bfloat16": 0.2,
