@@ -6,7 +6,8 @@
 Doctor; a tiny model compiled, run and compared with the CPU; two blocks at full width, compared;
 and, where the checkpoint is given, the full model: sharded, compiled, one step compared, whole
 videos with the time of every step, the cold start and the memory of every core, models in turn and
-resident; last a tuning. Every section drives the real scripts in processes of their own.
+resident, and with frames that the ranks decode; last a tuning. Every section drives the real
+scripts in processes of their own.
 
 A section that fails is recorded with its error, and those that do not need it go on. Typed again,
 the same command runs what is not finished; report and state lie in --work-dir. With --profile cpu
@@ -23,6 +24,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
 import subprocess
@@ -33,11 +35,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from lib import bundle
 from lib.one_step import write_inputs
 from lib.redact import Redactor
 from lib.sections import Failed, NotRun, Section, cell, markdown, rel, restored, run_all, three_way
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -56,6 +60,9 @@ from ltx_neuron.workspace import Workspace
 ROOT = Path(__file__).resolve().parents[1]
 
 PROMPT = "waves crash on the shore"
+# Frames of bfloat16 weights on both sides; ltx-core's own bfloat16 has 48 dB from its float32
+# (benchmarks/vae_decode.md).
+LEAST_PSNR = 40
 TINY_SIZE = Size(height=64, width=64, num_frames=9, two_stage=True)
 # The released DiT's width (32 heads of 128 and 64 channels), two blocks of its 48; all around it
 # stays tiny.
@@ -191,8 +198,16 @@ class Bench:
         )
         return dit.seconds, text.seconds
 
+    def decoder(self, model: Model, target: Target) -> tuple[float, float]:
+        """Seconds to shard the video decoder, and to compile it for the model's size."""
+        common, name = self._common(model, target), f"{model.name}-{{}}-vae-{target.dtype}"
+        shard, compiled = ROOT / "shards/shard_vae_weights.py", ROOT / "compile/compile_vae.py"
+        sharding = self.run(name.format("shard"), shard, *common)
+        compiling = self.run(name.format("compile"), compiled, *common, *size_flags(model.size))
+        return sharding.seconds, compiling.seconds
+
     def generate(
-        self, model: Model, target: Target, name: str
+        self, model: Model, target: Target, name: str, *more: object
     ) -> tuple[Run, dict[str, Tensor], dict]:
         """Run generate_ltx23.py: the run, every named tensor, and the latency report."""
         out = self.folder / f"{model.name}-{name}"
@@ -200,7 +215,7 @@ class Bench:
         flags += ["--neuron-gemma", "--gemma-root", model.gemma_root, "--prompt", PROMPT]
         flags += ["--spatial-upsampler-path", model.upsampler] if model.upsampler else []
         flags += ["--output-path", out / "video.mp4", "--perf-dump-path", out / "perf.json"]
-        flags += ["--save-tensors", out / "tensors.safetensors"]
+        flags += ["--save-tensors", out / "tensors.safetensors", *more]
         run = self.run(f"{model.name}-generate-{name}", ROOT / "src/generate_ltx23.py", *flags)
         return run, load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
 
@@ -415,6 +430,39 @@ def tiny_video(bench: Bench) -> list[str]:
     return [*lines, "Two runs of the same command are equal bit for bit."]
 
 
+def decoded_on_ranks(bench: Bench, model: Model) -> list[str]:
+    """A video whose frames come from the ranks, against the host's frames of equal latents."""
+    target, frames, lines = bench.device(model), {}, []
+    sharding, compiling = bench.decoder(model, target)
+    lines.append(f"Sharding the decoder: {sharding:.1f} s; compiling it: {compiling:.1f} s.")
+    for name, more in (("host", ()), ("ranks", ("--neuron-vae",))):
+        folder = bench.folder / f"{model.name}-frames-{name}"
+        more = (*more, "--save-frames", folder)
+        run, _, perf = bench.generate(model, target, f"decoded-{name}", *more)
+        frames[name] = load_frames(folder)
+        decoding = [p["seconds"] for p in perf["phases"] if p["name"] == "decode_video"]
+        lines.append(
+            f"Decoded by the {name}: {sum(decoding):.2f} s of it alone, a whole run"
+            f" {run.seconds:.1f} s; at most a core"
+            f" {gb(max(run.memory.values())) if run.memory else 'not known'}."
+        )
+    difference = (frames["ranks"] - frames["host"]).abs()
+    psnr = 20 * math.log10(255 / max(difference.square().mean().sqrt().item(), 1e-9))
+    lines.append(
+        f"Frames of the ranks against the host's: {psnr:.1f} dB, at most {difference.max():.0f} of"
+        f" 255 (wanted: {LEAST_PSNR} dB)."
+    )
+    if psnr < LEAST_PSNR:
+        raise Failed("the ranks decode other frames than the host", lines)
+    return lines
+
+
+def load_frames(folder: Path) -> Tensor:
+    """The PNG pictures in a folder: float32 (N, H, W, 3)."""
+    pictures = [np.asarray(Image.open(path)) for path in sorted(folder.glob("frame_*.png"))]
+    return torch.from_numpy(np.stack(pictures)).float()
+
+
 def in_turn(bench: Bench) -> list[str]:
     return _measured(bench, bench.device(full(bench)), "in-turn")
 
@@ -503,6 +551,11 @@ SECTIONS = (
     Section(_TINY, tiny_compiles),
     Section("tiny: one step against the CPU", lambda bench: one_step(bench, tiny(bench)), (_TINY,)),
     Section("tiny: a video in two stages, against the CPU", tiny_video, (_TINY,)),
+    Section(
+        "tiny: frames decoded on the ranks",
+        lambda bench: decoded_on_ranks(bench, tiny(bench)),
+        (_TINY,),
+    ),
     Section(_WIDE, wide_compiles),
     Section(
         "two blocks: one step against the CPU", lambda bench: one_step(bench, wide(bench)), (_WIDE,)
@@ -512,6 +565,11 @@ SECTIONS = (
     Section("full: one step against the CPU", full_step, (_SHARD, _COMPILE)),
     Section("full: a video, models in turn", in_turn, (_SHARD, _COMPILE)),
     Section("full: a video, both models resident", resident, (_SHARD, _COMPILE)),
+    Section(
+        "full: frames decoded on the ranks",
+        lambda bench: decoded_on_ranks(bench, full(bench)),
+        (_SHARD, _COMPILE),
+    ),
     Section("tune", tune, (_TINY,)),
 )
 
