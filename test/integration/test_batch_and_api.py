@@ -21,6 +21,7 @@ from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
 from helpers import exit_code, forked, read_video, rel, rewrite
 
 from ltx_neuron import errors
+from ltx_neuron.artifacts.__main__ import main as artifacts_main
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import Ranks
 from ltx_neuron.batch import RESULTS, Line
@@ -552,6 +553,26 @@ def test_nan_after_the_latents_fails_the_run_which_keeps_them(
     assert kept == ["video.failure.log", "video.resume.safetensors"]
     run(resume=True)
     assert "the decoding is left" in capsys.readouterr().out and video.is_file()
+
+
+# --- artifacts of another machine ----------------------------------------------------------------
+def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(
+    batch, setup, tiny, tmp_path
+):
+    store, here = str(tmp_path / "store"), tmp_path / "here"
+    artifacts_main(["push", store, "--artifacts-dir", str(setup.artifacts)])
+    artifacts_main(["pull", store, "--artifacts-dir", str(here)])
+    assert sorted(path.name for path in here.iterdir()) == ["graphs", "weights"]
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), here, TP, "float32", tiny.gemma_root)
+    assert len(workspace.verify_dit() + workspace.verify_gemma3()) == 2  # against the checkpoint
+    line, video = lines(tiny)[0], tmp_path / "out" / "video.mp4"
+    generate(
+        Job(line["prompt"], Size(**SIZE)),
+        workspace,
+        RunOptions(neuron_gemma=True),
+        Outputs(video=video),
+    )
+    assert video.read_bytes() == videos(batch)["0001.mp4"]
 
 
 # --- Python API ----------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ ALLOWED = {
     "host": {"weights", *BASE},
     "text": {"models", "weights", "host", *BASE},
     "backends": {"models", "weights", *BASE},
+    "artifacts": {"backends", "weights", "config", "errors", "files"},
     "report": {"errors", "files"},
     "tiny": {"host", "errors", "files"},
     "lint": {"backends", "models", "tiny", *BASE},

@@ -187,7 +187,7 @@ def test_other_code_makes_another_encoder_on_the_host(
     assert before in text
     ours = identity_of(tiny, tmp_path)
     (changed / file).write_text(text.replace(before, after))
-    monkeypatch.setattr(artifacts, "__file__", str(changed / "artifacts.py"))
+    monkeypatch.setattr(artifacts, "__file__", str(changed / "artifacts/__init__.py"))
     artifacts._digest_of_code.cache_clear()
     others = identity_of(tiny, tmp_path)
     artifacts._digest_of_code.cache_clear()

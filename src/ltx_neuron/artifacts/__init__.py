@@ -1,5 +1,5 @@
 """Where weights and graphs lie under --artifacts-dir, and the identities that say what they were
-made from and for.
+made from and for. `python -m ltx_neuron.artifacts` sends them to other machines.
 
 Weights depend on (checkpoint, tp, dtype); graphs on (model config, bucket, tp, dtype, backend, cut,
 code, versions). They never mix. A folder is named by its identity; when the wanted one is absent,
@@ -56,7 +56,7 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
             f"the {what} in {path} were never finished: there is no {MANIFEST}\nMake them again:"
             f" {command}"
         )
-    stored = map(stored_identity, _finished_folders(artifacts, identity["kind"]))
+    stored = map(stored_identity, finished_folders(artifacts, identity["kind"]))
     others = [other for other in stored if other and other.get("model") == identity["model"]]
     if not others:
         raise UserError(f"no {what} in {artifacts}\nMake them: {command}")
@@ -110,11 +110,11 @@ def _differing(wanted: dict, stored: dict | None) -> str:
 
 def finished_weights(artifacts: Path, model: str) -> list[Path]:
     """The folders of a model's finished weight sets; also those whose manifest cannot be read."""
-    folders = _finished_folders(artifacts, "weights")
+    folders = finished_folders(artifacts, "weights")
     return [path for path in folders if (stored_identity(path) or {}).get("model", model) == model]
 
 
-def _finished_folders(artifacts: Path, kind: str) -> list[Path]:
+def finished_folders(artifacts: Path, kind: str) -> list[Path]:
     return [path.parent for path in sorted((Path(artifacts) / kind).glob(f"*/{MANIFEST}"))]
 
 
@@ -135,7 +135,7 @@ def code_digest(backend: str, *more: str) -> str:
 @cache
 def _digest_of_code(names: tuple[str, ...]) -> str:
     """Comments and docstrings do not count."""
-    hasher, package = hashlib.sha256(), Path(__file__).parent
+    hasher, package = hashlib.sha256(), Path(__file__).parents[1]
     for name in names:
         room = package / name
         for path in sorted(room.rglob("*.py")) if room.is_dir() else [package / f"{name}.py"]:
