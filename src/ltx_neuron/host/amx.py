@@ -28,16 +28,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-TILE, STEP, PARTS = 16, 32, 3  # rows and outputs of a tile; inputs of a tile; bf16 parts of a float
+TILE, STEP, PARTS = 16, 32, 3  # rows and outputs of a tile, its inputs, bf16 parts of a float32
 TILE_BYTES = 1024
-OUTPUTS = (
-    64  # that are added up side by side: four tiles C, beside three B and one A, are all eight
-)
-STRIPS = 2  # of so many outputs that a core takes at a time: the parts are read once for all
-STEPS = (
-    16  # tiles of inputs that a core takes at a time: strips of the weight that fit in its cache
-)
-MOST_ROWS = 1024  # of activations that are taken at once: what their parts take of memory
+# Outputs that are added up side by side, a strip: four tiles C, with three B and an A they are all
+# eight that there are.
+OUTPUTS = 64
+# Strips and tiles of inputs that a core takes at a time: as much of the weight as its cache holds
+# beside the rest.
+STRIPS, STEPS = 4, 8
+MOST_ROWS = 1024  # of activations that are taken at once: their parts take memory
 _STRIP_BYTES = STRIPS * STEPS * OUTPUTS * STEP * 2
 _SUM_BYTES = STRIPS * OUTPUTS * TILE * 4  # of sixteen rows
 
@@ -176,7 +175,8 @@ def _cut(x, tile, parts):
 
 @njit
 def _lay_tiles(weight, output, first, steps, strips):
-    """Tiles of inputs of weight (N, K), from output and input on -> strips (2, STEPS, 64, 32).
+    """Tiles of inputs of weight (N, K), from output and input on -> strips
+    (STRIPS, STEPS, 64, 32).
     Zeros where it has no more."""
     outputs, inputs = weight.shape
     row_bytes = 2 * inputs
@@ -237,7 +237,7 @@ def _add_products(sums, strip, parts, steps, products):
 
 @njit
 def _write(sums, output, out):
-    """Sums (tiles of rows, 2, 64, 16) of outputs from `output` on -> columns of out (M, N)."""
+    """Sums (tiles of rows, STRIPS, 64, 16) of outputs from `output` on -> columns of out (M, N)."""
     rows, outputs = out.shape
     for row in range(rows):
         for n in range(min(STRIPS * OUTPUTS, outputs - output)):
