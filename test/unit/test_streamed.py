@@ -176,3 +176,10 @@ def test_torchs_own_products_in_bf16_stay_what_they_are_between_ours():
     for _ in range(3):
         exact_and_amx(x.float(), weight)
         assert torch.equal(nn.functional.linear(x, weight), wanted)
+
+
+def test_a_compiler_told_of_another_cpu_is_not_asked_for_tiles(monkeypatch):
+    has_amx.cache_clear()
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert not has_amx()
+    has_amx.cache_clear()

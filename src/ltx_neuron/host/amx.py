@@ -1,24 +1,23 @@
-"""Float32 products with weights stored in bf16, by the matrix unit of Intel's CPUs (AMX), as exact
-as a product in float32.
+"""Float32 products with weights stored in bf16 by the matrix unit of Intel's CPUs (AMX), at least
+as exact as a product in float32.
 
-AMX multiplies tiles of bf16 and adds the products up in float32. Cut at its 8th and 16th leading
-bit, a float32 number is a sum of three bf16 numbers, exactly; so x w is x1 w + x2 w + x3 w, all
-added up in one accumulator. Three times the multiplications at ten times the rate. No library does
-it: torch and oneDNN round the result of a bf16 product to bf16, oneDNN's mode for float32 inputs
-converts both sides at every call, and holds for the whole process.
+AMX multiplies tiles of bf16 and adds the products up in float32. A float32 number has 24 bits, so
+cut after the 8th and the 16th it is a sum of three bf16 numbers, exactly: x w is
+x1 w + x2 w + x3 w. That is three times the multiplications, at ten times the rate. No library does
+it: torch gives a product of bf16 in bf16, and oneDNN's mode for float32 inputs holds for the whole
+process and converts both sides of every product.
 
-A tile is 1 KB. Those of a product, with the names of Intel's manual:
+A tile is 1 KB. Those of a product, by the names of Intel's manual:
 
     A  16 outputs x 32 inputs of the weight, as they are stored
-    B  32 inputs x 16 rows of a part of the activations: pairs of inputs lie together
+    B  32 inputs x 16 rows of a part of the activations; two inputs lie together
     C  16 outputs x 16 rows of the result, float32
 
-Importing this module imports numba, and compiles for a CPU that has AMX: `products.AMX`.
+Importing this module imports numba and compiles, or loads what was compiled before: only where
+`products.has_amx`. Otherwise LLVM ends the process.
 """
 
 import ctypes
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -261,6 +260,15 @@ def _multiply_strips(weight, output, parts, strips, sums, out):
     _write(sums, output, out)
 
 
+def _compiled(function):
+    """What OpenMP calls in every thread, with the address of a job."""
+    signature = types.void(types.voidptr)
+    try:
+        return cfunc(signature, cache=True)(function)
+    except RuntimeError:  # neither this file's folder nor the user's for caches can be written
+        return cfunc(signature)(function)
+
+
 # Numbers of a job, by their places: what the threads count, addresses and sizes.
 PIECE, THREAD, X, ROWS, INPUTS, WEIGHT, OUT, N, PARTS_AT, SCRATCH, CONFIGURATION = range(11)
 
@@ -271,7 +279,7 @@ def _parts_of(job):
     return carray(_pointer(job[PARTS_AT]), (tiles, steps, PARTS, TILE, TILE), np.uint32)
 
 
-@cfunc(types.void(types.voidptr), cache=True)
+@_compiled
 def _cut_all(address):
     """One thread's share of cutting the activations."""
     job = carray(address, 11, np.int64)
@@ -284,7 +292,7 @@ def _cut_all(address):
         _cut(x, tile, parts[tile])
 
 
-@cfunc(types.void(types.voidptr), cache=True)
+@_compiled
 def _multiply_all(address):
     """One thread's share of the product."""
     job = carray(address, 11, np.int64)
@@ -307,16 +315,14 @@ def _multiply_all(address):
     _configure(before.ctypes.data)
 
 
-@cache
-def _openmp() -> ctypes.CDLL:
-    """torch's own OpenMP: other threads would wait for its threads, which after an operation of
-    torch turn in circles on their cores for milliseconds."""
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+# torch's own OpenMP, through the libraries that torch is made of. Other threads would wait for its
+# threads, which after an operation of torch turn in circles on their cores for milliseconds.
+_openmp = ctypes.CDLL(torch._C.__file__)
 
 
 class Products:
-    """Products of float32 activations with bf16 weights. Its memory is used again and again: fresh
-    pages cost more than what is written to them."""
+    """Products of float32 activations with bf16 weights, one at a time. Its memory is used again
+    and again: fresh pages cost more than what is written to them."""
 
     def __init__(self):
         self._memory: dict[str, Tensor] = {}
@@ -324,7 +330,6 @@ class Products:
         self._configuration[0] = 1  # the palette of eight tiles
         self._configuration[16:32:2] = 64  # bytes of a tile's row
         self._configuration[48:56] = TILE  # rows
-        torch.cpu._init_amx()  # asks Linux for the tiles' registers
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """Write x (M, K) times the transpose of weight (N, K), bf16, to `out` (M, N). All are
@@ -340,7 +345,7 @@ class Products:
             )
             for function in (_cut_all, _multiply_all):
                 job[:2] = 0
-                _openmp().GOMP_parallel(
+                _openmp.GOMP_parallel(
                     ctypes.c_void_p(function.address), ctypes.c_void_p(job.data_ptr()), threads, 0
                 )
 

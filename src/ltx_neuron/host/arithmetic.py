@@ -89,17 +89,17 @@ def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
 @cache
 def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
     """Which library is faster on this CPU, for each kind of product."""
+    large = (BLAS, ONEDNN, AMX) if has_amx() else (BLAS, ONEDNN)
+    names = Libraries(few=large, many=large, tile=(BLAS, ONEDNN))
     if artifacts_dir:
         chosen = measured_once(
             artifacts_dir, "choices", "products", lambda: fastest_libraries()._asdict()
         )
         with suppress(TypeError):  # not what this function stores
-            *large, tile = Libraries(**chosen)
-            if {*large} <= {AMX, BLAS, ONEDNN} and tile in (BLAS, ONEDNN):
-                return Libraries(**chosen)
+            found = Libraries(**chosen)
+            if all(name in known for name, known in zip(found, names, strict=True)):
+                return found
         return fastest_libraries()
-    large = (BLAS, ONEDNN, AMX) if has_amx() else (BLAS, ONEDNN)
-    names = Libraries(few=large, many=large, tile=(BLAS, ONEDNN))
     timed = zip(_TIMED_PRODUCTS, names, strict=True)
     return Libraries(*(_on_one_core(_fastest_library, *kind) for kind in timed))
 

@@ -8,9 +8,10 @@ host/arithmetic.py measures which is faster. The video decoder
 benchmarks of both.
 """
 
-import platform
+import ctypes
+import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -61,13 +62,16 @@ def multiplier(library: str) -> Callable[[Tensor, Tensor, Tensor], None]:
     return partial(multiply, library=library)
 
 
+@cache
 def has_amx() -> bool:
     """Whether AMX can be taken on this machine."""
-    if platform.system() != "Linux" or not torch.cpu._is_amx_tile_supported():
+    # numba, told to compile for another CPU, would end the process.
+    told = ("NUMBA_CPU_FEATURES", "NUMBA_CPU_NAME", "NUMBA_DISABLE_JIT")
+    if not torch.cpu._is_amx_tile_supported() or any(name in os.environ for name in told):
         return False
-    from llvmlite.binding import get_host_cpu_features
-    from numba import config
+    from llvmlite.binding import get_host_cpu_features  # large, and of use here alone
 
-    # What LLVM is told of another CPU cannot be compiled for it, which would end the process.
-    told = config.CPU_NAME or config.CPU_FEATURES or config.DISABLE_JIT
-    return not told and get_host_cpu_features().get("amx-bf16", False)
+    if not get_host_cpu_features().get("amx-bf16"):
+        return False
+    has_openmp = hasattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel")
+    return has_openmp and torch.cpu._init_amx()  # asks Linux for the tiles' registers
