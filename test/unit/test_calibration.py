@@ -17,6 +17,7 @@ from ltx_neuron.host.arithmetic import (
     fastest_libraries,
 )
 from ltx_neuron.host.calibration import file_of, measured_once, read, store, update
+from ltx_neuron.host.products import has_amx
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.workspace import Workspace
@@ -165,14 +166,23 @@ OTHERS = {"few": "onednn", "many": "blas", "tile": "onednn"}
 def test_the_libraries_of_products_are_measured_once_a_machine_and_stored(tmp_path):
     measured = fastest_libraries(tmp_path)
     assert read(tmp_path) == {"choices": {"products": measured._asdict()}}
-    assert {*measured} <= {"blas", "onednn"}
+    assert {*measured} <= {"amx", "blas", "onednn"} and measured.tile != "amx"
     update(tmp_path, "choices", {"products": OTHERS})
     assert fastest_libraries(tmp_path) == measured  # of this process, to its end
     fastest_libraries.cache_clear()
     assert fastest_libraries(tmp_path)._asdict() == OTHERS
 
 
-@pytest.mark.parametrize("stored", [5, {"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}])
+@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
+def test_the_kernel_for_the_matrix_unit_is_chosen_where_there_is_one():
+    """Nothing else has half of its rate."""
+    chosen = fastest_libraries()
+    assert (chosen.few, chosen.many) == ("amx", "amx")
+
+
+@pytest.mark.parametrize(
+    "stored", [5, {"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}, OTHERS | {"tile": "amx"}]
+)
 def test_libraries_that_nobody_stores_are_not_taken(tmp_path, stored):
     update(tmp_path, "choices", {"products": stored})
     assert fastest_libraries(tmp_path) == fastest_libraries()

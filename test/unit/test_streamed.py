@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.products import BLAS, ONEDNN, Libraries
+from ltx_neuron.host.products import AMX, BLAS, ONEDNN, Libraries, has_amx, multiplier
 from ltx_neuron.text.streamed import Float32LinearMode, MappedWeights, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import MODELS
@@ -100,7 +100,10 @@ def test_a_source_without_a_layers_weights_is_refused(stored):
         MappedWeights(source, torch.float32).fill(Layer(), f"layers.{LAYERS}.")
 
 
-@pytest.mark.parametrize("library", [BLAS, ONEDNN])
+NEEDS_AMX = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
+
+
+@pytest.mark.parametrize("library", [BLAS, ONEDNN, pytest.param(AMX, marks=NEEDS_AMX)])
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("outputs", [10, 3000])  # in one piece, and in several
 def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library, monkeypatch):
@@ -119,3 +122,64 @@ def test_activations_of_another_dtype_are_multiplied_as_ever():
     wanted = nn.functional.linear(x, weight)
     with Float32LinearMode():
         assert torch.equal(nn.functional.linear(x, weight), wanted)
+
+
+def exact_and_amx(x, weight):
+    """A product in float64, and by the kernel, in memory that held something else."""
+    out = torch.full((len(x), len(weight)), torch.nan)
+    multiplier(AMX)(x, weight, out)
+    return x.double() @ weight.double().t(), out
+
+
+@NEEDS_AMX
+@pytest.mark.parametrize("inputs", [1, 31, 32, 97, 512, 513, 1100])
+@pytest.mark.parametrize("outputs", [1, 16, 63, 129, 300])
+def test_the_matrix_units_product_is_as_exact_as_one_in_float32(inputs, outputs):
+    weight = randn(outputs, inputs, seed=1).bfloat16()
+    for rows in (1, 15, 16, 17, 60, 70):
+        x = randn(rows, inputs, seed=rows)
+        wanted, got = exact_and_amx(x, weight)
+        assert rel(got, wanted) < 2e-7  # libraries: 2e-7 to 5e-7, for more rows than one
+
+
+@NEEDS_AMX
+def test_more_rows_than_are_taken_at_once_and_shared_out_among_threads(
+    one_thread,  # noqa: F811
+):
+    x, weight = randn(1100, 70), randn(600, 70, seed=1).bfloat16()
+    wanted, alone = exact_and_amx(x, weight)
+    assert rel(alone, wanted) < fp32_bound(70)
+    torch.set_num_threads(3)
+    assert torch.equal(exact_and_amx(x, weight)[1], alone)  # threads decide on no bit
+
+
+@NEEDS_AMX
+def test_all_24_bits_of_an_activation_are_multiplied():
+    x = torch.tensor([[1 + 2**-23, -(2**-100) * (1 + 2**-12), 2.0**127 * (2 - 2**-23), 0.0]])
+    for place in range(4):
+        weight = torch.eye(4)[place : place + 1].bfloat16()
+        assert exact_and_amx(x, weight)[1].item() == x[0, place].item()
+
+
+@NEEDS_AMX
+def test_what_is_not_finite_stays_visible():
+    for broken in (torch.nan, torch.inf):
+        got = exact_and_amx(torch.tensor([[broken, 1.0]]), torch.ones(3, 2).bfloat16())[1]
+        assert not got.isfinite().any()
+
+
+@NEEDS_AMX
+def test_torchs_own_products_in_bf16_stay_what_they_are_between_ours():
+    """oneDNN uses the same tiles, and need not set them up anew."""
+    x, weight = randn(100, 200).bfloat16(), randn(300, 200, seed=1).bfloat16()
+    wanted = nn.functional.linear(x, weight)
+    for _ in range(3):
+        exact_and_amx(x.float(), weight)
+        assert torch.equal(nn.functional.linear(x, weight), wanted)
+
+
+def test_a_compiler_told_of_another_cpu_is_not_asked_for_tiles(monkeypatch):
+    has_amx.cache_clear()
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert not has_amx()
+    has_amx.cache_clear()

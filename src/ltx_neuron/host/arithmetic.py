@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ltx_neuron.host.calibration import measured_once
-from ltx_neuron.host.products import BLAS, ONEDNN, ONEDNN_ALONE, Libraries, multiply
+from ltx_neuron.host.products import AMX, BLAS, ONEDNN, ONEDNN_ALONE, Libraries, has_amx, multiplier
 from ltx_neuron.host.winograd import Workers
 
 # Channels, frames, height and width of the convolution that is timed: 1.3 ms in float32, and not
@@ -28,8 +28,7 @@ _REPEATS = 10
 # Measured ratio from which on -> what it counts as. The steps are wide apart: 0.3, 1 and 2 without
 # AMX, 6 to 10 with it.
 _SPEEDS = {4.0: 8, 1.4: 2}
-# oneDNN is taken where it needs this part of the other's time: with larger pieces and on all cores
-# MKL gains more.
+# Of MKL's time: with larger pieces and on all cores it gains more than the others.
 _MARGIN = 0.9
 # Rows of activations, inputs and outputs of the products that are timed.
 _TIMED_PRODUCTS = Libraries(few=(64, 4096, 512), many=(512, 2048, 512), tile=(128, 256, 256))
@@ -90,15 +89,19 @@ def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
 @cache
 def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
     """Which library is faster on this CPU, for each kind of product."""
+    large = (BLAS, ONEDNN, AMX) if has_amx() else (BLAS, ONEDNN)
+    names = Libraries(few=large, many=large, tile=(BLAS, ONEDNN))
     if artifacts_dir:
         chosen = measured_once(
             artifacts_dir, "choices", "products", lambda: fastest_libraries()._asdict()
         )
         with suppress(TypeError):  # not what this function stores
-            if {*Libraries(**chosen)} <= {BLAS, ONEDNN}:
-                return Libraries(**chosen)
+            found = Libraries(**chosen)
+            if all(name in known for name, known in zip(found, names, strict=True)):
+                return found
         return fastest_libraries()
-    return Libraries(*(_on_one_core(_faster_library, shape) for shape in _TIMED_PRODUCTS))
+    timed = zip(_TIMED_PRODUCTS, names, strict=True)
+    return Libraries(*(_on_one_core(_fastest_library, *kind) for kind in timed))
 
 
 def _on_one_core(function: Callable, *args) -> Any:
@@ -110,18 +113,18 @@ def _on_one_core(function: Callable, *args) -> Any:
     return results[0]
 
 
-def _faster_library(shape: tuple[int, int, int]) -> str:
-    """The library that multiplies in less time."""
+def _fastest_library(shape: tuple[int, int, int], names: tuple[str, ...]) -> str:
+    """The library that multiplies in the least time."""
     rows, inputs, outputs = shape
-    x, weight, out = (
-        torch.ones(rows, inputs),
-        torch.ones(outputs, inputs),
-        torch.ones(rows, outputs),
-    )
-    seconds = _least_seconds(
-        {name: partial(multiply, x, weight, out, name) for name in (BLAS, ONEDNN)}
-    )
-    return ONEDNN if seconds[ONEDNN] < _MARGIN * seconds[BLAS] else BLAS
+    x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
+    products = {}
+    for name in names:
+        dtype = torch.bfloat16 if name == AMX else torch.float32
+        weight = torch.ones(outputs, inputs, dtype=dtype)
+        products[name] = partial(multiplier(name), x, weight, out)
+    seconds = _least_seconds(products)
+    seconds[BLAS] *= _MARGIN
+    return min(seconds, key=seconds.get)
 
 
 def _time_convolutions() -> dict[torch.dtype, float]:

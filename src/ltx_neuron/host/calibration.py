@@ -22,13 +22,16 @@ from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import exclusive, read_json, write_json
 
-# By which torch, oneDNN and MKL are told what to use of a CPU.
+# By which torch, oneDNN, MKL and numba are told what to use of a CPU.
 _LIMITS = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_DEFAULT_FPMATH_MODE",
     "DNNL_MAX_CPU_ISA",
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
+    "NUMBA_CPU_FEATURES",
+    "NUMBA_CPU_NAME",
+    "NUMBA_DISABLE_JIT",
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )

@@ -18,7 +18,7 @@ from ltx_neuron import machine
 from ltx_neuron.host import calibration
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.host.products import multiply
+from ltx_neuron.host.products import AMX, multiplier
 from ltx_neuron.host.video import write_video
 from ltx_neuron.profiles import Profile
 
@@ -150,18 +150,13 @@ def _decode_video(host: HostModels) -> float:
 def _multiply(arithmetic: Arithmetic) -> float:
     """FLOP/s of the product that text encoding consists of."""
     rows, inputs, outputs = _PRODUCT
-    x, weight, out = (
-        torch.ones(shape, dtype=arithmetic.dtype)
-        for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
-    )
+    x = torch.ones(rows, inputs, dtype=arithmetic.dtype)
     library = arithmetic.libraries.of(rows)
-
-    def product() -> None:
-        if arithmetic.dtype == torch.float32:
-            multiply(x, weight, out, library)
-        else:
-            torch.nn.functional.linear(x, weight)
-
+    in_float32 = arithmetic.dtype == torch.float32 and library != AMX
+    weight = torch.ones(outputs, inputs, dtype=torch.float32 if in_float32 else torch.bfloat16)
+    product = partial(torch.nn.functional.linear, x, weight)
+    if arithmetic.dtype == torch.float32:
+        product = partial(multiplier(library), x, weight, torch.ones(rows, outputs))
     return 2 * rows * inputs * outputs / _seconds(product, 3)
 
 

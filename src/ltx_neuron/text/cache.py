@@ -24,6 +24,7 @@ HOST_ENCODER_CODE = (
     "config",
     "models",
     "text",
+    "host/amx",
     "host/products",
     "weights/checkpoint",
     "weights/pagecache",

@@ -126,7 +126,7 @@ class HostTextEncoder:
         dtype: torch.dtype,
         libraries: Libraries = ONEDNN_ALONE,
     ):
-        self.libraries = libraries
+        self.libraries, self.linear_mode = libraries, Float32LinearMode(libraries)
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
         self.weights = MappedWeights(source, dtype)
 
@@ -173,7 +173,7 @@ class HostTextEncoder:
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
-        with Float32LinearMode(self.libraries):
+        with self.linear_mode:
             packs = pack_prompts(prompts)
             return [context for pack in packs for context in self._encode_pack(pack)]
 

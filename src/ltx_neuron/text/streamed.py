@@ -7,12 +7,13 @@ weights of an fp32 product are cast piece by piece, in the CPU's cache.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ltx_neuron.host.products import BLAS, MANY_ROWS, ONEDNN_ALONE, Libraries, multiply
+from ltx_neuron.host.products import AMX, BLAS, MANY_ROWS, ONEDNN_ALONE, Libraries, multiplier
 from ltx_neuron.weights.checkpoint import Source
 
 # Elements of a weight that are cast at once: 8 MB in fp32, which a core's share of the cache holds.
@@ -90,6 +91,7 @@ class Float32LinearMode(TorchFunctionMode):
         super().__init__()
         self._libraries = libraries
         self._cast_buffer = torch.empty(0)
+        self._multiply = cache(multiplier)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is nn.functional.linear and args[0].dtype == torch.float32:
@@ -99,17 +101,27 @@ class Float32LinearMode(TorchFunctionMode):
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K) float32, weight (N, K), bias (N) -> (..., N) float32."""
         rows, outputs = x.shape[:-1].numel(), len(weight)
-        library, elements = self._libraries.of(rows), _LARGE_PIECE_ELEMENTS
-        if rows < MANY_ROWS:
-            elements = _PIECE_ELEMENTS * (2 if library == BLAS else 1)
-        weight_rows = max(_MIN_WEIGHT_ROWS, elements // weight.shape[1])
-        activations, output = x.reshape(rows, -1), x.new_empty(rows, outputs)
-        parts = zip(weight.split(weight_rows), output.split(weight_rows, dim=1), strict=True)
-        for piece, part in parts:
-            multiply(activations, self._as_float32(piece), part, library)
+        library = self._libraries.of(rows)
+        activations, output = x.reshape(rows, -1).contiguous(), x.new_empty(rows, outputs)
+        if library != AMX:
+            self._in_pieces(activations, weight, output, library)
+        elif weight.dtype == torch.bfloat16 and weight.is_contiguous():
+            self._multiply(AMX)(activations, weight, output)
+        else:  # as good as any: AMX is Intel's
+            self._in_pieces(activations, weight, output, BLAS)
         if bias is not None:
             output.add_(bias)
         return output.view(*x.shape[:-1], outputs)
+
+    def _in_pieces(self, x: Tensor, weight: Tensor, output: Tensor, library: str) -> None:
+        """Multiply with pieces of the weight that are cast to float32 if they must be."""
+        elements = _LARGE_PIECE_ELEMENTS
+        if len(x) < MANY_ROWS:
+            elements = _PIECE_ELEMENTS * (2 if library == BLAS else 1)
+        weight_rows = max(_MIN_WEIGHT_ROWS, elements // weight.shape[1])
+        parts = zip(weight.split(weight_rows), output.split(weight_rows, dim=1), strict=True)
+        for piece, part in parts:
+            self._multiply(library)(x, self._as_float32(piece), part)
 
     def _as_float32(self, piece: Tensor) -> Tensor:
         """A piece of a weight in float32, valid until the next call."""
