@@ -7,6 +7,7 @@ are cut by length and channels alone: the number of cores does not change the bi
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,13 +16,13 @@ import torch.nn.functional as F
 from ltx_core.model.audio_vae import vocoder as ltx
 from torch import Tensor, nn
 
-from ltx_neuron.host.fourier import prepare
+from ltx_neuron.host import kernels
+from ltx_neuron.host.fourier import Convolution, flat
 from ltx_neuron.host.winograd import Workers
 
 FILTER = 12  # taps of the low-pass filters around an activation
 REACH = 6  # samples on each side on which an activation's result depends
-UP_REACH = 3  # samples on each side from which upsampling makes a sample's two
-BLOCK = 8  # samples that a matrix product resamples
+GROUP = 512  # numbers that an activation computes at a time, about
 # Rows of memory before and after a signal's: what a filter reads there, and where the last of a
 # convolution's whole blocks end.
 BEFORE, AFTER = 32, 10 * 32
@@ -214,13 +215,10 @@ class _Pair:
         conv2: nn.Conv1d,
         workers: Workers,
     ):
-        first, second = _Snake(act1), _Snake(act2)
-        # Each activation is given its input times its own a.
-        ones = torch.ones(conv2.out_channels)
-        self.scale, self.workers = first.scale, workers
+        self.workers = workers
         self.steps = [
-            (first, prepare(conv1, first.scale, second.scale, workers, "first")),
-            (second, prepare(conv2, second.scale, ones, workers, "second")),
+            (_Activation(act1), Convolution(conv1, workers, "first")),
+            (_Activation(act2), Convolution(conv2, workers, "second")),
         ]
         self.margin = sum(REACH + conv.before for _, conv in self.steps)
 
@@ -243,9 +241,9 @@ class _Pair:
         """What is to be added to x, by one core; some samples more than x has."""
         length, channels = x.shape
         signal = self.workers.scratch("x", BEFORE + length + AFTER, channels)
-        torch.mul(x, self.scale, out=signal[BEFORE : BEFORE + length])
-        for snake, conv in self.steps:
-            active = snake.activate(signal, length, self.workers)[BEFORE - conv.before :]
+        signal[BEFORE : BEFORE + length] = x
+        for activation, conv in self.steps:
+            active = activation.apply(signal, length, self.workers)[BEFORE - conv.before :]
             conv.convolve(active, length, signal[BEFORE:], self.workers)
         return signal[BEFORE:]
 
@@ -253,77 +251,54 @@ class _Pair:
 def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
     """The last activation and convolution: (2, length)."""
     length, channels = x.shape
-    snake, result = _Snake(generator.act_post), torch.empty_like(x)
+    activation, result = _Activation(generator.act_post), torch.empty_like(x)
 
     def compute(span: Span) -> None:
         rows = span.last - span.first
         signal = workers.scratch("x", BEFORE + rows + AFTER, channels)
-        torch.mul(x[span.first : span.last], snake.scale, out=signal[BEFORE : BEFORE + rows])
+        signal[BEFORE : BEFORE + rows] = x[span.first : span.last]
         wanted = slice(BEFORE + span.start - span.first, BEFORE + span.stop - span.first)
-        active = snake.activate(signal, rows, workers)[wanted]
-        torch.div(active, snake.scale, out=result[span.start : span.stop])
+        result[span.start : span.stop] = activation.apply(signal, rows, workers)[wanted]
 
     _share(workers, compute, spans(length, channels, REACH))
     return _convolve(result, generator.conv_post, workers).T.contiguous()
 
 
-class _Snake:
-    """An activation, y = x + sin(ax)^2 / b at twice the rate, between low-pass filters.
-
-    The filters are matrices that make BLOCK samples at a time. Signals before and after it are
-    multiplied by `scale`, a: the sum is then ax + (root sin(ax))^2, root = sqrt(a / b).
-    """
+class _Activation:
+    """y = x + sin(ax)^2 / b at twice the rate, between low-pass filters."""
 
     def __init__(self, activation: ltx.Activation1d):
         snake = activation.act
-        self.scale = snake.alpha.exp()
-        # Repeated for all rows of a block: operations on long rows take less time.
-        root = (self.scale / (snake.beta.exp() + snake.eps)).sqrt()
-        self.root = root.repeat(2 * BLOCK)
-        self.up = torch.zeros(BLOCK, 2, BLOCK + 2 * UP_REACH)
-        self.down = torch.zeros(BLOCK, 2 * BLOCK + FILTER - 2)
-        up = 2 * activation.upsample.filter.flatten().flip(0)
-        # A sample's two have every second tap, of samples -3 to 2 and -2 to 3 around it.
-        diagonals = self.up.stride(0) + 1, 1
-        self.up.as_strided((BLOCK, FILTER // 2), diagonals).copy_(up[0::2])
-        second = self.up.stride(1) + 1
-        self.up.as_strided((BLOCK, FILTER // 2), diagonals, second).copy_(up[1::2])
-        diagonals = self.down.stride(0) + 2, 1
-        down = activation.downsample.lowpass.filter.flatten()
-        self.down.as_strided((BLOCK, FILTER), diagonals).copy_(down)
-        self.up = self.up.flatten(0, 1)
+        a, b = snake.alpha.exp(), 1 / (snake.beta.exp() + snake.eps)
+        # Repeated for whole rows that are a multiple of LANES.
+        rows = kernels.LANES // math.gcd(len(a), kernels.LANES)
+        rows *= -(-GROUP // (rows * len(a)))
+        self.a, self.b = a.repeat(rows).numpy(), b.repeat(rows).numpy()
+        self.up = tuple((2 * activation.upsample.filter).flatten().flip(0).tolist())
+        self.down = tuple(activation.downsample.lowpass.filter.flatten().tolist())
 
-    def activate(self, x: Tensor, length: int, workers: Workers) -> Tensor:
+    def apply(self, x: Tensor, length: int, workers: Workers) -> Tensor:
         """The activation of x, `length` rows after the BEFORE first ones, with zeros around it, in
         scratch memory of the calling worker. Overwrites what is around x."""
-        channels, blocks = x.shape[1], -(-length // BLOCK)
-        end = BEFORE + length
-        _repeat_ends(x[BEFORE - REACH : end + 3 * BLOCK], REACH, REACH + length)
-        # From UP_REACH samples before x.
-        high = workers.scratch("values", blocks + 1, 2 * BLOCK, channels)
-        _resample(self.up, x[BEFORE - REACH :], high, BLOCK)
-        rows = high.view(blocks + 1, -1)
-        sine = torch.sin(rows, out=workers.scratch("products", *rows.shape)).mul_(self.root)
-        rows.addcmul_(sine, sine)
-        # The second filter, too, reads the ends again and again where x ends.
-        high = high.flatten(0, 1)
-        _repeat_ends(high, 2 * UP_REACH, 2 * (UP_REACH + length))
-        low = workers.scratch("signal", BEFORE + blocks * BLOCK + AFTER, channels)
-        # A sample is made of 5 before its two and 5 after; the first ones here are 6 before it.
-        _resample(self.down, high[1:], low[BEFORE:-AFTER].view(blocks, BLOCK, channels), 2 * BLOCK)
+        channels = x.shape[1]
+        low = workers.scratch("signal", BEFORE + length + AFTER, channels)
+        # Whole groups of numbers, and three rows before and after.
+        size = -(-length * channels // len(self.a)) * len(self.a) + 6 * channels
+        high = workers.scratch("values", 2, size + kernels.LANES)
+        start = BEFORE * channels
+        kernels.activate(
+            flat(x),
+            start,
+            channels,
+            length,
+            self.up,
+            self.down,
+            self.a,
+            self.b,
+            flat(high),
+            flat(low),
+            start,
+        )
         low[:BEFORE].zero_()
-        low[end:].zero_()
+        low[BEFORE + length :].zero_()
         return low
-
-
-def _resample(matrix: Tensor, x: Tensor, out: Tensor, step: int) -> None:
-    """Write the matrix (O, I) times every I rows of x, `step` apart, to `out` (blocks, O, C)."""
-    blocks, _, channels = out.shape
-    views = x.as_strided((blocks, matrix.shape[1], channels), (step * channels, channels, 1))
-    torch.bmm(matrix.expand(blocks, -1, -1), views, out=out)
-
-
-def _repeat_ends(x: Tensor, first: int, last: int) -> None:
-    """Overwrite all rows outside of first to last by the nearest row inside."""
-    x[:first] = x[first]
-    x[last:] = x[last - 1]
