@@ -4,18 +4,19 @@ Fourier transform.
 A block of N inputs gives N - k + 1 outputs of a convolution with k taps. Along time, with the
 names of the paper that host/winograd.py follows:
 
-    U = G g      the filter transform: k taps to P points
-    V = B^T d    the input transform: N inputs to P points
+    U = G g      the filter transform: k taps to P points       kernels.to_filters
+    V = B^T d    the input transform: N inputs to P points      kernels.to_points
     M = U V      products, summed over input channels: one matrix product per point
-    Y = A^T M    the output transform: P points to N - k + 1 outputs
+    Y = A^T M    the output transform: P points to N - k + 1    kernels.to_samples
 
 A point is a real number: a real and a complex frequency's product takes 1 and 3 of them. N = 32
 has 47 points, which are 2.1 products an output where 11 taps take 11. Unlike Winograd's transforms
-for as many taps, these lose no digits. Every transform is a matrix product too. Signals are rows of
-channels, (time, C): overlapping blocks are then views, and no sample is copied.
+for as many taps, these lose no digits. Signals are rows of channels, (time, C).
 """
 
 import torch
+import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor, nn
 
 from ltx_neuron.host import kernels
@@ -23,12 +24,6 @@ from ltx_neuron.host.winograd import Workers
 
 # Input channels whose filters a core transforms at a time.
 INPUTS_AT_ONCE = 64
-
-
-def block_size(taps: int) -> int:
-    """The inputs of a block that take the least time. Twice as many save few products, and cost
-    longer transforms and more filters; half as many save few transforms."""
-    return 16 if taps <= 3 else 32
 
 
 class Convolution:
@@ -41,71 +36,47 @@ class Convolution:
         """The transformed filters are put into scratch memory of that name."""
         (self.dilation,), (self.taps,) = conv.dilation, conv.kernel_size
         self.before = (self.taps - 1) * self.dilation // 2
-        self.block = block_size(self.taps)
-        self.size = self.block - self.taps + 1  # outputs of a block
-        self.outputs, self.inputs = conv.weight.shape[:2]
-        self.bias = padded(conv.bias.repeat(self.dilation))
-        count, numbers = self.block // 2 * 3 - 1, self.inputs * self.outputs
-        plane = numbers + kernels.LANES
-        memory = workers.scratch(name, count * plane)
-        self.points = memory.as_strided(
-            (count, self.inputs, self.outputs), (plane, self.outputs, 1)
-        )
-        weight, points = flat(conv.weight), flat(memory)
+        self.bias = flat(F.pad(conv.bias.repeat(self.dilation), (0, kernels.LANES)))
+        outputs, inputs, _ = conv.weight.shape
+        count = kernels.point_count(self.taps)
+        memory, self.points = _planes(workers, name, count, inputs, outputs)
+        weight, points, plane = flat(conv.weight.contiguous()), flat(memory), self.points.stride(0)
 
         def transform(first: int) -> None:
-            last = min(self.inputs, first + INPUTS_AT_ONCE)
-            kernels.to_filters(
-                weight, self.taps, self.block, self.inputs, self.outputs, first, last, points, plane
-            )
+            last = min(inputs, first + INPUTS_AT_ONCE)
+            kernels.to_filters(weight, self.taps, inputs, outputs, first, last, points, plane)
 
-        workers.run(transform, range(0, self.inputs, INPUTS_AT_ONCE))
+        workers.run(transform, range(0, inputs, INPUTS_AT_ONCE))
 
     def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
-        """Write `length` outputs or more to a contiguous `out` (samples, Cout). The first one is of
-        the first samples of the signal (samples, Cin)."""
-        # Samples that are `dilation` apart are one series; each is cut into blocks of its own. As
-        # many neighbouring samples are of different series: one row of numbers for the kernels.
-        blocks, count = -(-length // (self.dilation * self.size)), len(self.points)
+        """Write `length` outputs or more to `out` (samples, Cout). The first one is of the first
+        samples of the signal (samples, Cin). Both are contiguous."""
+        # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
+        # Neighbouring samples are of different series, and one row of numbers for the kernels.
+        size = kernels.output_count(self.taps)
+        blocks = -(-length // (self.dilation * size))
+        count, inputs, outputs = self.points.shape
         rows = blocks * self.dilation
-        values = _planes(workers, "values", count, rows, self.inputs)
-        products = _planes(workers, "products", count, rows, self.outputs)
-        width = self.dilation * self.inputs
-        kernels.to_points(
-            flat(signal),
-            self.block,
-            self.size * width,
-            blocks,
-            width,
-            flat(values),
-            values.stride(0),
-        )
-        torch.bmm(values, self.points, out=products)
-        kernels.to_samples(
-            flat(products),
-            products.stride(0),
-            self.block,
-            self.taps,
-            blocks,
-            self.dilation * self.outputs,
-            self.bias,
-            flat(out),
-        )
+        memory, values = _planes(workers, "values", count, rows, inputs)
+        numbers = count * rows * outputs
+        products = workers.scratch("products", numbers + kernels.LANES)
+        row, plane = self.dilation * inputs, values.stride(0)
+        kernels.to_points(flat(signal), self.taps, size * row, blocks, row, flat(memory), plane)
+        # torch multiplies all points at once only where the result has no gaps.
+        torch.bmm(values, self.points, out=products[:numbers].view(count, rows, outputs))
+        row = self.dilation * outputs
+        kernels.to_samples(flat(products), self.taps, size * row, blocks, row, self.bias, flat(out))
 
 
-def padded(x: Tensor):
-    return torch.nn.functional.pad(x, (0, kernels.LANES)).numpy()
+def flat(x: Tensor) -> ndarray:
+    """The memory of x and all that follows it, as kernels take it."""
+    rest = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    return x.detach().as_strided((rest,), (1,)).numpy()
 
 
-def flat(x: Tensor):
-    """The memory from x on to the end, as kernels take it."""
-    rest = x.untyped_storage().nbytes() // 4 - x.storage_offset()
-    return x.as_strided((rest,), (1,)).numpy()
-
-
-def _planes(workers: Workers, name: str, count: int, rows: int, channels: int) -> Tensor:
-    """Scratch memory (count, rows, channels) of the calling worker, with as much room after it as
-    the kernels may overwrite."""
-    numbers = count * rows * channels
-    memory = workers.scratch(name, numbers + kernels.LANES)
-    return memory[:numbers].view(count, rows, channels)
+def _planes(workers: Workers, name: str, *shape: int) -> tuple[Tensor, Tensor]:
+    """Scratch memory of the calling worker, and planes in it of that shape (planes, rows, columns),
+    each with the room after it that kernels need."""
+    planes, rows, columns = shape
+    memory = workers.scratch(name, planes, rows * columns + kernels.LANES)
+    return memory, memory[:, : rows * columns].unflatten(1, (rows, columns))

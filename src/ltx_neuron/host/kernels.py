@@ -17,8 +17,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 LANES = 16
-BLOCKS = 16, 32, 64  # inputs of a block of the Fourier transform
-TAPS = 12  # of the filters around an activation
+# The inputs of a block of the Fourier transform that take the least time, for these numbers of
+# taps. Twice as many save few products, and cost longer transforms and more filters.
+BLOCKS = {3: 16, 7: 32, 11: 32}
+FILTER = 12  # taps of the low-pass filters around an activation
 PI = 3.140625, 9.67502593994140625e-4, 1.509957990978376e-7  # with few digits: products are exact
 SINE = -0.16666657096, 0.0083330172885, -0.00019806614879, 2.6000538513e-06
 ROUND = 1.5 * 2**23  # added to a float32 and subtracted again, it leaves a whole number
@@ -93,6 +95,14 @@ def samples(cos: Sequence, sin: Sequence) -> list:
     return [sample for pair in zip(even, odd, strict=True) for sample in pair]
 
 
+def point_count(taps: int) -> int:
+    return BLOCKS[taps] // 2 * 3 - 1
+
+
+def output_count(taps: int) -> int:
+    return BLOCKS[taps] - taps + 1
+
+
 def input_points(x: Sequence) -> list:
     """The points of a block of inputs: a sum that is real has one, a pair of a cosine's and a
     sine's sum three, of which the products with a filter's need no fourth."""
@@ -101,10 +111,11 @@ def input_points(x: Sequence) -> list:
     return [cos[0], cos[-1], *(point for c, s in pairs for point in (c + s, s, c))]
 
 
-def filter_points(taps: Sequence, zero, block: int) -> list:
+def filter_points(taps: Sequence, zero) -> list:
     """The points of a filter, in the same order. A convolution of torch does not turn the taps
     round: with the inputs' sums C and S and the filter's c and s the outputs' are, in the end,
     c (C + S) + S (s - c) and c (C + S) - C (c + s)."""
+    block = BLOCKS[len(taps)]
     cos, sin = spectrum([*(tap * (2 / block) for tap in taps), *[zero] * (block - len(taps))])
     pairs = zip(cos[1:-1], sin[1:-1], strict=True)
     rest = (point for c, s in pairs for point in (c, s - c, c + s))
@@ -155,7 +166,7 @@ class _Memory:
         self.builder.store(value.value, self._pointer(count, step), align=4)
 
 
-_ARRAY, _INDEX, _FILTER = types.float32[::1], types.intp, types.UniTuple(types.float32, TAPS)
+_ARRAY, _INDEX, _FILTER = types.float32[::1], types.intp, types.UniTuple(types.float32, FILTER)
 
 
 def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> Lanes:
@@ -174,11 +185,11 @@ def _upsample(typing, x, at, row, taps, a, b, param, high, to, plane):
         target = _Memory(context, builder, kinds[7], args[7], args[8])
         step, plane, none = args[2], args[9], ir.Constant(args[2].type, 0)
         a, b = (_Memory(context, builder, kinds[i], args[i], args[6]).load(0, none) for i in (4, 5))
-        taps = [_splat(builder, builder.extract_value(args[3], i)) for i in range(TAPS)]
+        taps = [_splat(builder, builder.extract_value(args[3], i)) for i in range(FILTER)]
         rows = [source.load(i, step) for i in range(-3, 4)]
         for phase in range(2):
             value = rows[phase] * taps[phase]
-            for i in range(1, TAPS // 2):
+            for i in range(1, FILTER // 2):
                 value = value + rows[phase + i] * taps[phase + 2 * i]
             target.store(snake(value, a, b), phase, plane)
         return context.get_dummy_value()
@@ -198,11 +209,11 @@ def _downsample(typing, high, at, row, plane, taps, out, to):
         first = _Memory(context, builder, kinds[0], args[0], args[1])
         second = _Memory(context, builder, kinds[0], args[0], builder.add(args[1], args[3]))
         step = args[2]
-        taps = [_splat(builder, builder.extract_value(args[4], i)) for i in range(TAPS)]
+        taps = [_splat(builder, builder.extract_value(args[4], i)) for i in range(FILTER)]
         # 2n - 5 is the second of sample n - 3.
         odd = second.load(-3, step) * taps[0]
         even = first.load(-2, step) * taps[1]
-        for i in range(1, TAPS // 2):
+        for i in range(1, FILTER // 2):
             odd = odd + second.load(i - 3, step) * taps[2 * i]
             even = even + first.load(i - 2, step) * taps[2 * i + 1]
         target = _Memory(context, builder, kinds[5], args[5], args[6])
@@ -215,11 +226,12 @@ def _downsample(typing, high, at, row, plane, taps, out, to):
 
 def _points_of(block: int):
     @intrinsic
-    def to_points(typing, x, at, step, points, to, plane):
+    def block_points(typing, x, at, step, points, to, plane):
+        """Write the points, in planes, of rows that are `step` apart."""
+
         def write(context, builder, signature, args):
-            kinds = signature.args
-            source = _Memory(context, builder, kinds[0], args[0], args[1])
-            target = _Memory(context, builder, kinds[3], args[3], args[4])
+            source = _Memory(context, builder, signature.args[0], args[0], args[1])
+            target = _Memory(context, builder, signature.args[3], args[3], args[4])
             inputs = [source.load(i, args[2]) for i in range(block)]
             for i, point in enumerate(input_points(inputs)):
                 target.store(point, i, args[5])
@@ -227,17 +239,39 @@ def _points_of(block: int):
 
         return types.void(_ARRAY, _INDEX, _INDEX, _ARRAY, _INDEX, _INDEX), write
 
-    return to_points
+    return block_points
 
 
-def _filters_of(block: int, taps: int):
+def _samples_of(taps: int):
     @intrinsic
-    def to_filters(typing, weight, at, step, last, points, to, plane):
-        """Lanes are `step` apart, and those after `last` are like it."""
+    def block_samples(typing, products, at, plane, bias, first, out, to, step):
+        """Write the outputs of products, which are in planes, to rows that are `step` apart."""
 
         def write(context, builder, signature, args):
-            kinds = signature.args
-            _, at, step, last, _, _, plane = args
+            kinds, count = signature.args, point_count(taps)
+            source = _Memory(context, builder, kinds[0], args[0], args[1])
+            bias = _Memory(context, builder, kinds[3], args[3], args[4])
+            target = _Memory(context, builder, kinds[5], args[5], args[6])
+            products = [source.load(i, args[2]) for i in range(count)]
+            # The mean, which is a part of every sample.
+            products[0] = products[0] + bias.load(0, args[2])
+            for i, sample in enumerate(output_samples(products)[: output_count(taps)]):
+                target.store(sample, i, args[7])
+            return context.get_dummy_value()
+
+        return types.void(_ARRAY, _INDEX, _INDEX, _ARRAY, _INDEX, _ARRAY, _INDEX, _INDEX), write
+
+    return block_samples
+
+
+def _filters_of(taps: int):
+    @intrinsic
+    def block_filters(typing, weight, at, step, last, points, to, plane):
+        """Write the points, in planes, of filters that are `step` apart; lanes after the last one
+        repeat it."""
+
+        def write(context, builder, signature, args):
+            kinds, (_, at, step, last, _, _, plane) = signature.args, args
             data = context.make_array(kinds[0])(context, builder, args[0]).data
             vectors = [ir.Constant(_VECTOR, ir.Undefined)] * taps
             for lane in range(LANES):
@@ -252,77 +286,36 @@ def _filters_of(block: int, taps: int):
                     )
             zero = Lanes(builder, ir.Constant(_VECTOR, [0.0] * LANES))
             target = _Memory(context, builder, kinds[4], args[4], args[5])
-            vectors = [Lanes(builder, vector) for vector in vectors]
-            for i, point in enumerate(filter_points(vectors, zero, block)):
+            numbers = [Lanes(builder, vector) for vector in vectors]
+            for i, point in enumerate(filter_points(numbers, zero)):
                 target.store(point, i, plane)
             return context.get_dummy_value()
 
         return types.void(_ARRAY, _INDEX, _INDEX, _INDEX, _ARRAY, _INDEX, _INDEX), write
 
-    return to_filters
+    return block_filters
 
 
-def _samples_of(block: int, taps: int):
-    @intrinsic
-    def to_samples(typing, products, at, plane, bias, param, out, to, step):
-        def write(context, builder, signature, args):
-            kinds = signature.args
-            source = _Memory(context, builder, kinds[0], args[0], args[1])
-            bias = _Memory(context, builder, kinds[3], args[3], args[4])
-            target = _Memory(context, builder, kinds[5], args[5], args[6])
-            products = [source.load(i, args[2]) for i in range(block // 2 * 3 - 1)]
-            products[0] = products[0] + bias.load(0, args[2])
-            for i, sample in enumerate(output_samples(products)[: block - taps + 1]):
-                target.store(sample, i, args[7])
-            return context.get_dummy_value()
-
-        return types.void(_ARRAY, _INDEX, _INDEX, _ARRAY, _INDEX, _ARRAY, _INDEX, _INDEX), write
-
-    return to_samples
+# One for each number of taps: a kernel finds them by name.
+_points16, _points32 = _points_of(16), _points_of(32)
+_filters3, _filters7, _filters11 = _filters_of(3), _filters_of(7), _filters_of(11)
+_samples3, _samples7, _samples11 = _samples_of(3), _samples_of(7), _samples_of(11)
 
 
-_points16, _points32, _points64 = (_points_of(block) for block in BLOCKS)
-_samples16_3 = _samples_of(16, 3)
-_samples32_3 = _samples_of(32, 3)
-_samples32_7 = _samples_of(32, 7)
-_samples32_11 = _samples_of(32, 11)
-_samples64_7 = _samples_of(64, 7)
-_samples64_11 = _samples_of(64, 11)
+def _kernel(*signature) -> Callable:
+    """Compile a function at once, for these types alone."""
+
+    def compiled(function: Callable) -> Callable:
+        options = {"nogil": True}
+        try:
+            return njit(types.void(*signature), cache=True, **options)(function)
+        except RuntimeError:  # neither this file's folder nor the user's for caches can be written
+            return njit(types.void(*signature), **options)(function)
+
+    return compiled
 
 
-_filters16_3 = _filters_of(16, 3)
-_filters32_7 = _filters_of(32, 7)
-_filters32_11 = _filters_of(32, 11)
-
-
-@njit(
-    types.void(_ARRAY, _INDEX, _INDEX, _INDEX, _INDEX, _INDEX, _INDEX, _ARRAY, _INDEX),
-    nogil=True,
-    cache=True,
-)
-def to_filters(weight, taps, block, inputs, outputs, first, last, points, plane):
-    """Write the points (P, inputs, outputs) of weight (outputs, inputs, taps) for inputs `first`
-    to `last`."""
-    step = inputs * taps
-    for i in range(first, last):
-        for c in range(0, outputs, LANES):
-            c = max(0, min(c, outputs - LANES))
-            at, to, end = c * step + i * taps, i * outputs + c, outputs - 1 - c
-            if taps == 3:
-                _filters16_3(weight, at, step, end, points, to, plane)
-            elif taps == 7:
-                _filters32_7(weight, at, step, end, points, to, plane)
-            else:
-                _filters32_11(weight, at, step, end, points, to, plane)
-
-
-@njit(
-    types.void(
-        _ARRAY, _INDEX, _INDEX, _INDEX, _FILTER, _FILTER, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _INDEX
-    ),
-    nogil=True,
-    cache=True,
-)
+@_kernel(_ARRAY, *[_INDEX] * 3, *[_FILTER] * 2, *[_ARRAY] * 4, _INDEX)
 def activate(x, at, row, rows, up, down, a, b, high, out, to):
     """Write the activation of `rows` rows of `row` numbers, x[at:], to out[to:].
 
@@ -351,39 +344,48 @@ def activate(x, at, row, rows, up, down, a, b, high, out, to):
             done += LANES
 
 
-@njit(types.void(_ARRAY, _INDEX, _INDEX, _INDEX, _INDEX, _ARRAY, _INDEX), nogil=True, cache=True)
-def to_points(x, block, step, blocks, width, points, plane):
-    """points (P, plane) of blocks, which are `step` apart, of rows of `width` numbers."""
+@_kernel(_ARRAY, *[_INDEX] * 5, _ARRAY, _INDEX)
+def to_filters(weight, taps, inputs, outputs, first, last, points, plane):
+    """Write the points (P, inputs, outputs) of weight (outputs, inputs, taps), for inputs `first`
+    to `last`. Fewer outputs than LANES need room after each plane and all inputs in one call."""
+    step = inputs * taps
+    for i in range(first, last):
+        for c in range(0, outputs, LANES):
+            c = max(0, min(c, outputs - LANES))
+            at, to, end = c * step + i * taps, i * outputs + c, outputs - 1 - c
+            if taps == 3:
+                _filters3(weight, at, step, end, points, to, plane)
+            elif taps == 7:
+                _filters7(weight, at, step, end, points, to, plane)
+            else:
+                _filters11(weight, at, step, end, points, to, plane)
+
+
+@_kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _INDEX)
+def to_points(x, taps, step, blocks, width, points, plane):
+    """Write the points, (blocks, width) in each plane, of blocks of rows of `width` numbers. Blocks
+    begin `step` numbers apart. Each plane needs room for LANES more."""
     for b in range(blocks):
         for c in range(0, width, LANES):
             c = max(0, min(c, width - LANES))
-            if block == 32:
-                _points32(x, b * step + c, width, points, b * width + c, plane)
-            elif block == 16:
+            if taps == 3:
                 _points16(x, b * step + c, width, points, b * width + c, plane)
             else:
-                _points64(x, b * step + c, width, points, b * width + c, plane)
+                _points32(x, b * step + c, width, points, b * width + c, plane)
 
 
-@njit(
-    types.void(_ARRAY, _INDEX, _INDEX, _INDEX, _INDEX, _INDEX, _ARRAY, _ARRAY),
-    nogil=True,
-    cache=True,
-)
-def to_samples(products, plane, block, taps, blocks, width, bias, out):
-    step = (block - taps + 1) * width
+@_kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _ARRAY)
+def to_samples(products, taps, step, blocks, width, bias, out):
+    """Write the outputs of products (P, blocks, width), to rows of `width` numbers. Blocks begin
+    `step` numbers apart. All three need room for LANES more."""
+    plane = blocks * width
     for b in range(blocks):
         for c in range(0, width, LANES):
             c = max(0, min(c, width - LANES))
-            if block == 32 and taps == 11:
-                _samples32_11(products, b * width + c, plane, bias, c, out, b * step + c, width)
-            elif block == 32 and taps == 7:
-                _samples32_7(products, b * width + c, plane, bias, c, out, b * step + c, width)
-            elif block == 32:
-                _samples32_3(products, b * width + c, plane, bias, c, out, b * step + c, width)
-            elif block == 16:
-                _samples16_3(products, b * width + c, plane, bias, c, out, b * step + c, width)
+            at, to = b * width + c, b * step + c
+            if taps == 3:
+                _samples3(products, at, plane, bias, c, out, to, width)
             elif taps == 7:
-                _samples64_7(products, b * width + c, plane, bias, c, out, b * step + c, width)
+                _samples7(products, at, plane, bias, c, out, to, width)
             else:
-                _samples64_11(products, b * width + c, plane, bias, c, out, b * step + c, width)
+                _samples11(products, at, plane, bias, c, out, to, width)

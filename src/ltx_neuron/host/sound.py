@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ltx_neuron.host import kernels
 from ltx_neuron.host.fourier import Convolution, flat
+from ltx_neuron.host.vocoders import unknown_modules
 from ltx_neuron.host.winograd import Workers
 
-FILTER = 12  # taps of the low-pass filters around an activation
-REACH = 6  # samples on each side on which an activation's result depends
+REACH = 5  # samples on each side on which an activation's result depends
 GROUP = 512  # numbers that an activation computes at a time, about
 # Rows of memory before and after a signal's: what a filter reads there, and where the last of a
 # convolution's whole blocks end.
@@ -29,55 +29,6 @@ BEFORE, AFTER = 32, 10 * 32
 # A span has about this many numbers, which a core's cache holds with what is made of them, but no
 # fewer samples than the other number: all of a layer's filters are read for each span.
 SPAN_NUMBERS, SPAN_SAMPLES = 2**18, 2048
-# Weights of a vocoder that ltx-core runs fast enough.
-SMALL = 2**22
-# The modules of the released vocoder, with the settings that the forward below computes.
-_RELEASED_MODULES = {
-    ltx.VocoderWithBWE: lambda m: True,
-    ltx.Vocoder: lambda m: m.is_amp and not (m.apply_final_activation and m.use_tanh_at_final),
-    nn.Conv1d: lambda m: (
-        (m.stride, m.groups, m.padding_mode) == ((1,), 1, "zeros")
-        and m.kernel_size[0] in (3, 7, 11)
-        and m.dilation[0] <= 5
-        and 2 * m.padding[0] == (m.kernel_size[0] - 1) * m.dilation[0]
-    ),
-    nn.ConvTranspose1d: lambda m: (
-        (m.dilation, m.groups, m.output_padding) == ((1,), 1, (0,))
-        and 2 * m.padding[0] == m.kernel_size[0] - m.stride[0]
-    ),
-    nn.ModuleList: lambda m: True,
-    ltx.AMPBlock1: lambda m: True,
-    ltx.Activation1d: lambda m: (
-        type(m.act) is ltx.SnakeBeta
-        and (m.upsample.ratio, m.upsample.kernel_size) == (2, FILTER)
-        and (m.downsample.ratio, m.downsample.kernel_size) == (2, FILTER)
-    ),
-    ltx.SnakeBeta: lambda m: m.alpha_logscale,
-    ltx.UpSample1d: lambda m: True,
-    ltx.DownSample1d: lambda m: True,
-    ltx.LowPassFilter1d: lambda m: m.padding and m.padding_mode == "replicate",
-    ltx.MelSTFT: lambda m: True,
-    ltx._STFTFn: lambda m: True,
-}
-
-
-def unknown_modules(vocoder: nn.Module) -> list[str]:
-    """Name and type of every module that `FastVocoder` cannot run: those that the released vocoder
-    does not have, or that are not in float32. Empty for the released vocoder."""
-    return [
-        f"{name or 'vocoder'}: {type(module).__name__}({module.extra_repr()})"
-        for name, module in vocoder.named_modules()
-        if type(module) not in _RELEASED_MODULES
-        or not _RELEASED_MODULES[type(module)](module)
-        or any(weight.dtype != torch.float32 for weight in module.parameters(recurse=False))
-    ]
-
-
-def pays(vocoder: nn.Module) -> bool:
-    """Whether `FastVocoder` can run the vocoder and saves time worth having. A small one keeps
-    ltx-core's own forward, and its bits: it takes a second or less for 5 s of sound."""
-    size = sum(weight.numel() for weight in vocoder.parameters())
-    return size >= SMALL and not unknown_modules(vocoder)
 
 
 class FastVocoder(ltx.VocoderWithBWE):
