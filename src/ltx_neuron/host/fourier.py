@@ -23,7 +23,7 @@ from ltx_neuron.host import kernels
 from ltx_neuron.host.winograd import Workers
 
 # Input channels whose filters a core transforms at a time.
-INPUTS_AT_ONCE = 64
+INPUTS_AT_ONCE = 16
 
 
 class Convolution:
@@ -38,13 +38,15 @@ class Convolution:
         self.before = (self.taps - 1) * self.dilation // 2
         self.bias = flat(F.pad(conv.bias.repeat(self.dilation), (0, kernels.LANES)))
         outputs, inputs, _ = conv.weight.shape
-        count = kernels.point_count(self.taps)
-        memory, self.points = _planes(workers, name, count, inputs, outputs)
-        weight, points, plane = flat(conv.weight.contiguous()), flat(memory), self.points.stride(0)
+        row = -(-outputs // kernels.LANES) * kernels.LANES
+        memory = workers.scratch(name, kernels.point_count(self.taps), inputs, row)
+        self.points = memory[:, :, :outputs]
+        weight, points = flat(conv.weight.contiguous()), flat(memory)
 
         def transform(first: int) -> None:
-            last = min(inputs, first + INPUTS_AT_ONCE)
-            kernels.to_filters(weight, self.taps, inputs, outputs, first, last, points, plane)
+            part = first, min(inputs, first + INPUTS_AT_ONCE)
+            plane = memory.stride(0)
+            kernels.to_filters(weight, self.taps, inputs, outputs, *part, points, row, plane)
 
         workers.run(transform, range(0, inputs, INPUTS_AT_ONCE))
 
@@ -57,7 +59,9 @@ class Convolution:
         blocks = -(-length // (self.dilation * size))
         count, inputs, outputs = self.points.shape
         rows = blocks * self.dilation
-        memory, values = _planes(workers, "values", count, rows, inputs)
+        # The kernel may write a little more than a plane.
+        memory = workers.scratch("values", count, rows * inputs + kernels.LANES)
+        values = memory[:, : rows * inputs].unflatten(1, (rows, inputs))
         numbers = count * rows * outputs
         products = workers.scratch("products", numbers + kernels.LANES)
         row, plane = self.dilation * inputs, values.stride(0)
@@ -72,11 +76,3 @@ def flat(x: Tensor) -> ndarray:
     """The memory of x and all that follows it, as kernels take it."""
     rest = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
     return x.detach().as_strided((rest,), (1,)).numpy()
-
-
-def _planes(workers: Workers, name: str, *shape: int) -> tuple[Tensor, Tensor]:
-    """Scratch memory of the calling worker, and planes in it of that shape (planes, rows, columns),
-    each with the room after it that kernels need."""
-    planes, rows, columns = shape
-    memory = workers.scratch(name, planes, rows * columns + kernels.LANES)
-    return memory, memory[:, : rows * columns].unflatten(1, (rows, columns))

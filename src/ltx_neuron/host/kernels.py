@@ -165,6 +165,12 @@ class _Memory:
     def store(self, value: Lanes, count: int, step: ir.Value) -> None:
         self.builder.store(value.value, self._pointer(count, step), align=4)
 
+    def store_past_caches(self, value: Lanes, count: int, step: ir.Value) -> None:
+        """Write to an aligned place, whose old numbers are not read into the caches first."""
+        store = self.builder.store(value.value, self._pointer(count, step), align=4 * LANES)
+        hint = self.builder.module.add_metadata([ir.IntType(32)(1)])
+        store.set_metadata("nontemporal", hint)
+
 
 _ARRAY, _INDEX, _FILTER = types.float32[::1], types.intp, types.UniTuple(types.float32, FILTER)
 
@@ -288,7 +294,7 @@ def _filters_of(taps: int):
             target = _Memory(context, builder, kinds[4], args[4], args[5])
             numbers = [Lanes(builder, vector) for vector in vectors]
             for i, point in enumerate(filter_points(numbers, zero)):
-                target.store(point, i, plane)
+                target.store_past_caches(point, i, plane)
             return context.get_dummy_value()
 
         return types.void(_ARRAY, _INDEX, _INDEX, _INDEX, _ARRAY, _INDEX, _INDEX), write
@@ -344,15 +350,15 @@ def activate(x, at, row, rows, up, down, a, b, high, out, to):
             done += LANES
 
 
-@_kernel(_ARRAY, *[_INDEX] * 5, _ARRAY, _INDEX)
-def to_filters(weight, taps, inputs, outputs, first, last, points, plane):
-    """Write the points (P, inputs, outputs) of weight (outputs, inputs, taps), for inputs `first`
-    to `last`. Fewer outputs than LANES need room after each plane and all inputs in one call."""
+@_kernel(_ARRAY, *[_INDEX] * 5, _ARRAY, _INDEX, _INDEX)
+def to_filters(weight, taps, inputs, outputs, first, last, points, row, plane):
+    """Write the points of weight (outputs, inputs, taps) for inputs `first` to `last`: a row of
+    `row` numbers for each input, `outputs` of them and some more. Rows, planes and `points` begin
+    at multiples of LANES numbers."""
     step = inputs * taps
     for i in range(first, last):
-        for c in range(0, outputs, LANES):
-            c = max(0, min(c, outputs - LANES))
-            at, to, end = c * step + i * taps, i * outputs + c, outputs - 1 - c
+        for c in range(0, row, LANES):
+            at, to, end = c * step + i * taps, i * row + c, outputs - 1 - c
             if taps == 3:
                 _filters3(weight, at, step, end, points, to, plane)
             elif taps == 7:
