@@ -279,9 +279,8 @@ def test_the_package_gives_the_pipeline_and_no_other_name():
 
 
 def test_scripts_understand_their_flags_without_ltx_core_and_without_neuron():
-    assert loaded_by("import ltx_neuron.flags, ltx_neuron.plan", "torch", "ltx_core", *NEURON) == {
-        "torch"
-    }
+    code = "import ltx_neuron.flags, ltx_neuron.plan, ltx_neuron.host.models"
+    assert loaded_by(code, "torch", "ltx_core", "numba", *NEURON) == {"torch"}
 
 
 def test_a_script_finds_the_installed_package(monkeypatch):

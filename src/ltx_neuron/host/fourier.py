@@ -36,6 +36,7 @@ class Convolution:
         """The transformed filters are put into scratch memory of that name."""
         (self.dilation,), (self.taps,) = conv.dilation, conv.kernel_size
         self.before = (self.taps - 1) * self.dilation // 2
+        self.size = kernels.output_count(self.taps)  # of a block
         self.bias = flat(F.pad(conv.bias.repeat(self.dilation), (0, kernels.LANES)))
         outputs, inputs, _ = conv.weight.shape
         row = -(-outputs // kernels.LANES) * kernels.LANES
@@ -50,14 +51,33 @@ class Convolution:
 
         workers.run(transform, range(0, inputs, INPUTS_AT_ONCE))
 
+    def reach(self, length: int) -> int:
+        """Samples of a signal that are read for `length` outputs."""
+        return (self._blocks(length) * self.size + self.taps - 1) * self.dilation
+
     def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
         """Write `length` outputs or more to `out` (samples, Cout). The first one is of the first
         samples of the signal (samples, Cin). Both are contiguous."""
+        kernels.to_samples(*self._multiply(signal, length, workers), flat(out))
+
+    def add(
+        self, signal: Tensor, length: int, x: Tensor, out: Tensor, more: bool, workers: Workers
+    ) -> None:
+        """Write `length` outputs and x added up to `out`, or add both to what is there."""
+        outputs = self.points.shape[2]
+        one = workers.scratch("values", self.size * self.dilation * outputs + kernels.LANES)
+        given = self._multiply(signal, length, workers)
+        kernels.add_samples(*given, flat(x), flat(out), length * outputs, more, flat(one))
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // (self.dilation * self.size))
+
+    def _multiply(self, signal: Tensor, length: int, workers: Workers) -> tuple:
+        """The products, as the kernels take them."""
         # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
         # Neighbouring samples are of different series, and one row of numbers for the kernels.
-        size = kernels.output_count(self.taps)
-        blocks = -(-length // (self.dilation * size))
         count, inputs, outputs = self.points.shape
+        blocks = self._blocks(length)
         rows = blocks * self.dilation
         # The kernel may write a little more than a plane.
         memory = workers.scratch("values", count, rows * inputs + kernels.LANES)
@@ -65,11 +85,13 @@ class Convolution:
         numbers = count * rows * outputs
         products = workers.scratch("products", numbers + kernels.LANES)
         row, plane = self.dilation * inputs, values.stride(0)
-        kernels.to_points(flat(signal), self.taps, size * row, blocks, row, flat(memory), plane)
+        kernels.to_points(
+            flat(signal), self.taps, self.size * row, blocks, row, flat(memory), plane
+        )
         # torch multiplies all points at once only where the result has no gaps.
         torch.bmm(values, self.points, out=products[:numbers].view(count, rows, outputs))
         row = self.dilation * outputs
-        kernels.to_samples(flat(products), self.taps, size * row, blocks, row, self.bias, flat(out))
+        return flat(products), self.taps, self.size * row, blocks, row, self.bias
 
 
 def flat(x: Tensor) -> ndarray:

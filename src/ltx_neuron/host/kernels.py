@@ -380,18 +380,36 @@ def to_points(x, taps, step, blocks, width, points, plane):
                 _points32(x, b * step + c, width, points, b * width + c, plane)
 
 
+@njit(nogil=True)
+def _block_samples(products, at, plane, taps, width, bias, out, to):
+    for c in range(0, width, LANES):
+        c = max(0, min(c, width - LANES))
+        if taps == 3:
+            _samples3(products, at + c, plane, bias, c, out, to + c, width)
+        elif taps == 7:
+            _samples7(products, at + c, plane, bias, c, out, to + c, width)
+        else:
+            _samples11(products, at + c, plane, bias, c, out, to + c, width)
+
+
 @_kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _ARRAY)
 def to_samples(products, taps, step, blocks, width, bias, out):
     """Write the outputs of products (P, blocks, width), to rows of `width` numbers. Blocks begin
     `step` numbers apart. All three need room for LANES more."""
-    plane = blocks * width
     for b in range(blocks):
-        for c in range(0, width, LANES):
-            c = max(0, min(c, width - LANES))
-            at, to = b * width + c, b * step + c
-            if taps == 3:
-                _samples3(products, at, plane, bias, c, out, to, width)
-            elif taps == 7:
-                _samples7(products, at, plane, bias, c, out, to, width)
-            else:
-                _samples11(products, at, plane, bias, c, out, to, width)
+        _block_samples(products, b * width, blocks * width, taps, width, bias, out, b * step)
+
+
+@_kernel(_ARRAY, *[_INDEX] * 4, *[_ARRAY] * 3, _INDEX, types.boolean, _ARRAY)
+def add_samples(products, taps, step, blocks, width, bias, x, out, count, more, one):
+    """Write the first `count` numbers of x and outputs added up to `out`, or add both to what is
+    there. `one` is scratch memory for a block."""
+    for b in range(blocks):
+        _block_samples(products, b * width, blocks * width, taps, width, bias, one, 0)
+        begin, last = b * step, min(step, count - b * step)
+        if more:
+            for i in range(last):
+                out[begin + i] += x[begin + i] + one[i]
+        else:
+            for i in range(last):
+                out[begin + i] = x[begin + i] + one[i]

@@ -65,9 +65,9 @@ def generate(generator: ltx.Vocoder, mel: Tensor, workers: Workers) -> Tensor:
     blocks = len(generator.resblocks) // len(generator.ups)
     for stage, up in enumerate(generator.ups):
         x = _convolve(x, up, workers)
-        total = torch.zeros_like(x)
-        for block in generator.resblocks[stage * blocks : (stage + 1) * blocks]:
-            _add_block(x, block, total, workers)
+        total = torch.empty_like(x)
+        for index, block in enumerate(generator.resblocks[stage * blocks : (stage + 1) * blocks]):
+            _add_block(x, block, total, index > 0, workers)
         x = total.div_(blocks)
     x = _post(x, generator, workers)
     return x.clamp_(-1, 1) if generator.apply_final_activation else x
@@ -101,18 +101,6 @@ def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
     return result[0]
 
 
-def _share(workers: Workers, compute: Callable[[Span], None], items: list[Span]) -> None:
-    """Call the function with every span. A worker is handed several at once, which takes less time
-    than to hand out each."""
-    groups = [items[i :: 4 * workers.count] for i in range(4 * workers.count)]
-
-    def several(group: list[Span]) -> None:
-        for item in group:
-            compute(item)
-
-    workers.run(several, filter(None, groups))
-
-
 def _convolve(x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers) -> Tensor:
     """A convolution, transposed or not, by a matrix product for every tap."""
     length, inputs = x.shape
@@ -142,13 +130,15 @@ def _convolve(x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers)
     return out
 
 
-def _add_block(x: Tensor, block: ltx.AMPBlock1, total: Tensor, workers: Workers) -> None:
-    """Add to `total` what the block makes of x (length, C)."""
+def _add_block(
+    x: Tensor, block: ltx.AMPBlock1, total: Tensor, more: bool, workers: Workers
+) -> None:
+    """Write what the block makes of x (length, C) to `total`, or add it to what is there."""
     pairs = list(zip(block.acts1, block.convs1, block.acts2, block.convs2, strict=True))
     for index, modules in enumerate(pairs):
         pair = _Pair(*modules, workers)
         if index + 1 == len(pairs):
-            pair.add(x, total, True)
+            pair.add(x, total, more)
         else:
             result = workers.scratch(("even", "odd")[index % 2], *x.shape)
             pair.add(x, result, False)
@@ -178,25 +168,22 @@ class _Pair:
         The workers share spans of time."""
 
         def compute(span: Span) -> None:
-            change = self._change(x[span.first : span.last])[span.start - span.first :]
-            change = change[: span.stop - span.start]
             part = slice(span.start, span.stop)
-            if more:
-                out[part].add_(x[part]).add_(change)
-            else:
-                torch.add(x[part], change, out=out[part])
+            self._add(x[span.first : span.last], span, x[part], out[part], more)
 
-        _share(self.workers, compute, spans(*x.shape, self.margin))
+        self.workers.run(compute, spans(*x.shape, self.margin))
 
-    def _change(self, x: Tensor) -> Tensor:
-        """What is to be added to x, by one core; some samples more than x has."""
-        length, channels = x.shape
-        signal = self.workers.scratch("x", BEFORE + length + AFTER, channels)
+    def _add(self, x: Tensor, span: Span, middle: Tensor, out: Tensor, more: bool) -> None:
+        """Add what is made of a span's x to its middle, by one core."""
+        (length, channels), workers = x.shape, self.workers
+        signal = workers.scratch("x", BEFORE + length + AFTER, channels)
         signal[BEFORE : BEFORE + length] = x
-        for activation, conv in self.steps:
-            active = activation.apply(signal, length, self.workers)[BEFORE - conv.before :]
-            conv.convolve(active, length, signal[BEFORE:], self.workers)
-        return signal[BEFORE:]
+        (first, conv1), (second, conv2) = self.steps
+        active = first.apply(signal, length, workers, conv1.reach(length))
+        conv1.convolve(active[BEFORE - conv1.before :], length, signal[BEFORE:], workers)
+        active = second.apply(signal, length, workers, conv2.reach(length))
+        begin = BEFORE + span.start - span.first - conv2.before
+        conv2.add(active[begin:], len(middle), middle, out, more, workers)
 
 
 def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
@@ -211,7 +198,7 @@ def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
         wanted = slice(BEFORE + span.start - span.first, BEFORE + span.stop - span.first)
         result[span.start : span.stop] = activation.apply(signal, rows, workers)[wanted]
 
-    _share(workers, compute, spans(length, channels, REACH))
+    workers.run(compute, spans(length, channels, REACH))
     return _convolve(result, generator.conv_post, workers).T.contiguous()
 
 
@@ -228,28 +215,18 @@ class _Activation:
         self.up = tuple((2 * activation.upsample.filter).flatten().flip(0).tolist())
         self.down = tuple(activation.downsample.lowpass.filter.flatten().tolist())
 
-    def apply(self, x: Tensor, length: int, workers: Workers) -> Tensor:
-        """The activation of x, `length` rows after the BEFORE first ones, with zeros around it, in
-        scratch memory of the calling worker. Overwrites what is around x."""
+    def apply(self, x: Tensor, length: int, workers: Workers, zeros: int = 0) -> Tensor:
+        """The activation of x, `length` rows after the BEFORE first ones, in scratch memory of the
+        calling worker, with zeros before it and after it up to that number of rows and more.
+        Overwrites what is around x."""
         channels = x.shape[1]
         low = workers.scratch("signal", BEFORE + length + AFTER, channels)
         # Whole groups of numbers, and three rows before and after.
         size = -(-length * channels // len(self.a)) * len(self.a) + 6 * channels
         high = workers.scratch("values", 2, size + kernels.LANES)
         start = BEFORE * channels
-        kernels.activate(
-            flat(x),
-            start,
-            channels,
-            length,
-            self.up,
-            self.down,
-            self.a,
-            self.b,
-            flat(high),
-            flat(low),
-            start,
-        )
+        filters = self.up, self.down, self.a, self.b
+        kernels.activate(flat(x), start, channels, length, *filters, flat(high), flat(low), start)
         low[:BEFORE].zero_()
-        low[BEFORE + length :].zero_()
+        low[BEFORE + length : BEFORE + zeros].zero_()
         return low
