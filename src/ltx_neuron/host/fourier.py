@@ -4,71 +4,26 @@ Fourier transform.
 A block of N inputs gives N - k + 1 outputs of a convolution with k taps. Along time, with the
 names of the paper that host/winograd.py follows:
 
-    U = G g      the filter transform: k taps to P points
-    V = B^T d    the input transform: N inputs to P points
+    U = G g      the filter transform: k taps to P points       kernels.to_filters
+    V = B^T d    the input transform: N inputs to P points      kernels.to_points
     M = U V      products, summed over input channels: one matrix product per point
-    Y = A^T M    the output transform: P points to N - k + 1 outputs
+    Y = A^T M    the output transform: P points to N - k + 1    kernels.to_samples
 
 A point is a real number: a real and a complex frequency's product takes 1 and 3 of them. N = 32
 has 47 points, which are 2.1 products an output where 11 taps take 11. Unlike Winograd's transforms
-for as many taps, these lose no digits. Every transform is a matrix product too. Signals are rows of
-channels, (time, C): overlapping blocks are then views, and no sample is copied.
+for as many taps, these lose no digits. Signals are rows of channels, (time, C).
 """
 
-import math
-from functools import cache
-from typing import NamedTuple
-
 import torch
+import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor, nn
 
+from ltx_neuron.host import kernels
 from ltx_neuron.host.winograd import Workers
 
-# Inputs of an output up to which a convolution is computed directly.
-DIRECT = 176
-# Output channels whose filters a core transforms at a time.
-FILTERS_AT_ONCE = 64
-
-
-class Transforms(NamedTuple):
-    """The matrices of one number of taps: `filters` (P, k), `inputs` (P, N), `outputs`
-    (N - k + 1, P)."""
-
-    filters: Tensor
-    inputs: Tensor
-    outputs: Tensor
-
-
-def block_size(taps: int) -> int:
-    """The inputs of a block that take the least time. Twice as many save few products, and cost
-    longer transforms and more filters; half as many save few transforms."""
-    return 16 if taps <= 3 else 32
-
-
-@cache
-def transforms(block: int, taps: int) -> Transforms:
-    """The transforms for blocks of `block` inputs, an even number."""
-    time = torch.arange(block, dtype=torch.float64)
-    filters, inputs, outputs = [], [], []
-    for frequency in range(block // 2 + 1):
-        cos = torch.cos(2 * math.pi * frequency * time / block)
-        sin = torch.sin(2 * math.pi * frequency * time / block)
-        if frequency in (0, block // 2):  # real: one product
-            filters.append(cos)
-            inputs.append(cos)
-            outputs.append(cos / block)
-            continue
-        # Inputs a + ib have b = -sin; the filter c + id is conjugated, as a convolution of torch
-        # does not turn the taps round. Real part c(a + b) - b(c + d), imaginary part c(a + b) +
-        # a(d - c).
-        filters += [cos, sin - cos, cos + sin]
-        inputs += [cos - sin, cos, -sin]
-        outputs += [(cos - sin) * 2 / block, -sin * 2 / block, -cos * 2 / block]
-    return Transforms(
-        torch.stack(filters)[:, :taps].float(),
-        torch.stack(inputs).float(),
-        torch.stack(outputs)[:, : block - taps + 1].T.float().contiguous(),
-    )
+# Input channels whose filters a core transforms at a time.
+INPUTS_AT_ONCE = 16
 
 
 class Convolution:
@@ -77,97 +32,69 @@ class Convolution:
     before  samples before the first one that the first output depends on
     """
 
-    def __init__(self, conv: nn.Conv1d, scale: Tensor, new_scale: Tensor):
-        """For inputs that are multiplied by `scale` (Cin), and outputs by `new_scale` (Cout)."""
+    def __init__(self, conv: nn.Conv1d, workers: Workers, name: str):
+        """The transformed filters are put into scratch memory of that name."""
         (self.dilation,), (self.taps,) = conv.dilation, conv.kernel_size
         self.before = (self.taps - 1) * self.dilation // 2
-        self.weight, self.bias = conv.weight, conv.bias * new_scale
-        self._inverse, self._new_scale = 1 / scale[:, None], new_scale[:, None, None]
-
-    def _scaled(self, rows: slice) -> Tensor:
-        """The weight (Cout, Cin, k) of these outputs."""
-        return (self.weight[rows] * self._inverse).mul_(self._new_scale[rows])
-
-
-class Direct(Convolution):
-    """By one matrix product for every tap."""
-
-    def __init__(self, conv: nn.Conv1d, scale: Tensor, new_scale: Tensor):
-        super().__init__(conv, scale, new_scale)
-        self.matrices = self._scaled(slice(None)).permute(2, 1, 0).contiguous()
-
-    def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
-        """Write `length` outputs or more to a contiguous `out` (samples, Cout). The first one is of
-        the first samples of the signal (samples, Cin)."""
-        out = out[:length]
-        torch.addmm(self.bias, signal[:length], self.matrices[0], out=out)
-        for tap in range(1, self.taps):
-            first = tap * self.dilation
-            out.addmm_(signal[first : first + length], self.matrices[tap])
-
-
-class Fourier(Convolution):
-    """By blocks of the Fourier transform."""
-
-    def __init__(
-        self, conv: nn.Conv1d, scale: Tensor, new_scale: Tensor, workers: Workers, name: str
-    ):
-        """The transformed filters are put into scratch memory of that name."""
-        super().__init__(conv, scale, new_scale)
-        self.matrices = transforms(block_size(self.taps), self.taps)
-        outputs, inputs, _ = self.weight.shape
-        self.points = workers.scratch(name, len(self.matrices.inputs), outputs, inputs)
-        flat = self.points.view(len(self.points), -1)
+        self.size = kernels.output_count(self.taps)  # of a block
+        self.bias = flat(F.pad(conv.bias.repeat(self.dilation), (0, kernels.LANES)))
+        outputs, inputs, _ = conv.weight.shape
+        row = -(-outputs // kernels.LANES) * kernels.LANES
+        memory = workers.scratch(name, kernels.point_count(self.taps), inputs, row)
+        self.points = memory[:, :, :outputs]
+        weight, points = flat(conv.weight.contiguous()), flat(memory)
 
         def transform(first: int) -> None:
-            some = self._scaled(slice(first, first + FILTERS_AT_ONCE))
-            columns = slice(first * inputs, (first + len(some)) * inputs)
-            torch.mm(self.matrices.filters, some.view(-1, self.taps).T, out=flat[:, columns])
+            part = first, min(inputs, first + INPUTS_AT_ONCE)
+            plane = memory.stride(0)
+            kernels.to_filters(weight, self.taps, inputs, outputs, *part, points, row, plane)
 
-        workers.run(transform, range(0, outputs, FILTERS_AT_ONCE))
+        workers.run(transform, range(0, inputs, INPUTS_AT_ONCE))
+
+    def reach(self, length: int) -> int:
+        """Samples of a signal that are read for `length` outputs."""
+        return (self._blocks(length) * self.size + self.taps - 1) * self.dilation
 
     def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
-        """See Direct.convolve."""
+        """Write `length` outputs or more to `out` (samples, Cout). The first one is of the first
+        samples of the signal (samples, Cin). Both are contiguous."""
+        kernels.to_samples(*self._multiply(signal, length, workers), flat(out))
+
+    def add(
+        self, signal: Tensor, length: int, x: Tensor, out: Tensor, more: bool, workers: Workers
+    ) -> None:
+        """Write `length` outputs and x added up to `out`, or add both to what is there."""
+        outputs = self.points.shape[2]
+        one = workers.scratch("values", self.size * self.dilation * outputs + kernels.LANES)
+        given = self._multiply(signal, length, workers)
+        kernels.add_samples(*given, flat(x), flat(out), length * outputs, more, flat(one))
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // (self.dilation * self.size))
+
+    def _multiply(self, signal: Tensor, length: int, workers: Workers) -> tuple:
+        """The products, as the kernels take them."""
         # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
-        blocks = -(-length // (self.dilation * len(self.matrices.outputs)))
-        values = self._values(signal, blocks, workers)
-        points, outputs, _ = self.points.shape
-        products = workers.scratch("products", points, len(values), outputs)
-        torch.bmm(values.transpose(0, 1), self.points.transpose(1, 2), out=products)
-        # The mean, of which an output gets 1 / block.
-        products[0].add_(self.bias, alpha=self.matrices.inputs.shape[1])
-        self._write(products.transpose(0, 1), blocks, out, workers)
-
-    def _values(self, signal: Tensor, blocks: int, workers: Workers) -> Tensor:
-        """The inputs' points (dilation * blocks, P, Cin)."""
-        (points, block), (row, _) = self.matrices.inputs.shape, signal.stride()
-        values = workers.scratch("values", self.dilation * blocks, points, row)
-        matrix = self.matrices.inputs.expand(blocks, -1, -1)
-        strides = (self.dilation * len(self.matrices.outputs) * row, self.dilation * row, 1)
-        for series in range(self.dilation):
-            views = signal[series:].as_strided((blocks, block, row), strides)
-            torch.bmm(matrix, views, out=values[series * blocks : (series + 1) * blocks])
-        return values
-
-    def _write(self, products: Tensor, blocks: int, out: Tensor, workers: Workers) -> None:
-        """Write all blocks' outputs, of products (dilation * blocks, P, Cout)."""
-        size, channels = len(self.matrices.outputs), products.shape[2]
-        matrix = self.matrices.outputs.expand(blocks, -1, -1)
-        whole = out[: blocks * size * self.dilation].view(blocks, size, self.dilation, channels)
-        if self.dilation == 1:
-            torch.bmm(matrix, products, out=whole[:, :, 0])
-            return
-        part = workers.scratch("values", blocks, size, channels)
-        for series in range(self.dilation):
-            torch.bmm(matrix, products[series * blocks : (series + 1) * blocks], out=part)
-            whole[:, :, series] = part
+        # Neighbouring samples are of different series, and one row of numbers for the kernels.
+        count, inputs, outputs = self.points.shape
+        blocks = self._blocks(length)
+        rows = blocks * self.dilation
+        # The kernel may write a little more than a plane.
+        memory = workers.scratch("values", count, rows * inputs + kernels.LANES)
+        values = memory[:, : rows * inputs].unflatten(1, (rows, inputs))
+        numbers = count * rows * outputs
+        products = workers.scratch("products", numbers + kernels.LANES)
+        row, plane = self.dilation * inputs, values.stride(0)
+        kernels.to_points(
+            flat(signal), self.taps, self.size * row, blocks, row, flat(memory), plane
+        )
+        # torch multiplies all points at once only where the result has no gaps.
+        torch.bmm(values, self.points, out=products[:numbers].view(count, rows, outputs))
+        row = self.dilation * outputs
+        return flat(products), self.taps, self.size * row, blocks, row, self.bias
 
 
-def prepare(
-    conv: nn.Conv1d, scale: Tensor, new_scale: Tensor, workers: Workers, name: str
-) -> Direct | Fourier:
-    """The convolution by the method that takes less time: transforms are not worth their time for
-    few channels and taps."""
-    if conv.in_channels * conv.kernel_size[0] <= DIRECT:
-        return Direct(conv, scale, new_scale)
-    return Fourier(conv, scale, new_scale, workers, name)
+def flat(x: Tensor) -> ndarray:
+    """The memory of x and all that follows it, as kernels take it."""
+    rest = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    return x.detach().as_strided((rest,), (1,)).numpy()

@@ -15,7 +15,7 @@ import torch
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.host.background import BackgroundTask, check_cancelled
 from ltx_neuron.host.windows import vocode
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
@@ -159,7 +159,9 @@ class HostModels:
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
         """Decode an audio latent (1, 8, Ta, 16) to a stereo waveform, float32 (2, samples) in
         [-1, 1], `sample_rate` samples per second."""
-        mel = self.audio_decoder(latent.to(self.audio_dtype))
+        # The first time the vocoder is read, and its kernels are loaded, beside the decoder.
+        with BackgroundTask(lambda: self.vocoder):
+            mel = self.audio_decoder(latent.to(self.audio_dtype))
         return vocode(self.vocoder, mel)[0].float()
 
     @property
@@ -207,9 +209,14 @@ class HostModels:
         """A FastVocoder where the checkpoint's is built as the released one, as large, and in
         float32, else ltx-core's own."""
         vocoder = self._spec("vocoder").load()
-        from ltx_neuron.host.sound import FastVocoder, pays
+        from ltx_neuron.host.vocoders import pays
 
-        return FastVocoder(vocoder) if pays(vocoder) else vocoder
+        if not pays(vocoder):
+            return vocoder
+        # Loads numba, or compiles with it.
+        from ltx_neuron.host.sound import FastVocoder
+
+        return FastVocoder(vocoder)
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:
