@@ -92,6 +92,10 @@ class DecodeQueue:
         if self._task:
             self._task.cancel()
 
+    @property
+    def busy(self) -> bool:
+        return self._task is not None and not self._task.done
+
     def submit(self, run: JobRun) -> list[Result | Failure]:
         """Decode a job; returns the outcomes that are there by now, in the order of submission."""
         outcomes = self.drain()

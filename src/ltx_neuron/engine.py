@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ltx_neuron.decode_queue import DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.background import POLL_SECONDS, BackgroundTask
 from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
@@ -79,6 +79,7 @@ class Engine:
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
+        self.job: Job | None = None  # whose steps run
         self.progress = True
         self._contexts: dict[tuple[str, ...], list[Contexts]] = {}
         self._process = os.getpid()
@@ -122,6 +123,7 @@ class Engine:
         generator: torch.Generator | None = None,
         resume: Callable[[Job], JobRun | None] = lambda job: None,
         hand_over: Callable[[Result], None] | None = None,
+        more: Callable[[], list[Job]] = list,
     ) -> Iterator[Result | Failure]:
         """Generate every job. Jobs finish in order, but those that need the weights with the
         distilled LoRA after those that do not, so that weights are swapped once.
@@ -136,15 +138,17 @@ class Engine:
         resume     a job's interrupted run, to be continued; None for one that begins
         hand_over  called with every Result as soon as it is there: where decoding overlaps
                    denoising, in another thread. An error of it is the job's
+        more       called while the last job is decoded: what joins the run, if anything does
         """
         self.check_process()
         compiled = self.preflight.check(jobs)
-        with self._session(keep):
-            runs = self._encode_prompts(jobs, resume, generator)
-            self._load_transformer(runs, compiled)
-            with self._decode_queue(decode, isolate, hand_over) as queue:
+        with self._session(keep), self._decode_queue(decode, isolate, hand_over) as queue:
+            while jobs:
+                runs = self._encode_prompts(jobs, resume, generator)
+                self._load_transformer(runs, compiled)
                 turns = _turns(runs)
                 for run, refines in turns:
+                    self.job = run.job
                     if run.error:
                         continue  # its plain stages failed
                     try:
@@ -161,7 +165,11 @@ class Engine:
                         if (run, refines) == turns[-1] and not keep:
                             self.residency.unload_transformer()
                         yield from queue.submit(run)
-                yield from queue.drain()
+                while not (jobs := more()) and queue.busy:
+                    time.sleep(POLL_SECONDS)
+                if jobs:
+                    compiled = self.preflight.check(jobs)
+            yield from queue.drain()
 
     @contextmanager
     def _session(self, keep: bool) -> Iterator[None]:

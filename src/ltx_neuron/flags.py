@@ -160,9 +160,14 @@ def add_guidance(parser: argparse.ArgumentParser) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """How a generation runs, and the files that it takes besides the checkpoint."""
-    add = parser.add_argument
     help = "one JSON object per line, flags as keys; models are loaded once for all"
-    add("--prompts-file", type=Path, metavar="FILE.jsonl", help=help)
+    parser.add_argument("--prompts-file", type=Path, metavar="FILE.jsonl", help=help)
+    add_models(parser)
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """What an engine takes besides the checkpoint: of whatever runs one."""
+    add = parser.add_argument
     help = "needed by --two-stage and --upscale"
     add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
     help = "needed by --upscale temporal|both"

@@ -162,6 +162,8 @@ class Queue:
 
     def get(self, owner: str, id: str) -> Entry | None:
         """An owner's job; None for another's, as for one that does not exist."""
+        if not _JOB_ID.fullmatch(id):
+            return None
         with self._reading.begin() as connection:
             return _one(
                 connection, (jobs.c.id == id) & (jobs.c.owner == owner) & jobs.c.status.in_(VISIBLE)
