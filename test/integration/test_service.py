@@ -1,0 +1,459 @@
+"""The service as a process of its own, spoken to by OpenAI's own client: its videos are the
+script's bit for bit, and no job is lost or made twice however its processes die."""
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+from io import BytesIO
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
+from helpers import read_video
+from PIL import Image
+
+pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e .[dev,serve]")
+pytest.importorskip("sqlalchemy", reason="an extra is not installed: pip install -e .[dev,serve]")
+pytest.importorskip(
+    "prometheus_client", reason="an extra is not installed: pip install -e .[dev,serve]"
+)
+pytest.importorskip("openai", reason="an extra is not installed: pip install -e .[dev,serve]")
+
+import openai
+from openai.types import Video
+from pydantic import TypeAdapter, ValidationError
+
+from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.job import Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.catalogue import Catalogue, Offer
+from ltx_neuron.service.fields import read_request
+from ltx_neuron.service.jobs import VIDEO, Intake
+from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.tokens import new_token
+from ltx_neuron.service.worker import Worker
+from ltx_neuron.workspace import Workspace
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The Sora API"),  # the wire format lives on
+]
+
+TP = 1
+SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
+SMALL = {"height": 64, "width": 64, "num_frames": 9}
+OWNERS = ("ada", "bob")
+# What a client says of a job, and the line of a prompts file that says the same.
+ASKED = [
+    ({"prompt": "waves crash on the shore", "size": "64x64"}, SMALL),
+    ({"prompt": "birds sing", "size": "128x128", "extra_body": {"two_stage": True}}, SIZE),
+    ({"prompt": "« hello » says a man", "size": "64x64", "extra_body": {"seed": 4}}, SMALL),
+]
+
+
+@pytest.fixture(scope="module")
+def setup(scripts, tiny):
+    made = scripts(tiny, TP)
+    made.prepare(**SIZE, image=((tiny.image, 0, 1.0),))
+    return made
+
+
+@pytest.fixture(scope="module")
+def wanted(setup, tiny, tmp_path_factory) -> list[bytes]:
+    """The videos of ASKED and of one with an image, as generate_ltx23.py makes them."""
+    folder = tmp_path_factory.mktemp("wanted")
+    said = [*ASKED, ({"prompt": "a golden retriever"}, SMALL | {"image": [str(tiny.image), 0]})]
+    lines = [
+        {"prompt": fields["prompt"], "seed": fields.get("extra_body", {}).get("seed", 10), **line}
+        for fields, line in said
+    ]
+    (folder / "jobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    process = setup.run(
+        "src/generate_ltx23.py",
+        neuron_gemma=True,
+        spatial_upsampler_path=tiny.spatial_upsampler,
+        prompts_file=folder / "jobs.jsonl",
+        output_dir=folder / "out",
+    )
+    succeeded(process)
+    return [path.read_bytes() for path in sorted((folder / "out").glob("*.mp4"))]
+
+
+class Service:
+    """python -m ltx_neuron.serve on a data folder, which outlives it."""
+
+    def __init__(self, setup, tiny, folder):
+        self.folder, self.tokens_file = folder, folder / "tokens.json"
+        self.tokens = {name: new_token(self.tokens_file, name) for name in OWNERS}
+        flags = words(
+            neuron_gemma=True,
+            checkpoint_path=tiny.checkpoint,
+            gemma_root=tiny.gemma_root,
+            spatial_upsampler_path=tiny.spatial_upsampler,
+            artifacts_dir=setup.artifacts,
+            profile="cpu",
+            tp_degree=TP,
+            dtype="float32",
+            data_dir=folder / "data",
+            tokens_file=self.tokens_file,
+            port=0,
+        )
+        self.command = [sys.executable, "-m", "ltx_neuron.serve", *flags]
+
+    def start(self) -> None:
+        self.log = open(self.folder / "log", "ab")
+        self.process = subprocess.Popen(
+            self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+        self.url = next(
+            line.split()[1] for line in self.process.stdout if line.startswith("serving: ")
+        )
+        threading.Thread(target=self._copy, daemon=True).start()
+        until(lambda: self.client()._client.get(self.url[:-3] + "/ready").status_code == 200)
+
+    def _copy(self) -> None:
+        for line in self.process.stdout:
+            self.log.write(line.encode())
+            self.log.flush()
+
+    def client(self, owner: str = "ada", **more) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=self.tokens[owner], **more)
+
+    def queue(self) -> Queue:
+        return Queue(f"sqlite:///{self.folder}/data/queue.sqlite", self.folder / "data/jobs")
+
+    @property
+    def worker(self) -> psutil.Process | None:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children():
+                if "--role" in child.cmdline():
+                    return child
+        return None
+
+    def stop(self, kind: int = signal.SIGTERM) -> int:
+        self.process.send_signal(kind)
+        return self.process.wait(SCRIPT_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def service(setup, tiny, tmp_path_factory):
+    made = Service(setup, tiny, tmp_path_factory.mktemp("service"))
+    made.start()
+    yield made
+    made.stop()
+    assert not list(psutil.Process().children()) or not made.worker
+
+
+def until(happened, seconds: float = SCRIPT_SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def made(client: openai.OpenAI, **fields) -> bytes:
+    """A video from first to last, through OpenAI's client."""
+    video = client.videos.create_and_poll(**fields)
+    assert (video.status, video.progress, video.error) == ("completed", 100, None)
+    return client.videos.download_content(video.id).read()
+
+
+# --- OpenAI's client ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(len(ASKED)))
+def test_openais_client_gets_the_bytes_that_the_script_writes(service, wanted, index):
+    assert made(service.client(), **ASKED[index][0]) == wanted[index]
+
+
+def test_a_picture_of_a_client_is_held_as_the_scripts_is(service, wanted, tiny):
+    fields = {"prompt": "a golden retriever", "size": "64x64"}
+    with open(tiny.image, "rb") as file:
+        assert made(service.client(), **fields, input_reference=file) == wanted[-1]
+
+
+def test_a_job_is_seen_listed_downloaded_and_deleted(service, tmp_path):
+    client = service.client("bob")
+    assert client.videos.list().data == []
+    videos = [client.videos.create_and_poll(**ASKED[0][0]) for _ in range(3)]
+    assert [v.id for v in client.videos.list(limit=2)] == [v.id for v in reversed(videos)]
+    assert [v.id for v in client.videos.list(order="asc")] == [v.id for v in videos]
+    path = tmp_path / "video.mp4"
+    client.videos.download_content(videos[0].id).write_to_file(path)
+    seen = read_video(path)
+    assert (seen["width"], seen["frame_count"], seen["audio_codec"]) == (64, 9, "aac")
+    thumbnail = client.videos.download_content(videos[0].id, variant="thumbnail").read()
+    assert Image.open(BytesIO(thumbnail)).size == (64, 64)
+    for video in videos:
+        assert client.videos.delete(video.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.videos.retrieve(video.id)
+    assert client.videos.list().data == []
+
+
+def test_what_is_answered_is_openais_type_word_for_word(service):
+    client = service.client()
+    for raw in (
+        client.videos.with_raw_response.create(**ASKED[0][0]),
+        client.videos.with_raw_response.retrieve(client.videos.list(limit=1).data[0].id),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            TypeAdapter(Video).validate_json(raw.content, strict=True)
+        # Its sizes are Sora's four, 720x1280 and so on; a multiple of 32 is none of them.
+        assert {error["loc"][0] for error in caught.value.errors()} == {"size"}
+        content = raw.http_response.json() | {"size": "720x1280"}
+        TypeAdapter(Video).validate_json(json.dumps(content), strict=True)
+
+
+def test_the_model_says_which_sizes_are_compiled(service):
+    (model,) = service.client().models.list().data
+    assert service.client().models.retrieve(model.id).id == model.id
+    sizes = {(s["size"], s["num_frames"], s["two_stage"]) for s in model.sizes}
+    assert {("64x64", 9, False), ("128x128", 9, True), ("128x128", 9, False)} <= sizes
+    with pytest.raises(openai.BadRequestError) as caught:
+        service.client().videos.create(prompt="waves", size="1280x720")
+    assert caught.value.code == "profile_mismatch" and "64x64, 9 frames" in caught.value.message
+
+
+def test_the_sync_route_answers_with_the_video(service, wanted):
+    client = service.client()
+    body = {"prompt": ASKED[0][0]["prompt"], "size": "64x64"}
+    answer = client._client.post(
+        service.url + "/videos/sync", json=body, headers=client.auth_headers, timeout=300
+    )
+    assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
+
+
+def test_a_key_makes_one_job_of_a_request_that_is_sent_twice(service):
+    client = service.client("bob")
+    header = {"extra_headers": {"Idempotency-Key": "k"}}
+    first = client.videos.create(**ASKED[0][0], **header)
+    assert client.videos.create(**ASKED[0][0], **header).id == first.id
+    with pytest.raises(openai.ConflictError):
+        client.with_options(max_retries=0).videos.create(prompt="other", size="64x64", **header)
+    client.videos.delete(first.id)
+
+
+# --- what strangers send --------------------------------------------------------------------------
+
+
+def test_another_token_sees_no_job_and_without_one_nothing_is_seen(service):
+    video = service.client("ada").videos.create(**ASKED[0][0])
+    bob = service.client("bob").videos
+    for call in (bob.retrieve, bob.delete, bob.download_content):
+        with pytest.raises(openai.NotFoundError):
+            call(video.id)
+    stranger = openai.OpenAI(base_url=service.url, api_key="x", max_retries=0)
+    for call in (stranger.videos.list, stranger.models.list):
+        with pytest.raises(openai.AuthenticationError):
+            call()
+    service.client("ada").videos.delete(video.id)
+
+
+def bomb() -> bytes:
+    file = BytesIO()
+    Image.new("1", (12_000, 12_000)).save(file, format="PNG")
+    return file.getvalue()
+
+
+def test_uploads_that_are_no_pictures_are_refused_and_leave_nothing(service, wanted):
+    client = service.client(max_retries=0)
+    folders = set((service.folder / "data/jobs").iterdir())
+    for content, what in (
+        (wanted[0], "no picture that can be read"),
+        (b"", "no picture that can be read"),
+        (bomb(), "12000x12000 pixels"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.videos.create(
+                prompt="waves", size="64x64", input_reference=("a.png", content, "image/png")
+            )
+        assert caught.value.code == "invalid_image" and what in caught.value.message
+    assert set((service.folder / "data/jobs").iterdir()) == folders
+
+
+def test_a_body_and_a_prompt_that_are_too_large_are_refused(service):
+    client = service.client(max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="1000000 characters, 10000 at most"):
+        client.videos.create(prompt="x" * 1_000_000)
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.videos.create(prompt="x", extra_body={"negative_prompt": "x" * 34_000_000})
+    assert caught.value.status_code == 413
+
+
+PATHS = [
+    "/v1/videos/../../etc/passwd",
+    "/v1/videos/..%2f..%2fetc%2fpasswd/content",
+    "/v1/videos/%00/content",
+    "/v1/videos/video_0/content?variant=../queue.sqlite",
+    "/v1/videos/%ff%fe",
+    "/v1/videos?after=%00&limit=1",
+    "/v1/videos?limit=1e9",
+    "/v1/videos?order=sideways",
+    "/v1/models/%2e%2e",
+    "/v1/videos/video_" + "0" * 5000,
+]
+
+
+def said(service, head: bytes, body: bytes = b"") -> bytes:
+    """What is answered to bytes that no client library would send."""
+    host, port = service.url.split("/")[2].split(":")
+    token = service.tokens["ada"].encode()
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        lines = [head, b"Host: " + host.encode(), b"Authorization: Bearer " + token]
+        lines += [b"Connection: close", b"Content-Length: %d" % len(body), b"", b""]
+        connection.sendall(b"\r\n".join(lines) + body)
+        answer = b""
+        while received := connection.recv(65536):
+            answer += received
+    return answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_path_leads_to_a_file(service, path):
+    for method in ("GET", "DELETE"):
+        answer = said(service, f"{method} {path} HTTP/1.1".encode())
+        status = int(answer.split()[1])
+        assert 400 <= status < 500 and b"root:" not in answer and b"SQLite" not in answer
+
+
+def test_bodies_that_are_mutated_at_random_are_refused_in_words(service):
+    rng = random.Random(15)
+    form = (
+        b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwaves\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="size"\r\n\r\n1x1\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="input_reference"; filename="a"\r\n'
+        b"Content-Type: image/png\r\n\r\n\x89PNG\r\n--b--\r\n"
+    )
+    text = json.dumps({"prompt": "waves", "size": "1x1", "images": [{"frame": 1}]}).encode()
+    kinds = {b"multipart/form-data; boundary=b": form, b"application/json": text}
+    for _ in range(150):
+        kind, body = rng.choice(list(kinds.items()))
+        body = bytearray(body)
+        for _ in range(rng.randint(1, 6)):
+            at = rng.randrange(len(body))
+            body[at : at + rng.choice((0, 1, 1, 9))] = rng.randbytes(rng.choice((0, 1, 1, 3)))
+        head = b"POST /v1/videos HTTP/1.1\r\nContent-Type: " + kind
+        answer = said(service, head, bytes(body))
+        status = int(answer.split()[1])
+        assert status == 200 or 400 <= status < 500, answer
+        if status == 200:  # what made it wrong is gone
+            continue
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert set(error) >= {"message", "type", "param", "code"} and "Traceback" not in str(error)
+
+
+def test_many_connections_that_say_nothing_hinder_nobody_for_long(service):
+    host, port = service.url.split("/")[2].split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(300)]
+    try:
+        # Those above the limit are told so at once; the others are closed within seconds.
+        until(lambda: b" 200 " in said(service, b"GET /v1/models HTTP/1.1")[:20], seconds=60)
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+# --- one worker, in this process ------------------------------------------------------------------
+
+
+@contextmanager
+def worker(setup, tiny, folder):
+    """A worker with its queue and what fills it."""
+    workspace = Workspace(
+        tiny.checkpoint, resolve("cpu", ()), setup.artifacts, TP, "float32", tiny.gemma_root
+    )
+    options = RunOptions(True, spatial_upsampler_path=tiny.spatial_upsampler, cache_prompts=True)
+    threads = torch.get_num_threads()
+    queue = Queue(f"sqlite:///{folder}/queue.sqlite", folder / "jobs")
+    with closing(queue), Engine(workspace, Recorder(), options) as engine:
+        found = Catalogue(workspace, Offer(Size(), "distilled"), upsamples=True)
+        yield Worker(queue, engine, "w1"), Intake(queue, found, "tiny")
+    torch.set_num_threads(threads)
+
+
+def ask(intake, index: int):
+    fields = dict(ASKED[index][0])
+    return intake.accept(read_request(fields | fields.pop("extra_body", {})), "ada")
+
+
+def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(
+    setup, tiny, wanted, tmp_path
+):
+    with worker(setup, tiny, tmp_path) as (working, intake):
+        queue, steps = working.queue, []
+        first, second = ask(intake, 0), ask(intake, 2)
+        on_step_end = working.engine.on_step_end
+
+        def cancel(stage, number):
+            steps.append((working.engine.job.prompt, number))
+            if len(steps) == 3:
+                assert queue.cancel("ada", first.id)
+            on_step_end(stage, number)
+
+        def stop_when_done():
+            until(lambda: queue.get("ada", second.id).status == "completed")
+            working.stop.set()
+
+        working.engine.on_step_end = cancel
+        watching = threading.Thread(target=stop_when_done)
+        watching.start()
+        working.run()
+        watching.join()
+        assert [n for prompt, n in steps if prompt == ASKED[0][0]["prompt"]] == [0, 1, 2]
+        assert (queue.folder_of(second.id) / VIDEO).read_bytes() == wanted[2]
+        assert not queue.folder_of(first.id).exists()  # let go of
+
+
+def test_jobs_that_come_while_others_are_made_join_the_same_run(setup, tiny, wanted, tmp_path):
+    with worker(setup, tiny, tmp_path) as (working, intake):
+        queue, asked = working.queue, [ask(intake, 0)]
+        runs, run = [], working.engine.run
+        working.engine.run = lambda *args, **more: runs.append(1) or run(*args, **more)
+        on_step_end = working.engine.on_step_end
+
+        def add(stage, number):
+            if len(asked) < 3:
+                asked.append(ask(intake, 2))
+            elif number == 7 and working.engine.job.seed == 4:
+                working.stop.set()
+            on_step_end(stage, number)
+
+        working.engine.on_step_end = add
+        working.run()
+        done = [queue.get("ada", entry.id).status for entry in asked]
+        assert len(runs) == 1 and done == ["completed"] * 3
+        videos = [(queue.folder_of(entry.id) / VIDEO).read_bytes() for entry in asked]
+        assert videos == [wanted[0], wanted[2], wanted[2]]
+
+
+# --- kill -9 --------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_and_a_killed_server_lose_nothing_and_change_no_bit(service, wanted):
+    client = service.client()
+    videos = [client.videos.create(**fields) for fields, _ in ASKED * 2]
+    with closing(service.queue()) as queue:
+        until(lambda: any(queue.get("ada", v.id).progress >= 50 for v in videos))
+        service.worker.kill()
+        until(lambda: queue.counts()["completed"] + queue.counts()["queued"] > 0)
+        until(lambda: service.worker)
+        service.stop(signal.SIGKILL)
+        service.start()
+        client = service.client()
+        until(lambda: not queue.counts()["queued"] + queue.counts()["in_progress"])
+        for index, video in enumerate(videos):
+            assert client.videos.retrieve(video.id).status == "completed"
+            content = client.videos.download_content(video.id).read()
+            assert content == wanted[index % len(ASKED)]
+        assert len(client.videos.list(limit=100).data) == len({v.id for v in client.videos.list()})
+    log = (service.folder / "log").read_text()
+    assert "the worker ended with -9" in log
