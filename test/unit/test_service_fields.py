@@ -275,6 +275,16 @@ def test_two_stages_are_offered_where_there_is_an_upsampler():
     assert any(offer.size.two_stage for offer in catalogue(LARGE).offers)
 
 
+def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
+    workspace = Compiled(LARGE, recipe="dev")
+    workspace.names |= Compiled(LARGE).names  # and for one distilled stage of that size
+    for loras in ((), ("lora",)):
+        workspace.distilled_loras = loras
+        offers = Catalogue(workspace, Offer(SMALL, "dev"), upsamples=True).offers
+        refining = {offer.recipe == "dev" and offer.size.two_stage for offer in offers}
+        assert refining == {bool(loras)}
+
+
 # --- pictures -------------------------------------------------------------------------------------
 
 

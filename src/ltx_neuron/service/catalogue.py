@@ -102,12 +102,11 @@ class Catalogue:
             self._known = (changed, names, offers)
 
     def _runs(self, offer: Offer) -> bool:
-        """Whether the command's own files suffice: two stages need an upsampler, those of dev a
-        distilled LoRA as well."""
+        """Whether the command's own files are those of a size: two stages need an upsampler, those
+        of dev a distilled LoRA as well, which preflight refuses for anything else."""
         refines = offer.size.two_stage and offer.recipe == "dev"
-        return (self.upsamples or not offer.size.two_stage) and (
-            bool(self.workspace.distilled_loras) or not refines
-        )
+        needed = self.upsamples or not offer.size.two_stage
+        return needed and refines == bool(self.workspace.distilled_loras)
 
     def fits(self, offer: Offer, images: tuple[ImageCondition, ...] = ()) -> bool:
         """Whether every stage of a size, which is legal, has its graph."""

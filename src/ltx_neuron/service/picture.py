@@ -10,6 +10,7 @@ no secrets, and a crash of it is a refused picture.
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -17,6 +18,7 @@ MAX_PIXELS = 2**25
 SECONDS = 20
 _MEMORY_BYTES = 3 * 2**30  # address space; a decoded picture has up to 8 bytes a pixel, twice
 _REFUSED = 3
+_at_once = threading.BoundedSemaphore(2)  # each may take all of _MEMORY_BYTES
 
 
 class BadPicture(Exception):
@@ -28,13 +30,14 @@ def decode(source: Path, target: Path, most_pixels: int = MAX_PIXELS) -> None:
     command = [sys.executable, "-m", "ltx_neuron.service.picture", source, target, most_pixels]
     search = {"PYTHONPATH": str(Path(__file__).parents[2])}
     try:
-        process = subprocess.run(
-            list(map(str, command)),
-            capture_output=True,
-            timeout=SECONDS,
-            env=search,
-            stdin=subprocess.DEVNULL,
-        )
+        with _at_once:
+            process = subprocess.run(
+                list(map(str, command)),
+                capture_output=True,
+                timeout=SECONDS,
+                env=search,
+                stdin=subprocess.DEVNULL,
+            )
     except subprocess.TimeoutExpired:
         raise BadPicture(f"it took longer than {SECONDS} s to decode") from None
     if process.returncode == _REFUSED:

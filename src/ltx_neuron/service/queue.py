@@ -347,10 +347,18 @@ class Queue:
         self.remove_cancelled()
         old = jobs.c.status.in_(ENDED) & (jobs.c.completed_at < now - days * _DAY)
         self._remove(self._ids(old) + self._beyond(most_bytes))
+        self._remove_orphans(now - orphans_after)
+
+    def _remove_orphans(self, before: float) -> None:
+        """Delete folders that no job has and that nobody has touched since a time."""
+        old = []
         for folder in self.folder.glob("video_*"):
             with suppress(FileNotFoundError):
-                if folder.stat().st_mtime < now - orphans_after and not self._exists(folder.name):
-                    shutil.rmtree(folder, ignore_errors=True)
+                old += [folder] if folder.stat().st_mtime < before else []
+        known = set(self._ids(jobs.c.number > 0)) if old else set()
+        for folder in old:
+            if folder.name not in known:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def remove_cancelled(self) -> None:
         """Delete cancelled jobs that no worker holds."""
@@ -371,9 +379,6 @@ class Queue:
     def _ids(self, where) -> list[str]:
         with self._reading.begin() as connection:
             return list(connection.scalars(select(jobs.c.id).where(where)))
-
-    def _exists(self, id: str) -> bool:
-        return bool(self._ids(jobs.c.id == id))
 
     def _remove(self, ids: Iterable[str]) -> None:
         """The row first: a job that is there has its files; a folder without one is swept later."""
