@@ -30,7 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
+from ltx_neuron.host.arithmetic import fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.machine import processor as processor_name
 from ltx_neuron.text.encoders import Contexts, HostTextEncoder
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
@@ -229,7 +231,8 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
     checkpoint = Checkpoint(write_release(folder, args.tiny))
     files = [checkpoint, *gemma_files(folder)]
     gemma, config = gemma_config(folder), transformer_config(checkpoint.config)
-    ours = Ours(clocks["ours"], Source(MODELS["gemma3"], files), gemma, config, dtype)
+    libraries, source = fastest_libraries(), Source(MODELS["gemma3"], files)
+    ours = Ours(clocks["ours"], source, gemma, config, dtype, libraries)
     reference = Reference(folder, checkpoint, dtype, clocks["reference"])
     ids = torch.randint(
         7, gemma.vocab_size, (args.tokens,), generator=torch.Generator().manual_seed(3)
@@ -238,7 +241,8 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         f"{args.tokens} tokens, {args.dtype}, {LAYERS} layers of {gemma.hidden_size}, {BLOCKS}"
         f" block a connector, {args.threads} threads, torch {torch.__version__}, transformers"
         f" {version('transformers')}, ltx-core {version('ltx-core')}, load average"
-        f" {os.getloadavg()[0]:.1f}",
+        f" {os.getloadavg()[0]:.1f}, {processor_name()}; products by"
+        f" {', '.join(f'{name}: {library}' for name, library in libraries._asdict().items())}",
         flush=True,
     )
     for _ in range(args.repeats + 1):

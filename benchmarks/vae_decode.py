@@ -1,11 +1,12 @@
-"""Video decode on this machine: our decoder beside ltx-core's own, released sizes, random weights,
-float32.
+"""Video decode on this machine: our decoder beside ltx-core's own, in float32 and in bfloat16,
+released sizes, random weights.
 
     python benchmarks/vae_decode.py --height 384 --width 512 --num-frames 25
 
-Both decode the same latents in the reference's default tiles, in turn, in one process; the medians
-count. Peak memory is that of a process of its own for each, weights and imports included. The last
-line is how many times faster ours is.
+All decode the same latents in the reference's default tiles, in turn, in one process; the medians
+count. "ours" computes in what this machine's CPU is measured to be faster in, as a run with --dtype
+bfloat16 does. With --memory, the peak memory of a process of its own for each, weights and imports
+included. The last lines are distances from ltx-core in float32, and how many times faster ours is.
 """
 
 import argparse
@@ -20,16 +21,19 @@ from importlib.metadata import version
 
 import torch
 
+from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.machine import processor
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tiny.weights import random_weight
 
-DECODERS = ("ltx-core", "ours")
+REFERENCE = "ltx-core float32"
+DECODERS = (REFERENCE, "ltx-core bfloat16", "ours float32", "ours")
 
 
 def decoder(which: str) -> torch.nn.Module:
-    """The released decoder with random weights that bfloat16 holds exactly. Ours keeps them so,
-    ltx-core's as float32."""
+    """The released decoder with random weights that bfloat16 holds exactly. ltx-core's in float32
+    has them in float32, the others as a checkpoint stores them."""
     import_ltx_core()
     from ltx_core.model.video_vae import VideoDecoderConfigurator
 
@@ -38,12 +42,18 @@ def decoder(which: str) -> torch.nn.Module:
     with torch.device("meta"):
         model = VideoDecoderConfigurator.from_config(released_config())
     generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if which == "ltx-core" else torch.bfloat16
+    dtype = torch.float32 if which == REFERENCE else torch.bfloat16
     for name, tensor in model.state_dict().items():
         weight = random_weight(name, torch.empty(tensor.shape), generator).bfloat16().to(dtype)
         model.load_state_dict({name: weight}, strict=False, assign=True)
     model.eval().requires_grad_(False)
-    return model if which == "ltx-core" else FastVideoDecoder(model)
+    return model if which.startswith("ltx-core") else FastVideoDecoder(model, computes_in(which))
+
+
+def computes_in(which: str) -> Arithmetic:
+    """What our decoder of that name computes in."""
+    found = arithmetic("float32" if which == "ours float32" else "auto", torch.bfloat16)
+    return found._replace(libraries=fastest_libraries())
 
 
 def latent(size: argparse.Namespace) -> torch.Tensor:
@@ -52,10 +62,11 @@ def latent(size: argparse.Namespace) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def decoded(model: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, float]:
+def decoded(which: str, model: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Frames (1, 3, F, H, W) in [-1, 1], and the seconds they took."""
     from ltx_core.model.video_vae import TilingConfig
 
+    video = video.bfloat16() if which == "ltx-core bfloat16" else video
     start = time.perf_counter()
     with torch.no_grad():
         frames = torch.cat(list(model.tiled_decode(video, TilingConfig.default())), dim=2)
@@ -66,73 +77,95 @@ def peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
+def print_memory(which: str, size: argparse.Namespace) -> None:
+    """Decode once and print this process's peak memory."""
+    import_ltx_core()
+    from ltx_neuron.host.vae_memory import decode_bytes
+
+    imported = peak_gb()
+    model = decoder(which)
+    loaded = peak_gb()
+    video = latent(size)
+    decoded(which, model, video)
+    by_plan = ""
+    if which.startswith("ours"):
+        shape = tuple(video.shape[2:])
+        planned = decode_bytes(released_config(), shape, size.threads, computes_in(which))
+        by_plan = f", {planned / 1e9:.2f} GB of them by the plan"
+    print(
+        f"{loaded:.2f} GB loaded, {peak_gb():.2f} GB at most, {peak_gb() - imported:.2f} GB"
+        f" without the imports{by_plan}"
+    )
+
+
+def print_distances(frames: dict[str, torch.Tensor]) -> None:
+    """How far the frames of each are from those of ltx-core in float32."""
+    wanted = frames[REFERENCE].double()
+    counts = {
+        which: ((each + 1) / 2).clamp(0, 1).mul(255).to(torch.uint8).int()
+        for which, each in frames.items()
+    }
+    for which, each in frames.items():
+        if which != REFERENCE:
+            error = (each.double() - wanted).square().mean().item()
+            apart = (counts[which] - counts[REFERENCE]).abs()
+            print(
+                f"{which:17} {10 * math.log10(4 / error):6.1f} dB from {REFERENCE}; frames differ"
+                f" by {apart.double().mean():.2f} of 255 in the mean, {apart.max()} at most"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--height", type=int, default=256)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--num-frames", type=int, default=17)
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="timed runs of each (default %(default)s)"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="default: all cores, %(default)s"
-    )
-    parser.add_argument(
-        "--memory-of",
-        choices=DECODERS,
-        help="decode once with this one and print this process's peak memory",
-    )
+    add = parser.add_argument
+    add("--height", type=int, default=256)
+    add("--width", type=int, default=384)
+    add("--num-frames", type=int, default=17)
+    add("--repeats", type=int, default=3, help="timed runs of each (default %(default)s)")
+    add("--threads", type=int, default=os.cpu_count(), help="default: all cores, %(default)s")
+    help = "which to time (default: all)"
+    add("--decoders", nargs="+", choices=DECODERS, default=DECODERS, metavar="NAME", help=help)
+    add("--memory", action="store_true", help="the peak memory of each, and no times")
+    help = "decode once with this one and print this process's peak memory"
+    add("--memory-of", choices=DECODERS, help=help)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_of:
-        import_ltx_core()
-        from ltx_neuron.host.vae_memory import decode_bytes
-
-        imported = peak_gb()
-        model = decoder(args.memory_of)
-        loaded = peak_gb()
-        video = latent(args)
-        decoded(model, video)
-        planned = decode_bytes(released_config(), tuple(video.shape[2:]), args.threads) / 1e9
-        by_plan = f", {planned:.2f} GB of them by the plan" if args.memory_of == "ours" else ""
-        print(
-            f"{loaded:.2f} GB loaded, {peak_gb():.2f} GB at most, {peak_gb() - imported:.2f} GB"
-            f" without the imports{by_plan}"
-        )
+        print_memory(args.memory_of, args)
         return
-
+    found = computes_in("ours").describe()
     print(
         f"{args.height}x{args.width}x{args.num_frames}, {args.threads} threads, torch"
-        f" {torch.__version__}, ltx-core {version('ltx-core')}, load average"
-        f" {os.getloadavg()[0]:.1f}"
+        f" {torch.__version__}, ltx-core {version('ltx-core')}, {processor()}, load average"
+        f" {os.getloadavg()[0]:.1f}; ours computes in {found['host_dtype']}, speed"
+        f" {found['host_dtype_speed']}"
     )
-    for which in DECODERS:
-        command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", which]
-        print(
-            f"{which:9} memory"
-            f" {subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}"
-        )
-    decoders = {which: decoder(which) for which in DECODERS}
-    video = latent(args)
-    seconds, frames = {which: [] for which in DECODERS}, {}
+    if args.memory:
+        for which in args.decoders:
+            command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", which]
+            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            print(f"{which:17} memory {said.strip()}", flush=True)
+        return
+    time_in_turn(args)
+
+
+def time_in_turn(args: argparse.Namespace) -> None:
+    decoders, video = {which: decoder(which) for which in args.decoders}, latent(args)
+    seconds, frames = {which: [] for which in args.decoders}, {}
     for repeat in range(args.repeats):
-        for which in DECODERS:
-            frames[which], taken = decoded(decoders[which], video)
+        for which in args.decoders:
+            frames[which], taken = decoded(which, decoders[which], video)
             seconds[which].append(taken)
-            print(f"{which:9} run {repeat + 1} {taken:8.2f} s", flush=True)
-    error = (frames["ours"].double() - frames["ltx-core"]).square().mean().item()
-    counts = [
-        ((frames[which] + 1) / 2).clamp(0, 1).mul(255).to(torch.uint8).int() for which in DECODERS
-    ]
-    print(
-        f"PSNR {10 * math.log10(4 / error):.1f} dB; frames differ by at most"
-        f" {(counts[0] - counts[1]).abs().max()} of 255"
-    )
+            print(f"{which:17} run {repeat + 1} {taken:8.2f} s", flush=True)
+    if REFERENCE in frames:
+        print_distances(frames)
     medians = {which: statistics.median(times) for which, times in seconds.items()}
     print(", ".join(f"{which} {median:.2f} s" for which, median in medians.items()))
-    print(f"{medians['ltx-core'] / medians['ours']:.2f} times as fast as ltx-core")
+    for which in medians if "ours" in medians else ():
+        if which != "ours":
+            print(f"ours is {medians[which] / medians['ours']:.2f} times as fast as {which}")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ SECONDS = 0.5  # between two samples
 
 class Sample(NamedTuple):
     """All processes together at a moment (time.time). read_bytes: from the disk, since the start,
-    by processes that have ended too."""
+    by processes that have ended too; own_bytes: anonymous ones of the command's own process."""
 
     time: float
     anonymous_bytes: int
     file_bytes: int
     read_bytes: int
+    own_bytes: int = 0
 
 
 class Watched(NamedTuple):
@@ -97,11 +98,12 @@ def _watch(pid: int, ended: threading.Event, samples: list[Sample]) -> None:
 def _sample(root: psutil.Process, read_before: int) -> Sample:
     """A sample of a process and its descendants. What a child has read counts as its parent's once
     the parent has waited for its end (Linux adds it there), and is missing for a moment before."""
-    anonymous = mapped = read = 0
+    anonymous = mapped = read = own = 0
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it has ended since it was listed
             memory = process.memory_info()
             anonymous += memory.rss - memory.shared
+            own = own or anonymous  # the root is the first
             mapped += memory.shared
             read += process.io_counters().read_bytes
-    return Sample(time.time(), anonymous, mapped, max(read, read_before))
+    return Sample(time.time(), anonymous, mapped, max(read, read_before), own)

@@ -25,7 +25,7 @@ _MEANINGS = {
     "config": "the model's sizes",
     "code": "this toolkit's code",
     "torch": "the version of PyTorch",
-    "bucket": "the video's size in tokens, or the prompt's",
+    "bucket": "the video's size in tokens, the prompt's, or a tile's in latents",
 }
 # What makes a backend's graphs from them.
 _TRACING = {"torchdist": "backends/export", "nxd": "backends/nxd_compile"}

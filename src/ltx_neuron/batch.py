@@ -14,7 +14,7 @@ from typing import Any
 
 from ltx_neuron import files
 from ltx_neuron.config import digest
-from ltx_neuron.decode_queue import Failure, Result
+from ltx_neuron.decode_queue import Clip, Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable, read_json, write_json
@@ -111,12 +111,12 @@ def run(
     lines: list[Line],
     engine: Engine,
     folder: Path,
-    write: Callable[[Result, Path], None],
+    write: Callable[[Clip, Path], None],
     identity_of: Callable[[Job], dict],
 ) -> list[dict]:
     """Run the lines that are not done yet; returns every line's entry, in the file's order.
 
-    write        writes a result to its video's path, in the thread that decoded it
+    write        writes a clip to its video's path while it is decoded
     identity_of  all that a job's latents depend on; a line keeps its state with it beside its video
     """
     results = Results(folder, lines)
@@ -147,19 +147,18 @@ def run(
 
     # Jobs end one after another, whichever thread decodes them: no two of these run at a time.
     def hand_over(result: Result) -> None:
-        line = line_of(result.job)
-        try:
-            write(result, folder / line.file)
-        except Exception as error:  # whatever it is, the other lines can be made
-            results.failed(line, error)
-        else:
-            results.done(line)
-            state_of(result.job).unlink(missing_ok=True)
+        results.done(line_of(result.job))
+        state_of(result.job).unlink(missing_ok=True)
+
+    def write_line(clip: Clip) -> None:
+        write(clip, folder / line_of(clip.job).file)
 
     engine.on_stage_end = save_progress
     jobs = [line.job for line in pending.values()]
     if jobs:
-        for outcome in engine.run(jobs, isolate=True, resume=resume, hand_over=hand_over):
+        for outcome in engine.run(
+            jobs, isolate=True, resume=resume, write=write_line, hand_over=hand_over
+        ):
             if isinstance(outcome, Failure):
                 results.failed(line_of(outcome.job), outcome.error)
     return [results.entries[line.number] for line in lines]

@@ -1,18 +1,21 @@
-"""Jobs whose latents are there: upscaled, decoded and handed over, one at a time, also while the
-next job is denoised."""
+"""Jobs whose latents are there: upscaled, decoded, written and handed over, one at a time, also
+while the next job is denoised."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.background import BackgroundTask
+from ltx_neuron.host.background import BackgroundTask, ahead
 from ltx_neuron.host.models import HostModels
+from ltx_neuron.host.video import write_video
 from ltx_neuron.job import UPSCALES, Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
@@ -22,15 +25,39 @@ UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}
 
 
 @dataclass
+class Clip:
+    """One job's video while it is decoded: as far as its chunks are taken.
+
+    chunks    frames in the order of time, each uint8 (N, H, W, 3)
+    waveform  waits for the sound: float32 (2, samples)
+    """
+
+    job: Job
+    chunks: Iterator[Tensor]
+    waveform: Callable[[], Tensor]
+    sample_rate: int
+
+    def write_mp4(self, path: Path) -> None:
+        """Write the video, a chunk at a time."""
+        rate = self.job.output_frame_rate
+        write_video(path, self.chunks, rate, self.waveform, self.sample_rate)
+
+
+@dataclass
 class Result:
     """One job's video. `tensors` holds every named intermediate (see docs: --save-tensors)."""
 
     job: Job
-    frames: Tensor | None  # uint8 (N, H, W, 3); None where only latents were asked for
+    # uint8 (N, H, W, 3); None where only latents were asked for, and where `write` took them
+    frames: Tensor | None
     frame_rate: float
     waveform: Tensor | None  # float32 (2, samples)
     sample_rate: int
     tensors: dict[str, Tensor]
+
+    def clip(self) -> Clip:
+        """The video, of frames that were kept."""
+        return Clip(self.job, iter([self.frames]), lambda: self.waveform, self.sample_rate)
 
 
 @dataclass
@@ -63,10 +90,14 @@ class DecodeQueue:
 
     A context manager: leaving it cancels what is still being decoded.
 
+    decode_video  latents (1, 128, F, h, w) to chunks of frames, uint8 (N, H, W, 3)
     overlap    decode in the background: `submit` returns at once
+    on_ranks   where frames come from the ranks, `submit` waits for them ("each"), or leaves all to
+               `drain` ("last"); "" for the host's
     decode     False: results have latents only
     isolate    a job that fails is a Failure, and the others go on
-    hand_over  called with every Result as soon as it is there, in the thread that decoded it
+    write      called with every Clip: what it takes of the frames is not kept
+    hand_over  called with every Result as soon as it is there, in the thread that wrote it
     poll       called now and then while `drain` waits; an error of it ends the waiting
     """
 
@@ -78,12 +109,17 @@ class DecodeQueue:
         overlap: bool,
         decode: bool,
         isolate: bool,
+        write: Callable[[Clip], None] | None,
         hand_over: Callable[[Result], None] | None,
         poll: Callable[[], None],
+        decode_video: Callable[[Tensor], Iterator[Tensor]] | None = None,
+        on_ranks: str = "",
     ):
         self.host, self.recorder, self.overlap, self.poll = host, recorder, overlap, poll
-        self.decode, self.isolate, self.hand_over = decode, isolate, hand_over
+        self.decode, self.isolate, self.write, self.hand_over = decode, isolate, write, hand_over
+        self.decode_video, self.on_ranks = decode_video or host.decode_video, on_ranks
         self._task: BackgroundTask | None = None
+        self._waiting: list[JobRun] = []
 
     def __enter__(self) -> "DecodeQueue":
         return self
@@ -92,29 +128,38 @@ class DecodeQueue:
         if self._task:
             self._task.cancel()
 
-    @property
-    def busy(self) -> bool:
-        return self._task is not None and not self._task.done
+    def pause(self) -> bool:
+        """Wait a moment for the job that is being decoded; whether it still is."""
+        self.poll()
+        return bool(self._task) and not self._task.wait()
 
-    def submit(self, run: JobRun) -> list[Result | Failure]:
-        """Decode a job; returns the outcomes that are there by now, in the order of submission."""
-        outcomes = self.drain()
-        if run.error:
-            return [*outcomes, Failure(run.job, run.error)]
+    def submit(self, run: JobRun) -> Iterator[Result | Failure]:
+        """Decode a job; yields the outcomes that are there by now, in the order of submission."""
+        if self.on_ranks == "last":
+            self._waiting.append(run)
+            return
+        yield from self.drain()
+        self._begin(run)
+        if self.on_ranks or not self.overlap or run.error:
+            yield from self.drain()
+
+    def drain(self, wait: bool = True) -> Iterator[Result | Failure]:
+        """The outcomes of the jobs that are left; without waiting, only what is there already."""
+        while self._task and (wait or self._task.done):
+            outcome = self._task.result(self.poll)
+            self._task = None
+            yield outcome
+        if wait and self._waiting:
+            self._begin(self._waiting.pop(0))
+            yield from self.drain()
+
+    def _begin(self, run: JobRun) -> None:
         self._task = BackgroundTask(partial(self._outcome, run))
-        return outcomes if self.overlap else [*outcomes, *self.drain()]
-
-    def drain(self, wait: bool = True) -> list[Result | Failure]:
-        """The outcome of the job under way; without waiting, only if it is there already."""
-        if not self._task or not (wait or self._task.done):
-            return []
-        outcome = self._task.result(self.poll)
-        self._task = None
-        return [outcome]
 
     def _outcome(self, run: JobRun) -> Result | Failure:
-        with isolated(run, self.isolate):
-            return self._result(run)
+        if not run.error:
+            with isolated(run, self.isolate):
+                return self._result(run)
         return Failure(run.job, run.error)
 
     def _result(self, run: JobRun) -> Result:
@@ -127,8 +172,12 @@ class DecodeQueue:
                 for kind in UPSCALES[job.upscale]:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
         if self.decode:
-            audio = tensors[f"{last}_audio"]
-            tensors["frames"], tensors["waveform"] = self._decode(video, audio)
+            with self._decoding(job, video, tensors[f"{last}_audio"]) as clip:
+                if self.write:
+                    self.write(clip)
+                else:
+                    tensors["frames"] = torch.cat(list(clip.chunks))
+                tensors["waveform"] = clip.waveform()
         result = Result(
             job,
             tensors.get("frames"),
@@ -141,14 +190,41 @@ class DecodeQueue:
             self.hand_over(result)
         return result
 
-    def _decode(self, video: Tensor, audio: Tensor) -> tuple[Tensor, Tensor]:
-        """Frames and waveform; sound beside pictures where cores are free for it."""
+    @contextmanager
+    def _decoding(self, job: Job, video: Tensor, audio: Tensor) -> Iterator[Clip]:
+        """A job's clip. Where cores are free for it, pictures are decoded ahead of who takes them,
+        and sound beside them; else each when it is asked for."""
+        chunks, sound = self._pictures(video), cache(partial(self._sound, audio))
+        with ExitStack() as ending:
+            ending.enter_context(closing(chunks))
+            if self.overlap:
+                sound = ending.enter_context(BackgroundTask(sound)).result
+                chunks = ending.enter_context(ahead(chunks))
 
-        def decode_audio() -> Tensor:
-            with self.recorder.phase("decode_audio"):
-                return self.host.decode_audio(audio)
+            def waveform() -> Tensor:
+                with self.recorder.paused():
+                    return sound()
 
-        sound = BackgroundTask(decode_audio) if self.overlap else nullcontext()
-        with sound, self.recorder.phase("decode_video"):
-            frames = self.host.decode_video(video)
-        return frames, sound.result() if self.overlap else decode_audio()
+            yield Clip(job, self._awaited(chunks), waveform, self.host.sample_rate)
+
+    def _pictures(self, video: Tensor) -> Iterator[Tensor]:
+        chunks = self.decode_video(video)
+        with self.recorder.phase("decode_video"):
+            for chunk in chunks:
+                with self.recorder.paused():
+                    yield chunk
+                del chunk  # not kept while the next one is decoded
+
+    def _awaited(self, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Chunks; the time in which one is waited for is no part of its taker's phase."""
+        while True:
+            with self.recorder.paused():
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+            del chunk
+
+    def _sound(self, audio: Tensor) -> Tensor:
+        with self.recorder.phase("decode_audio"):
+            return self.host.decode_audio(audio)

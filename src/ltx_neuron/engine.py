@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ltx_neuron.decode_queue import DecodeQueue, Failure, Result, isolated
+from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.background import POLL_SECONDS, BackgroundTask
+from ltx_neuron.host import calibration
+from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
@@ -42,6 +43,7 @@ class RunOptions:
     """How jobs run.
 
     neuron_gemma   encode prompts on the ranks, else on the host's CPU
+    neuron_vae     decode latents there, else on the host's CPU
     compat         a name of sampling.compat.COMPAT: which release's numerics; None for the later
     warmup         a discarded first step per stage
     cache_prompts  take contexts that an earlier run left in the artifacts, and leave new ones
@@ -53,6 +55,7 @@ class RunOptions:
     temporal_upsampler_path: Path | None = None
     warmup: bool = False
     cache_prompts: bool = False
+    neuron_vae: bool = False
 
 
 class Engine:
@@ -74,8 +77,10 @@ class Engine:
             options.spatial_upsampler_path,
             options.temporal_upsampler_path,
             audio_dtype=workspace.dtype if self.compat.vocoder else torch.float32,
+            profile=workspace.profile,
+            arithmetic=workspace.arithmetic,
         )
-        self.preflight = Preflight(workspace, self.host, options.neuron_gemma)
+        self.preflight = Preflight(workspace, self.host, options.neuron_gemma, options.neuron_vae)
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
@@ -122,6 +127,7 @@ class Engine:
         isolate: bool = False,
         generator: torch.Generator | None = None,
         resume: Callable[[Job], JobRun | None] = lambda job: None,
+        write: Callable[[Clip], None] | None = None,
         hand_over: Callable[[Result], None] | None = None,
         more: Callable[[], list[Job]] = list,
     ) -> Iterator[Result | Failure]:
@@ -136,40 +142,59 @@ class Engine:
         isolate    a job that fails is a Failure and the others go on; a failed rank ends the run
         generator  draw noise from it instead of one made from the job's seed
         resume     a job's interrupted run, to be continued; None for one that begins
-        hand_over  called with every Result as soon as it is there: where decoding overlaps
-                   denoising, in another thread. An error of it is the job's
+        write      called with every Clip while it is decoded, in place of keeping its frames
+        hand_over  called with every Result as soon as it is there. Where decoding overlaps
+                   denoising, both are called in another thread. An error of them is the job's
         more       called while the last job is decoded: what joins the run, if anything does
         """
         self.check_process()
-        compiled = self.preflight.check(jobs)
-        with self._session(keep), self._decode_queue(decode, isolate, hand_over) as queue:
+        compiled = self._check(jobs)
+        with self._session(keep), self._decode_queue(decode, isolate, write, hand_over) as queue:
             while jobs:
                 runs = self._encode_prompts(jobs, resume, generator)
                 self._load_transformer(runs, compiled)
-                turns = _turns(runs)
-                for run, refines in turns:
-                    self.job = run.job
-                    if run.error:
-                        continue  # its plain stages failed
-                    try:
-                        with isolated(run, isolate):
-                            for stage in run.stages_left_on(refines):
-                                step = compiled[id(run.job), stage]
-                                stage_run = self._prepare(run, stage, step)
-                                video, audio = self._steps(stage_run)
-                                self._finish(run, stage_run, video, audio)
-                    except Exception:  # all jobs end: what is done is handed out first
-                        yield from queue.drain(wait=False)
-                        raise
-                    if run.error or run.job.stages[-1].refines == refines:
-                        if (run, refines) == turns[-1] and not keep:
-                            self.residency.unload_transformer()
-                        yield from queue.submit(run)
-                while not (jobs := more()) and queue.busy:
-                    time.sleep(POLL_SECONDS)
-                if jobs:
-                    compiled = self.preflight.check(jobs)
+                # Not before: a run that is refused leaves the folder as it was.
+                calibration.store(self.workspace.artifacts)
+                yield from self._denoise(runs, compiled, queue, isolate, keep)
+                # The ranks decode before other jobs are looked at; the host meanwhile.
+                yield from queue.drain(wait=bool(queue.on_ranks))
+                while not (jobs := more()) and queue.pause():
+                    pass
+                compiled = self._check(jobs) if jobs else compiled
             yield from queue.drain()
+
+    def _check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
+        compiled = self.preflight.check(jobs)
+        self.residency.decoder_stays = self.preflight.decoder_stays
+        return compiled
+
+    def _denoise(
+        self,
+        runs: list[JobRun],
+        compiled: dict[tuple[int, Stage], CompiledStep],
+        queue: DecodeQueue,
+        isolate: bool,
+        keep: bool,
+    ) -> Iterator[Result | Failure]:
+        """Run the stages of all jobs, and hand each job to the queue after its last one."""
+        turns = _turns(runs)
+        for run, refines in turns:
+            self.job = run.job
+            if run.error:
+                continue  # its plain stages failed
+            try:
+                with isolated(run, isolate):
+                    for stage in run.stages_left_on(refines):
+                        stage_run = self._prepare(run, stage, compiled[id(run.job), stage])
+                        video, audio = self._steps(stage_run)
+                        self._finish(run, stage_run, video, audio)
+            except Exception:  # all jobs end: what is done is handed out first
+                yield from queue.drain(wait=False)
+                raise
+            if run.error or run.job.stages[-1].refines == refines:
+                if (run, refines) == turns[-1] and not (keep or self.options.neuron_vae):
+                    self.residency.unload_transformer()
+                yield from queue.submit(run)
 
     @contextmanager
     def _session(self, keep: bool) -> Iterator[None]:
@@ -187,17 +212,33 @@ class Engine:
             self.close()
 
     def _decode_queue(
-        self, decode: bool, isolate: bool, hand_over: Callable[[Result], None] | None
+        self,
+        decode: bool,
+        isolate: bool,
+        write: Callable[[Clip], None] | None,
+        hand_over: Callable[[Result], None] | None,
     ) -> DecodeQueue:
+        on_ranks = "each" if self.residency.decoder_stays else "last"
         return DecodeQueue(
             self.host,
             self.recorder,
             overlap=self.workspace.profile.overlap_decode,
             decode=decode,
             isolate=isolate,
+            write=write,
             hand_over=hand_over,
-            poll=self.residency.poll,
+            # While it drives the ranks, the decoding thread finds out by itself.
+            poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
+            decode_video=self._decode_video,
+            on_ranks=on_ranks if self.options.neuron_vae else "",
         )
+
+    def _decode_video(self, latent: Tensor) -> Iterator[Tensor]:
+        """The frames of a latent (1, 128, F, h, w), in chunks: decoded by the host, or on the ranks
+        in tiles."""
+        if not self.options.neuron_vae:
+            return self.host.decode_video(latent)
+        return self.host.decode_video(latent, self.residency.video_decoder(self.preflight.tiles))
 
     # --- encode the prompts -----------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import UPSCALES, Job, Size, check_guidable
-from ltx_neuron.profiles import PROFILES, resolve
+from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS, Guidance
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 def parser(
     description: str, example: str, gemma: bool, required: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser with the flags common to all five scripts.
+    """A parser with the flags common to all the scripts.
 
     Abbreviations are off, so that a typo is an error.
 
@@ -174,6 +174,13 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help)
     help = "encode the prompt on the profile's device, sharded; without it, on the host CPU"
     add("--neuron-gemma", action="store_true", help=help)
+    help = "decode the video on the profile's device, in tiles; without it, on the host CPU"
+    add("--neuron-vae", action="store_true", help=help)
+    help = (
+        "what the host computes video in (default: the profile's; auto: bfloat16 for a run in it"
+        " where this CPU is faster in it)"
+    )
+    add("--host-dtype", choices=HOST_DTYPES, help=help)
     help = "encode the prompt even if an earlier run left its contexts in the artifacts"
     add("--no-prompt-cache", action="store_true", help=help)
     help = "the first release's numerics; or only how it holds images"
@@ -221,7 +228,9 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
 
     writes  whether the script writes into the artifacts folder, which is then checked for it
     """
-    profile = resolve(args.profile, tuple(args.profile_set))
+    host_dtype = getattr(args, "host_dtype", None)
+    settings = [*args.profile_set, *([f"host_dtype={host_dtype}"] if host_dtype else [])]
+    profile = resolve(args.profile, tuple(settings))
     if writes:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
     blocks = getattr(args, "blocks_per_graph", None)
@@ -364,12 +373,13 @@ def job(args: argparse.Namespace) -> Job:
 def run_options(args: argparse.Namespace) -> RunOptions:
     return RunOptions(
         neuron_gemma=args.neuron_gemma,
+        neuron_vae=args.neuron_vae,
         compat=args.compat,
         spatial_upsampler_path=args.spatial_upsampler_path,
         temporal_upsampler_path=args.temporal_upsampler_path,
         warmup=args.warmup,
         # The cache keeps no hidden states, which --save-tensors writes.
-        cache_prompts=not (args.no_prompt_cache or args.save_tensors),
+        cache_prompts=not (args.no_prompt_cache or getattr(args, "save_tensors", None)),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from ltx_neuron import batch, progress
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.batch import Line
-from ltx_neuron.decode_queue import Result
+from ltx_neuron.decode_queue import Clip
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_folder, check_outputs, check_writable, write_json
@@ -22,7 +22,6 @@ from ltx_neuron.host.video import (
     check_output_path,
     frames_in,
     write_frames,
-    write_video,
 )
 from ltx_neuron.job import Job
 from ltx_neuron.machine import package_version
@@ -131,9 +130,15 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         def resume(job: Job) -> JobRun | None:
             return interrupted_run(job, outputs, identity, workspace.dtype)
 
-        (result,) = engine.run([job], resume=resume)
-        with recorder.phase("encode_mp4"):
-            write(result, outputs, identity)
+        def write(clip: Clip) -> None:
+            with recorder.phase("encode_mp4"):
+                write_clip(clip, outputs)
+
+        # Tensors are written first, and hold all frames: no video without them.
+        (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
+        if outputs.tensors:
+            progress.write_run_tensors(outputs.tensors, result.tensors, identity)
+            write(result.clip())
     report = make_report(recorder, workspace, job.describe())
     write_json(outputs.sidecar, sidecar(job, report))
     show(recorder, report, outputs)
@@ -150,11 +155,11 @@ def generate_batch(
     """Make the videos of a prompts file's lines; exit code 1 where one failed."""
     recorder = Recorder()
 
-    def save(result: Result, path: Path) -> None:
+    def save(clip: Clip, path: Path) -> None:
         with recorder.phase("encode_mp4"):
-            write_mp4(path, result)
-        report = make_report(recorder, workspace, result.job.describe())
-        write_json(path.with_suffix(".json"), sidecar(result.job, report))
+            clip.write_mp4(path)
+        report = make_report(recorder, workspace, clip.job.describe())
+        write_json(path.with_suffix(".json"), sidecar(clip.job, report))
 
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
@@ -209,17 +214,12 @@ def interrupted_run(
     return run
 
 
-def write(result: Result, outputs: Outputs, identity: dict) -> None:
-    """The MP4 and what else was asked for; each appears under its name only when whole."""
-    if outputs.tensors:
-        progress.write_run_tensors(outputs.tensors, result.tensors, identity)
-    write_mp4(outputs.video, result)
+def write_clip(clip: Clip, outputs: Outputs) -> None:
+    """The MP4 and, where they were asked for, frames as pictures; each file appears under its name
+    only when whole."""
     if outputs.frames:
-        write_frames(outputs.frames, result.frames)
-
-
-def write_mp4(path: Path, result: Result) -> None:
-    write_video(path, result.frames, result.frame_rate, result.waveform, result.sample_rate)
+        clip.chunks = write_frames(outputs.frames, clip.chunks)
+    clip.write_mp4(outputs.video)
 
 
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:

@@ -6,6 +6,12 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+# As /proc/cpuinfo names instruction sets: x86, then Arm.
+_MULTIPLYING = (
+    *("fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_bf16", "amx_fp16", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2"),
+)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -62,6 +68,13 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def instructions() -> list[str]:
+    """The instruction sets of this machine's CPU that decide how fast it multiplies."""
+    lines = [line for line in _lines_of("/proc/cpuinfo") if line.startswith(("flags", "Features"))]
+    flags = {*lines[0].split()} if lines else set()
+    return [name for name in _MULTIPLYING if name in flags]
+
+
 def gpus() -> list[str]:
     """The GPUs that PyTorch can use, by model."""
     import torch
@@ -71,14 +84,14 @@ def gpus() -> list[str]:
 
 def load() -> list[str]:
     """How busy the machine is, a line each: for the log of a run that failed."""
-    lines = [f"load: {' '.join(f'{number:.1f}' for number in os.getloadavg())}, {_cpus()} CPUs"]
+    lines = [f"load: {' '.join(f'{number:.1f}' for number in os.getloadavg())}, {cpus()} CPUs"]
     for path in ("/proc/pressure/cpu", "/proc/pressure/memory", "/proc/pressure/io"):
         lines += [f"{path}: {line}" for line in _lines_of(path)[:1]]
     memory = ("MemTotal:", "MemAvailable:", "SwapFree:")
     return lines + [line for line in _lines_of("/proc/meminfo") if line.startswith(memory)]
 
 
-def _cpus() -> int:
+def cpus() -> int:
     """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ltx_neuron.decode_queue import UPSCALED, Result
+from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.host.video import check_output_path, write_video
+from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import RECIPES, UPSCALES, Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -63,6 +63,7 @@ class LTXPipeline:
         tp_degree: int | None = None,
         dtype: str = "bfloat16",
         neuron_gemma: bool = True,
+        neuron_vae: bool = False,
         recipe: str = "distilled",
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
@@ -75,6 +76,8 @@ class LTXPipeline:
         """Open a sharded and compiled checkpoint; models load at the first call.
 
         loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded
+        neuron_gemma            encode prompts on the ranks, else on the host's CPU
+        neuron_vae              decode latents there, else on the host's CPU
         profile_set             what --profile-set takes, as in ("attention=matmul",)
         tuned                   take what python -m ltx_neuron.tune chose, as the scripts do
 
@@ -99,6 +102,7 @@ class LTXPipeline:
             workspace.take_tuned()
         options = RunOptions(
             neuron_gemma=neuron_gemma,
+            neuron_vae=neuron_vae,
             compat=compat,
             spatial_upsampler_path=spatial_upsampler_path,
             temporal_upsampler_path=temporal_upsampler_path,
@@ -174,10 +178,17 @@ class LTXPipeline:
                 self, step, stage.sigmas[step], {"stage": stage.name}
             )
         )
-        decode = output_type != "latent"
+        options = {"keep": True, "decode": output_type != "latent", "generator": generator}
+
+        def write(clip: Clip) -> None:
+            with self.engine.recorder.phase("encode_mp4"):
+                clip.write_mp4(output_path)
+
+        if output_type == "mp4":
+            options["write"] = write
         with self._turn.taken("call"):
             self.engine.on_step_end = on_step_end
-            (result,) = self.engine.run([job], keep=True, decode=decode, generator=generator)
+            (result,) = self.engine.run([job], **options)
         return _output(result, output_type, output_path)
 
 
@@ -241,9 +252,6 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
     if output_type == "np":
         output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
     elif output_type == "mp4":
-        write_video(
-            output_path, result.frames, result.frame_rate, result.waveform, result.sample_rate
-        )
         output.path = Path(output_path)
     else:
         last = result.job.stages[-1].key

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import upsampler_download
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host.images import check_image
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.job import UPSCALES, Job, Stage
 from ltx_neuron.profiles import require_runtime
+from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
 
@@ -16,11 +18,18 @@ from ltx_neuron.workspace import Workspace
 class Preflight:
     """Checks jobs against a workspace. What cannot change while a process runs is checked once.
 
-    neuron_gemma  whether prompts are encoded on the ranks
+    neuron_gemma   whether prompts are encoded on the ranks
+    neuron_vae     whether latents are decoded there
+    tiles          the programs that decode the tiles of the jobs that were checked last
+    decoder_stays  whether these fit the device beside the transformer
     """
 
-    def __init__(self, workspace: Workspace, host: HostModels, neuron_gemma: bool):
+    def __init__(
+        self, workspace: Workspace, host: HostModels, neuron_gemma: bool, neuron_vae: bool = False
+    ):
         self.workspace, self.host, self.neuron_gemma = workspace, host, neuron_gemma
+        self.neuron_vae, self.decoder_stays = neuron_vae, False
+        self.tiles: dict[str, Manifest] = {}
         self._checked_models: set[str] = set()
         self._checked_weight_files = False
 
@@ -61,7 +70,10 @@ class Preflight:
             raise
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
-            workspace.check_compiled_fits(manifests, job.size, job.recipe, self.neuron_gemma)
+            tiles = [*self.tiles.values()]
+            memory = workspace.compiled_memory(manifests, self.neuron_gemma, tiles)
+            workspace.check_compiled_fits(memory, job.size, job.recipe, self.neuron_gemma)
+            self.decoder_stays = memory.decoder_stays(workspace.profile)
         return compiled
 
     def _check_options(self, jobs: list[Job]) -> None:
@@ -115,6 +127,8 @@ class Preflight:
             workspace.gemma.check_tensor_parallel(workspace.tp)
         else:
             workspace.host_text_encoder().check()
+        if self.neuron_vae:
+            _ = workspace.video_decoder, workspace.vae_source
         self._checked_weight_files = True
 
     def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
@@ -130,8 +144,22 @@ class Preflight:
         if self.neuron_gemma:
             workspace.gemma3_weights()
             workspace.text_programs(workspace.profile.text_buckets)
+        if self.neuron_vae:
+            workspace.vae_weights()
+            clips = dict.fromkeys(map(_decoded_latent, jobs))
+            self.tiles = {
+                name: tile for clip in clips for name, tile in workspace.tile_programs(clip).items()
+            }
         workspace.say_tuned()
         return compiled
+
+
+def _decoded_latent(job: Job) -> tuple[int, int, int]:
+    """(F, h, w) of the video latent that is decoded: after a one-stage run it may be upscaled."""
+    size, kinds = job.size, UPSCALES.get(job.upscale, ())
+    frames, height, width = video_latent_shape(size.height, size.width, size.num_frames)
+    scale = 2 if "spatial" in kinds else 1
+    return 2 * frames - 1 if "temporal" in kinds else frames, height * scale, width * scale
 
 
 def _host_models(job: Job) -> list[str]:

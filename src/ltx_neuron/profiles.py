@@ -52,7 +52,15 @@ class Profile:
                     whose tokens divide; others stay whole
     text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
                     refused
-    vae             where latents are decoded
+    host_dtype      what the host decodes video in, and upsamples and encodes it in for a run in
+                    bfloat16; "auto": bfloat16 for a run in it where this machine's CPU is measured
+                    to be faster in it, else float32
+    vae_tile        pixels of a tile's longer side where latents are decoded, and `vae_overlap` of
+                    them that it shares with the next one; vae_tile_frames and vae_overlap_frames
+                    the same in time. The defaults are ltx-core's
+    vae_tile_latents  of --neuron-vae: at most so many latents (frames x rows x columns) in a tile,
+                      whose sizes suit the clip; the overlaps are those above. 0: tiles as on the
+                      host
     overlap_decode  while the host decodes and writes a clip, the ranks denoise the batch's next
                     one; and sound is decoded beside pictures. Not where ranks and host share the
                     cores
@@ -79,7 +87,12 @@ class Profile:
     chip: Chip | None = None
     host_memory_bytes: int | None = None
     text_encoder: Literal["sharded", "host"] = "sharded"
-    vae: Literal["host"] = "host"
+    host_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    vae_tile: int = 512
+    vae_overlap: int = 64
+    vae_tile_frames: int = 64
+    vae_overlap_frames: int = 24
+    vae_tile_latents: int = 0
     overlap_decode: bool = True
     resident: bool = False
     # whether the text graph hands back all layers (49 x tokens x width) as well
@@ -130,7 +143,7 @@ class Profile:
         return tp * self.lnc / self.chip.cores
 
     def flags(self, model: str) -> str:
-        """neuronx-cc's flags for a model's graphs: "dit", "gemma3" or "connectors"."""
+        """neuronx-cc's flags for the graphs of a model, one of MODELS."""
         return f"{dict(self.compiler_flags)[model]} --lnc={self.lnc}"
 
     def rank_threads(self, tp: int) -> int:
@@ -156,7 +169,8 @@ class Profile:
             )
 
 
-MODELS = ("dit", "gemma3", "connectors")  # whose graphs are compiled with flags of their own
+HOST_DTYPES = typing.get_args(typing.get_type_hints(Profile)["host_dtype"])
+MODELS = ("dit", "gemma3", "connectors", "vae")  # whose graphs are compiled with flags of their own
 _GIB = 2**30
 TRAINIUM2 = Chip(
     cores=8,
@@ -180,6 +194,8 @@ _TRN2 = dict(
     process_group="neuron",
     compile_backend="neuron",
     attention="nki",
+    # What a published decoder was compiled for as one graph: 8 x 16 latents of 121 frames.
+    vae_tile_latents=2048,
     lnc=2,
     chip=TRAINIUM2,
     environment=(
@@ -213,6 +229,12 @@ _TRN2 = dict(
             ),
         ),
         ("connectors", _TRANSFORMER),
+        # Published for the same decoder on trn2, there in one graph.
+        (
+            "vae",
+            "--model-type=unet-inference -O1 --auto-cast=none"
+            " --internal-max-instruction-limit=15000000",
+        ),
     ),
 )
 
@@ -327,10 +349,32 @@ def _check(profile: Profile) -> None:
             profile.text_buckets[-1] != TEXT_TOKENS
         ),
         f"lnc is 1 or 2, got {profile.lnc}": profile.lnc not in (1, 2),
+        **_wrong_tiles("vae_tile", profile.vae_tile, "vae_overlap", profile.vae_overlap, 32),
+        **_wrong_tiles(
+            "vae_tile_frames",
+            profile.vae_tile_frames,
+            "vae_overlap_frames",
+            profile.vae_overlap_frames,
+            8,
+        ),
     }
     for what, applies in wrong.items():
         if applies:
             raise UserError(f"--profile-set: {what}")
+
+
+def _wrong_tiles(size: str, pixels: int, overlap: str, shared: int, latent: int) -> dict[str, bool]:
+    """What may be wrong with a tile along an axis, of which `latent` pixels are one latent: the
+    rules of ltx-core's TilingConfig."""
+    least = 2 * latent
+    return {
+        f"{size} is a multiple of {latent} from {least} on, got {pixels}": (
+            pixels < least or pixels % latent > 0
+        ),
+        f"{overlap} is a multiple of {latent} below {size}, got {shared}": (
+            shared % latent > 0 or shared >= pixels
+        ),
+    }
 
 
 def detect(machine: Machine) -> str:
@@ -395,7 +439,14 @@ _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
 _TYPES = {name: kind for name, kind in typing.get_type_hints(Profile).items() if name not in _FIXED}
 # Key=value pairs of their own: --profile-set environment.NAME=value.
 _TABLES = ("environment", "compiler_flags")
-_MAY_BE_ZERO = ("blocks_per_graph", "drain_every", "threads")
+_MAY_BE_ZERO = (
+    "blocks_per_graph",
+    "drain_every",
+    "threads",
+    "vae_overlap",
+    "vae_overlap_frames",
+    "vae_tile_latents",
+)
 
 
 def _changed(profile: Profile, setting: str) -> Profile:

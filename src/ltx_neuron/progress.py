@@ -21,6 +21,7 @@ from torch import Tensor
 from ltx_neuron import artifacts, machine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, first_bytes, read_json, whole_file, write_tensors
+from ltx_neuron.host.calibration import CHOSEN_FIELDS
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
@@ -180,7 +181,12 @@ def _check_identity(path: Path, file: TensorFile, identity: dict) -> None:
             f"--resume {path} is not what a run of generate_ltx23.py left; leave it out to begin"
             " anew"
         ) from None
-    if differences:
+    for key, here, there in (each for each in differences if each[0] in CHOSEN_FIELDS):
+        print(
+            f"--resume {path} is of a run with {key} {there}, and this machine's is {here}: its"
+            " frames may differ from that run's in rounding"
+        )
+    if differences := [each for each in differences if each[0] not in CHOSEN_FIELDS]:
         listed = "; ".join(f"{key}: got {got}, wanted {want}" for key, want, got in differences)
         raise UserError(
             f"--resume {path} is of another run: {listed}.\nType the flags of that run, or leave"

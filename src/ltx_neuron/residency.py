@@ -1,5 +1,5 @@
-"""Which model is on the ranks: the text encoder, then the transformer, one at a time unless the
-profile keeps both.
+"""Which model is on the ranks: the text encoder, then the transformer, then the video decoder if
+the ranks decode: one at a time unless the profile keeps all, or the decoder fits besides.
 
 The ranks start when the first model is needed. Both stages and all jobs share one copy of the
 transformer's weights; the weights with the distilled LoRA take the place of the plain ones.
@@ -14,6 +14,7 @@ from torch import Tensor
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.backends.tiles import RankTiles
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.report.recorder import Recorder
@@ -32,6 +33,8 @@ class Residency:
         # What of the transformer is on the ranks: its weight set, and its programs by name.
         self._weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
+        self._tiles: frozenset[str] = frozenset()  # the video decoder's programs there
+        self.decoder_stays = False  # whether it fits beside the transformer
         self._host_tensors: dict[str, Tensor] = {}  # of the weight set that is on the ranks
 
     @contextmanager
@@ -43,7 +46,7 @@ class Residency:
         workspace = self.workspace
         with self.recorder.phase("load_gemma3"):
             self._start()
-            if self._weights and not workspace.profile.resident:
+            if (self._weights or self._tiles) and not workspace.profile.resident:
                 self._unload()
             groups = [group for job in prompts for group in inputs.pack_prompts(job)]
             known = workspace.profile.text_buckets
@@ -71,6 +74,8 @@ class Residency:
         weights = self.workspace.dit_weights()
         with self.recorder.phase("load_transformer"):
             self._start()
+            if self._tiles and not self.decoder_stays:
+                self._unload()
             with _remedy(weights):
                 self.ranks.load(weights, programs, self.workspace.dtype)
         if self._weights != weights:
@@ -91,6 +96,20 @@ class Residency:
             file = open_host_file(weights)
             self._host_tensors = {name: file.read(name) for name in file.shapes}
         return self._host_tensors
+
+    def video_decoder(self, programs: dict[str, Manifest]) -> RankTiles:
+        """The video decoder with the programs of these tiles: beside the transformer, or in its
+        place."""
+        if not programs.keys() <= self._tiles:
+            weights = self.workspace.vae_weights()
+            if self._weights and not self.decoder_stays:
+                with self.recorder.phase("unload_transformer"):
+                    self._unload()
+            with self.recorder.phase("load_vae"), _remedy(weights):
+                self._start()
+                self.ranks.load(weights, programs, self.workspace.dtype)
+            self._tiles = frozenset(programs)
+        return RankTiles(self.ranks)
 
     def unload_transformer(self) -> None:
         """Free the device, and the host memory that the ranks take."""
@@ -121,6 +140,7 @@ class Residency:
 
     def _forget(self) -> None:
         self._weights, self._programs, self._host_tensors = None, frozenset(), {}
+        self._tiles = frozenset()
 
 
 @contextmanager

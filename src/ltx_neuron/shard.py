@@ -30,7 +30,7 @@ class ShardRequest:
 
 
 def shard(model: str, workspace: Workspace | None, request: ShardRequest) -> None:
-    """Cut or verify the weights of `model`, "dit" or "gemma3", and print the folders.
+    """Cut or verify the weights of `model`, "dit", "gemma3" or "vae", and print the folders.
 
     workspace  of the checkpoint; None without one
     """
@@ -41,12 +41,10 @@ def shard(model: str, workspace: Workspace | None, request: ShardRequest) -> Non
     elif not workspace:
         _verify_finished(model, request.artifacts_dir)
     elif request.verify:
-        for path in workspace.verify_dit() if model == "dit" else workspace.verify_gemma3():
+        for path in workspace.verify(model):
             print(f"whole, and bit for bit the source: {path}")
     else:
-        workers = request.workers
-        dit = model == "dit"
-        for path in workspace.shard_dit(workers) if dit else [workspace.shard_gemma3(workers)]:
+        for path in workspace.shard(model, request.workers):
             print(f"weights: {path}")
 
 

@@ -1,4 +1,4 @@
-"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the five
+"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the
 scripts share.
 
 It knows the identity of every weight set and graph, makes them, and finds them again or says what
@@ -26,8 +26,10 @@ from ltx_neuron.config import (
     digest,
     gemma_config,
     transformer_config,
+    video_decoder_config,
 )
 from ltx_neuron.files import exclusive
+from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
@@ -37,12 +39,15 @@ from ltx_neuron.models.programs import (
     dit_program,
     gemma3_program,
     may_divide,
+    tile_program,
+    tile_program_name,
 )
 from ltx_neuron.plan import (
     CoreMemory,
     check_fits,
     check_text_fits,
     compiled_activations,
+    compiled_tile,
     does_not_fit,
 )
 from ltx_neuron.profiles import Profile, require_runtime
@@ -151,13 +156,30 @@ class Workspace:
         return Source(MODELS["gemma3"], [self.checkpoint, *gemma_files(self.gemma_root)], heads)
 
     @cached_property
+    def video_decoder(self):
+        """The sizes of the video decoder; UserError where the ranks cannot run it."""
+        return video_decoder_config(self.checkpoint.config)
+
+    @cached_property
+    def vae_source(self) -> Source:
+        return Source(MODELS["vae"], [self.checkpoint])
+
+    @cached_property
     def tokenizer(self):
         """Gemma's tokenizer."""
         return load_tokenizer(self.gemma_root)
 
     def host_text_encoder(self) -> HostTextEncoder:
         """The text encoder for the host's CPU; it loads weights when it encodes."""
-        return HostTextEncoder(self.gemma_source, self.gemma, self.transformer, self.dtype)
+        return HostTextEncoder(
+            self.gemma_source, self.gemma, self.transformer, self.dtype, self.arithmetic.libraries
+        )
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What the host computes with."""
+        found = arithmetic(self.profile.host_dtype, self.dtype, self.artifacts)
+        return found._replace(libraries=fastest_libraries(self.artifacts))
 
     @property
     def identity(self) -> dict:
@@ -170,13 +192,15 @@ class Workspace:
             "loras": self.refining_source.lora_identity,
             "profile_set": list(self.profile.settings),
             "host_threads": self.profile.host_threads,
+            **self.arithmetic.describe(),
             "rank_threads": self.profile.rank_threads(self.tp),
         }
 
     def prompt_cache(self, neuron_gemma: bool) -> PromptCache:
         """The contexts of earlier runs with this encoder, on the ranks (`neuron_gemma`) or on the
         host."""
-        profile, device = self.profile, {"device": "host"}
+        profile, libraries = self.profile, self.arithmetic.libraries._asdict()
+        device = {"device": "host", "host_products": libraries}
         if neuron_gemma:
             graphs = registry.identity(profile, "gemma3")
             device = {"device": "ranks", "tp": self.tp, "profile": profile.name, **graphs}
@@ -264,6 +288,10 @@ class Workspace:
             "attention": self.profile.attention
         }
 
+    def _vae_identity(self, tile: tuple[int, int, int]) -> dict:
+        name = "x".join(map(str, tile))
+        return self._graph_identity("vae", name, self.video_decoder.digest)
+
     # --- cutting rank files -----------------------------------------------------------------------
 
     def shard_dit(self, workers: int | None = None) -> list[Path]:
@@ -278,6 +306,16 @@ class Workspace:
         """Write the text encoder's, its projections' and the connectors' rank files; returns the
         folder."""
         return self._shard("gemma3", self.gemma_source, self._gemma3_specs(), workers)
+
+    def shard_vae(self, workers: int | None = None) -> Path:
+        """Write the video decoder's rank files, which are all alike; returns the folder."""
+        return self._shard("vae", self.vae_source, self._vae_specs(), workers)
+
+    def shard(self, model: str, workers: int | None = None) -> list[Path]:
+        """Write the rank files of a model, one of MODELS; returns the folders."""
+        if model == "dit":
+            return self.shard_dit(workers)
+        return [self.shard_vae(workers) if model == "vae" else self.shard_gemma3(workers)]
 
     @property
     def _dit_sources(self) -> list[MergedSource]:
@@ -319,6 +357,11 @@ class Workspace:
         check_specs(specs, encoder.weights() | connectors.weights(), host)
         return specs
 
+    def _vae_specs(self) -> list[ShardSpec]:
+        specs = shard_specs(self.vae_source, self.tp, {})
+        check_specs(specs, tile_program(self.video_decoder, (1, 1, 1), self.dtype).weights(), {})
+        return specs
+
     # --- verifying rank files ---------------------------------------------------------------------
 
     def verify_dit(self) -> list[Path]:
@@ -336,6 +379,14 @@ class Workspace:
         Gemma's files and the checkpoint. Raises UserError that lists what differs."""
         path = self.gemma3_weights()
         self._verify(path, self.gemma_source, self._gemma3_specs())
+        return [path]
+
+    def verify(self, model: str) -> list[Path]:
+        """Compare the finished rank files of a model, one of MODELS, as verify_dit does."""
+        if model != "vae":
+            return self.verify_dit() if model == "dit" else self.verify_gemma3()
+        path = self.vae_weights()
+        self._verify(path, self.vae_source, self._vae_specs())
         return [path]
 
     def _verify(self, path: Path, source: Source, specs: list[ShardSpec]) -> None:
@@ -392,6 +443,22 @@ class Workspace:
         programs = [(self._gemma3_identity(n), partial(encoder, n)) for n in buckets]
         return self._compile([*programs, (self._connectors_identity(), connectors)])
 
+    def compile_vae(self, clip: tuple[int, int, int]) -> list[Path]:
+        """Trace the video decoder for every shape of a clip's tiles; `clip` is its latent (F, h,
+        w)."""
+
+        def program(tile: tuple[int, int, int]) -> Program:
+            return tile_program(self.video_decoder, tile, self.dtype)
+
+        shapes = self.tile_shapes(clip)
+        return self._compile([(self._vae_identity(t), partial(program, t)) for t in shapes])
+
+    def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        """The shapes of the tiles in which the ranks decode a clip's latent (F, h, w)."""
+        from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
+
+        return tiles.tile_shapes(clip, tiles.tiling_for_ranks(self.profile, clip, self.tp))
+
     def _compile(
         self, programs: list[tuple[dict, Callable[[], Program]]], profile: Profile | None = None
     ) -> list[Path]:
@@ -424,20 +491,26 @@ class Workspace:
         profile = self.dit_profile(size.buckets((), recipe), used=False)
         check_fits(self.checkpoint, profile, size, self.tp, self.dtype_name, gemma, recipe)
 
-    def check_compiled_fits(
-        self, manifests: list[Manifest], size: Size, recipe: str, neuron_gemma: bool
-    ) -> None:
-        """Raise UserError where a generation does not fit, by what was counted when its graphs were
-        compiled and by the sizes of its rank files: nothing is exported."""
-        if self.profile.memory_bytes_per_core is None:
-            return
-        memory = CoreMemory(
+    def compiled_memory(
+        self, manifests: list[Manifest], neuron_gemma: bool, tiles: list[Manifest]
+    ) -> CoreMemory:
+        """What a generation needs of a core, by what was counted when its graphs were compiled and
+        by the sizes of its rank files. tiles: manifests of a video decoder on the ranks."""
+        return CoreMemory(
             _rank_bytes(self.dit_weights()),
             _rank_bytes(self.gemma3_weights()) if neuron_gemma else 0,
             compiled_activations(manifests),
+            _rank_bytes(self.vae_weights()) if tiles else 0,
+            compiled_tile(tiles),
         )
-        needed = memory.needed(self.profile)
-        if needed > self.profile.memory_bytes_per_core:
+
+    def check_compiled_fits(
+        self, memory: CoreMemory, size: Size, recipe: str, neuron_gemma: bool
+    ) -> None:
+        """Raise UserError where a generation does not fit, by its compiled_memory: nothing is
+        exported."""
+        limit, needed = self.profile.memory_bytes_per_core, memory.needed(self.profile)
+        if limit is not None and needed > limit:
             self.check_plan_fits(size, recipe, neuron_gemma)  # names a size that fits
             advice = "Type a smaller size, a larger --tp-degree, or --dtype bfloat16"
             raise does_not_fit(self.profile, size, self.tp, needed, advice)
@@ -458,6 +531,22 @@ class Workspace:
         """The folder of the text encoder's rank files."""
         command = self._command("shards/shard_gemma3_weights.py", gemma=True)
         return self._find(self._weights_identity("gemma3", self.gemma_source), command)
+
+    def vae_weights(self) -> Path:
+        """The folder of the video decoder's rank files."""
+        command = self._command("shards/shard_vae_weights.py")
+        return self._find(self._weights_identity("vae", self.vae_source), command)
+
+    def tile_programs(self, clip: tuple[int, int, int]) -> dict[str, Manifest]:
+        """The compiled video decoder, a program per shape of the tiles of a clip, given as its
+        latent (F, h, w)."""
+        frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
+        flags = "--height", height, "--width", width, "--num-frames", frames
+        command = self._command("compile/compile_vae.py", *flags)
+        return {
+            tile_program_name(tile): Manifest(self._find(self._vae_identity(tile), command))
+            for tile in self.tile_shapes(clip)
+        }
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
@@ -510,7 +599,7 @@ class Workspace:
         return self._found[key]
 
     def _command(self, script: str, *flags, gemma: bool = False) -> str:
-        """What to type to make something of this workspace with one of the five scripts."""
+        """What to type to make something of this workspace with one of the scripts."""
         on_path = shutil.which("python") == sys.executable
         python = "python" if on_path else _from_here(Path(sys.executable))
         words = [python, _from_here(ROOT / script), "--checkpoint-path", self.checkpoint_path]

@@ -539,6 +539,7 @@ FLAGS = [
     case("size, compiled", "--height 100", "multiple of 32", "96 or 128", script=COMPILE_DIT),
     case("profile", "--profile gpu", "'gpu'", "known: cpu"),
     case("dtype", "--dtype float16", "--dtype", "float16", "bfloat16"),
+    case("host dtype", "--host-dtype float16", "--host-dtype", "float16", "auto", "bfloat16"),
     case("recipe", "--recipe turbo", "turbo", "distilled"),
     case("compat", "--compat 2.0", "--compat", "ltx-core-1.0.0"),
     case("unknown", "--heigth 64", "--heigth", "did you mean --height?", "--help"),

@@ -298,8 +298,8 @@ def decoding_long(overlapping, monkeypatch):
     def decode_video(latent):
         until = time.monotonic() + LONG
         while time.monotonic() < until:
-            frames = decode(latent)
-        return frames
+            chunks = list(decode(latent))
+        yield from chunks
 
     monkeypatch.setattr(engine.host, "decode_video", decode_video)
     return engine
@@ -393,8 +393,8 @@ def test_a_batch_with_a_broken_rank_is_resumed_without_denoising_a_clip_again(
 ):
     engine, lines = decoding_long, [Line(number, job, "") for number, job in enumerate(jobs(2), 1)]
 
-    def write(result, path):
-        path.write_bytes(result.frames.numpy().tobytes())
+    def write(clip, path):
+        path.write_bytes(torch.cat(list(clip.chunks)).numpy().tobytes())
 
     sent = breaking(engine, signal.SIGKILL)
     with pytest.raises(RankError):
@@ -428,7 +428,7 @@ def test_a_state_that_is_not_the_lines_own_is_not_taken_up(overlapping, tmp_path
         [Line(1, job, "")],
         engine,
         tmp_path,
-        lambda result, path: made.append(result.frames),
+        lambda clip, path: made.extend(clip.chunks),
         Job.describe,
     )
     assert "line 1 begins anew" in capsys.readouterr().out and not state.exists()

@@ -26,25 +26,31 @@ import oracle
 import pytest
 import recipes_oracle
 import torch
-from helpers import random_value, rel, save_weights
+from helpers import random_value, rel, run_program, save_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ltx_neuron.backends import nxd, nxd_compile
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
+from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import NotFiniteError
+from ltx_neuron.backends.tiles import RankTiles
+from ltx_neuron.config import video_decoder_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.host.tiles import cut
 from ltx_neuron.job import Job, Size
-from ltx_neuron.models.programs import Program, dit_program
+from ltx_neuron.models.programs import Program, dit_program, tile_program
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.text.encoders import RankTextEncoder
 from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
 from ltx_neuron.tiny import TinySizes, make_tiny
+from ltx_neuron.tiny.config import merge, tiny_config
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
 
@@ -812,3 +818,64 @@ def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
         (second,) = engine.run(jobs[1:], keep=True, decode=False)
     assert all(torch.equal(first.tensors[name], generated.tensors[name]) for name in LATENTS)
     assert rel(second.tensors["s2_video"], first.tensors["s2_video"]) > SHOWS
+
+
+# --- the video decoder on the cores ---------------------------------------------------------------
+
+TILES = ("vae_tile_latents=12", "vae_overlap=32", "vae_overlap_frames=8")
+
+
+def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspace):
+    clip = (3, 3, 4)
+    tiled = open_workspace(assets, workspace.artifacts, CUT, *TILES)
+    tiled.shard_vae()
+    tiled.compile_vae(clip)
+    host = HostModels(
+        assets.checkpoint, tiled.checkpoint.config, torch.float32, profile=tiled.profile
+    )
+    latent = torch.randn(1, 128, *clip, generator=torch.Generator().manual_seed(3))
+    with nxd.Ranks(tiled.profile, TP) as ranks:
+        ranks.load(tiled.vae_weights(), tiled.tile_programs(clip), torch.float32)
+        decoder, tiling = host._tiled_decoder(clip, RankTiles(ranks))
+        got = torch.cat([*decoder.tiled_decode(latent, tiling)], dim=2)
+        (held,) = ranks._sets
+        assert len({tensors["conv_in.conv.weight"].data_ptr() for tensors in held.tensors}) == TP
+    wanted = torch.cat([*host.video_decoder.tiled_decode(latent, tiling)], dim=2)
+    assert len(cut(clip, tiling)) > 1
+    assert got.shape == wanted.shape and rel(got, wanted) < FP32
+
+
+def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(workspace, tmp_path):
+    """Two blocks of a stage, and four ranks with a tile each, one of which has NaN."""
+    blocks = [["res_x", 2], *(["compress_all", {"multiplier": 2}] for _ in range(3))]
+    content = merge(
+        tiny_config(TinySizes()), {"vae": {"decoder_blocks": blocks, "decoder_base_channels": 2}}
+    )
+    program = tile_program(video_decoder_config(content), (1, 2, 2), torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(*shape, generator=generator) / math.sqrt(math.prod(shape[1:]))
+        for name, shape in sorted(program.weights().items())
+    }
+    tiles = torch.randn(TP, 128, 1, 2, 2, generator=generator)
+    wanted = [run_program(program, weights, {"tile_latent": tile[None]}) for tile in tiles]
+    identity = {"model": "vae", "bucket": "1x2x2", "backend": "nxd"}
+    nxd_compile.compile_program(
+        lambda: program, tmp_path / "graphs", identity, torch.float32, workspace.profile, TP
+    )
+    manifest = Manifest(tmp_path / "graphs")
+    (stage,) = (name for name in manifest.graphs if name.startswith("residual"))
+    assert sum(name == stage for name, _ in manifest.runs["main"]) == 2
+    folder = save_weights(tmp_path / "weights", *[weights] * TP)
+    with nxd.Ranks(workspace.profile, TP) as ranks:
+        ranks.load(folder, {"vae": manifest}, torch.float32)
+        ranks.put("vae", tile_latent=tiles)
+        ranks.run("vae")
+        got = ranks.get("vae", "tile_pixels")
+        for rank in range(TP):
+            assert rel(got[rank : rank + 1], wanted[rank]["tile_pixels"]) < FP32
+        tiles[2, 0, 0, 0, 0] = float("nan")
+        ranks.put("vae", tile_latent=tiles)
+        with pytest.raises(NotFiniteError, match="tile_pixels"):
+            ranks.run("vae")
+        assert torch.equal(ranks.get("vae", "tile_pixels")[[0, 1, 3]], got[[0, 1, 3]])

@@ -113,6 +113,7 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
     job = Job("rain", Size(**SIZE))
     compiled = pipe.engine.preflight.check([job])
     manifests = [step.manifest for step in compiled.values()]
+    memory = workspace.compiled_memory(manifests, neuron_gemma=True, tiles=[])
     needed = CoreMemory(
         (workspace.dit_weights() / "rank0.safetensors").stat().st_size,
         (workspace.gemma3_weights() / "rank0.safetensors").stat().st_size,
@@ -123,5 +124,5 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
         profile = dataclasses.replace(workspace.profile, chip=chip)
         monkeypatch.setattr(workspace, "profile", profile)
         with pytest.raises(UserError, match="needs .* GB a core") if exports else nullcontext():
-            workspace.check_compiled_fits(manifests, job.size, job.recipe, neuron_gemma=True)
+            workspace.check_compiled_fits(memory, job.size, job.recipe, neuron_gemma=True)
         assert bool(counted["export"]) == exports

@@ -1,13 +1,15 @@
-"""BackgroundTask: its result, its error, how it is cancelled, and its number of threads."""
+"""BackgroundTask: its result, its error, how it is cancelled, and its number of threads; and what
+is made ahead in one."""
 
 import signal
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from ltx_neuron.host.background import BackgroundTask, check_cancelled
+from ltx_neuron.host.background import BackgroundTask, ahead, check_cancelled
 from ltx_neuron.host.winograd import Workers
 
 SOON = 2  # seconds; a function here is at its next check_cancelled within milliseconds
@@ -126,3 +128,58 @@ def test_workers_made_meanwhile_do_not_change_its_number_of_threads():
     torch.set_num_threads(3)
     assert counts == [3]
     assert BackgroundTask(torch.get_num_threads).result() == 3
+
+
+def counted(count: int, made: list[int]):
+    """A generator of numbers, each of which is noted; its end is noted as well."""
+    try:
+        for number in range(count):
+            made.append(number)
+            yield number
+    finally:
+        made.append(-1)
+
+
+def test_of_what_is_made_ahead_one_item_waits_while_the_next_is_made():
+    made, seen = [], []
+    with ahead(counted(6, made)) as items:
+        for item in items:
+            time.sleep(0.02)  # of three: one is taken, one waits, one is made and finds no room
+            seen.append((item, max(made)))
+    assert [item for item, _ in seen] == list(range(6)) and made == [*range(6), -1]
+    assert [last for _, last in seen] == [2, 3, 4, 5, 5, 5]
+
+
+def test_an_error_of_what_is_made_ahead_comes_after_the_items_before_it():
+    with ahead(1 // (2 - number) for number in range(5)) as items:
+        assert (next(items), next(items)) == (0, 1)
+        with pytest.raises(ZeroDivisionError):
+            next(items)
+
+
+@pytest.mark.parametrize("error", [None, OSError(28, "No space left on device")])
+def test_who_takes_no_more_ends_what_is_made_ahead_at_once(error):
+    made, began = [], time.monotonic()
+    with pytest.raises(OSError) if error else nullcontext(), ahead(counted(1000, made)) as items:
+        assert next(items) == 0
+        if error:
+            raise error
+    assert made[-1] == -1 and len(made) <= 4 and time.monotonic() - began < SOON
+
+
+def test_who_waits_for_what_is_made_ahead_can_be_cancelled():
+    began, waiting = time.monotonic(), threading.Event()
+
+    def slow():
+        waiting.set()
+        run_for_ever()
+        yield
+
+    def take() -> None:
+        with ahead(slow()) as items:
+            next(items)
+
+    task = BackgroundTask(take)
+    assert waiting.wait(SOON)
+    task.cancel()
+    assert time.monotonic() - began < SOON

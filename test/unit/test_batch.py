@@ -258,7 +258,7 @@ class FakePipeline:
     def __init__(self, fails=(), killed_before=None, last=()):
         self.ran, self.fails, self.killed_before, self.last = [], fails, killed_before, last
 
-    def run(self, jobs, isolate, resume, hand_over):
+    def run(self, jobs, isolate, resume, write, hand_over):
         assert isolate and not any(map(resume, jobs))
         for job in sorted(
             jobs, key=lambda job: job.prompt in self.last
@@ -266,13 +266,14 @@ class FakePipeline:
             if job.prompt == self.killed_before:
                 raise KeyboardInterrupt
             self.ran.append(job.prompt)
-            outcome = (
-                Failure(job, ValueError("it broke"))
-                if job.prompt in self.fails
-                else SimpleNamespace(job=job)
-            )
-            if job.prompt not in self.fails:
+            outcome = SimpleNamespace(job=job)
+            try:
+                if job.prompt in self.fails:
+                    raise ValueError("it broke")
+                write(outcome)
                 hand_over(outcome)
+            except Exception as error:  # an error of either is the job's
+                outcome = Failure(job, error)
             yield outcome
 
 

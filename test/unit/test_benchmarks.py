@@ -31,6 +31,12 @@ def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
     assert re.fullmatch(r"[\d.]+ times as fast as the reference", output.splitlines()[-1])
 
 
+def test_upsample_compares_ours_with_ltx_core_in_both_dtypes():
+    output = printed("upsample.py", "--repeats", "1", "--threads", "1")
+    models = re.findall(r"(.*): ours is [\d.]+ times as fast as ltx-core float32 and", output)
+    assert models == ["spatial upsampler", "image encoder"], output
+
+
 def test_the_table_lists_every_script_and_every_result():
     table = (ROOT / "benchmarks/README.md").read_text()
     scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py")]

@@ -1,17 +1,32 @@
 """The host models against ltx-core's own, built by its own loader from the same tiny checkpoint."""
 
+import errno
 import json
 import subprocess
 import sys
+import threading
+import weakref
 
 import pytest
 import torch
-from helpers import rewrite
+from helpers import rel, rewrite
 from safetensors import safe_open
 
+from ltx_neuron import flags
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD
+from ltx_neuron.decode_queue import DecodeQueue
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host import windows
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
+from ltx_neuron.host.windows import vocode
+from ltx_neuron.job import Job
+from ltx_neuron.progress import JobRun
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.tiny.config import merge, released_config
+from ltx_neuron.tiny.weights import random_weights
 
 # Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two
 # overlapping pieces.
@@ -116,11 +131,70 @@ def test_a_latent_is_upsampled_as_ltx_core_does(tiny, kind, shape):
 def test_frames_are_decoded_in_the_references_default_tiles_and_float32(tiny, dtype):
     video = latent(VIDEO_SHAPE).to(dtype)
     wanted, untiled = decoded_by_ltx_core(tiny.checkpoint, video.float(), torch.float32)
-    got = host_models(tiny, dtype).decode_video(video)
+    got = torch.cat(list(host_models(tiny, dtype).decode_video(video)))
     assert got.shape == (73, 64, 96, 3)
     assert got.dtype == torch.uint8
     assert (got.int() - wanted.int()).abs().max() <= FRAME_COUNTS
     assert (got.int() - untiled.int()).abs().max() > 10 * FRAME_COUNTS
+
+
+def test_frames_in_bfloat16_are_no_further_from_float32_than_ltx_cores_own(tiny):
+    video = latent(VIDEO_SHAPE)
+    truth, theirs = (
+        decoded_by_ltx_core(tiny.checkpoint, video, dtype)[0].double()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    models = host_models(tiny, torch.bfloat16, arithmetic=Arithmetic(torch.bfloat16, 8))
+    ours = torch.cat(list(models.decode_video(video))).double()
+    assert 0 < (ours - truth).square().mean() <= (theirs - truth).square().mean()
+
+
+def generating(tiny, folder, *typed):
+    """The workspace of a command line of generate_ltx23.py."""
+    parser = flags.parser("", "", gemma=False)
+    flags.add_run(parser)
+    common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(folder)]
+    return flags.workspace(parser.parse_args([*common, "--profile", "cpu", *typed]))
+
+
+def test_what_the_host_decodes_in_is_said_by_a_flag_and_recorded(tiny, tmp_path):
+    recorded = {
+        typed: generating(tiny, tmp_path, *typed.split()).identity["host_dtype"]
+        for typed in (
+            "--host-dtype float32",
+            "--host-dtype bfloat16 --dtype float32",
+            "--profile-set host_dtype=bfloat16",
+            "--dtype float32",
+        )
+    }
+    assert list(recorded.values()) == ["float32", "bfloat16", "bfloat16", "float32"]
+
+
+def test_the_engine_decodes_in_what_was_asked_for(tiny, tmp_path):
+    for typed, wanted in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        workspace = generating(tiny, tmp_path, "--host-dtype", typed)
+        host = Engine(workspace, Recorder()).host
+        assert host.video_decoder.arithmetic.dtype == wanted
+    assert host_models(tiny).video_decoder.arithmetic == FLOAT32
+
+
+@pytest.mark.parametrize("chosen", [FLOAT32, Arithmetic(torch.bfloat16, 8)], ids=str)
+def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, chosen):
+    given = {"encode_image": latent((1, 3, 1, 64, 96)).clip(-1, 1), "upsample": latent(VIDEO_SHAPE)}
+    exact, theirs = host_models(tiny), host_models(tiny, torch.bfloat16)
+    ours = host_models(tiny, torch.bfloat16, arithmetic=chosen)
+    for method, value in given.items():
+        wanted, other, got = (
+            getattr(models, method)(value.bfloat16().to(models.dtype))
+            for models in (exact, theirs, ours)
+        )
+        assert got.dtype == torch.bfloat16
+        assert rel(got, wanted) <= 1.2 * rel(other, wanted)
+        if chosen == FLOAT32:
+            assert torch.equal(got, wanted.bfloat16())
+    weights = [p for p in ours.spatial_upsampler.parameters() if p.ndim == 5 and p.shape[1] > 1]
+    laid_out = {p.is_contiguous(memory_format=torch.channels_last_3d) for p in weights}
+    assert laid_out == {chosen != FLOAT32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,8 +203,88 @@ def test_a_decoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path, dtyp
     path = rewrite(tiny.checkpoint, tmp_path / "causal.safetensors", lambda _: None, {"vae": vae})
     models = HostModels(path, metadata_config(path), dtype)
     wanted, _ = decoded_by_ltx_core(path, latent((1, 128, 2, 2, 3)), dtype)
-    assert torch.equal(models.decode_video(latent((1, 128, 2, 2, 3))), wanted)
+    (frames,) = models.decode_video(latent((1, 128, 2, 2, 3)))
+    assert torch.equal(frames, wanted)
     assert type(models.video_decoder).__name__ == "VideoDecoder"
+
+
+# --- a clip is written while it is decoded --------------------------------------------------------
+LONG_SHAPE = (1, 128, 26, 2, 3)  # 201 frames: groups of tiles begin every 5 latent frames
+CHUNKS = [32, 40, 40, 40, 49]
+
+
+@pytest.fixture(params=[True, False], ids=["ahead", "in turn"])
+def decoding(tiny, request):
+    """What decodes the latents of a job, by what writes it; nothing of it is left. `calls` of it
+    has the tiles decoded so far."""
+    threads, host = set(threading.enumerate()), host_models(tiny)
+    calls, forward = [], host.video_decoder.forward
+
+    def decode(video, write):
+        host.video_decoder.forward = lambda tile, *more: calls.append(1) or forward(tile, *more)
+        run = JobRun(Job("rain"), [Contexts(*4 * [None])])
+        run.finish(run.job.stages[-1], video, latent(AUDIO_SHAPE))
+        settings = {"decode": True, "isolate": False, "hand_over": None, "poll": lambda: None}
+        with DecodeQueue(host, Recorder(), overlap=request.param, write=write, **settings) as queue:
+            return (*queue.submit(run), *queue.drain())
+
+    decode.calls, decode.ahead = calls, request.param
+    yield decode
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(decoding, tmp_path):
+    seen = []
+
+    def write(clip):
+        chunks, clip.chunks = clip.chunks, None
+        clip.chunks = (seen.append((len(c), len(decoding.calls))) or c for c in chunks)
+        clip.write_mp4(tmp_path / "streamed.mp4")
+
+    (result,) = decoding(latent(LONG_SHAPE), write)
+    assert result.frames is None and result.waveform.shape[0] == 2
+    assert [length for length, _ in seen] == CHUNKS
+    if not decoding.ahead:  # a chunk is there when the tiles after it, which change it, are
+        assert [tiles for _, tiles in seen] == [2, 3, 4, 5, 5]
+    (whole,) = decoding(latent(LONG_SHAPE), None)
+    assert len(whole.frames) == sum(CHUNKS) and torch.equal(whole.waveform, result.waveform)
+    whole.clip().write_mp4(tmp_path / "whole.mp4")
+    assert (tmp_path / "whole.mp4").read_bytes() == (tmp_path / "streamed.mp4").read_bytes()
+
+
+def test_of_a_clip_that_is_written_few_chunks_are_held(decoding, tmp_path, monkeypatch):
+    from ltx_neuron.host import models
+
+    held, most, to_bytes = [], [], models._to_bytes
+
+    def noted(frames):
+        chunk = to_bytes(frames)
+        held.append(weakref.ref(chunk))
+        most.append(sum(each() is not None for each in held))
+        return chunk
+
+    monkeypatch.setattr(models, "_to_bytes", noted)
+    decoding(latent(LONG_SHAPE), lambda clip: clip.write_mp4(tmp_path / "out.mp4"))
+    # Made, waiting for room, waiting, encoded; in turn only the one that is made.
+    assert len(most) == len(CHUNKS) and max(most) <= (3 if decoding.ahead else 1)
+
+
+def test_a_writer_that_fails_ends_the_decoding_of_its_clip(decoding, tmp_path):
+    def write(clip):
+        next(clip.chunks)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        decoding(latent((1, 128, 126, 2, 3)), write)
+    assert len(decoding.calls) <= 6 < 25
+
+
+def test_nan_in_a_late_tile_leaves_no_video(decoding, tmp_path):
+    video = latent(LONG_SHAPE)
+    video[:, :, -1] = float("nan")
+    with pytest.raises(RunError, match="in what the video decoder was given"):
+        decoding(video, lambda clip: clip.write_mp4(tmp_path / "out.mp4"))
+    assert len(decoding.calls) == 5 and list(tmp_path.iterdir()) == []
 
 
 def decoded_by_ltx_core(path, video, dtype):
@@ -177,8 +331,31 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     assert torch.equal(got, wanted.waveform)
 
 
+def test_a_long_sound_is_decoded_in_windows_and_is_that_of_the_whole(monkeypatch):
+    """The released vocoder's filters and rates, with few channels; in float64, so that what is left
+    is no rounding."""
+    from ltx_core.model.audio_vae import VocoderConfigurator
+
+    widths = {"vocoder": {"upsample_initial_channel": 64}, "bwe": {"upsample_initial_channel": 32}}
+    vocoder = VocoderConfigurator.from_config(merge(released_config(), {"vocoder": widths}))
+    weights = random_weights(vocoder.state_dict(), torch.Generator().manual_seed(0))
+    vocoder.load_state_dict(weights, assign=True)
+    vocoder.double().eval().requires_grad_(False)
+    lengths = []
+    vocoder.register_forward_hook(lambda _, given, __: lengths.append(given[0].shape[2]))
+    mel = latent((1, 2, 150, 64)).double()
+    whole = vocoder(mel)
+    assert torch.equal(vocode(vocoder, mel), whole)  # one window
+    monkeypatch.setattr(windows, "WINDOW", 60)
+    assert (vocode(vocoder, mel) - whole).abs().max() < 1e-10
+    assert lengths == [150, 150, 124, 150, 94]
+
+
 RUNS = {  # the start of a model's tensors in the checkpoint, and what runs it
-    "video decoder": ("vae.decoder.", lambda host: host.decode_video(latent((1, 128, 2, 2, 3)))),
+    "video decoder": (
+        "vae.decoder.",
+        lambda host: list(host.decode_video(latent((1, 128, 2, 2, 3)))),
+    ),
     "audio decoder": ("audio_vae.decoder.", lambda host: host.decode_audio(latent(AUDIO_SHAPE))),
     "vocoder": ("vocoder.", lambda host: host.decode_audio(latent(AUDIO_SHAPE))),
     "video encoder": ("vae.encoder.", lambda host: host.encode_image(latent((1, 3, 1, 64, 64)))),
@@ -232,7 +409,7 @@ def test_every_wrong_tensor_is_listed_in_one_error(tiny, tmp_path):
         tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "damaged.safetensors", damage)
     )
     with pytest.raises(UserError) as error:
-        models.decode_video(latent((1, 128, 1, 2, 2)))
+        next(models.decode_video(latent((1, 128, 1, 2, 2))))
     assert "missing vae.decoder.conv_in.conv.bias" in str(error.value)
     assert "unexpected vae.decoder.surplus" in str(error.value)
     assert "wrong shape vae.per_channel_statistics.std-of-means: got (3,), wanted (128,)" in str(
@@ -248,7 +425,8 @@ def test_statistics_that_nobody_reads_are_left_alone(tiny, tmp_path):
     models = host_models(
         tiny, checkpoint=rewrite(tiny.checkpoint, tmp_path / "older.safetensors", add)
     )
-    assert models.decode_video(latent((1, 128, 1, 2, 2))).shape == (1, 64, 64, 3)
+    (frames,) = models.decode_video(latent((1, 128, 1, 2, 2)))
+    assert frames.shape == (1, 64, 64, 3)
 
 
 @pytest.mark.parametrize("kind, other", [("spatial", "temporal"), ("temporal", "spatial")])

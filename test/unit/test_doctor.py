@@ -556,6 +556,7 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     code, others, findings = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags)
     assert code == 0 and {f["state"] for f in others} == {"todo"}
     commands = {f["check"]: f["fix"] for f in others}
+    assert "VAE weights" not in commands
     assert (
         "shards/shard_backbone_weights.py" in commands["DiT weights"]
         and "compile_gemma3.py" in commands["Gemma3 graphs"]
@@ -564,6 +565,11 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     assert {"checkpoint", "gemma", "spatial upsampler"} <= {
         f["check"] for f in findings if f["text"].find("is whole") > 0
     }
+    _, others, _ = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags, "--neuron-vae")
+    commands = {f["check"]: f["fix"] for f in others}
+    assert "shards/shard_vae_weights.py" in commands["VAE weights"]
+    assert "compile/compile_vae.py" in commands["VAE graphs"]
+    assert "--height 64 --width 64 --num-frames 9" in commands["VAE graphs"]
     code, others, _ = doctor(here, "--checkpoint-path", damaged, *flags)
     (broken,) = [f for f in others if f["check"] == "checkpoint"]
     assert code == 1 and "truncated?" in broken["text"] and "Download it again" in broken["fix"]

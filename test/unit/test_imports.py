@@ -73,7 +73,7 @@ ALLOWED = {
         *BASE,
     },
     "serve": {"report", "service", "engine", "flags", "job", *BASE},
-    "plan": {"backends", "host", "models", "sampling", "weights", "flags", "job", *BASE},
+    "plan": {"backends", "host", "models", "sampling", "tune", "weights", "flags", "job", *BASE},
     "doctor": {
         "backends",
         "host",

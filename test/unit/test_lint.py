@@ -26,7 +26,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.lint import Recorder, cases, check_fx, check_hlo, compare_ranks, fx, hlo
 from ltx_neuron.lint.__main__ import main, table
 from ltx_neuron.lint.rules import Finding, Kind
-from ltx_neuron.models.programs import dit_program, gemma3_program
+from ltx_neuron.models.programs import dit_program, gemma3_program, tile_program
 from ltx_neuron.tiny import TinySizes
 
 TP = 4
@@ -208,6 +208,8 @@ def test_compiled_graphs_have_no_finding_and_are_the_same_on_every_rank(recorded
 
 def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded):
     graphs = [graph for of_rank in recorded.values() for graph in of_rank[0].graphs]
+    decoder, dtype = cases.widths(TP)["tiny"].decoder, torch.bfloat16
+    graphs.append(fx.compiled(trace(tile_program(decoder, (2, 2, 2), dtype), "residual_0", dtype)))
     used = {operation.name for graph in graphs for operation in fx.operations(graph.graph)}
     assert fx.TRACED - used == set()
 

@@ -138,7 +138,7 @@ def test_an_image_of_an_unusable_size_is_a_users_error(tmp_path, width, height, 
 )
 def test_a_video_and_its_sound_last_equally_long(tmp_path, frames, frame_rate, samples):
     path = tmp_path / "new folder" / "out.mp4"
-    write_video(path, clip(frames), frame_rate, sine(samples), 48000)
+    write_video(path, [clip(frames)], frame_rate, lambda: sine(samples), 48000)
     properties = read_video(path)
     seconds = float(frames / exact_frame_rate(frame_rate))
     assert properties["frame_count"] == frames
@@ -158,7 +158,7 @@ def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):
     import av
 
     frames, waveform = clip(17), sine(34000)
-    write_video(tmp_path / "out.mp4", frames, 24.0, waveform, 48000)
+    write_video(tmp_path / "out.mp4", [frames], 24.0, lambda: waveform, 48000)
     with av.open(str(tmp_path / "out.mp4")) as container:
         shown = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
         container.seek(0)
@@ -173,8 +173,39 @@ def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):
 def test_the_same_video_is_written_in_the_same_bytes(tmp_path):
     # 192 wide: a width at which x264's macroblock tree, were it on, differs from run to run.
     for name in ("first.mp4", "second.mp4", "third.mp4", "fourth.mp4"):
-        write_video(tmp_path / name, clip(17, 128, 192), 24.0, sine(33120), 48000)
+        write_video(tmp_path / name, [clip(17, 128, 192)], 24.0, lambda: sine(33120), 48000)
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_a_video_of_frames_that_come_in_chunks_has_the_bytes_of_one_of_all_frames(tmp_path):
+    frames, come = clip(17, 128, 192), []
+
+    def chunks(*lengths):
+        for chunk in frames.split(lengths):
+            come.append("frames")
+            yield chunk
+
+    def sound():
+        come.append("sound")
+        return sine(33120)
+
+    for lengths in ((17,), (1, 9, 7), (1,) * 17):
+        write_video(tmp_path / f"{len(lengths)}.mp4", chunks(*lengths), 24.0, sound, 48000)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    assert come[-18:] == 17 * ["frames"] + ["sound"]
+
+
+def test_an_error_of_who_makes_the_frames_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "out.mp4"
+    path.write_bytes(b"an earlier result")
+
+    def chunks():
+        yield clip(3)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_video(path, chunks(), 24.0, lambda: sine(100), 48000)
+    assert path.read_bytes() == b"an earlier result" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failed_video_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -183,7 +214,7 @@ def test_a_failed_video_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     # By then the video is encoded: a partial file exists.
     monkeypatch.setattr("av.AudioFrame", None)
     with pytest.raises(AttributeError):
-        write_video(path, clip(3), 24.0, sine(100), 48000)
+        write_video(path, [clip(3)], 24.0, lambda: sine(100), 48000)
     assert path.read_bytes() == b"an earlier result"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -209,9 +240,9 @@ def test_a_broadcast_frame_rate_is_recognised(written, exact):
 
 def test_frames_are_written_as_lossless_pictures_without_those_of_a_longer_run(tmp_path):
     folder = tmp_path / "new" / "frames"
-    write_frames(folder, clip(5))
+    assert [len(chunk) for chunk in write_frames(folder, clip(5).split(2))] == [2, 2, 1]
     (folder / "notes.txt").write_text("kept")
-    write_frames(folder, clip(3))
+    list(write_frames(folder, [clip(3)]))
     assert sorted(os.listdir(folder)) == [
         "frame_00000.png",
         "frame_00001.png",

@@ -217,7 +217,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path, make):
 
 
 def test_an_image_in_the_folder_of_frames_is_refused(tmp_path):
-    write_frames(tmp_path / "fr", TWO_FRAMES)
+    list(write_frames(tmp_path / "fr", [TWO_FRAMES]))
     os.link(tmp_path / "fr" / "frame_00001.png", tmp_path / "hard.png")
     (tmp_path / "soft.png").symlink_to("fr/frame_00001.png")
     for image in ("fr/frame_00001.png", "fr/../fr/frame_00001.png", "hard.png", "soft.png"):
@@ -229,7 +229,7 @@ def test_an_image_in_the_folder_of_frames_is_refused(tmp_path):
 
 def test_pictures_of_others_are_neither_written_over_nor_removed(tmp_path):
     folder = tmp_path / "holiday"
-    write_frames(folder, TWO_FRAMES)
+    list(write_frames(folder, [TWO_FRAMES]))
     (folder / "frame_00300.png").write_bytes(b"\x89PNG of others")
     (folder / "notes.txt").write_text("kept")
     said = refused(Outputs(tmp_path / "out.mp4", frames=folder))
@@ -237,12 +237,12 @@ def test_pictures_of_others_are_neither_written_over_nor_removed(tmp_path):
         f"{folder}/frame_00300.png exists and is not a frame that this toolkit wrote; pass an empty"
         " folder with --save-frames DIR"
     )
-    write_frames(folder, TWO_FRAMES[:1])  # frame_00001.png was ours, and is stale
+    list(write_frames(folder, [TWO_FRAMES[:1]]))  # frame_00001.png was ours, and is stale
     assert sorted(os.listdir(folder)) == ["frame_00000.png", "frame_00300.png", "notes.txt"]
 
 
 def test_frames_of_an_earlier_run_are_replaced_beside_files_of_others(tmp_path):
-    write_frames(tmp_path, TWO_FRAMES)
+    list(write_frames(tmp_path, [TWO_FRAMES]))
     (tmp_path / "notes.txt").write_text("kept")
     Outputs(tmp_path / "out.mp4", frames=tmp_path).check({})
 
@@ -352,7 +352,7 @@ def plant(root: Path, checkpoint: Path) -> None:
         (root / name).symlink_to(target)
     for name, target in HARD.items():
         os.link(root / target, root / name)
-    write_frames(root / "fr", TWO_FRAMES.repeat(2, 1, 1, 1))
+    list(write_frames(root / "fr", [TWO_FRAMES.repeat(2, 1, 1, 1)]))
     for path in beside(root / "out" / "ours.mp4").values():
         write_one(path)
 
@@ -447,7 +447,7 @@ def run_of(outputs: Outputs, read: dict[str, Path]) -> None:
     for path in written:
         write_one(path)
     if outputs.frames:
-        write_frames(outputs.frames, TWO_FRAMES)
+        list(write_frames(outputs.frames, [TWO_FRAMES]))
     for video in videos:
         progress.state_path(video).unlink()
 

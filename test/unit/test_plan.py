@@ -8,14 +8,21 @@ import pytest
 import torch
 
 from ltx_neuron import plan
+from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.config import transformer_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
+from ltx_neuron.host import calibration
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.job import Job, Size
+from ltx_neuron.plan import rates
 from ltx_neuron.plan.__main__ import main
-from ltx_neuron.plan.table import table
+from ltx_neuron.plan.clip import Clip
+from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import PROFILES, Chip, resolve
-from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.tiny.config import released_config
+from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.workspace import Workspace
 
@@ -53,8 +60,8 @@ def released(tmp_path_factory):
     return Checkpoint(path)
 
 
-def planned(checkpoint, height, width, frames, **size):
-    return plan.plan(checkpoint, TRN2, Size(height, width, frames, **size), 4, "bfloat16")
+def planned(checkpoint, height, width, frames, profile=TRN2, **size):
+    return plan.plan(checkpoint, profile, Size(height, width, frames, **size), 4, "bfloat16")
 
 
 @pytest.mark.parametrize("size", IDEAL_MS)
@@ -126,6 +133,9 @@ def test_json_is_one_object_with_the_documented_names(released, capsys):
         "hbm_bytes_per_core",
     )
     assert made["fits"] is True and all(made[name] for name in names)
+    assert made["clip"]["seconds"] > 0 and {"name", "where", "seconds", "rate"} == {
+        *made["clip"]["rows"][0]
+    }
 
 
 def test_the_disk_s_room_is_that_of_the_rank_files_that_were_written(released):
@@ -141,7 +151,7 @@ def test_a_profile_without_documented_limits_gets_no_verdict(released):
 
 
 def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
-    made = planned(released, 384, 512, 25)
+    made = planned(released, 384, 512, 25, dataclasses.replace(TRN2, host_dtype="float32"))
     assert (
         made.host_bytes_to_load
         == 4 * made.dit_weight_bytes_per_rank
@@ -150,6 +160,13 @@ def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
     )
     # 2.2 to 2.5 GB were measured on two cores; more take more.
     assert 2.0e9 < made.host_bytes_to_decode < 3.0e9
+
+
+def test_decoding_in_bfloat16_is_planned_with_less_of_the_host_s_memory(released):
+    profiles = (dataclasses.replace(TRN2, host_dtype=name) for name in ("float32", "bfloat16"))
+    wide, narrow = (planned(released, 384, 512, 25, profile) for profile in profiles)
+    assert narrow.host_bytes_to_decode < 0.9 * wide.host_bytes_to_decode
+    assert f"{narrow.host_bytes_to_decode / 1e9:.2f} GB to decode in bfloat16" in table(narrow)
 
 
 def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):
@@ -233,3 +250,89 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
     enough = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path, 4, "float32", tiny.gemma_root)
     with pytest.raises(UserError, match="no dit graphs"):
         Engine(enough, Recorder()).preflight.check([job])
+
+
+# --- the time of a whole clip ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clip(released):
+    """Plans the time of a clip of 512x768x121, by what is changed of how it is run."""
+    size, config = Size(512, 768, 121), released_config()
+    made = planned(released, 512, 768, 121)
+    with fake_process_group(4):
+        weights = plan.text_weights(plan.GEMMA_3_12B, transformer_config(config), 4)
+    run = dict(profile=TRN2, arithmetic=Arithmetic(torch.bfloat16, 8), rates={})
+    run |= dict(neuron_gemma=False, neuron_vae=False)
+
+    def timed(**changed):
+        return Clip(made, config, weights, size=size, **(run | changed)).planned()
+
+    return timed
+
+
+def test_a_clip_s_phases_have_the_names_and_the_order_of_a_latency_report(clip):
+    names = [row.name for row in clip(neuron_gemma=True).rows]
+    order = ["load_gemma3", "encode_text", "load_transformer", "denoise_stage_1", "decode_video"]
+    assert names == [*order, "decode_audio", "encode_mp4"]
+    assert sorted(names, key=PHASES.index) == names
+
+
+def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
+    """By the step that others measured, decoding at 30 % of the documented peak; what the host does
+    beside it is assumed."""
+    resident = dataclasses.replace(TRN2, resident=True)
+    made = clip(profile=resident, neuron_gemma=True, neuron_vae=True)
+    rows = {(row.name, row.where): row for row in made.rows}
+    steps, decoding = rows["denoise_stage_1", "device"], rows["decode_video", "device"]
+    assert steps.seconds == pytest.approx(8 * 0.97, abs=0.1) and "measured by others" in steps.rate
+    # 35.8 TFLOPs a tile, of which each rank has one
+    assert decoding.seconds == pytest.approx(4 * 35.81e12 / (0.3 * 667e12), rel=1e-3)
+    assert decoding.seconds <= 1.5 and "not measured" in decoding.rate
+    host, device = (
+        sum(row.seconds for row in made.rows if row.where == where) for where in ("host", "device")
+    )
+    assert made.seconds == pytest.approx(device - decoding.seconds + max(decoding.seconds, host))
+    assert made.seconds <= 10 and made.batch_seconds == pytest.approx(device)
+    assert "blending and MP4 on the host beside decoding" in clip_table(made)
+
+
+def test_without_the_ranks_a_clip_says_how_long_the_host_decodes(clip):
+    made = clip()
+    (row,) = (row for row in made.rows if row.name == "decode_video")
+    assert row.where == "host" and "203.9 TFLOP, 12 tiles" in row.rate
+    alone = sum(row.seconds for row in made.rows)
+    assert made.seconds == pytest.approx(alone)  # on the same cores nothing is gained
+    assert made.seconds > 60
+
+
+def test_a_step_that_was_tuned_counts_as_it_was_measured(clip, tmp_path):
+    buckets = [Size(512, 768, 121).bucket(stage, ()) for stage in Size(512, 768, 121).stages()]
+    sizes = {chosen.size_key(buckets): {"step_ms": 500.0}}
+    ms = chosen.Chosen(tmp_path, {}, {}, sizes).step_ms(buckets)
+    (steps,) = (row for row in clip(tuned_step_ms=ms).rows if row.name == "denoise_stage_1")
+    assert steps.seconds == pytest.approx(4.0, abs=0.1) and "by python -m ltx_neu" in steps.rate
+
+
+def test_a_profile_without_a_documented_peak_has_no_time_of_its_ranks(clip):
+    made = clip(profile=PROFILES["cpu"])
+    seconds = {row.name: row.seconds for row in made.rows}
+    assert seconds["denoise_stage_1"] is None is made.seconds and seconds["decode_video"] > 0
+    assert made.batch_seconds is None and "nothing: ranks and host share" in clip_table(made)
+
+
+def test_what_was_calibrated_is_taken_and_the_rest_is_said_to_be_assumed(clip, tmp_path):
+    calibration.update(tmp_path, rates.SECTION, {"decode_audio": 0.5, "encode_mp4": "broken"})
+    rows = {row.name: row for row in clip(rates=rates.read(tmp_path)).rows}
+    sound = rows["decode_audio"]
+    assert sound.seconds == pytest.approx(121 / 24 / (0.5 * 12))
+    assert "measured here, for 12 CPUs" in sound.rate
+    assert "not measured" in rows["encode_mp4"].rate and "not measured" in rows["encode_text"].rate
+
+
+def test_calibrating_measures_every_rate_of_the_host_and_keeps_them(tmp_path, tiny):
+    """At a tiny model's sizes, which takes a second."""
+    measured = rates.calibrate(tmp_path, Checkpoint(tiny.checkpoint).config, FLOAT32)
+    assert measured == rates.read(tmp_path) and all(rate > 0 for rate in measured.values())
+    kinds = {"decode_video float32", "encode_text float32", "decode_audio", "encode_mp4", "copy"}
+    assert set(measured) == kinds

@@ -141,6 +141,7 @@ CHANGED = {
     "backend=torchdist": ("backend", "torchdist"),
     "text_buckets=1024,256": ("text_buckets", (256, 1024)),
     "text_encoder=host": ("text_encoder", "host"),
+    "host_dtype=float32": ("host_dtype", "float32"),
 }
 
 
@@ -178,7 +179,7 @@ WRONG = {
     "environment=A": (
         "environment.NAME, compiler_flags.dit, compiler_flags.gemma3, compiler_flags.connectors"
     ),
-    "compiler_flags.vae=-O1": "unknown key 'compiler_flags.vae'",
+    "compiler_flags.vocoder=-O1": "unknown key 'compiler_flags.vocoder'",
     "tp=four": "'four' is not a whole number of at least 1",
     "tp=0": "'0' is not a whole number of at least 1",
     "tp=4.0": "'4.0' is not a whole number",
@@ -187,6 +188,7 @@ WRONG = {
     "blocks_per_graph=-1": "'-1' is not a whole number of at least 0",
     "resident=yes": "'yes' is not true or false",
     "attention=flash": "'flash' is not one of sdpa, matmul, nki",
+    "host_dtype=int8": "'int8' is not one of auto, float32, bfloat16",
     "compile_backend=inducter": "'inducter' is not one of export, aot_eager, inductor, neuron",
     "text_buckets=128;256": "'128;256' is not whole numbers above 0 with commas between them",
     "text_buckets=128,256": "the last of text_buckets must be 1024, the longest prompt",

@@ -140,6 +140,40 @@ def test_every_moment_counts_for_one_phase_and_overlapped_time_is_separate():
     latency.validate(report)
 
 
+def test_what_a_phase_waits_for_is_a_phase_of_its_own_and_none_of_its_time():
+    recorder = Recorder()
+
+    def decoded():
+        with recorder.phase("decode_video"):
+            for number in range(3):
+                time.sleep(0.02)
+                with recorder.paused():
+                    yield number
+
+    numbers = decoded()
+    with recorder.phase("encode_mp4"):
+        for _ in range(3):
+            with recorder.paused():
+                next(numbers)
+            time.sleep(0.01)
+        with recorder.paused():
+            assert list(numbers) == []
+    report = recorder.report({}, "cpu", 1, {}, {})
+    seconds = {phase["name"]: phase["seconds"] for phase in report["phases"]}
+    assert list(seconds) == ["decode_video", "encode_mp4"] and len(report["phases"]) == 2
+    assert seconds["decode_video"] >= 0.06 and 0.03 <= seconds["encode_mp4"] < 0.06
+    assert all("overlapped_seconds" not in phase for phase in report["phases"])
+
+
+def test_pausing_outside_a_phase_changes_nothing():
+    recorder = Recorder()
+    with recorder.paused(), recorder.phase("decode_audio"):
+        pass
+    assert [phase["name"] for phase in recorder.report({}, "cpu", 1, {}, {})["phases"]] == [
+        "decode_audio"
+    ]
+
+
 def test_overlapped_time_is_shown_only_where_there_is_some():
     text, plain = latency.table(overlapped()), latency.table(recorded())
     assert (

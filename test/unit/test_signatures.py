@@ -22,7 +22,13 @@ from helpers import (
 
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import TEXT_TOKENS, Bucket, gemma_config, transformer_config
+from ltx_neuron.config import (
+    TEXT_TOKENS,
+    Bucket,
+    gemma_config,
+    transformer_config,
+    video_decoder_config,
+)
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.lint import compare_ranks, fx
@@ -34,6 +40,7 @@ from ltx_neuron.models.programs import (
     cut_graphs,
     dit_program,
     gemma3_program,
+    tile_program,
     weight_name,
 )
 from ltx_neuron.models.signatures import BlockInputs, BlockOutputs, dit_fields
@@ -80,6 +87,9 @@ def manifests(gemma, tmp_path_factory):
         ),
         "gemma3": partial(gemma3_program, gemma, config, 128, states=True, **common),
         "connectors": partial(connector_program, config, **common),
+        "video decoder": partial(
+            tile_program, video_decoder_config(released_config()), (2, 3, 2), DTYPE
+        ),
     }
     compiled = {}
     with fake_process_group(TP):

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.products import BLAS, ONEDNN, Libraries
 from ltx_neuron.text.streamed import Float32LinearMode, MappedWeights, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import MODELS
@@ -99,15 +100,16 @@ def test_a_source_without_a_layers_weights_is_refused(stored):
         MappedWeights(source, torch.float32).fill(Layer(), f"layers.{LAYERS}.")
 
 
+@pytest.mark.parametrize("library", [BLAS, ONEDNN])
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("outputs", [10, 3000])  # in one piece, and in several
-def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, monkeypatch):
+def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library, monkeypatch):
     monkeypatch.setattr("ltx_neuron.text.streamed._PIECE_ELEMENTS", 2**15)
     layer = nn.Linear(WIDTH, outputs).requires_grad_(False)
     x, wanted = randn(2, 7, WIDTH), None
     layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    with Float32LinearMode():
+    with Float32LinearMode(Libraries(few=library)):
         got = layer(x)
     assert got.dtype == torch.float32 and rel(got, wanted) < EQUAL
 

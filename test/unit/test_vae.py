@@ -1,11 +1,17 @@
 """Our forward of the video decoder against ltx-core's, on the same modules."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from conftest import ROOT
 from helpers import fp32_bound, generator, one_thread, randn, randomised, rel  # noqa: F401
 from torch import nn
 
 from ltx_neuron.host import vae, winograd
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_speed
 from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
@@ -44,7 +50,7 @@ def rounding(decoder: nn.Module, amplification: float = AMPLIFICATION) -> float:
 def method(request, monkeypatch) -> float:
     """Every convolution by one method; what the method multiplies roundings by."""
     monkeypatch.setattr(
-        winograd, "winograd_is_faster", lambda shape, outputs: request.param == "tiles"
+        winograd, "winograd_is_faster", lambda shape, outputs, speed: request.param == "tiles"
     )
     return AMPLIFICATION if request.param == "tiles" else 1.0
 
@@ -83,6 +89,78 @@ def test_bfloat16_weights_and_latents_are_computed_with_in_float32():
     frames = FastVideoDecoder(decoder)(latent)
     assert frames.dtype == torch.float32
     assert rel(frames, decoder.float()(latent.float())) < rounding(decoder)
+
+
+BFLOAT16 = Arithmetic(torch.bfloat16, 8)
+
+
+def bfloat16_decoders() -> tuple[nn.Module, nn.Module]:
+    """ltx-core's decoder with weights that bfloat16 holds, in float32 and in bfloat16."""
+    decoder = ltx_decoder().bfloat16()
+    return ltx_decoder_like(decoder).float(), decoder
+
+
+def ltx_decoder_like(decoder: nn.Module) -> nn.Module:
+    other = ltx_decoder()
+    other.load_state_dict(decoder.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("size", LATENTS[1:], ids=str)  # the first has too few numbers to say
+def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(method, size):
+    exact, decoder = bfloat16_decoders()
+    latent = randn(1, 128, *size)
+    wanted = exact(latent)
+    theirs = rel(decoder(latent.bfloat16()), wanted)
+    frames = FastVideoDecoder(decoder, BFLOAT16)(latent)
+    assert frames.dtype == torch.float32
+    assert 0 < rel(frames, wanted) <= theirs
+
+
+def test_twice_the_same_latent_gives_the_same_bits_in_bfloat16(method):
+    decoder, latent = FastVideoDecoder(ltx_decoder(), BFLOAT16), randn(1, 128, 2, 2, 3)
+    assert torch.equal(decoder(latent), decoder(latent))
+
+
+def test_weights_laid_out_for_bfloat16_are_the_same_weights():
+    decoder = ltx_decoder().bfloat16()
+    before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
+    after = FastVideoDecoder(decoder, BFLOAT16).state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bfloat16_is_taken_for_a_run_in_it_where_this_cpu_is_faster_in_it():
+    speed = bfloat16_speed()
+    faster = FLOAT32 if speed == 1 else Arithmetic(torch.bfloat16, speed)
+    assert arithmetic("auto", torch.bfloat16) == faster
+    assert arithmetic("auto", torch.float32) == FLOAT32
+    assert arithmetic("float32", torch.bfloat16) == FLOAT32
+    assert arithmetic("bfloat16", torch.float32) == Arithmetic(torch.bfloat16, speed)
+
+
+DECODE_WITHOUT_UNITS = """
+import torch
+from test_vae import BFLOAT16, FLOAT32, FastVideoDecoder, arithmetic, bfloat16_decoders, randn, rel
+
+assert arithmetic("auto", torch.bfloat16) == FLOAT32
+exact, decoder = bfloat16_decoders()
+latent = randn(1, 128, 1, 2, 3)
+with torch.no_grad():
+    wanted = exact(latent)
+    theirs = rel(decoder(latent.bfloat16()), wanted)
+assert 0 < rel(FastVideoDecoder(decoder, BFLOAT16)(latent), wanted) <= theirs
+"""
+
+
+def test_without_bfloat16_units_float32_is_chosen_and_bfloat16_is_still_right():
+    """A process of its own: which instructions torch and oneDNN use is settled when they load."""
+    env = os.environ | {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "default",
+        "PYTHONPATH": ":".join(str(ROOT / part) for part in ("src", "test", "test/unit")),
+    }
+    subprocess.run([sys.executable, "-c", DECODE_WITHOUT_UNITS], check=True, env=env)
 
 
 def test_the_released_decoder_is_known():

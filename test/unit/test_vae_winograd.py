@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from helpers import fp32_bound, randn, rel
 
 from ltx_neuron.host import winograd
+from ltx_neuron.host.products import BLAS
 from ltx_neuron.host.winograd import (
     FeatureMap,
     Workers,
     convolve,
+    convolve_bfloat16,
     convolve_direct,
     convolve_winograd,
     winograd_is_faster,
@@ -41,8 +43,8 @@ def convolved(source: FeatureMap, weight, bias, method, workers):
     return result
 
 
-def filled(*shape: int) -> FeatureMap:
-    source = FeatureMap(*shape)
+def filled(*shape: int, dtype: torch.dtype = torch.float32) -> FeatureMap:
+    source = FeatureMap(*shape, dtype)
     source.inner.copy_(randn(*shape))
     source.repeat_end_frames()
     return source
@@ -57,7 +59,11 @@ def workers(request):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("method", [convolve_winograd, convolve_direct])
+def winograd_by_blas(*args):
+    convolve_winograd(*args, BLAS)
+
+
+@pytest.mark.parametrize("method", [convolve_winograd, winograd_by_blas, convolve_direct])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (8, 4)])
 def test_a_convolution_equals_torchs(workers, method, size, inputs, outputs, monkeypatch):
@@ -70,6 +76,28 @@ def test_a_convolution_equals_torchs(workers, method, size, inputs, outputs, mon
         1, 2, 3, 0
     )
     assert rel(convolved(source, weight, bias, method, workers), wanted) < FP32
+
+
+@pytest.mark.parametrize("method", [convolve_bfloat16, convolve_winograd])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_map_in_bfloat16_is_convolved_as_torch_does_in_float64(
+    workers, method, size, monkeypatch
+):
+    """Of the three results of a tap in time each is rounded once; by tiles only float32 is."""
+    # Several pieces of several rows, and of several groups of frames.
+    monkeypatch.setattr(winograd, "TILES_AT_ONCE", 5)
+    monkeypatch.setattr(winograd, "NUMBERS_AT_ONCE", 2 * size[1] * size[2] * 5)
+    monkeypatch.setattr(winograd, "NUMBERS_IN_CACHE", 2 * size[2] * 5)
+    source = filled(*size, 8, dtype=torch.bfloat16)
+    weight, bias = randn(5, 8, 3, 3, 3, seed=1).bfloat16(), randn(5, seed=2).bfloat16()
+    video = border(source.inner.permute(3, 0, 1, 2)[None]).double()
+    wanted = F.conv3d(video, weight.double(), bias.double(), padding=(0, 1, 1))[0].permute(
+        1, 2, 3, 0
+    )
+    result = convolved(source, weight, bias, method, workers)
+    assert result.dtype == torch.float32
+    bound = FP32 if method is convolve_winograd else 2.0**-8
+    assert rel(result, wanted) < bound
 
 
 def test_the_same_convolution_gives_the_same_bits(workers):
@@ -102,6 +130,12 @@ def test_winograd_is_used_for_wide_channels_over_many_positions():
         "the map's transforms cost more than they save"
     )
     assert not winograd_is_faster((25, 48, 64, 1024), 1024), "0.9 GB of transformed filters"
+
+
+def test_winograd_is_not_used_where_a_direct_convolution_is_fast():
+    assert winograd_is_faster((13, 48, 64, 512), 512, speed=2), "dot products in bfloat16"
+    assert not winograd_is_faster((13, 48, 64, 512), 512, speed=8), "AMX"
+    assert not winograd_is_faster((25, 96, 128, 128), 128, speed=8)
 
 
 def test_a_map_repeats_its_ends_and_has_zeros_around_every_frame():

@@ -72,13 +72,15 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
 
 
 def of_compiler(profile: Profile, model: str) -> dict[str, str]:
-    """What TorchNeuron's compiler is told of a model, "dit", "gemma3" or "connectors": read at each
+    """What TorchNeuron's compiler is told of a model, one of profiles.MODELS: read at each
     launch of a graph, and part of the key by which it finds what it has compiled.
 
     It adds NEURON_CC_FLAGS to flags of its own and splits all of them at white space, with no
     shell; the level has a variable of its own (TorchNeuron's CompilableKernelExecution.cpp, early
-    2026: GetXLAAdditionalArgs, GetXLAOptimizationLevel). Not run on hardware by us. Raises
-    UserError for a flag with white space in it, which would be torn apart.
+    2026: GetXLAAdditionalArgs, GetXLAOptimizationLevel). One of its own is --model-type
+    transformer: it holds for the video decoder too, whose flags name another type for NxD. Not run
+    on hardware by us. Raises UserError for a flag with white space in it, which would be torn
+    apart.
     """
     if profile.device != "neuron":
         return {}

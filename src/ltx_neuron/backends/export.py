@@ -231,6 +231,7 @@ _NOT_ELEMENTWISE = {
     operator.getitem,
     _OPERATIONS.wait_tensor.default,
     torch.ops.aten.linear.default,
+    torch.ops.aten.conv2d.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.scaled_dot_product_attention.default,
     torch.ops.ltx_neuron.attention_cte.default,

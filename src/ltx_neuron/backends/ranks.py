@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.models.signatures import FINITE, LATENTS, Field
+from ltx_neuron.models.signatures import FINITE, RESULTS, Field
 from ltx_neuron.weights.finite import finite
 
 
@@ -91,7 +91,7 @@ class Ranks(Protocol):
 
         numbers  inputs that are read from a number of put_numbers, as in step=3: a run uploads
                  nothing
-        Raises NotFiniteError where the last graph leaves latents with NaN or Inf.
+        Raises NotFiniteError where the last graph leaves latents or pixels with NaN or Inf.
         """
 
     @abstractmethod
@@ -126,7 +126,7 @@ class RankRefusal(RankError, UserError):
 
 
 class NotFiniteError(RankError):
-    """Latents with NaN or Inf. `names` are theirs."""
+    """Latents or pixels with NaN or Inf. `names` are theirs."""
 
     def __init__(self, names: list[str]):
         super().__init__(f"NaN or Inf in {', '.join(names)}")
@@ -183,17 +183,17 @@ def weights_of(programs: dict[str, Manifest]) -> dict[str, tuple[int, ...]]:
 def broken_latents(
     outputs: Iterable[str], writes: dict[str, str], download: Callable[[str], Tensor]
 ) -> list[str]:
-    """Names of the latents with NaN or Inf that a run's last graph left. Of healthy ones nothing is
-    downloaded but the number that tells so.
+    """Names of the latents or pixels with NaN or Inf that a run's last graph left. Of healthy ones
+    nothing is downloaded but the number that tells so.
 
     outputs, writes  of the graph, and as in Ranks.define
     """
     stored = {writes.get(name, name) for name in outputs}
     if FINITE not in stored or finite(download(FINITE)):
         return []
-    latents = [name for name in LATENTS if name in stored]
+    results = [name for name in RESULTS if name in stored]
     # Numbers that are finite and whose sum is not are broken too.
-    return [name for name in latents if not finite(download(name))] or latents
+    return [name for name in results if not finite(download(name))] or results
 
 
 def tensors_digest(tensors: Iterable[Tensor]) -> str:

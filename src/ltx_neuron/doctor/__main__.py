@@ -40,6 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.prog = "python -m ltx_neuron.doctor"
     parser.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE")
     parser.add_argument("--temporal-upsampler-path", type=Path, metavar="FILE")
+    help = "the ranks are to decode as well"
+    parser.add_argument("--neuron-vae", action="store_true", help=help)
     flags.add_size(parser)
     flags.add_graph_cut(parser)
     flags.add_tuned(parser)
@@ -71,6 +73,7 @@ def request_of(args: argparse.Namespace) -> "Request":
         images=flags.images(args),
         recipe=args.recipe or "distilled",
         open_workspace=open_workspace,
+        neuron_vae=args.neuron_vae,
     )
 
 

@@ -20,6 +20,7 @@ from ltx_neuron.job import Size, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
 from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
 from ltx_neuron.weights.sharding import MODELS
@@ -48,6 +49,7 @@ class Request:
     profile_changes  "key=value" each, as in --profile-set
     tp_degree        None: the profile's
     open_workspace   makes the workspace for the resolved profile; raises UserError
+    neuron_vae       whether the ranks decode
     """
 
     checkpoint_path: Path | None
@@ -63,6 +65,7 @@ class Request:
     images: tuple[ImageCondition, ...]
     recipe: str
     open_workspace: Callable[[Profile], Workspace]
+    neuron_vae: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,11 +255,14 @@ def weight_bytes(examination: Examination) -> dict[str, int]:
         workspace = examination.workspace()
         sources = [Source(MODELS["dit"], [workspace.checkpoint])]
         sources += [workspace.gemma_source] if examination.request.gemma_root else []
+        sources += [workspace.vae_source] if examination.request.neuron_vae else []
     except UserError:
         return {}  # `files` reports it
-    size = DTYPES[examination.request.dtype].itemsize
+    size, copies = DTYPES[examination.request.dtype].itemsize, {"vae": examination.tp}
     return {
-        source.model.name: sum(math.prod(source.shape(n)) for n in source.names) * size
+        source.model.name: sum(math.prod(source.shape(n)) for n in source.names)
+        * size
+        * copies.get(source.model.name, 1)  # every rank has the whole video decoder
         for source in sources
     }
 
@@ -267,6 +273,8 @@ def _rank_files_exist(examination: Examination) -> bool:
         workspace.dit_weights()
         if examination.request.gemma_root:
             workspace.gemma3_weights()
+        if examination.request.neuron_vae:
+            workspace.vae_weights()
     except UserError:
         return False
     return True
@@ -371,6 +379,16 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         yield attempt(
             "Gemma3 graphs", lambda: f"{len(workspace.text_programs(buckets))} are finished", "todo"
         )
+    if request.neuron_vae:
+        yield from _decoder_artifacts(workspace, size)
+
+
+def _decoder_artifacts(workspace: Workspace, size: Size) -> Iterator[Finding]:
+    clip = video_latent_shape(size.height, size.width, size.num_frames)
+    yield attempt("VAE weights", lambda: str(workspace.vae_weights()), "todo")
+    yield attempt(
+        "VAE graphs", lambda: f"{len(workspace.tile_programs(clip))} are finished", "todo"
+    )
 
 
 def can_run(examination: Examination) -> Iterator[Finding]:

@@ -1,12 +1,16 @@
 """A function in a thread of its own, which can be cancelled: how decoding runs while the ranks
 denoise the next video."""
 
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TypeVar
 
 import torch
 
 POLL_SECONDS = 0.1  # how often `BackgroundTask.result` calls `poll`
+Item = TypeVar("Item")
 _current = threading.local()  # .task: the BackgroundTask whose function runs in this thread
 
 
@@ -64,6 +68,11 @@ class BackgroundTask:
         """Whether the function has returned or raised."""
         return self._ended.is_set()
 
+    def wait(self) -> bool:
+        """Wait for POLL_SECONDS at most; whether the function has ended."""
+        check_cancelled()  # the waiting thread may itself belong to a cancelled task
+        return self._ended.wait(POLL_SECONDS)
+
     def result(self, poll: Callable[[], None] = lambda: None):
         """Wait for the function; return what it returned or raise what it raised.
 
@@ -71,8 +80,7 @@ class BackgroundTask:
         not the function.
         """
         # Event.wait and not Thread.join: Ctrl-C in join makes Python take the thread for ended.
-        while not self._ended.wait(POLL_SECONDS):
-            check_cancelled()  # the waiting thread may itself belong to a cancelled task
+        while not self.wait():
             poll()
         self._thread.join()
         if self._error:
@@ -98,3 +106,57 @@ class BackgroundTask:
                 self.result()
         finally:
             self.cancel()
+
+
+@contextmanager
+def ahead(items: Iterator[Item]) -> Iterator[Iterator[Item]]:
+    """The items of a generator, which runs in a thread of its own: one may wait to be taken while
+    the next one is made.
+
+    An error of the generator is raised where its item would have been taken. Leaving the block
+    cancels it at its next `check_cancelled`, and closes it.
+    """
+    made, end = queue.Queue(maxsize=1), object()
+
+    def make() -> None:
+        with closing(items):
+            for item in items:
+                _put(made, item)
+                del item  # not kept while the next one is made
+            _put(made, end)
+
+    def taken() -> Iterator[Item]:
+        while True:
+            item = _get(made, task)
+            if item is end:
+                return
+            yield item
+            del item
+
+    task = BackgroundTask(make)
+    try:
+        yield taken()
+    finally:
+        task.cancel()
+
+
+def _put(made: queue.Queue, item: Item) -> None:
+    """Add to a queue as soon as there is room."""
+    while True:
+        check_cancelled()
+        try:
+            return made.put(item, timeout=POLL_SECONDS)
+        except queue.Full:
+            pass
+
+
+def _get(made: queue.Queue, maker: BackgroundTask) -> Item:
+    """Take from a queue as soon as there is something; raises the error of the one who fills it."""
+    while True:
+        check_cancelled()
+        over = maker.done  # asked first: what it made last is in the queue then
+        try:
+            return made.get(timeout=0 if over else POLL_SECONDS)
+        except queue.Empty:
+            if over:
+                maker.result()

@@ -14,7 +14,10 @@ import torch
 
 from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.host.windows import vocode
+from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -36,6 +39,14 @@ def import_ltx_core() -> None:
         sys.modules["torchaudio"] = stub
 
 
+def lay_channels_last(module: torch.nn.Module) -> None:
+    """Lay the weights of a module's convolutions in memory with their channels last, in place."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.ndim in layouts:
+            parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
+
+
 class HostModels:
     """The models around the transformer. Each is built from its file at first use and kept until
     `release`.
@@ -55,19 +66,27 @@ class HostModels:
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
         audio_dtype: torch.dtype = torch.float32,
+        profile: Profile | None = None,
+        arithmetic: Arithmetic | None = None,
     ):
         """Nothing is read yet.
 
         checkpoint_path  the checkpoint; holds every model but the upsamplers
         config           the checkpoint's parsed `config` metadata
-        dtype            of the video encoder and the upsamplers. The released video decoder
-                         computes in float32, from weights as they are stored
+        dtype            of the latents that video encoder and upsamplers return
         *_path           the upsamplers' files; None where none was given
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
+        profile          says into which tiles a video is cut; without one they are ltx-core's
+        arithmetic       of the released video decoder, from weights as they are stored; in
+                         bfloat16 also of encoder and upsamplers. Without it they are ltx-core's
         """
+        self.profile = profile
         self.checkpoint_path = checkpoint_path
         self.config = config
-        self.dtype, self.audio_dtype = dtype, audio_dtype
+        self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
+        # A run in bfloat16 is computed in float32 where that is faster, and rounded then.
+        in_bfloat16 = arithmetic and dtype == torch.bfloat16
+        self.latent_dtype = arithmetic.dtype if in_bfloat16 else dtype
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
             "temporal": temporal_upsampler_path,
@@ -77,7 +96,7 @@ class HostModels:
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32) in
         `self.dtype`."""
-        return self.video_encoder(pixels.to(self.dtype))
+        return self.video_encoder(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()
     def upsample(self, latent: torch.Tensor, kind: str = "spatial") -> torch.Tensor:
@@ -88,35 +107,60 @@ class HostModels:
         The upsamplers work on un-normalised latents: ltx_core.model.upsampler.upsample_video.
         """
         upsampler = self.spatial_upsampler if kind == "spatial" else self.temporal_upsampler
-        latent = self.video_statistics.un_normalize(latent.to(self.dtype))
-        return self.video_statistics.normalize(upsampler(latent))
+        latent = self.video_statistics.un_normalize(latent.to(self.latent_dtype))
+        return self.video_statistics.normalize(upsampler(latent)).to(self.dtype)
 
-    @torch.no_grad()
-    def decode_video(self, latent: torch.Tensor) -> torch.Tensor:
-        """Decode a video latent (1, 128, F, h, w) to frames, uint8 (8F-7, 32h, 32w, 3).
+    # No torch.no_grad, which would keep what a generator yielded last: no weight has gradients.
+    def decode_video(
+        self, latent: torch.Tensor, rank_tiles: Callable | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Decode a video latent (1, 128, F, h, w) to its 8F-7 frames: chunks of them in the order
+        of time, each uint8 (N, 32h, 32w, 3). Nothing is decoded before it is asked for.
 
-        Long or large videos are decoded in ltx-core's default tiles, which are blended.
+        Long or large videos are decoded in tiles as ltx-core's, which are blended: a chunk is
+        what tiles of the same time give, without what those of later times change. A video of any
+        length needs the memory of two such groups of tiles.
+
+        rank_tiles  decodes the tiles on the ranks, as backends.tiles.RankTiles does
         """
-        decoder = self.video_decoder
-        from ltx_core.model.video_vae import TilingConfig, decode_video
-
+        decoder, tiling = self._tiled_decoder(tuple(latent.shape[2:]), rank_tiles)
         from ltx_neuron.host.vae import FastVideoDecoder
 
         dtype = torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
         # The 2.3 decoder draws no noise; a decoder that does is then still reproducible.
         generator = torch.Generator().manual_seed(0)
-        latent = latent.to(dtype)
-        checked = _CheckedTiles(decoder, self._spec("video_decoder"))
-        return torch.cat(list(decode_video(latent, checked, TilingConfig.default(), generator)))
+        latent, spec = latent.to(dtype), self._spec("video_decoder")
+        for frames in decoder.tiled_decode(latent, tiling, generator=generator):
+            if not frames.shape[2]:  # the next tiles begin where these do
+                continue
+            # Bytes of NaN would be black; a hook of the module is not called for tiles.
+            spec.check_output(decoder, (latent,), frames)
+            chunk = _to_bytes(frames)
+            del frames  # not kept while the next ones are decoded
+            yield chunk
+            del chunk
+
+    def _tiled_decoder(
+        self, clip: tuple[int, int, int], rank_tiles: Callable | None
+    ) -> tuple[torch.nn.Module, object]:
+        """What decodes a clip of latents (F, h, w), and ltx-core's TilingConfig for it."""
+        self._spec("video_decoder")  # its imports of ltx-core come before all others
+        from ltx_core.model.video_vae import TilingConfig
+
+        from ltx_neuron.host import tiles
+
+        if rank_tiles:
+            config = tiles.tiling_for_ranks(self.profile, clip, rank_tiles.at_once)
+            return tiles.TiledDecoder(rank_tiles, rank_tiles.at_once), config
+        config = tiles.tiling(self.profile) if self.profile else TilingConfig.default()
+        return self.video_decoder, config
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
         """Decode an audio latent (1, 8, Ta, 16) to a stereo waveform, float32 (2, samples) in
         [-1, 1], `sample_rate` samples per second."""
-        decoder, vocoder = self.audio_decoder, self.vocoder
-        from ltx_core.model.audio_vae import decode_audio
-
-        return decode_audio(latent.to(self.audio_dtype), decoder, vocoder).waveform.float()
+        mel = self.audio_decoder(latent.to(self.audio_dtype))
+        return vocode(self.vocoder, mel)[0].float()
 
     @property
     def sample_rate(self) -> int:
@@ -137,7 +181,7 @@ class HostModels:
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        return self._spec("video_encoder").load()
+        return self._laid_out(self._spec("video_encoder").load())
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
@@ -146,7 +190,9 @@ class HostModels:
         decoder = self._spec("video_decoder").load()
         from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 
-        return decoder.to(self.dtype) if unknown_modules(decoder) else FastVideoDecoder(decoder)
+        if unknown_modules(decoder):
+            return decoder.to(self.dtype)
+        return FastVideoDecoder(decoder, self.arithmetic or FLOAT32)
 
     @cached_property
     def video_statistics(self) -> torch.nn.Module:
@@ -158,15 +204,26 @@ class HostModels:
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        return self._spec("vocoder").load()
+        """A FastVocoder where the checkpoint's is built as the released one, as large, and in
+        float32, else ltx-core's own."""
+        vocoder = self._spec("vocoder").load()
+        from ltx_neuron.host.sound import FastVocoder, pays
+
+        return FastVocoder(vocoder) if pays(vocoder) else vocoder
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:
-        return self._spec("spatial_upsampler").load()
+        return self._laid_out(self._spec("spatial_upsampler").load())
 
     @cached_property
     def temporal_upsampler(self) -> torch.nn.Module:
-        return self._spec("temporal_upsampler").load()
+        return self._laid_out(self._spec("temporal_upsampler").load())
+
+    def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module, its weights as oneDNN is fastest with (benchmarks/upsample.md)."""
+        if self.arithmetic and self.latent_dtype == torch.bfloat16:
+            lay_channels_last(module)
+        return module
 
     def _spec(self, name: str) -> "ModelSpec":
         """Where the model of a property's name comes from, such as "audio_decoder"."""
@@ -184,7 +241,7 @@ class HostModels:
                 from_config=upsampler.LatentUpsamplerConfigurator.from_config,
                 config=self.upsampler_config(kind),
                 prefixes={"": ""},
-                dtype=self.dtype,
+                dtype=self.latent_dtype,
             )
 
         def statistics(config: dict) -> torch.nn.Module:
@@ -195,9 +252,9 @@ class HostModels:
         audio_decoder = audio_vae.AudioDecoderConfigurator.from_config
         vocoder = audio_vae.VocoderConfigurator.from_config
         from_config, prefix, dtype = {
-            "video_encoder": (encoder, "vae.encoder.", self.dtype),
+            "video_encoder": (encoder, "vae.encoder.", self.latent_dtype),
             "video_decoder": (decoder, "vae.decoder.", None),
-            "video_statistics": (statistics, "vae.per_channel_statistics.", self.dtype),
+            "video_statistics": (statistics, "vae.per_channel_statistics.", self.latent_dtype),
             "audio_decoder": (audio_decoder, "audio_vae.decoder.", self.audio_dtype),
             "vocoder": (vocoder, "vocoder.", self.audio_dtype),
         }[name]
@@ -247,18 +304,11 @@ class HostModels:
         return config
 
 
-class _CheckedTiles:
-    """Takes a video decoder's place in ltx-core's decode_video, which makes bytes of its frames: of
-    NaN, black ones. Frames are checked before that; a hook of the module is not called for tiles.
-    """
-
-    def __init__(self, decoder: torch.nn.Module, spec: "ModelSpec"):
-        self.decoder, self.spec = decoder, spec
-
-    def tiled_decode(self, latent: torch.Tensor, *how, **more) -> Iterator[torch.Tensor]:
-        for frames in self.decoder.tiled_decode(latent, *how, **more):
-            self.spec.check_output(self.decoder, (latent,), frames)
-            yield frames
+def _to_bytes(frames: torch.Tensor) -> torch.Tensor:
+    """Frames (1, 3, N, H, W) in about [-1, 1], which are overwritten, as uint8 (N, H, W, 3), with
+    the rounding of ltx_core's decode_video."""
+    frames = frames.add_(1.0).div_(2.0).clamp_(0.0, 1.0).mul_(255.0)
+    return frames[0].permute(1, 2, 3, 0).to(torch.uint8, memory_format=torch.contiguous_format)
 
 
 class ModelSpec(NamedTuple):

@@ -16,7 +16,8 @@ from ltx_core.model.video_vae.resnet import ResnetBlock3D, UNetMidBlock3D
 from ltx_core.model.video_vae.sampling import DepthToSpaceUpsample
 from torch import Tensor, nn
 
-from ltx_neuron.host.winograd import LARGEST_FILTERS, FeatureMap, Workers, convolve
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host.winograd import LARGEST_FILTERS, FeatureMap, Workers, WritePiece, convolve
 
 EPS = 1e-8  # of PixelNorm
 # The modules of the released decoder, with the settings that the forward below computes.
@@ -53,16 +54,19 @@ def unknown_modules(decoder: nn.Module) -> list[str]:
 class FastVideoDecoder(VideoDecoder):
     """A loaded ltx-core video decoder with another forward, which differs in rounding only.
 
-    Computes in float32 whatever the dtype of its weights.
+    Computes in `arithmetic` whatever the dtype of its weights; norms in float32.
     """
 
-    def __init__(self, decoder: VideoDecoder):
+    def __init__(self, decoder: VideoDecoder, arithmetic: Arithmetic = FLOAT32):
         """Take over the decoder's modules. Raises ValueError unless `unknown_modules` is empty."""
         if unknown := unknown_modules(decoder):
             raise ValueError("not the released video decoder:\n  " + "\n  ".join(unknown))
         nn.Module.__init__(self)
         # Shared and not copied; ltx-core's tiling reads the attributes too.
         self.__dict__.update(decoder.__dict__)
+        self.arithmetic = arithmetic
+        if arithmetic.dtype != torch.float32:
+            _lay_channels_last(decoder, arithmetic.dtype)
 
     @torch.no_grad()
     def forward(
@@ -83,10 +87,10 @@ class FastVideoDecoder(VideoDecoder):
     def _decode(self, latent: Tensor, workers: Workers) -> Tensor:
         """Decode one latent (128, F, h, w), un-normalised, to frames (3, 8F-7, 32h, 32w)."""
         channels, *size = latent.shape
-        source = FeatureMap(*size, channels)
+        source = FeatureMap(*size, channels, self.arithmetic.dtype)
         source.inner.copy_(latent.permute(1, 2, 3, 0))
         source.repeat_end_frames()
-        stage = _Stage(*size, self.conv_in.conv.out_channels, workers)
+        stage = _Stage(*size, self.conv_in.conv.out_channels, workers, self.arithmetic)
         stage.conv_in(source, self.conv_in.conv)
         for block in self.up_blocks:
             if isinstance(block, UNetMidBlock3D):
@@ -106,11 +110,20 @@ class _Stage:
     middle    the same between the two convolutions of a residual block
     """
 
-    def __init__(self, frames: int, height: int, width: int, channels: int, workers: Workers):
-        self.features = FeatureMap(frames, height, width, channels)
-        self.active = FeatureMap(frames, height, width, channels)
-        self.middle = FeatureMap(frames, height, width, channels)
-        self.workers = workers
+    def __init__(
+        self,
+        frames: int,
+        height: int,
+        width: int,
+        channels: int,
+        workers: Workers,
+        arithmetic: Arithmetic,
+    ):
+        shape = frames, height, width, channels
+        self.features, self.active, self.middle = (
+            FeatureMap(*shape, arithmetic.dtype) for _ in range(3)
+        )
+        self.workers, self.arithmetic = workers, arithmetic
 
     def conv_in(self, source: FeatureMap, conv: nn.Conv3d) -> None:
         """Fill the first stage's features with the convolution of the latent, `source`."""
@@ -119,7 +132,7 @@ class _Stage:
             self.features.inner[frames, rows] = piece
             _activate(piece, self.active.inner[frames, rows])
 
-        convolve(source, conv.weight, conv.bias, write, self.workers)
+        self._convolve(source, conv.weight, conv.bias, write)
         self._repeat_end_frames()
 
     def add_residual(self, block: ResnetBlock3D) -> None:
@@ -129,13 +142,14 @@ class _Stage:
             _activate(piece, self.middle.inner[frames, rows])
 
         def write(frames: slice, rows: slice, piece: Tensor) -> None:
-            features = self.features.inner[frames, rows].add_(piece)
-            _activate(features, self.active.inner[frames, rows])
+            features = self.features.inner[frames, rows]
+            features.copy_(piece.add_(features))
+            _activate(piece, self.active.inner[frames, rows])
 
         first, second = block.conv1.conv, block.conv2.conv
-        convolve(self.active, first.weight, first.bias, write_middle, self.workers)
+        self._convolve(self.active, first.weight, first.bias, write_middle)
         self.middle.repeat_end_frames()
-        convolve(self.middle, second.weight, second.bias, write, self.workers)
+        self._convolve(self.middle, second.weight, second.bias, write)
         self._repeat_end_frames()
 
     def upsample(self, block: DepthToSpaceUpsample) -> "_Stage":
@@ -153,9 +167,8 @@ class _Stage:
         weight = block.conv.conv.weight.unflatten(0, (-1, parts)).transpose(0, 1)
         bias = block.conv.conv.bias.unflatten(0, (-1, parts)).transpose(0, 1)
         channels = weight.shape[1]
-        stage = _Stage(
-            frames * time - (time - 1), height * down, width * across, channels, self.workers
-        )
+        larger = frames * time - (time - 1), height * down, width * across
+        stage = _Stage(*larger, channels, self.workers, self.arithmetic)
         parts_at_once = max(1, LARGEST_FILTERS // (inputs * channels))
         for first in range(0, parts, parts_at_once):
 
@@ -174,9 +187,7 @@ class _Stage:
                     _activate(content, stage.active.inner[positions])
 
             some = slice(first, first + parts_at_once)
-            convolve(
-                self.features, weight[some].flatten(0, 1), bias[some].flatten(), write, self.workers
-            )
+            self._convolve(self.features, weight[some].flatten(0, 1), bias[some].flatten(), write)
         stage._repeat_end_frames()
         return stage
 
@@ -187,8 +198,14 @@ class _Stage:
         def write(frames: slice, rows: slice, piece: Tensor) -> None:
             pixels[frames, rows] = piece
 
-        convolve(self.active, conv.weight, conv.bias, write, self.workers)
+        self._convolve(self.active, conv.weight, conv.bias, write)
         return pixels
+
+    def _convolve(
+        self, source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece
+    ) -> None:
+        _, speed, libraries = self.arithmetic
+        convolve(source, weight, bias, write, self.workers, speed, libraries.tile)
 
     def _repeat_end_frames(self) -> None:
         self.features.repeat_end_frames()
@@ -196,5 +213,18 @@ class _Stage:
 
 
 def _activate(piece: Tensor, out: Tensor) -> None:
-    """Write PixelNorm and SiLU of (..., C) to `out`."""
-    torch.ops.aten.silu.out(F.rms_norm(piece, piece.shape[-1:], eps=EPS), out=out)
+    """Write PixelNorm and SiLU of (..., C) to `out`; computed in float32."""
+    normed = F.rms_norm(piece.float(), piece.shape[-1:], eps=EPS)
+    if out.dtype == torch.float32:
+        torch.ops.aten.silu.out(normed, out=out)
+    else:
+        out.copy_(F.silu(normed, inplace=True))
+
+
+def _lay_channels_last(decoder: VideoDecoder, dtype: torch.dtype) -> None:
+    """Lay the convolutions' weights in memory, in place, as `convolve_bfloat16` reads them: tap by
+    tap in time, channels last."""
+    for module in decoder.modules():
+        if isinstance(module, nn.Conv3d):
+            taps_first = module.weight.data.to(dtype).permute(2, 0, 3, 4, 1).contiguous()
+            module.weight.data = taps_first.permute(1, 4, 0, 2, 3)

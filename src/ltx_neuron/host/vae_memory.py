@@ -13,8 +13,11 @@ from ltx_core.model.video_vae import TilingConfig, VideoDecoder, VideoDecoderCon
 from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from torch import nn
 
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.winograd import (
     LARGEST_FILTERS,
+    NUMBERS_AT_ONCE,
+    NUMBERS_IN_CACHE,
     POINTS,
     TILE,
     piece_size,
@@ -23,18 +26,23 @@ from ltx_neuron.host.winograd import (
 )
 
 _FLOAT32 = 4  # bytes of a number
+_CHUNKS = 2  # of frames: one is encoded and one waits for that, see background.ahead
 _STORED = 2  # bytes of a weight: the checkpoint's bfloat16, which is kept
 
 
-def decode_bytes(config: dict, latent: tuple[int, int, int], threads: int) -> int:
-    """Peak bytes, weights included, of decoding a latent (F, h, w) to uint8 frames.
+def decode_bytes(
+    config: dict, latent: tuple[int, int, int], threads: int, arithmetic: Arithmetic = FLOAT32
+) -> int:
+    """Peak bytes, weights included, of decoding a latent (F, h, w) to uint8 frames that are written
+    as they come: those of a clip of any length, but for the latent.
 
-    config   the checkpoint's parsed `config` metadata
-    threads  cores that convolve at the same time, each with its scratch memory
+    config      the checkpoint's parsed `config` metadata
+    threads     cores that convolve at the same time, each with its scratch memory
+    arithmetic  what the decoder computes in
 
-    Follows ltx-core's `decode_video` with its default tiling. Tiles of one time span are blended
-    into two float32 arrays: frames and blending weights. Where the next span begins, the frames
-    before it are divided by their weights, converted to bytes and kept.
+    Follows HostModels.decode_video with ltx-core's default tiling. Tiles of one time span are
+    blended into two float32 arrays: frames and blending weights. When the next span is decoded, the
+    frames before it are divided by their weights, checked, converted to bytes and handed on.
     """
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
@@ -44,39 +52,44 @@ def decode_bytes(config: dict, latent: tuple[int, int, int], threads: int) -> in
     tiles = decoder._prepare_tiles(
         torch.empty(1, 1, *latent, device="meta"), TilingConfig.default()
     )
-    # Bytes of: frames that are done; the span blended before, after its division; the same before
-    # it. `start` is the span's first frame.
-    peak = finished = divided = previous = start = 0
+    # Bytes of: frames that wait to be written; the span blended before, which begins at frame
+    # `start`.
+    peak = waiting = previous = start = 0
     for group in decoder._group_tiles_by_temporal_slice(tiles):
         span = group[0].out_coords[2]
         current = _FLOAT32 * frame * (span.stop - span.start)
         blending = 2 * (previous + current)
         working = max(
             _TilePeak(
-                decoder, [part.stop - part.start for part in tile.in_coords[2:]], threads
+                decoder,
+                [part.stop - part.start for part in tile.in_coords[2:]],
+                threads,
+                arithmetic,
             ).peak
             for tile in group
         )
-        peak = max(peak, finished + divided + blending + working)
+        peak = max(peak, waiting + blending + working)
         if previous:
             leaving = frame * (span.start - start)
-            converting = max(divided, 2 * _FLOAT32 * leaving)
-            peak = max(peak, finished + blending + previous + converting)
-            finished, divided = finished + leaving, previous
+            # Divided; then one more of the clip's frames to look for NaN, or their bytes.
+            peak = max(peak, waiting + blending + previous + _FLOAT32 * leaving)
+            waiting = max(waiting, _CHUNKS * leaving)
         previous, start = current, span.start
-    peak = max(peak, finished + 4 * previous + max(divided, 2 * previous))
-    return weights + max(peak, 2 * (finished + previous // _FLOAT32))
+    # The last span's weights are there twice, and its division needs no copy to be looked at.
+    return weights + max(peak, waiting + 4 * previous + previous // _FLOAT32)
 
 
 class _TilePeak:
     """Peak bytes of one call of FastVideoDecoder with a latent (F, h, w), as attribute `peak`."""
 
-    def __init__(self, decoder: VideoDecoder, latent: list[int], threads: int):
-        self.threads, self.peak = threads, 0
+    def __init__(
+        self, decoder: VideoDecoder, latent: list[int], threads: int, arithmetic: Arithmetic
+    ):
+        self.threads, self.arithmetic, self.peak = threads, arithmetic, 0
         self.scratch: dict[str, int] = {}  # name -> bytes of all workers, see Workers.scratch
         shape = (*latent, decoder.conv_in.conv.in_channels)
         # The latent, un-normalised, and what the first convolution reads live to the end.
-        self.kept = 2 * _FLOAT32 * prod(shape) + _map_bytes(shape)
+        self.kept = 2 * _FLOAT32 * prod(shape) + self._map(shape)
         shape = (*latent, decoder.conv_in.conv.out_channels)
         self._convolution((*latent, decoder.conv_in.conv.in_channels), shape[3], self._maps(shape))
         for block in decoder.up_blocks:
@@ -91,10 +104,16 @@ class _TilePeak:
         self._hold(self._maps(shape) + 2 * pixels)  # unpatchify copies them
         self._hold(3 * pixels)  # stacked and blended, without the maps
 
-    @staticmethod
-    def _maps(shape: tuple[int, ...]) -> int:
+    def _map(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a winograd.FeatureMap (F, H, W, C)."""
+        frames, *others = shape
+        if self.arithmetic.dtype == torch.float32:  # with its border
+            return _FLOAT32 * prod(count * TILE + 2 for count in tile_counts(shape)) * shape[3]
+        return self.arithmetic.dtype.itemsize * (frames + 2) * prod(others)
+
+    def _maps(self, shape: tuple[int, ...]) -> int:
         """The three maps of a stage."""
-        return 3 * _map_bytes(shape)
+        return 3 * self._map(shape)
 
     def _upsample(self, shape: tuple[int, ...], block: nn.Module) -> tuple[int, ...]:
         """Count an upsampling, which holds this stage's features and the next stage's maps. Returns
@@ -104,8 +123,9 @@ class _TilePeak:
         channels = block.conv.conv.out_channels // parts
         larger = (frames * time - (time - 1), height * down, width * across, channels)
         parts_at_once = min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
-        weight = _FLOAT32 * block.conv.conv.weight.numel() // parts * parts_at_once
-        others = _map_bytes(shape) + self._maps(larger) + weight
+        itemsize = self.arithmetic.dtype.itemsize
+        weight = itemsize * block.conv.conv.weight.numel() // parts * parts_at_once
+        others = self._map(shape) + self._maps(larger) + weight
         self._convolution(shape, parts_at_once * channels, others)
         return larger
 
@@ -113,7 +133,10 @@ class _TilePeak:
         """Count a convolution of a map (F, H, W, Cin) while `others` bytes are held as well."""
         inputs = shape[3]
         weight = _FLOAT32 * 27 * inputs * outputs
-        if not winograd_is_faster(shape, outputs):
+        if not winograd_is_faster(shape, outputs, self.arithmetic.speed):
+            if self.arithmetic.dtype != torch.float32:
+                self._bfloat16_convolution(shape, outputs, others)
+                return
             # The map without its border and the result; oneDNN arranges all of it once more.
             frames, height, width, _ = shape
             borderless = _FLOAT32 * (frames + 2) * height * width * inputs
@@ -133,7 +156,22 @@ class _TilePeak:
         self._keep_scratch("products", self.threads * POINTS * tiles * outputs)
         self._keep_scratch("one", self.threads * one)
         self._keep_scratch("two", self.threads * two)
+        if self.arithmetic.dtype != torch.float32:
+            frames_read = TILE * piece_f + 2
+            self._keep_scratch("window", self.threads * frames_read * rows * across * inputs)
         self._hold(others + 2 * weight)  # as float32, and reordered for its transform
+
+    def _bfloat16_convolution(self, shape: tuple[int, ...], outputs: int, others: int) -> None:
+        """Count a direct convolution in bfloat16: the results of its three taps, of some frames at
+        a time, and weights, of which oneDNN arranges a tap's once more."""
+        frames, height, width, inputs = shape
+        itemsize, frame = self.arithmetic.dtype.itemsize, height * width * outputs
+        results = 3 * itemsize * frame * min(frames, max(1, NUMBERS_AT_ONCE // frame))
+        rows = min(height, max(1, NUMBERS_IN_CACHE // (width * outputs)))
+        self._keep_scratch("piece", self.threads * rows * width * outputs)
+        # PixelNorm and SiLU of a piece, beside it
+        activated = 2 * _FLOAT32 * self.threads * rows * width * outputs
+        self._hold(others + results + activated + itemsize * 36 * inputs * outputs)
 
     def _keep_scratch(self, name: str, numbers: int) -> None:
         self.scratch[name] = max(self.scratch.get(name, 0), _FLOAT32 * numbers)
@@ -141,8 +179,3 @@ class _TilePeak:
     def _hold(self, size: int) -> None:
         """Count a moment at which `size` bytes are held besides what is kept."""
         self.peak = max(self.peak, self.kept + sum(self.scratch.values()) + size)
-
-
-def _map_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of a winograd.FeatureMap (F, H, W, C), border included."""
-    return _FLOAT32 * prod(count * TILE + 2 for count in tile_counts(shape)) * shape[3]

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -53,28 +54,27 @@ def exact_frame_rate(frame_rate: float) -> Fraction:
 
 def write_video(
     path: str | Path,
-    frames: torch.Tensor,
+    chunks: Iterable[torch.Tensor],
     frame_rate: float,
-    waveform: torch.Tensor,
+    waveform: Callable[[], torch.Tensor],
     sample_rate: int,
 ) -> None:
-    """Write an MP4 with H.264 video and AAC stereo sound; the same input gives the same bytes.
+    """Write an MP4 with H.264 video and AAC stereo sound; the same input gives the same bytes,
+    however the frames are divided into chunks.
 
     The file appears only when whole; a failure leaves an older file of that name as it was.
 
-    frames       uint8 (N, H, W, 3), H and W even
+    chunks       frames in the order of time, each uint8 (N, H, W, 3), H and W even; of them only
+                 the one that is encoded is held
     frame_rate   frames per second, see `exact_frame_rate`
-    waveform     float32 (2, samples) in [-1, 1]; cut, or filled with silence, to the length of the
-                 video, as the lengths of decoded video and sound differ by some milliseconds
+    waveform     called after the last chunk, returns float32 (2, samples) in [-1, 1]; cut, or
+                 filled with silence, to the length of the video, as the lengths of decoded video
+                 and sound differ by some milliseconds
     sample_rate  samples of `waveform` per second
     """
     import av
 
-    rate = exact_frame_rate(frame_rate)
-    samples = round(len(frames) / rate * sample_rate)
-    sound = _to_int16(
-        torch.nn.functional.pad(waveform, (0, max(0, samples - waveform.shape[1])))[:, :samples]
-    )
+    rate, count = exact_frame_rate(frame_rate), 0
     # max_interleave_delta 0: the muxer waits for both streams however far apart they are handed
     # over.
     options = {"movflags": "+faststart", "max_interleave_delta": "0"}
@@ -82,15 +82,20 @@ def write_video(
         files.whole_file(path) as partial,
         av.open(str(partial), "w", format="mp4", options=options) as container,
     ):
-        video_stream = _add_video_stream(container, rate, frames.shape[1], frames.shape[2])
-        audio_stream = container.add_stream("aac", rate=sample_rate, layout="stereo")
-        for picture in frames.numpy():
-            check_cancelled()
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            container.mux(
-                video_stream.encode(frame.reformat(format="yuv420p", dst_colorspace=BT709))
-            )
+        for chunk in chunks:
+            if not count:
+                video_stream = _add_video_stream(container, rate, *chunk.shape[1:3])
+                audio_stream = container.add_stream("aac", rate=sample_rate, layout="stereo")
+            for picture in chunk.numpy():
+                check_cancelled()
+                frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+                container.mux(
+                    video_stream.encode(frame.reformat(format="yuv420p", dst_colorspace=BT709))
+                )
+            count += len(chunk)
+            del chunk, picture  # not kept while the next one is made
         container.mux(video_stream.encode())
+        sound = _to_int16(waveform(), round(count / rate * sample_rate))
         frame = av.AudioFrame.from_ndarray(
             sound.T.reshape(1, -1).copy(), format="s16", layout="stereo"
         )
@@ -99,11 +104,12 @@ def write_video(
         container.mux(audio_stream.encode())
 
 
-def write_frames(folder: str | Path, frames: torch.Tensor) -> None:
-    """Write frames, uint8 (N, H, W, 3), as frame_00000.png and so on.
+def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Write frames as frame_00000.png and so on. Every chunk of them, uint8 (N, H, W, 3), is handed
+    on when it is written: nothing is done before it is asked for.
 
-    Pictures with higher numbers, which an earlier and longer run of this toolkit left there, are
-    removed.
+    Behind the last, pictures with higher numbers, which an earlier and longer run of this toolkit
+    left there, are removed.
     """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
@@ -111,11 +117,16 @@ def write_frames(folder: str | Path, frames: torch.Tensor) -> None:
     folder, mark = Path(folder), PngInfo()
     mark.add_text(_SOFTWARE, files.MARK)
     folder.mkdir(parents=True, exist_ok=True)
-    names = [f"frame_{index:05d}.png" for index in range(len(frames))]
-    for name, picture in zip(names, frames.numpy(), strict=True):
-        with files.whole_file(folder / name) as partial:
-            Image.fromarray(picture).save(partial, format="PNG", pnginfo=mark)
-    for stale in set(frames_in(folder)) - {folder / name for name in names}:
+    written = []
+    for chunk in chunks:
+        for picture in chunk.numpy():
+            check_cancelled()
+            written.append(folder / f"frame_{len(written):05d}.png")
+            with files.whole_file(written[-1]) as partial:
+                Image.fromarray(picture).save(partial, format="PNG", pnginfo=mark)
+        yield chunk
+        del chunk, picture  # not kept while the next one is made
+    for stale in set(frames_in(folder)) - set(written):
         if _is_ours(stale):
             stale.unlink()
 
@@ -154,6 +165,8 @@ def _add_video_stream(container, rate: Fraction, height: int, width: int):
     return stream
 
 
-def _to_int16(waveform: torch.Tensor) -> np.ndarray:
-    """The waveform as 16-bit samples, of the same shape."""
+def _to_int16(waveform: torch.Tensor, samples: int) -> np.ndarray:
+    """The first samples of a waveform (2, n), and silence if it has fewer, as 16-bit ones."""
+    waveform = torch.nn.functional.pad(waveform, (0, max(0, samples - waveform.shape[1])))
+    waveform = waveform[:, :samples]
     return (waveform.clip(-1.0, 1.0) * 32767.0).to(torch.int16).numpy()

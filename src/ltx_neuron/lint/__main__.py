@@ -96,7 +96,10 @@ def _read(
         return {graph: part.read(program, name, tp, dtype, graph) for graph, name in names.items()}
 
 
-_PRODUCTS = ("dot", "aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+_PRODUCTS = (
+    *("dot", "aten.mm.default", "aten.addmm.default", "aten.bmm.default"),
+    *("convolution", "aten.convolution.default"),
+)
 _HEAD = (
     f"{'operations':>10} "
     f" {'collectives':<28}{'dtypes':<20}{'fp32 products':<15}{'dynamic':<9}{'findings':<10}graph"

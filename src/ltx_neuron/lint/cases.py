@@ -13,14 +13,18 @@ from ltx_neuron.config import (
     Bucket,
     GemmaConfig,
     TransformerConfig,
+    VideoDecoderConfig,
     transformer_config,
+    video_decoder_config,
 )
+from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
     dit_program,
     gemma3_program,
     may_divide,
+    tile_program,
 )
 from ltx_neuron.profiles import Profile
 from ltx_neuron.tiny import TinySizes
@@ -30,13 +34,15 @@ BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 
 class Width(NamedTuple):
-    """Sizes of the models, and the DiT's tokens: those of a small clip, or of 512x768 with 121
-    frames."""
+    """Sizes of the models, the DiT's tokens and the video decoder's tile: those of a small clip, or
+    of 512x768 with 121 frames."""
 
     transformer: TransformerConfig
     gemma: GemmaConfig
     video_tokens: int
     audio_tokens: int
+    decoder: VideoDecoderConfig
+    tile: tuple[int, int, int]
 
 
 def widths(tp: int) -> dict[str, Width]:
@@ -50,9 +56,19 @@ def widths(tp: int) -> dict[str, Width]:
         num_key_value_heads=sizes.gemma_kv_heads,
         head_dim=sizes.gemma_head_dim,
     )
+    tiny, full = tiny_config(sizes), released_config()
     return {
-        "tiny": Width(transformer_config(tiny_config(sizes)), gemma, 24, 18),
-        "full": Width(transformer_config(released_config()), GEMMA_3_12B, 6144, 126),
+        "tiny": Width(
+            transformer_config(tiny), gemma, 24, 18, video_decoder_config(tiny), (2, 2, 2)
+        ),
+        "full": Width(
+            transformer_config(full),
+            GEMMA_3_12B,
+            6144,
+            126,
+            video_decoder_config(full),
+            (16, 9, 13),
+        ),
     }
 
 
@@ -66,6 +82,7 @@ def programs(
     for name, width in widths(tp).items():
         width.transformer.check_tensor_parallel(tp)
         width.gemma.check_tensor_parallel(tp)
+        yield f"{name}: video decoder", partial(_tiles, width, dtype)
         for blocks in BLOCKS:
             config = dataclasses.replace(
                 width.transformer,
@@ -103,3 +120,8 @@ def programs(
                         partial(gemma3_program, gemma, config, tokens, states=states, **common),
                     )
             yield f"{label}: connectors", partial(connector_program, config, **common, **kernel)
+
+
+def _tiles(width: Width, dtype: torch.dtype, comm: Comm) -> Program:
+    """The video decoder, which has no collectives."""
+    return tile_program(width.decoder, width.tile, dtype)

@@ -52,6 +52,7 @@ EXPORTED = {
     ),
     *_aten(
         "linear.default",
+        "conv2d.default",
         "bmm.default",
         "softmax.int",
         "scaled_dot_product_attention.default",
@@ -68,6 +69,8 @@ EXPORTED = {
     ),
     *_aten(
         "view.default",
+        "permute.default",
+        "reshape.default",
         "cat.default",
         "stack.default",
         "chunk.default",
@@ -84,6 +87,7 @@ TRACED = {
         "pow.Tensor_Scalar",
         "mm.default",
         "addmm.default",
+        "convolution.default",
         "t.default",
         "split.Tensor",
     ),

@@ -32,7 +32,7 @@ OPERATIONS = {
         "logistic",
         "sqrt",
     ),
-    *("rsqrt", "power", "compare", "select", "dot", "reduce", "batch-norm-training"),
+    *("rsqrt", "power", "compare", "select", "dot", "convolution", "reduce", "batch-norm-training"),
     # torch_xla keeps an all-gather or reduce-scatter before the next collective by one number of
     # its result, as in every model of NxD that is sequence parallel.
     "gather of one number",

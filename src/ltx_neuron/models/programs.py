@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig
+from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig, Upsampling, VideoDecoderConfig
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
@@ -39,13 +39,18 @@ from ltx_neuron.models.signatures import (
     StepInputs,
     TailInputs,
     TailOutputs,
+    TileInputs,
+    TileOutputs,
     X0Outputs,
     connector_fields,
     dit_fields,
     divided,
     gemma3_fields,
     guided_fields,
+    stage_features,
+    tile_fields,
 )
+from ltx_neuron.models.video_decoder import ConvIn, ConvOut, DepthToSpace, Stage, UpBlock
 
 
 class Graph(NamedTuple):
@@ -66,7 +71,8 @@ class Program:
     value.
 
     A run is a sequence of calls; a call is (graph, first block): the graph's `transformer_blocks.j`
-    weights are those of block first + j. Most programs have one run, "main".
+    weights are those of block first + j, as are `res_blocks.j` of the video decoder. Most programs
+    have one run, "main".
     """
 
     graphs: dict[str, Graph]
@@ -90,9 +96,13 @@ def weight_name(parameter: str, first_block: int) -> str:
     # In a whole Step the modules are parts of it.
     if parts[0] in ("head", "blocks", "tail"):
         parts = parts[1:]
-    if parts[0] == "transformer_blocks":
-        parts[1] = str(int(parts[1]) + first_block)
+    for index, part in enumerate(parts):
+        if part in _BLOCKS:
+            parts[index + 1] = str(int(parts[index + 1]) + first_block)
     return ".".join(parts)
+
+
+_BLOCKS = ("transformer_blocks", "res_blocks")  # the lists of which a graph may stand for any
 
 
 def cut_graphs(runs: Mapping[str, Iterable[tuple[str, int]]]) -> set[str]:
@@ -201,3 +211,34 @@ def connector_program(
     return Program(
         {"connectors": graph}, {"main": (("connectors", 0),)}, connector_fields(config, tp, dtype)
     )
+
+
+def tile_program_name(tile: tuple[int, int, int]) -> str:
+    """Of the program that decodes tiles of latents (f, h, w)."""
+    return f"vae-{'x'.join(map(str, tile))}"
+
+
+def tile_program(
+    config: VideoDecoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
+) -> Program:
+    """The video decoder for tiles of latents (f, h, w), one on each rank: a graph for the residual
+    blocks of a stage, called for each of them."""
+    fields = tile_fields(config, tile, dtype)
+    first = stage_features(0)
+    with torch.device("meta"):
+        graphs = {"conv_in": Graph(ConvIn(config, first), TileInputs, first)}
+        calls, before, stage = [("conv_in", 0)], first, 0
+        for number, block in enumerate(config.up_blocks):
+            channels = fields[f"features_{stage}"].shape[1]
+            if isinstance(block, Upsampling):
+                stage += 1
+                name, count, module = f"upsample_{number}", 1, DepthToSpace(channels, block)
+            else:
+                name, count, module = f"residual_{number}", block, Stage(channels)
+            after = stage_features(stage)
+            graphs[name] = Graph(UpBlock(number, module, after), before, after)
+            calls += [(name, first_block) for first_block in range(count)]
+            before = after
+        channels = fields[f"features_{stage}"].shape[1]
+        graphs["conv_out"] = Graph(ConvOut(config, channels), before, TileOutputs)
+    return Program(graphs, {"main": (*calls, ("conv_out", 0))}, fields)

@@ -48,6 +48,12 @@ Fields of the text models. B tokens of a bucket:
   *_features                (1, B, D / tp), the projected hidden states, divided over the ranks
   hidden_states             (1, B, hidden, layers + 1), for comparisons
   *_tokens                  (1, S, D), features and learnable registers, what the connectors take
+
+Fields of the video decoder, whose ranks have a tile each:
+
+  tile_latent               (1, 128, f, h, w), a tile's latents
+  features_*                (F, C, H, W), the features between its graphs, by stage
+  tile_pixels               (1, 3, 8f - 7, 32h, 32w), about -1 to 1
 """
 
 from typing import NamedTuple
@@ -55,7 +61,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import TEXT_TOKENS, Bucket, GemmaConfig, TransformerConfig
+from ltx_neuron.config import (
+    TEXT_TOKENS,
+    Bucket,
+    GemmaConfig,
+    TransformerConfig,
+    Upsampling,
+    VideoDecoderConfig,
+)
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
 
@@ -258,9 +271,28 @@ class ConnectorOutputs(NamedTuple):
     audio_context: Tensor
 
 
+class TileInputs(NamedTuple):
+    """A tile to decode."""
+
+    tile_latent: Tensor
+
+
+class TileOutputs(NamedTuple):
+    """A decoded tile."""
+
+    tile_pixels: Tensor
+    finite: Tensor
+
+
+def stage_features(stage: int) -> type:
+    """What a graph of the video decoder hands to the next one in a stage."""
+    return _signature(f"Features{stage}", f"Features of stage {stage}.", [f"features_{stage}"])
+
+
 # What a step leaves for the next one, and what the host reads at a stage's end.
 LATENTS = ("video_latent", "audio_latent")
 FINITE = "finite"  # the output by which the host knows that they are numbers
+RESULTS = (*LATENTS, "tile_pixels")  # what must be numbers
 # Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
@@ -369,6 +401,29 @@ def gemma3_fields(
         "video_features": Field((1, tokens, config.video.inner // tp), dtype, split=2),
         "audio_features": Field((1, tokens, config.audio.inner // tp), dtype, split=2),
         "hidden_states": Field((1, tokens, gemma.hidden_size, gemma.num_hidden_layers + 1), dtype),
+    }
+
+
+def tile_fields(
+    config: VideoDecoderConfig, tile: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, Field]:
+    """Every tensor of the video decoder's graphs for a tile of latents (f, h, w). The ranks have
+    different tiles: joined, they are a batch."""
+    (frames, height, width), channels = tile, 8 * config.base_channels
+    stages = [(frames, channels, height, width)]
+    for block in config.up_blocks:
+        if isinstance(block, Upsampling):
+            time, down, across = block.stride
+            frames, channels = frames * time - (time - 1), channels // block.multiplier
+            height, width = height * down, width * across
+            stages.append((frames, channels, height, width))
+    patch = config.patch_size
+    pixels = (1, config.out_channels, frames, height * patch, width * patch)
+    return {
+        "tile_latent": Field((1, config.latent_channels, *tile), dtype, split=0),
+        **{f"features_{stage}": Field(shape, dtype) for stage, shape in enumerate(stages)},
+        "tile_pixels": Field(pixels, dtype, split=0),
+        FINITE: Field((1,), torch.float32, split=0),
     }
 
 

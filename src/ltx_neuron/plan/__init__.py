@@ -25,6 +25,7 @@ from ltx_neuron.config import (
     transformer_config,
 )
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.programs import (
     Program,
@@ -98,7 +99,8 @@ class Plan:
     # them what it has room for.
     host_bytes_to_load: int
     host_bytes_mapped: int
-    host_bytes_to_decode: int  # with this machine's threads
+    host_bytes_to_decode: int  # with this machine's threads and dtype
+    host_dtype: str  # what this machine decodes in
     host_limit_bytes: int | None
     disk_bytes: int
     assumed: dict
@@ -111,23 +113,39 @@ class CoreMemory:
 
     transformer, text_encoder  one rank's weights; 0 for a text encoder on the host
     activations                the largest step's intermediates and uploaded tensors
+    video_decoder, tile        the same two of a video decoder on the ranks; 0 for the host's
     """
 
     transformer: int
     text_encoder: int
     activations: int
+    video_decoder: int = 0
+    tile: int = 0
 
     @property
     def in_turn(self) -> int:
         """With one model on the device at a time."""
-        step = self.transformer + self.activations
-        return max(step, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
+        step, decode = self.transformer + self.activations, self.video_decoder + self.tile
+        return max(step, self.text_encoder, decode) + ASSUMED["runtime_bytes_per_core"]
+
+    @property
+    def with_decoder(self) -> int:
+        """With transformer and video decoder on the device, in turn with the text encoder."""
+        weights = self.transformer + self.video_decoder
+        both = weights + max(self.activations, self.tile)
+        return max(both, self.text_encoder) + ASSUMED["runtime_bytes_per_core"]
 
     @property
     def resident(self) -> int:
-        """With both models on the device."""
-        weights = self.transformer + self.text_encoder
-        return weights + self.activations + ASSUMED["runtime_bytes_per_core"]
+        """With all models on the device."""
+        weights = self.transformer + self.text_encoder + self.video_decoder
+        activations = max(self.activations, self.tile)
+        return weights + activations + ASSUMED["runtime_bytes_per_core"]
+
+    def decoder_stays(self, profile: Profile) -> bool:
+        """Whether the video decoder stays on the device beside the transformer."""
+        limit = profile.memory_bytes_per_core
+        return profile.resident or (limit is not None and self.with_decoder <= limit)
 
     def needed(self, profile: Profile) -> int:
         return self.resident if profile.resident else self.in_turn
@@ -138,6 +156,21 @@ def compiled_activations(manifests: Iterable[Manifest]) -> int:
     return max(
         max(manifest.cost(run)["peak_bytes"] for run in manifest.runs) + manifest.upload_bytes()
         for manifest in manifests
+    )
+
+
+def compiled_tile(manifests: Iterable[Manifest]) -> int:
+    """CoreMemory.tile of compiled programs of the video decoder. A rank keeps every stage's
+    features until the next tile's take their place."""
+    return max(
+        (
+            manifest.cost()["peak_bytes"]
+            + sum(
+                math.prod(field.shape) * field.dtype.itemsize for field in manifest.fields.values()
+            )
+            for manifest in manifests
+        ),
+        default=0,
     )
 
 
@@ -190,7 +223,8 @@ def check_text_fits(
     if limit is None:
         return
     with fake_process_group(tp):
-        needed = _gemma_bytes(gemma, config, tp, DTYPES[dtype]) + ASSUMED["runtime_bytes_per_core"]
+        weights = sum(text_weights(gemma, config, tp).values())
+    needed = weights * DTYPES[dtype].itemsize + ASSUMED["runtime_bytes_per_core"]
     if needed > limit:
         raise UserError(
             f"the text encoder at tp {tp} needs {needed / 1e9:.1f} GB a core, {profile.name} has"
@@ -214,8 +248,6 @@ def plan(
     gemma  the text encoder's config; None for a prompt that is encoded on the host
     steps  of stage 1 of the dev recipe
     """
-    from ltx_neuron.host.vae_memory import decode_bytes  # imports ltx-core: not needed for flags
-
     size.check()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
@@ -233,7 +265,7 @@ def plan(
     gemma_bytes = embeddings = 0
     if gemma:
         with fake_process_group(tp):
-            gemma_bytes = _gemma_bytes(gemma, config, tp, torch_dtype)
+            gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
     memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
     files = tp * max(weights["rank"], gemma_bytes)
@@ -243,7 +275,6 @@ def plan(
     if fits is False:
         room = limit - weights["rank"] - ASSUMED["runtime_bytes_per_core"]
         nearest = _nearest(size, last, room, lambda of: _activations(stage_plans(of)))
-    latent = video_latent_shape(size.height, size.width, size.num_frames)
     return Plan(
         profile=profile.name,
         tp=tp,
@@ -262,12 +293,26 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        host_bytes_to_decode=decode_bytes(checkpoint.config, latent, profile.host_threads),
+        **_decoding(checkpoint, profile, size, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
         assumed=ASSUMED,
         stages=stages,
     )
+
+
+def _decoding(checkpoint: Checkpoint, profile: Profile, size: Size, dtype: torch.dtype) -> dict:
+    """What decoding the video on the host computes in, and its memory."""
+    from ltx_neuron.host.vae_memory import decode_bytes  # imports ltx-core: not needed for flags
+
+    latent = video_latent_shape(size.height, size.width, size.num_frames)
+    decoding = arithmetic(profile.host_dtype, dtype)
+    return {
+        "host_bytes_to_decode": decode_bytes(
+            checkpoint.config, latent, profile.host_threads, decoding
+        ),
+        "host_dtype": decoding.describe()["host_dtype"],
+    }
 
 
 def _activations(stages: list[StagePlan]) -> int:
@@ -289,15 +334,17 @@ def _dit_bytes(checkpoint: Checkpoint, tp: int, dtype: torch.dtype) -> dict[str,
     return totals
 
 
-def _gemma_bytes(gemma: GemmaConfig, config: TransformerConfig, tp: int, dtype: torch.dtype) -> int:
-    """Bytes of one rank's text encoder, projections and connectors."""
-    comm = TorchDistComm(tp)
-    programs = (
-        gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
-        connector_program(config, tp, comm, dtype),
-    )
-    shapes = [shape for program in programs for shape in program.weights().values()]
-    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict[str, int]:
+    """Numbers in one rank's text encoder with its projections, "gemma3", and in its connectors.
+    Inside a fake_process_group."""
+    comm, dtype = TorchDistComm(tp), torch.bfloat16
+    programs = {
+        "gemma3": gemma3_program(gemma, config, 128, tp, comm, dtype, states=False),
+        "connectors": connector_program(config, tp, comm, dtype),
+    }
+    return {
+        name: sum(map(math.prod, program.weights().values())) for name, program in programs.items()
+    }
 
 
 def _stage(

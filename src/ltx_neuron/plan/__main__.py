@@ -1,20 +1,28 @@
-"""Plan a generation before compiling: memory, FLOPs, collectives, the ideal step time, and whether
-it fits. Exit code 1 where it does not.
+"""Plan a generation before compiling: memory, FLOPs, collectives, the ideal step time, the time of
+a whole clip, and whether it fits. Exit code 1 where it does not.
 
 python -m ltx_neuron.plan --checkpoint-path CKPT --profile trn2.3xlarge --height 512 --width 768
 """
 
+import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 from pathlib import Path
 
 from ltx_neuron import errors, flags
-from ltx_neuron.config import GEMMA_3_12B, gemma_config
-from ltx_neuron.plan import plan
-from ltx_neuron.plan.table import table
+from ltx_neuron.backends.export import fake_process_group
+from ltx_neuron.config import GEMMA_3_12B, gemma_config, transformer_config
+from ltx_neuron.host import calibration
+from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
+from ltx_neuron.plan import Plan, plan, rates, text_weights
+from ltx_neuron.plan.clip import Clip, ClipPlan
+from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import resolve
+from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint
+from ltx_neuron.weights.tensorfile import DTYPES
 
 EXAMPLE = """python -m ltx_neuron.plan --checkpoint-path CKPT --profile trn2.3xlarge \\
     --height 512 --width 768 --num-frames 121"""
@@ -28,22 +36,55 @@ def main(argv: list[str] | None = None) -> None:
     help = "its config.json is read (default: Gemma3-12B's sizes)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
     add("--num-inference-steps", type=int, default=30, metavar="N", help="dev recipe only")
+    add("--neuron-gemma", action="store_true", help="time the prompt's encoding on the ranks")
+    add("--neuron-vae", action="store_true", help="time the video's decoding on the ranks")
+    help = "measure this machine's host in a few seconds first, and keep that in the artifacts"
+    add("--calibrate", action="store_true", help=help)
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(argv)
-    profile = resolve(args.profile, tuple(args.profile_set))
-    result = plan(
-        Checkpoint(args.checkpoint_path),
-        profile,
-        flags.size(args),
-        profile.degree(args.tp_degree),
-        args.dtype,
-        gemma_config(args.gemma_root) if args.gemma_root else GEMMA_3_12B,
-        args.recipe or "distilled",
-        args.num_inference_steps,
-    )
-    print(json.dumps(dataclasses.asdict(result)) if args.json else table(result))
+    # What is said of files that are not taken is no part of the JSON.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        result, clip = planned(args)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(result) | {"clip": dataclasses.asdict(clip)}))
+    else:
+        print(table(result), clip_table(clip), sep="\n\n")
     if result.fits is False:
         sys.exit(1)
+
+
+def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
+    """The plan of what was typed, and that of a whole clip's time."""
+    profile = resolve(args.profile, tuple(args.profile_set))
+    checkpoint, size = Checkpoint(args.checkpoint_path), flags.size(args)
+    gemma = gemma_config(args.gemma_root) if args.gemma_root else GEMMA_3_12B
+    recipe, steps = args.recipe or "distilled", args.num_inference_steps
+    tp = profile.degree(args.tp_degree)
+    result = plan(checkpoint, profile, size, tp, args.dtype, gemma, recipe, steps)
+    config = transformer_config(checkpoint.config)
+    with fake_process_group(tp):
+        weights = text_weights(gemma, config, tp)
+    computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
+    computes = computes._replace(libraries=fastest_libraries(args.artifacts_dir))
+    if args.calibrate:  # else a plan leaves no file behind
+        calibration.store(args.artifacts_dir)
+        rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
+    identity = chosen.identity(profile, tp, args.dtype, config.digest)
+    buckets = [size.bucket(stage, ()) for stage in size.stages(recipe, steps)]
+    tuned = chosen.load(args.artifacts_dir, identity)
+    clip = Clip(
+        result,
+        checkpoint.config,
+        weights,
+        profile,
+        size,
+        computes,
+        rates.read(args.artifacts_dir),
+        args.neuron_gemma,
+        args.neuron_vae,
+        tuned and tuned.step_ms(buckets),
+    )
+    return result, clip.planned()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,11 @@
 """The plan as a person reads it on a terminal."""
 
+import textwrap
+
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
+from ltx_neuron.plan.clip import ClipPlan, Row
+
+_COLUMNS = 100  # width of a terminal
 
 
 def _gb(count: int | None) -> str:
@@ -60,7 +65,8 @@ def table(plan: Plan) -> str:
         ),
         (
             f"host memory             {_gb(plan.host_bytes_to_load)} to load,"
-            f" {_gb(plan.host_bytes_to_decode)} to decode, of {_gb(plan.host_limit_bytes)}"
+            f" {_gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, of"
+            f" {_gb(plan.host_limit_bytes)}"
         ),
         *mapped,
         f"disk for rank files     {_gb(plan.disk_bytes)}",
@@ -89,3 +95,27 @@ def _verdict(plan: Plan) -> str:
         else ""
     )
     return f"{verdict[plan.fits]}{resident}{nearest}"
+
+
+def clip_table(clip: ClipPlan) -> str:
+    """The time of a warm clip: a line for every phase, as a latency report names it."""
+    lines = [f"{'a warm clip':24}{'where':8}{'seconds':>8}  from"]
+    for row in clip.rows:
+        lines += _row_lines(row)
+    lines += [f"{'from prompt to MP4':32}{_seconds(clip.seconds)}  overlapped: {clip.overlaps}"]
+    if clip.batch_seconds is not None:
+        text = "the ranks denoise the next one meanwhile"
+        lines.append(f"{'a clip of a batch':32}{_seconds(clip.batch_seconds)}  {text}")
+    return "\n".join(lines)
+
+
+def _row_lines(row: Row) -> list[str]:
+    start = f"{row.name:24}{row.where:8}{_seconds(row.seconds)}  "
+    indent = " " * len(start)
+    return textwrap.wrap(
+        row.rate, _COLUMNS, initial_indent=start, subsequent_indent=indent, drop_whitespace=True
+    )
+
+
+def _seconds(seconds: float | None) -> str:
+    return f"{'-' if seconds is None else f'{seconds:.2f}':>8}"

@@ -23,6 +23,7 @@ PHASES = (
     "upsample",
     "denoise_stage_2",
     "unload_transformer",
+    "load_vae",
     "decode_video",
     "decode_audio",
     "encode_mp4",
@@ -58,7 +59,7 @@ class _PeakMemory:
     LIST_SECONDS = 1.0
 
     def __enter__(self) -> "_PeakMemory":
-        self.bytes = 0
+        self.bytes, self.paused = 0, False
         self._stopped = threading.Event()
         self._list_processes()
         self._sample()
@@ -74,6 +75,8 @@ class _PeakMemory:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self.SAMPLE_SECONDS):
+            if self.paused:
+                continue
             if time.monotonic() - self._listed_at > self.LIST_SECONDS:
                 self._list_processes()
             self._sample()
@@ -149,6 +152,24 @@ class Recorder:
             finally:
                 with self._counted_to_now():
                     self._ended.append(self._open.pop(thread))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave this thread's phase, if it is in one, for the block's time: what it waits for is
+        not its own, and may be another phase."""
+        thread = threading.get_ident()
+        with self._counted_to_now():
+            phase = self._open.pop(thread, None)
+        if not phase:
+            yield
+            return
+        phase.memory.paused = True
+        try:
+            yield
+        finally:
+            phase.memory.paused = False
+            with self._counted_to_now():
+                self._open[thread] = phase
 
     @contextlib.contextmanager
     def _counted_to_now(self) -> Iterator[float]:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ltx_neuron import errors, flags
-from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, exclusive
 from ltx_neuron.job import Job
@@ -116,15 +116,7 @@ def open_queue(args: argparse.Namespace) -> "Queue":
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
-    options = RunOptions(
-        neuron_gemma=args.neuron_gemma,
-        compat=args.compat,
-        spatial_upsampler_path=args.spatial_upsampler_path,
-        temporal_upsampler_path=args.temporal_upsampler_path,
-        warmup=args.warmup,
-        cache_prompts=not args.no_prompt_cache,
-    )
-    return Engine(flags.workspace(args, writes=False), Recorder(), options)
+    return Engine(flags.workspace(args, writes=False), Recorder(), flags.run_options(args))
 
 
 def open_catalogue(args: argparse.Namespace, engine: Engine) -> "catalogue.Catalogue":

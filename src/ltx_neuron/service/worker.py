@@ -15,14 +15,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from PIL import Image
+from torch import Tensor
 
 from ltx_neuron import progress
-from ltx_neuron.decode_queue import Failure, Result
+from ltx_neuron.decode_queue import Clip, Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file, write_json
-from ltx_neuron.generate import make_report, run_identity, sidecar, write_mp4
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.generate import make_report, run_identity, sidecar
+from ltx_neuron.job import UPSCALES, Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.service.jobs import THUMBNAIL, VIDEO, folder_bytes, job_of
@@ -86,6 +87,7 @@ class Worker:
             keep=True,
             isolate=True,
             resume=self._resume,
+            write=self._write,
             hand_over=self._hand_over,
             more=self._take,
         )
@@ -178,18 +180,28 @@ class Worker:
         detail = None if left else {"stage": "decode"}
         self.queue.report(entry, percent, detail, stage_ended=True)
 
+    def _write(self, clip: Clip) -> None:
+        """Write a video while it is decoded; where that overlaps denoising, in another thread."""
+        folder, recorder = self._folder(self._entry(clip.job)), self.engine.recorder
+        clip.chunks = with_thumbnail(self._while_ours(clip), clip.job, folder / THUMBNAIL)
+        with recorder.phase("encode_mp4"):
+            clip.write_mp4(folder / VIDEO)
+        report = make_report(recorder, self.engine.workspace, clip.job.describe())
+        write_json((folder / VIDEO).with_suffix(".json"), sidecar(clip.job, report))
+
+    def _while_ours(self, clip: Clip) -> Iterator[Tensor]:
+        """A clip's chunks; raises Gone where its job is not ours any more."""
+        entry = self._entry(clip.job)
+        for chunk in clip.chunks:
+            if not self.queue.holds(entry):
+                raise Gone(entry.id)
+            yield chunk
+            del chunk
+
     def _hand_over(self, result: Result) -> None:
-        """Write a video; where decoding overlaps denoising, in another thread."""
+        """A video is there whole."""
         entry = self._entry(result.job)
-        if not self.queue.holds(entry):
-            raise Gone(entry.id)
-        folder, workspace = self._folder(entry), self.engine.workspace
-        write_thumbnail(folder / THUMBNAIL, result)
-        with self.engine.recorder.phase("encode_mp4"):
-            write_mp4(folder / VIDEO, result)
-        report = make_report(self.engine.recorder, workspace, result.job.describe())
-        write_json((folder / VIDEO).with_suffix(".json"), sidecar(result.job, report))
-        state = self._state_path(result.job)
+        folder, state = self._folder(entry), self._state_path(result.job)
         kept = state.stat().st_size if state.is_file() else 0
         if not self.queue.complete(entry, folder_bytes(folder) - kept):
             raise Gone(entry.id)
@@ -254,12 +266,19 @@ def _percent(job: Job, stage: Stage, done: int) -> int:
     return DENOISED * (before + done) // sum(steps)
 
 
-def write_thumbnail(path: Path, result: Result) -> None:
-    """The frame in the middle, as JPEG."""
-    picture = Image.fromarray(result.frames[len(result.frames) // 2].numpy())
-    picture.thumbnail((_TILE, _TILE))
-    with whole_file(path) as partial:
-        picture.save(partial, format="JPEG", quality=85)
+def with_thumbnail(chunks: Iterator[Tensor], job: Job, path: Path) -> Iterator[Tensor]:
+    """A clip's chunks; the frame in the middle is written as JPEG when it comes by."""
+    doubled = "temporal" in UPSCALES.get(job.upscale, ())
+    index = job.size.num_frames // (1 if doubled else 2)
+    for chunk in chunks:
+        if 0 <= index < len(chunk):
+            picture = Image.fromarray(chunk[index].numpy())
+            picture.thumbnail((_TILE, _TILE))
+            with whole_file(path) as partial:
+                picture.save(partial, format="JPEG", quality=85)
+        index -= len(chunk)
+        yield chunk
+        del chunk
 
 
 def end_with_parent(parent: int) -> None:

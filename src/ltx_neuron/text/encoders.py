@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ltx_neuron.config import GemmaConfig, TransformerConfig
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.products import ONEDNN_ALONE, Libraries
 from ltx_neuron.models.attention import sdpa
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.gemma3 import Gemma3Encoder
@@ -111,13 +112,21 @@ class RankTextEncoder:
 class HostTextEncoder:
     """Encodes on the host's CPU. Weights are the pages of their files, one layer's at a time.
 
-    source  the tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
-    dtype   of the activations; in float32 matrices are multiplied in the dtype they are stored in
+    source     the tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
+    dtype      of the activations; in float32 matrices are multiplied in the dtype they are stored
+               in
+    libraries  that multiply in float32
     """
 
     def __init__(
-        self, source: Source, gemma: GemmaConfig, config: TransformerConfig, dtype: torch.dtype
+        self,
+        source: Source,
+        gemma: GemmaConfig,
+        config: TransformerConfig,
+        dtype: torch.dtype,
+        libraries: Libraries = ONEDNN_ALONE,
     ):
+        self.libraries = libraries
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
         self.weights = MappedWeights(source, dtype)
 
@@ -164,7 +173,7 @@ class HostTextEncoder:
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
-        with Float32LinearMode():
+        with Float32LinearMode(self.libraries):
             packs = pack_prompts(prompts)
             return [context for pack in packs for context in self._encode_pack(pack)]
 

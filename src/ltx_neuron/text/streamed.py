@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ltx_neuron.host.products import product
+from ltx_neuron.host.products import BLAS, MANY_ROWS, ONEDNN_ALONE, Libraries, multiply
 from ltx_neuron.weights.checkpoint import Source
 
 # Elements of a weight that are cast at once: 8 MB in fp32, which a core's share of the cache holds.
+# MKL is a tenth faster with twice as many.
 _PIECE_ELEMENTS = 2**21
 # With many rows of activations casting costs little beside the product, and larger pieces are
 # faster.
-_LARGE_PIECE_ELEMENTS, _MANY_ROWS = 2**23, 256
+_LARGE_PIECE_ELEMENTS = 2**23
 _MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 
 
@@ -81,11 +82,13 @@ class StreamedLayers(nn.ModuleList):
 
 class Float32LinearMode(TorchFunctionMode):
     """A context in which nn.functional.linear multiplies fp32 activations with weights of any
-    dtype, in fp32 and by oneDNN (host.products). Other activations are multiplied as always.
+    dtype, in fp32 and by the libraries given (host.products). Other activations are multiplied as
+    always.
     """
 
-    def __init__(self):
+    def __init__(self, libraries: Libraries = ONEDNN_ALONE):
         super().__init__()
+        self._libraries = libraries
         self._cast_buffer = torch.empty(0)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -95,12 +98,18 @@ class Float32LinearMode(TorchFunctionMode):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K) float32, weight (N, K), bias (N) -> (..., N) float32."""
-        few_rows = x.shape[:-1].numel() < _MANY_ROWS
-        elements = _PIECE_ELEMENTS if few_rows else _LARGE_PIECE_ELEMENTS
+        rows, outputs = x.shape[:-1].numel(), len(weight)
+        library, elements = self._libraries.of(rows), _LARGE_PIECE_ELEMENTS
+        if rows < MANY_ROWS:
+            elements = _PIECE_ELEMENTS * (2 if library == BLAS else 1)
         weight_rows = max(_MIN_WEIGHT_ROWS, elements // weight.shape[1])
-        outputs = [product(x, self._as_float32(piece)) for piece in weight.split(weight_rows)]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        return output if bias is None else output.add_(bias)
+        activations, output = x.reshape(rows, -1), x.new_empty(rows, outputs)
+        parts = zip(weight.split(weight_rows), output.split(weight_rows, dim=1), strict=True)
+        for piece, part in parts:
+            multiply(activations, self._as_float32(piece), part, library)
+        if bias is not None:
+            output.add_(bias)
+        return output.view(*x.shape[:-1], outputs)
 
     def _as_float32(self, piece: Tensor) -> Tensor:
         """A piece of a weight in float32, valid until the next call."""

@@ -110,6 +110,11 @@ class Chosen:
             self.used[key] = changes(profile, size["settings"])
         return applied(profile, size["settings"])
 
+    def step_ms(self, buckets: Iterable[Bucket]) -> float | None:
+        """Milliseconds of a warm step of a size, as its tuning measured them."""
+        measured = self.sizes.get(size_key(buckets), {}).get("step_ms")
+        return measured if isinstance(measured, float) else None
+
     def line(self) -> str:
         """What of it is in use, for a person; empty where that is nothing."""
         if self.used.keys() == {"run"} and not self.used["run"]:

@@ -64,6 +64,14 @@ GEMMA3 = {
     r"(?:video|audio)_connector\.learnable_registers": HOST,
 }
 
+# Every rank decodes tiles of its own: each has the whole decoder.
+VAE = {
+    r"conv_(?:in|out)\.conv\.(?:weight|bias)": ALL,
+    r"up_blocks\.\d+\.res_blocks\.\d+\.conv[12]\.conv\.(?:weight|bias)": ALL,
+    r"up_blocks\.\d+\.conv\.conv\.(?:weight|bias)": ALL,
+    r"per_channel_statistics\.(?:std|mean)-of-means": ALL,
+}
+
 
 class Model(NamedTuple):
     """A model's sharding table and how the files name its tensors.
@@ -79,6 +87,8 @@ class Model(NamedTuple):
     elsewhere: tuple[str, ...]
 
 
+STATISTICS = "per_channel_statistics."
+_READ_STATISTICS = f"{STATISTICS}std-of-means", f"{STATISTICS}mean-of-means"
 DIFFUSION, CONNECTORS = "model.diffusion_model.", ("video", "audio")
 _CONNECTOR_PREFIXES = {
     f"{DIFFUSION}{m}_embeddings_connector.": f"{m}_connector." for m in CONNECTORS
@@ -102,6 +112,23 @@ MODELS = {
             "vision_tower.",
             "multi_modal_projector.",
             "language_model.lm_head.",
+        ),
+    ),
+    "vae": Model(
+        "vae",
+        VAE,
+        {
+            "vae.decoder.": "",
+            # The checkpoint has more statistics, which no model reads.
+            **{f"vae.{name}": name for name in _READ_STATISTICS},
+        },
+        (
+            "vae.encoder.",
+            f"vae.{STATISTICS}",
+            DIFFUSION,
+            "text_embedding_projection.",
+            "audio_vae.",
+            "vocoder.",
         ),
     ),
 }

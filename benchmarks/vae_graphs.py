@@ -1,0 +1,70 @@
+"""What decoding on the ranks costs at the released sizes: operations, bytes and FLOPs of every
+graph of a tile, and of a whole clip. Nothing is computed: graphs are exported on the meta device.
+
+python benchmarks/vae_graphs.py --height 512 --width 768 --num-frames 121
+"""
+
+import argparse
+from collections import Counter
+
+import torch
+
+from ltx_neuron.backends.export import cost, trace
+from ltx_neuron.config import video_decoder_config
+from ltx_neuron.host.tiles import cut, tile_shape, tiling_for_ranks
+from ltx_neuron.models.programs import tile_program
+from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.tiny.config import released_config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--height", type=int, default=512)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--num-frames", type=int, default=121)
+    parser.add_argument("--profile", default="trn2.3xlarge")
+    parser.add_argument("--tp-degree", type=int, default=4)
+    options = parser.parse_args()
+    profile, tp = resolve(options.profile), options.tp_degree
+    clip = video_latent_shape(options.height, options.width, options.num_frames)
+    tiles = [tile_shape(tile) for tile in cut(clip, tiling_for_ranks(profile, clip, tp))]
+    print(
+        f"{options.height}x{options.width}, {options.num_frames} frames: latents {clip}, bfloat16"
+    )
+    flops, rounds = 0, 0
+    for shape, count in Counter(tiles).items():
+        of_tile = describe(shape)
+        flops, rounds = flops + of_tile * count, rounds + -(-count // tp) * of_tile
+        print(f"{count} tiles of {shape}: {of_tile / 1e12:.2f} TFLOP each\n")
+    print(f"clip: {flops / 1e12:.1f} TFLOP; a rank of {tp}: {rounds / 1e12:.1f} TFLOP")
+    if profile.chip:
+        ideal = rounds / (profile.flops(tp) / tp)
+        print(
+            f"at {profile.name}'s documented peak {ideal:.2f} s, at 30 % of it {ideal / 0.3:.2f} s"
+        )
+
+
+def describe(shape: tuple[int, int, int]) -> int:
+    """Print a line for every graph of a tile; returns the FLOPs of all its calls."""
+    program = tile_program(video_decoder_config(released_config()), shape, torch.bfloat16)
+    calls, total = Counter(name for name, _ in program.runs["main"]), 0
+    columns = {"calls": 6, "operations": 12, "GFLOP": 9, "weights MB": 12, "peak MB": 9}
+    columns["elementwise MB"] = 16
+    print("graph       " + "".join(f"{name:>{width}}" for name, width in columns.items()))
+    for name, graph in program.graphs.items():
+        exported = trace(program, name, torch.bfloat16)
+        counted = cost(exported)
+        operations = sum(node.op == "call_function" for node in exported.graph.nodes)
+        weights = 2 * sum(parameter.numel() for parameter in graph.module.parameters())
+        total += calls[name] * counted["flops"]
+        print(
+            f"{name:<12}{calls[name]:>6}{operations:>12}{counted['flops'] / 1e9:>9.0f}"
+            f"{weights / 1e6:>12.1f}{counted['peak_bytes'] / 1e6:>9.0f}"
+            f"{counted['elementwise_bytes'] / 1e6:>16.0f}"
+        )
+    return total
+
+
+if __name__ == "__main__":
+    main()

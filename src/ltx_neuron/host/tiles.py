@@ -1,0 +1,126 @@
+"""A clip's tiles: how its latents are cut for decoding, and a decoder that is given several tiles
+at once. Cutting and blending are ltx-core's, here and on the host, so both make the same frames.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+import torch
+from ltx_core.model.video_vae import (
+    SpatialTilingConfig,
+    TemporalTilingConfig,
+    TilingConfig,
+    VideoDecoder,
+)
+from ltx_core.model.video_vae.tiling import Tile
+from ltx_core.types import VIDEO_SCALE_FACTORS
+from torch import Tensor, nn
+
+from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.profiles import Profile
+
+Shape = tuple[int, int, int]  # latent frames, rows, columns
+# What one more shape of tiles may cost: it is one more set of graphs to compile and to load.
+_SHAPE_COST = 0.1
+# How far ahead of the tile that is wanted others of its shape are decoded with it, in calls of so
+# many tiles: they wait in memory until they are blended.
+_LOOK_AHEAD = 4
+
+
+def tiling(profile: Profile) -> TilingConfig:
+    """The profile's tiles; by default ltx-core's."""
+    return _config(
+        profile.vae_tile, profile.vae_tile_frames, profile.vae_overlap, profile.vae_overlap_frames
+    )
+
+
+def tiling_for_ranks(profile: Profile, clip: Shape, tp: int) -> TilingConfig:
+    """The profile's tiles or, with vae_tile_latents, those that suit the clip: of all sizes that
+    are small enough the one with the least work for a rank, counting a further shape of tiles as a
+    tenth more of it."""
+    limit = profile.vae_tile_latents
+    if not limit:
+        return tiling(profile)
+    best, least = tiling(profile), float("inf")
+    for config in _sizes(profile, clip, limit):
+        counts = Counter(map(tile_shape, cut(clip, config)))
+        if max(map(prod, counts)) > limit:
+            continue
+        work = sum(-(-count // tp) * prod(shape) for shape, count in counts.items())
+        if (cost := work * (1 + _SHAPE_COST * (len(counts) - 1))) < least:
+            best, least = config, cost
+    return best
+
+
+def _sizes(profile: Profile, clip: Shape, limit: int) -> Iterator[TilingConfig]:
+    """Every size of tiles that may have at most `limit` latents, from the overlap on."""
+    scale, overlap, shared = VIDEO_SCALE_FACTORS, profile.vae_overlap, profile.vae_overlap_frames
+    frames, short, long = clip[0], *sorted(clip[1:])
+    for side in range(max(2, overlap // scale.width + 1), max(3, long + 1)):
+        for length in reversed(range(max(2, shared // scale.time + 1), max(3, frames + 1))):
+            # ltx-core makes tiles as oblong as the clip.
+            if min(length, frames) * side * (side * short // long) <= limit:
+                yield _config(side * scale.width, length * scale.time, overlap, shared)
+
+
+def _config(tile: int, frames: int, overlap: int, overlap_frames: int) -> TilingConfig:
+    return TilingConfig(
+        SpatialTilingConfig(tile, overlap), TemporalTilingConfig(frames, overlap_frames)
+    )
+
+
+def cut(clip: Shape, config: TilingConfig) -> list[Tile]:
+    """The tiles of a clip's latents, in the order in which they are blended."""
+    return TiledDecoder()._prepare_tiles(torch.empty(1, 1, *clip, device="meta"), config)
+
+
+def tile_shape(tile: Tile) -> Shape:
+    """Latent frames, rows and columns of a tile."""
+    return tuple(part.stop - part.start for part in tile.in_coords[2:])
+
+
+def tile_shapes(clip: Shape, config: TilingConfig) -> list[Shape]:
+    """The different shapes among a clip's tiles: each has graphs of its own."""
+    return list(dict.fromkeys(map(tile_shape, cut(clip, config))))
+
+
+class TiledDecoder(VideoDecoder):
+    """ltx-core's tiled decoding, with tiles that are decoded elsewhere, several of a shape at once.
+
+    decode   takes latents of one shape, (1, 128, f, h, w) each, at most `at_once`, and returns
+             their frames, (1, 3, 8f - 7, 32h, 32w) each
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list, at_once: int = 1
+    ):
+        nn.Module.__init__(self)  # without a model: only ltx-core's tiling is used
+        self.video_downscale_factors = VIDEO_SCALE_FACTORS
+        self._decode, self._at_once = decode, at_once
+        self._decoded: Iterator[Tensor] = iter(())
+
+    def tiled_decode(
+        self, latent: Tensor, tiling_config: TilingConfig | None = None, *how, **more
+    ) -> Iterator[Tensor]:
+        """As ltx-core's; blended in float32."""
+        tiles = self._prepare_tiles(latent, tiling_config)
+        self._decoded = self._in_order(latent, tiles)
+        yield from super().tiled_decode(latent.float(), tiling_config, *how, **more)
+
+    def forward(self, sample: Tensor, *how) -> Tensor:
+        """The next tile's frames, float32: ltx-core asks for the tiles in their order."""
+        return next(self._decoded).float()
+
+    def _in_order(self, latent: Tensor, tiles: list[Tile]) -> Iterator[Tensor]:
+        """The frames of every tile, decoded together with the next ones of its shape."""
+        waiting: dict[int, Tensor] = {}
+        for number, tile in enumerate(tiles):
+            if number not in waiting:
+                check_cancelled()
+                ahead = range(number, min(len(tiles), number + _LOOK_AHEAD * self._at_once))
+                alike = [n for n in ahead if tile_shape(tiles[n]) == tile_shape(tile)]
+                batch = [n for n in alike if n not in waiting][: self._at_once]
+                frames = self._decode([latent[tiles[n].in_coords] for n in batch])
+                waiting.update(zip(batch, frames, strict=True))
+            yield waiting.pop(number)

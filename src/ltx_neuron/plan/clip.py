@@ -1,0 +1,225 @@
+"""The time of a whole warm clip: its phases, under the names that a latency report has.
+
+FLOPs are counted, rates are measured or assumed, and every row says which. A clip is warm when its
+models were loaded for one before it and its prompt is new.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.job import Size
+from ltx_neuron.plan import Plan, StagePlan
+from ltx_neuron.plan.rates import Rate, host_rate
+from ltx_neuron.profiles import Profile
+from ltx_neuron.sampling.latents import video_latent_shape
+
+SHARE = 0.3  # of a chip's documented peak, where nothing was measured
+# Published by others: a step at 512x768x121 on the four ranks of one Trainium2, and its FLOPs.
+_OTHERS_MS, _OTHERS_FLOPS, _OTHERS_PEAK = 970.0, 198.9e12, 667e12
+PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
+# Bytes that blending moves for every number of a tile, and of the video: float32 masks, sums and
+# weights are read and written, then the video is divided, looked at and converted.
+_TILE_TRAFFIC, _VIDEO_TRAFFIC = 44, 69
+
+
+@dataclass(frozen=True)
+class Row:
+    """A phase.
+
+    where  "host" or "device"
+    rate   what its seconds are counted from, for a person
+    """
+
+    name: str
+    where: str
+    seconds: float | None
+    rate: str
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """A warm clip's phases, in order; None where something is not known.
+
+    seconds           from the prompt to the MP4
+    batch_seconds     a clip of a batch, where the ranks denoise the next one meanwhile
+    overlaps          what runs at the same time, for a person
+    """
+
+    rows: list[Row]
+    seconds: float | None
+    batch_seconds: float | None
+    overlaps: str
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What is planned, and how it is run.
+
+    config        the checkpoint's parsed `config` metadata
+    text_weights  numbers in one rank's "gemma3" and "connectors"
+    rates         what was measured of this machine's host, see plan.rates
+    """
+
+    plan: Plan
+    config: dict
+    text_weights: dict[str, int]
+    profile: Profile
+    size: Size
+    arithmetic: Arithmetic
+    rates: dict[str, float]
+    neuron_gemma: bool
+    neuron_vae: bool
+    tuned_step_ms: float | None = None
+
+    def planned(self) -> ClipPlan:
+        first = [*self._text(), *self._denoising()]
+        last = [*self._video(), self._sound(), self._mp4()]
+        overlap = self.profile.overlap_decode
+        before, device = _sum(first), _sum(row for row in last if row.where == "device")
+        host = _sum(row for row in last if row.where == "host")
+        after = _larger(device, host) if overlap else _add(device, host)
+        return ClipPlan(
+            rows=[*first, *last],
+            seconds=_add(before, after),
+            batch_seconds=_larger(_add(before, device), host) if overlap else None,
+            overlaps=self._overlaps(),
+        )
+
+    def _overlaps(self) -> str:
+        if not self.profile.overlap_decode:
+            return "nothing: ranks and host share the cores"
+        if self.neuron_vae:
+            return "sound, blending and MP4 on the host beside decoding on the ranks"
+        return "sound and MP4 beside decoding, on the same cores: their times add up"
+
+    def _rate(self, kind: str) -> Rate:
+        return host_rate(self.rates, kind, self.profile)
+
+    def _host(self, name: str, amount: float, kind: str, what: str) -> Row:
+        rate = self._rate(kind)
+        return Row(name, "host", amount / rate.value, f"{what} ({rate.source})")
+
+    def _at_peak(self, name: str, flops: float, what: str) -> Row:
+        """A phase on the ranks, from what all of them compute."""
+        peak = self.profile.flops(self.plan.tp)
+        if peak is None:
+            return Row(name, "device", None, f"{what}: this profile has no documented peak")
+        text = f"{what} at {SHARE:.0%} of {peak / 1e12:.0f} TFLOP/s, documented, not measured"
+        return Row(name, "device", flops / (SHARE * peak), text)
+
+    def _text(self) -> list[Row]:
+        plan, profile, weights = self.plan, self.profile, self.text_weights
+        products = PROMPT_TOKENS * weights["gemma3"] + CONTEXT_TOKENS * weights["connectors"]
+        flops = 2 * plan.tp * products
+        what = f"{_tera(flops)} for a prompt of {PROMPT_TOKENS} tokens"
+        if not self.neuron_gemma:
+            name = f"encode_text {self._dtype}"
+            return [self._host("encode_text", flops, name, what)]
+        rows = [self._at_peak("encode_text", flops, what)]
+        if profile.resident:
+            return rows
+        gemma3 = plan.tp * plan.gemma3_weight_bytes_per_rank
+        dit = plan.tp * plan.dit_weight_bytes_per_rank
+        before, after = (
+            self._host(name, size, "copy", f"{size / 1e9:.0f} GB to the ranks, one model in turn")
+            for name, size in (("load_gemma3", gemma3), ("load_transformer", dit))
+        )
+        return [before, *rows, after]
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.arithmetic.dtype).removeprefix("torch.")
+
+    def _denoising(self) -> list[Row]:
+        rows = []
+        for number, stage in enumerate(self.plan.stages):
+            if number:
+                rows.append(self._upsampling(self.plan.stages[number - 1]))
+            rows.append(self._steps(stage))
+        return rows
+
+    def _steps(self, stage: StagePlan) -> Row:
+        """A stage's steps, with the upload of what they share."""
+        ms, source = self._step_ms(stage)
+        name, size = f"denoise_{stage.name}", self.plan.tp * stage.upload_bytes
+        if ms is None:
+            return Row(name, "device", None, source)
+        upload = size / self._rate("copy").value
+        what = f"{stage.steps} x {ms:.0f} ms, {source}; {size / 1e9:.2f} GB uploaded once"
+        return Row(name, "device", stage.steps * ms / 1e3 + upload, what)
+
+    def _step_ms(self, stage: StagePlan) -> tuple[float | None, str]:
+        if self.tuned_step_ms:
+            return self.tuned_step_ms, "measured by python -m ltx_neuron.tune"
+        peak, flops = self.profile.flops(self.plan.tp), stage.flops_per_step
+        if peak is None:
+            return None, "not measured: python -m ltx_neuron.tune does"
+        if self.profile.name.startswith("trn2"):
+            ms = _OTHERS_MS * flops / _OTHERS_FLOPS * _OTHERS_PEAK / peak
+            return ms, f"by FLOPs from {_OTHERS_MS:.0f} ms at 512x768x121, measured by others"
+        ms = flops / (SHARE * peak) * 1e3
+        return ms, f"{SHARE:.0%} of the documented peak, not measured"
+
+    def _upsampling(self, stage: StagePlan) -> Row:
+        from ltx_neuron.plan.host_flops import upsampler_flops  # imports ltx-core
+
+        latent = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        flops = upsampler_flops(latent, "spatial")
+        return self._host("upsample", flops, f"decode_video {self._dtype}", _tera(flops))
+
+    def _video(self) -> list[Row]:
+        from ltx_neuron.host import tiles  # imports ltx-core
+        from ltx_neuron.plan.host_flops import video_decoder_flops
+
+        clip = video_latent_shape(self.size.height, self.size.width, self.size.num_frames)
+        tp = self.plan.tp
+        how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
+        counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
+        flops = {shape: video_decoder_flops(self.config, shape) for shape in counts}
+        text = " + ".join(f"{n} tiles of {'x'.join(map(str, s))}" for s, n in counts.items())
+        if len(counts) > 2:
+            text = f"{sum(counts.values())} tiles of {len(counts)} shapes"
+        if not self.neuron_vae:
+            total = sum(flops[shape] * count for shape, count in counts.items())
+            kind = f"decode_video {self._dtype}"
+            return [self._host("decode_video", total, kind, f"{_tera(total)}, {text}")]
+        # Ranks for which there is no tile wait for the others.
+        total = sum(flops[shape] * math.ceil(count / tp) * tp for shape, count in counts.items())
+        numbers = 3 * 8 * 32 * 32 * sum(math.prod(shape) * n for shape, n in counts.items())
+        video = 3 * self.size.num_frames * self.size.height * self.size.width
+        traffic = _TILE_TRAFFIC * numbers + _VIDEO_TRAFFIC * video
+        return [
+            self._at_peak("decode_video", total, f"{_tera(total)}, {text}"),
+            # A copied byte is read and written.
+            self._host("decode_video", traffic / 2, "copy", f"blending, {traffic / 1e9:.0f} GB"),
+        ]
+
+    def _sound(self) -> Row:
+        seconds = self.size.num_frames / self.size.frame_rate
+        return self._host("decode_audio", seconds, "decode_audio", f"{seconds:.1f} s of sound")
+
+    def _mp4(self) -> Row:
+        size = self.size
+        what = f"{size.num_frames} frames"
+        pixels = size.num_frames * size.height * size.width
+        return self._host("encode_mp4", pixels, "encode_mp4", what)
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:.1f} TFLOP"
+
+
+def _sum(rows: Iterable[Row]) -> float | None:
+    seconds = [row.seconds for row in rows]
+    return None if None in seconds else sum(seconds)
+
+
+def _add(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
+
+
+def _larger(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else max(a, b)

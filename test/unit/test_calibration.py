@@ -1,0 +1,207 @@
+"""What was measured of this machine is stored once, in the artifacts, and decides from then on."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ltx_neuron import progress
+from ltx_neuron.errors import UserError
+from ltx_neuron.host import calibration
+from ltx_neuron.host.arithmetic import (
+    FLOAT32,
+    Arithmetic,
+    arithmetic,
+    bfloat16_speed,
+    fastest_libraries,
+)
+from ltx_neuron.host.calibration import file_of, measured_once, read, store, update
+from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import PROFILES
+from ltx_neuron.workspace import Workspace
+
+
+@pytest.fixture
+def another_process(monkeypatch):
+    """Called: what a process holds in memory is forgotten."""
+
+    def forget():
+        monkeypatch.setattr(calibration, "_unwritten", {})
+        monkeypatch.setattr(calibration, "_said", set())
+        for function in (bfloat16_speed, fastest_libraries):
+            function.cache_clear()
+
+    return forget
+
+
+@pytest.fixture(autouse=True)
+def alone(another_process):
+    """No test sees what another one measured."""
+    another_process()
+    yield
+    another_process()
+
+
+def fail():
+    raise AssertionError("measured again")
+
+
+def test_what_was_measured_is_not_measured_again_and_sections_do_not_disturb_each_other(
+    tmp_path, another_process
+):
+    assert read(tmp_path) == {}
+    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    store(tmp_path)
+    update(tmp_path, "rates", {"decode": 1.5})
+    update(tmp_path, "rates", {"encode": 2.5})
+    another_process()
+    assert measured_once(tmp_path, "choices", "speed", fail) == 8
+    assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5, "encode": 2.5}}
+    (path,) = (tmp_path / "calibration").iterdir()
+    assert path == file_of(tmp_path) and '"processor"' in path.read_text()
+
+
+def test_nothing_is_written_before_a_run_is_accepted(tmp_path, another_process):
+    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    assert measured_once(tmp_path, "choices", "speed", fail) == 8  # this process remembers
+    assert list(tmp_path.iterdir()) == []
+    another_process()
+    assert measured_once(tmp_path, "choices", "speed", lambda: 2) == 2
+    store(tmp_path)
+    another_process()
+    assert read(tmp_path) == {"choices": {"speed": 2}}
+
+
+def test_of_two_that_measure_at_a_time_later_runs_take_the_first_ones_choice(
+    tmp_path, another_process
+):
+    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    first = dict(calibration._unwritten)
+    another_process()
+    assert measured_once(tmp_path, "choices", "speed", lambda: 2) == 2
+    store(tmp_path)
+    calibration._unwritten.update(first)
+    store(tmp_path)
+    another_process()
+    assert measured_once(tmp_path, "choices", "speed", fail) == 2
+
+
+def test_a_limit_on_instructions_and_another_cpu_are_other_machines(tmp_path, monkeypatch):
+    update(tmp_path, "choices", {"speed": 8})
+    with monkeypatch.context() as limited:
+        limited.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        assert read(tmp_path) == {}
+    with monkeypatch.context() as moved:
+        moved.setattr(calibration.machine, "processor", lambda: "another CPU")
+        assert read(tmp_path) == {}
+    assert read(tmp_path) == {"choices": {"speed": 8}}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1, 2", "[]", '{"choices": {"speed": 2}}', "a named pipe"], ids=str
+)
+def test_a_damaged_file_is_said_and_measured_anew(tmp_path, capsys, content):
+    path = file_of(tmp_path)
+    path.parent.mkdir()
+    if content == "a named pipe":
+        calibration.os.mkfifo(path)
+    else:
+        path.write_text(content)
+    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    said = capsys.readouterr().out
+    assert str(path) in said and said.endswith("; this machine is measured anew\n")
+    assert measured_once(tmp_path, "choices", "speed", fail) == 8
+
+
+def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, capsys):
+    # A file where the folder would be: this process may be root, whom no permission stops.
+    (tmp_path / "calibration").write_text("")
+    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    store(tmp_path)
+    assert measured_once(tmp_path, "choices", "speed", fail) == 8
+    update(tmp_path, "rates", {"decode": 1.5})
+    assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5}}
+    assert capsys.readouterr().out.count("what was measured is not kept") == 1
+
+
+def test_no_artifacts_folder_is_made_to_store_a_choice(tmp_path):
+    assert measured_once(tmp_path / "typo", "choices", "speed", lambda: 8) == 8
+    store(tmp_path / "typo")
+    assert measured_once(tmp_path / "typo", "choices", "speed", fail) == 8
+    assert not (tmp_path / "typo").exists()
+
+
+def test_many_at_once_lose_nothing(tmp_path):
+    begin = threading.Barrier(8)
+
+    def work(index):
+        begin.wait()
+        update(tmp_path, f"section {index}", {"a": index})
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    assert read(tmp_path) == {f"section {index}": {"a": index} for index in range(8)}
+
+
+@pytest.mark.parametrize(("stored", "speed"), [(1, 1), (2, 2), (8, 8), (3, None), ("8", None)])
+def test_the_stored_choice_of_dtype_is_taken_and_no_other_value(tmp_path, stored, speed):
+    update(tmp_path, "choices", {"bfloat16_speed": stored})
+    speed = speed or bfloat16_speed()
+    wanted = FLOAT32 if speed == 1 else Arithmetic(torch.bfloat16, speed)
+    assert arithmetic("auto", torch.bfloat16, tmp_path) == wanted
+
+
+def test_the_choice_of_dtype_is_stored_by_the_first_run_that_needs_it(tmp_path):
+    arithmetic("auto", torch.float32, tmp_path)
+    assert read(tmp_path) == {}
+    chosen = arithmetic("auto", torch.bfloat16, tmp_path)
+    assert read(tmp_path) == {"choices": {"bfloat16_speed": chosen.speed}}
+
+
+OTHERS = {"few": "onednn", "many": "blas", "tile": "onednn"}
+
+
+def test_the_libraries_of_products_are_measured_once_a_machine_and_stored(tmp_path):
+    measured = fastest_libraries(tmp_path)
+    assert read(tmp_path) == {"choices": {"products": measured._asdict()}}
+    assert {*measured} <= {"blas", "onednn"}
+    update(tmp_path, "choices", {"products": OTHERS})
+    assert fastest_libraries(tmp_path) == measured  # of this process, to its end
+    fastest_libraries.cache_clear()
+    assert fastest_libraries(tmp_path)._asdict() == OTHERS
+
+
+@pytest.mark.parametrize("stored", [5, {"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}])
+def test_libraries_that_nobody_stores_are_not_taken(tmp_path, stored):
+    update(tmp_path, "choices", {"products": stored})
+    assert fastest_libraries(tmp_path) == fastest_libraries()
+
+
+def test_a_runs_identity_and_its_prompt_cache_name_the_libraries(tiny, tmp_path):
+    update(tmp_path, "choices", {"products": OTHERS})
+    workspace = Workspace(
+        tiny.checkpoint, PROFILES["cpu"], tmp_path, 1, "float32", gemma_root=tiny.gemma_root
+    )
+    assert workspace.identity["host_products"] == OTHERS
+    assert workspace.host_text_encoder().libraries._asdict() == OTHERS
+    assert workspace.prompt_cache(neuron_gemma=False).identity["host_products"] == OTHERS
+
+
+def test_a_run_begun_with_another_choice_is_resumed_and_the_difference_is_said(tmp_path, capsys):
+    path, job = tmp_path / "out.resume.safetensors", Job("rain", Size(64, 64, 9))
+    identity = {"seed": 10, "host_dtype": "bfloat16", "host_dtype_speed": 8}
+    tensors = {
+        "attention_mask": torch.ones(1, 1024, dtype=torch.int64),
+        "video_context": torch.zeros(1, 1024, 4),
+        "audio_context": torch.zeros(1, 1024, 2),
+        "s1_video": torch.zeros(1, 128, 2, 2, 2),
+        "s1_audio": torch.zeros(1, 8, 9, 16),
+    }
+    progress.write_run_tensors(path, tensors, identity)
+    here = identity | {"host_dtype": "float32", "host_dtype_speed": 1}
+    run = progress.restore_state(path, job, here, torch.float32)
+    assert run.stages_left == []
+    assert "host_dtype bfloat16, and this machine's is float32" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is of another run: seed: got 10, wanted 11"):
+        progress.restore_state(path, job, here | {"seed": 11}, torch.float32)
