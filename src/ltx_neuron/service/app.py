@@ -4,6 +4,7 @@ Every answer that is no video is JSON; every refusal is {"error": {message, type
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -221,6 +222,8 @@ class Api:
 def create_app(intake: Intake, tokens: Tokens, settings: Settings) -> Callable:
     """The ASGI application of a service."""
     api = Api(intake, tokens, settings)
+    # What strangers send is no event of this service's log.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(title="ltx-neuron", docs_url=None, redoc_url=None, openapi_url=None)
     for method, path, function in (
         ("POST", "/v1/videos", api.create),

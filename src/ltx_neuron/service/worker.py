@@ -23,6 +23,7 @@ from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file, write_json
 from ltx_neuron.generate import make_report, run_identity, sidecar
+from ltx_neuron.host import calibration
 from ltx_neuron.job import UPSCALES, Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
@@ -65,6 +66,10 @@ class Worker:
 
     def run(self) -> None:
         """Work until `stop` is set. Its jobs wait again afterwards, unless they are done."""
+        workspace = self.engine.workspace
+        # Before the first job: whoever goes on with it computes with what is chosen here.
+        _ = workspace.arithmetic
+        calibration.store(workspace.artifacts)
         try:
             with self._heartbeat():
                 while not self.stop.is_set():
@@ -182,17 +187,17 @@ class Worker:
 
     def _write(self, clip: Clip) -> None:
         """Write a video while it is decoded; where that overlaps denoising, in another thread."""
-        folder, recorder = self._folder(self._entry(clip.job)), self.engine.recorder
-        clip.chunks = with_thumbnail(self._while_ours(clip), clip.job, folder / THUMBNAIL)
+        entry, recorder = self._entry(clip.job), self.engine.recorder
+        folder, chunks = self._folder(entry), self._while_ours(entry, clip.chunks)
+        clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
         with recorder.phase("encode_mp4"):
             clip.write_mp4(folder / VIDEO)
         report = make_report(recorder, self.engine.workspace, clip.job.describe())
         write_json((folder / VIDEO).with_suffix(".json"), sidecar(clip.job, report))
 
-    def _while_ours(self, clip: Clip) -> Iterator[Tensor]:
+    def _while_ours(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         """A clip's chunks; raises Gone where its job is not ours any more."""
-        entry = self._entry(clip.job)
-        for chunk in clip.chunks:
+        for chunk in chunks:
             if not self.queue.holds(entry):
                 raise Gone(entry.id)
             yield chunk
