@@ -26,7 +26,7 @@ import psutil
 from lib.tiny_scripts import TinyScripts
 
 PROMPTS = ("a red fox", "waves crash on the shore", "birds sing")
-SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
+SIZE = ["--height", "32", "--width", "32", "--num-frames", "9"]
 START_SECONDS = 300  # until a front answers
 LEFT = ("queued", "in_progress")
 
@@ -99,7 +99,7 @@ class Service:
 
 def body_of(number: int) -> dict:
     """The request of a job."""
-    return {"prompt": PROMPTS[number % len(PROMPTS)], "size": "64x64"}
+    return {"prompt": PROMPTS[number % len(PROMPTS)], "size": "32x32"}
 
 
 def send(service: Service, jobs: int, ids: list[str]) -> None:
