@@ -29,6 +29,7 @@ _MAX_FIELDS, _MAX_KEY, _MAX_PAGE = 64, 255, 100
 _POLL_MS = {True: 2000, False: 500}  # while a job waits, and while it is made
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _DAY = 86400.0
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # Of status codes that frameworks answer by themselves.
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
 _FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
@@ -224,7 +225,7 @@ def create_app(intake: Intake, tokens: Tokens, settings: Settings) -> Callable:
     api = Api(intake, tokens, settings)
     # What strangers send is no event of this service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-    app = FastAPI(title="ltx-neuron", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for method, path, function in (
         ("POST", "/v1/videos", api.create),
         ("POST", "/v1/videos/sync", api.create_and_wait),
@@ -247,8 +248,7 @@ def create_app(intake: Intake, tokens: Tokens, settings: Settings) -> Callable:
     app.add_exception_handler(HTTPException, _say_http)
     app.add_exception_handler(OperationalError, _say_database)
     app.add_exception_handler(Exception, _say_nothing)
-    app.middleware("http")(_counting(api))
-    return Guard(app, settings.most_body_bytes, local=not tokens.hashes)
+    return Guard(_counting(app, api), settings.most_body_bytes, local=not tokens.hashes)
 
 
 async def _read_body(request: Request, most_bytes: int) -> tuple[dict[str, Any], Any]:
@@ -286,14 +286,21 @@ def _not_found(id: str, param: str | None = None) -> Refusal:
     return Refusal(404, "video_not_found", f"there is no video {id[:64]!r} of yours", param)
 
 
-def _counting(api: Api) -> Callable:
-    async def count(request: Request, call_next: Callable) -> Response:
-        response = await call_next(request)
-        api.metrics_of.requests.labels(request.method[:8], str(response.status_code)).inc()
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        return response
+def _counting(app: Callable, api: Api) -> Callable:
+    """The application, whose answers are counted. No BaseHTTPMiddleware: that wraps what receiving
+    a body raises into an ExceptionGroup."""
 
-    return count
+    async def counted(scope: dict, receive: Callable, send: Callable) -> None:
+        async def count(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                method = scope["method"] if scope["method"] in _METHODS else "other"
+                api.metrics_of.requests.labels(method, str(message["status"])).inc()
+                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        await app(scope, receive, count)
+
+    return counted
 
 
 def _say(_: Request, refusal: Refusal) -> Response:
