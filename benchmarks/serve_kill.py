@@ -1,11 +1,13 @@
-"""Kill -9 of the service's front and of its worker at random moments, while a queue of jobs is
-made: is every accepted job completed, once, with the bytes that generate_ltx23.py writes?
+"""Kill -9 of the service's front and of its worker at random moments, while jobs are sent and made:
+is every accepted job completed, once, with the bytes that generate_ltx23.py writes?
 
     python benchmarks/serve_kill.py --folder DIR [--jobs 1000] [--kills 20] [--seed 1]
 
-Tiny assets are made, sharded and compiled in the folder. Half of the kills hit while jobs are still
-being sent; a request that was not answered is sent again with its Idempotency-Key. Prints one line
-a kill and the verdict last; exits 1 if a job is lost, failed, is there twice, or has other bytes.
+Tiny assets are made, sharded and compiled in the folder. Jobs are sent until some hundreds wait, and
+further ones as videos are made; a request that was not answered is sent again with its
+Idempotency-Key. Before each kill a random number of videos are made, and at most a second passes
+then. Prints one line a kill and the verdict last; exits 1 if a job is lost,
+failed, is there twice, or has other bytes.
 """
 
 import argparse
@@ -25,10 +27,13 @@ from pathlib import Path
 import psutil
 from lib.tiny_scripts import TinyScripts
 
+from ltx_neuron.service.queue import Queue
+
 PROMPTS = ("a red fox", "waves crash on the shore", "birds sing")
 SIZE = ["--height", "32", "--width", "32", "--num-frames", "9"]
 START_SECONDS = 300  # until a front answers
 LEFT = ("queued", "in_progress")
+AHEAD = 300  # jobs that wait at most
 
 
 class Service:
@@ -102,8 +107,10 @@ def body_of(number: int) -> dict:
     return {"prompt": PROMPTS[number % len(PROMPTS)], "size": "32x32"}
 
 
-def send(service: Service, jobs: int, ids: list[str]) -> None:
+def send(service: Service, jobs: int, ids: list[str], queue: Queue) -> None:
     for number in range(jobs):
+        while number - queue.counts()["completed"] > AHEAD:
+            time.sleep(0.1)
         answer = service.ask("/videos", body_of(number), key=f"job-{number}")
         ids.append(json.loads(answer)["id"])
 
@@ -119,13 +126,18 @@ def wanted(scripts: TinyScripts, folder: Path) -> list[str]:
     return [hashlib.sha256(video.read_bytes()).hexdigest() for video in videos]
 
 
-def disturb(service: Service, kills: int, rng: random.Random, seconds: float) -> None:
-    """Kill the front and the worker in turn, so many times each, at random moments."""
+def disturb(service: Service, kills: int, rng: random.Random, most: int, queue: Queue) -> None:
+    """Kill the front and the worker in turn, so many times each, before each of which up to `most`
+    videos are made."""
     for number in range(2 * kills):
         what = ("worker", "front")[number % 2]
-        time.sleep(rng.uniform(0, seconds))
-        pid = service.kill(what)
-        print(f"kill {number + 1}: {what} {pid or 'is away'}", flush=True)
+        wanted = queue.counts()["completed"] + rng.randint(0, most)
+        while queue.counts()["completed"] < wanted:
+            time.sleep(0.05)
+        time.sleep(rng.uniform(0, 1))
+        pid, counts = service.kill(what), queue.counts()
+        counts = ", ".join(f"{counts[status]} {status}" for status in (*LEFT, "completed"))
+        print(f"kill {number + 1}: {what} {pid or 'is away'}; {counts}", flush=True)
         if what == "front":
             service.process.wait()
             service.start()
@@ -149,7 +161,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, metavar="DIR")
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=20, help="of the front, and of the worker")
-    parser.add_argument("--between", type=float, default=30.0, help="seconds, at most, to the next")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     scripts = TinyScripts(args.folder, 1, SIZE)
@@ -157,10 +168,12 @@ def main() -> None:
     digests = wanted(scripts, args.folder)
     service, ids = Service(scripts, args.folder, args.jobs), []
     service.start()
-    began = time.monotonic()
-    sending = threading.Thread(target=send, args=(service, args.jobs, ids))
+    began, data = time.monotonic(), args.folder / "data"
+    queue = Queue(f"sqlite:///{data.absolute()}/queue.sqlite", data / "jobs")
+    sending = threading.Thread(target=send, args=(service, args.jobs, ids, queue))
     sending.start()
-    disturb(service, args.kills, random.Random(args.seed), args.between)
+    most = round(1.8 * args.jobs / (2 * args.kills + 1))
+    disturb(service, args.kills, random.Random(args.seed), most, queue)
     sending.join()
     while any(video["status"] in LEFT for video in service.videos()):
         time.sleep(1)

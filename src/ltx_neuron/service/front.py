@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ CONNECTIONS = 200
 _SWEEP_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 5
 _END_SECONDS = 30  # for a worker, until it is killed
-_LONGEST_WAIT = 30.0  # before a worker that dies at once is started anew
+_LONGEST_WAIT = 30.0  # before a worker that dies at once, again and again, is started anew
+_LONG_ENOUGH = 60.0  # for a worker to have lived
 
 
 class Server(uvicorn.Server):
@@ -66,12 +68,14 @@ def kept_alive(command: list[str], queue: Queue) -> Iterator[None]:
         nonlocal process
         wait = 1.0
         while not ending.is_set():
+            began = time.monotonic()
             process = subprocess.Popen([*command, "--parent", str(os.getpid())])
             code = process.wait()
             queue.lose(name := worker_name(process.pid))
             queue.forget(name)
             if ending.is_set():
                 return
+            wait = 1.0 if time.monotonic() - began > _LONG_ENOUGH else wait
             print(f"the worker ended with {code}; a new one starts in {wait:g} s", flush=True)
             ending.wait(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
