@@ -3,11 +3,11 @@ is every accepted job completed, once, with the bytes that generate_ltx23.py wri
 
     python benchmarks/serve_kill.py --folder DIR [--jobs 1000] [--kills 20] [--seed 1]
 
-Tiny assets are made, sharded and compiled in the folder. Jobs are sent until some hundreds wait, and
-further ones as videos are made; a request that was not answered is sent again with its
+Tiny assets are made, sharded and compiled in the folder. Jobs are sent until some hundreds wait,
+and further ones as videos are made; a request that was not answered is sent again with its
 Idempotency-Key. Before each kill a random number of videos are made, and at most a second passes
-then. Prints one line a kill and the verdict last; exits 1 if a job is lost,
-failed, is there twice, or has other bytes.
+then. Prints one line a kill and the verdict last; exits 1 if a job is lost, failed, is there twice,
+or has other bytes.
 """
 
 import argparse

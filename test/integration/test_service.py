@@ -347,7 +347,7 @@ def worker(setup, tiny, folder, *settings: str):
     threads = torch.get_num_threads()
     queue = Queue(f"sqlite:///{folder}/queue.sqlite", folder / "jobs")
     with closing(queue), Engine(workspace, Recorder(), options) as engine:
-        found = Catalogue(workspace, Offer(Size(), "distilled"), upsamples=True)
+        found = Catalogue(workspace, Offer(Size(), "distilled"), upsamplers={"spatial"})
         yield Worker(queue, engine, "w1"), Intake(queue, found, "tiny")
     torch.set_num_threads(threads)
 

@@ -121,7 +121,7 @@ def service(tmp_path):
     workspace.checkpoint_path = tmp_path / "tiny.safetensors"
     workspace.checkpoint_path.touch()
     token = new_token(tmp_path / "tokens.json", "ada")
-    catalogue = Catalogue(workspace, Offer(SMALL, "distilled"), upsamples=False)
+    catalogue = Catalogue(workspace, Offer(SMALL, "distilled"), upsamplers=())
     with closing(Queue(f"sqlite:///{tmp_path}/queue.sqlite", tmp_path / "jobs")) as queue:
         intake = Intake(queue, catalogue, "tiny", most=(10, 10))
         settings = Settings(most_body_bytes=MOST_BODY, per_minute=1e9)
@@ -314,6 +314,23 @@ def test_what_is_called_png_and_is_none_is_refused(service, content, what):
     got = post(service, {"prompt": "waves", "size": SIZE, "input_reference": content})
     assert (got.status, got.error["code"]) == (400, "invalid_image")
     assert what in got.error["message"] and not list(service.queue.folder.iterdir())
+
+
+def test_what_the_model_cannot_do_is_said_in_the_names_of_fields(service):
+    for fields, words in (
+        ({"guidance_scale": "3"}, "takes no video_cfg_guidance_scale"),
+        ({"seed": "abc"}, "seed: invalid int value"),
+        ({"upscale": "temporal"}, "no temporal upsampler"),
+    ):
+        got = post(service, {"prompt": "waves", "size": SIZE, **fields})
+        assert got.status == 400 and words in got.error["message"]
+        assert "--" not in got.error["message"]
+
+
+def test_json_that_curl_sends_as_a_form_is_told_what_to_type(service):
+    headers = service.headers(b"application/x-www-form-urlencoded")
+    got = service.ask(Sent("POST", "/v1/videos", b"", headers, b'{"prompt": "waves"}'))
+    assert got.status == 415 and "Content-Type: application/json" in got.error["message"]
 
 
 def test_a_page_of_another_site_can_send_nothing(service):

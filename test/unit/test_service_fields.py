@@ -193,7 +193,7 @@ class Compiled:
 
 
 def catalogue(*sizes: Size, **more) -> Catalogue:
-    return Catalogue(Compiled(*sizes, **more), Offer(SMALL, "distilled"), upsamples=True)
+    return Catalogue(Compiled(*sizes, **more), Offer(SMALL, "distilled"), upsamplers={"spatial"})
 
 
 def chosen(wanted: Wanted, *sizes: Size) -> tuple[Size, list[str]]:
@@ -270,7 +270,7 @@ def test_an_image_needs_a_graph_that_holds_images():
 
 
 def test_two_stages_are_offered_where_there_is_an_upsampler():
-    without = Catalogue(Compiled(LARGE), Offer(SMALL, "distilled"), upsamples=False)
+    without = Catalogue(Compiled(LARGE), Offer(SMALL, "distilled"), upsamplers=())
     assert not any(offer.size.two_stage for offer in without.offers)
     assert any(offer.size.two_stage for offer in catalogue(LARGE).offers)
 
@@ -280,7 +280,7 @@ def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
     workspace.names |= Compiled(LARGE).names  # and for one distilled stage of that size
     for loras in ((), ("lora",)):
         workspace.distilled_loras = loras
-        offers = Catalogue(workspace, Offer(SMALL, "dev"), upsamples=True).offers
+        offers = Catalogue(workspace, Offer(SMALL, "dev"), upsamplers={"spatial"}).offers
         refining = {offer.recipe == "dev" and offer.size.two_stage for offer in offers}
         assert refining == {bool(loras)}
 

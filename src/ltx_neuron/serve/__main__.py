@@ -122,8 +122,8 @@ def open_engine(args: argparse.Namespace) -> Engine:
 def open_catalogue(args: argparse.Namespace, engine: Engine) -> "catalogue.Catalogue":
     """What is compiled. Raises UserError, with what to type, where nothing could be made."""
     default = catalogue.Offer(flags.size(args), args.recipe)
-    upsamples = bool(args.spatial_upsampler_path)
-    found = catalogue.Catalogue(engine.workspace, default, upsamples)
+    upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
+    found = catalogue.Catalogue(engine.workspace, default, upsamplers)
     size, recipe = found.offers[0] if found.offers and not found.fits(default) else default
     engine.preflight.check([Job("what a job would be", size, recipe=recipe)])
     return found

@@ -267,6 +267,10 @@ async def _read_body(request: Request, most_bytes: int) -> tuple[dict[str, Any],
     except Exception:  # the parser has many errors for a body that is none
         raise Refusal(400, "invalid_body", "the body is no multipart/form-data") from None
     fields: dict[str, Any] = {}
+    if len(form) == 1 and next(iter(form)).lstrip().startswith("{"):  # curl -d
+        raise Refusal(
+            415, "unsupported_media_type", "send JSON with Content-Type: application/json"
+        )
     for key, value in form.multi_items():
         if key in fields:
             raise invalid(key[:64], f"{key[:64]} is there twice; leave one out")

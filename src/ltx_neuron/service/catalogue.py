@@ -5,6 +5,7 @@ rates, whose tokens some graph has: portrait and landscape share one.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -72,12 +73,12 @@ def seconds_of(size: Size) -> str:
 class Catalogue:
     """What a workspace has compiled.
 
-    default    the size and recipe of a request that does not say
-    upsamples  whether there is an upsampler for two stages
+    default     the size and recipe of a request that does not say
+    upsamplers  kinds of latent upsamplers that there are: two stages need the spatial one
     """
 
-    def __init__(self, workspace: Workspace, default: Offer, upsamples: bool):
-        self.workspace, self.default, self.upsamples = workspace, default, upsamples
+    def __init__(self, workspace: Workspace, default: Offer, upsamplers: Collection[str]):
+        self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
         self._folder = Path(workspace.artifacts) / "graphs"
         # The folder's time, the compiled buckets and what they offer; all of one look.
         self._known: tuple[float, set[str], list[Offer]] = (-1.0, set(), [])
@@ -105,7 +106,7 @@ class Catalogue:
         """Whether the command's own files are those of a size: two stages need an upsampler, those
         of dev a distilled LoRA as well, which preflight refuses for anything else."""
         refines = offer.size.two_stage and offer.recipe == "dev"
-        needed = self.upsamples or not offer.size.two_stage
+        needed = "spatial" in self.upsamplers or not offer.size.two_stage
         return needed and refines == bool(self.workspace.distilled_loras)
 
     def fits(self, offer: Offer, images: tuple[ImageCondition, ...] = ()) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.refusal import Refusal, busy, invalid
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -72,7 +74,7 @@ class Intake:
             line = request.line | _size_keys(offer) | {"image": self._images(request, folder)}
             job = job_of(line, folder)
             job.check()
-            self._check_guidance(job)
+            self._check_possible(job)
             line["seed"] = job.seed
             shown = self._shown(job, offer, notes)
             kind = self._kind(job)
@@ -80,8 +82,9 @@ class Intake:
             entry, kept = self.queue.submit(new, *self.most)
             return entry
         except UserError as error:
-            # What was typed is at fault; no path of this machine is told.
-            raise invalid(None, str(error).replace(f"{folder}/", "")) from None
+            # What was typed is at fault; no path of this machine is told, and fields are no flags.
+            message = str(error).replace(f"{folder}/", "")
+            raise invalid(None, _FLAG.sub(lambda m: m[1].replace("-", "_"), message)) from None
         finally:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -107,7 +110,11 @@ class Intake:
         finally:
             upload.unlink()
 
-    def _check_guidance(self, job: Job) -> None:
+    def _check_possible(self, job: Job) -> None:
+        """Refuse what the checkpoint and the command's files are not for."""
+        if missing := job.upsamplers.keys() - self.catalogue.upsamplers:
+            message = f"this service has no {missing.pop()} upsampler"
+            raise invalid("upscale", message, "feature_not_supported")
         if job.recipe == "dev":
             job.resolved_guidance.check(self.catalogue.workspace.transformer.num_layers)
 
