@@ -30,6 +30,7 @@ from openai.types import Video
 from pydantic import TypeAdapter, ValidationError
 
 from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.host import calibration
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -355,6 +356,22 @@ def worker(setup, tiny, folder, *settings: str):
 def ask(intake, index: int):
     fields = dict(ASKED[index][0])
     return intake.accept(read_request(fields | fields.pop("extra_body", {})), "ada")
+
+
+def test_a_worker_stores_what_it_measured_before_its_first_job(tiny, tmp_path):
+    artifacts = tmp_path / "artifacts"
+    artifacts.mkdir()
+    workspace = Workspace(
+        tiny.checkpoint, resolve("cpu", ()), artifacts, TP, "float32", tiny.gemma_root
+    )
+    queue = Queue(f"sqlite:///{tmp_path}/queue.sqlite", tmp_path / "jobs")
+    with closing(queue), Engine(workspace, Recorder()) as engine:
+        working = Worker(queue, engine, "w1")
+        working.stop.set()
+        working.run()
+    # Else another process could choose otherwise, and the next worker go on to other bits.
+    assert calibration.file_of(artifacts).is_file()
+    assert "products" in calibration.read(artifacts)["choices"]
 
 
 def stop_after(working, *entries) -> threading.Thread:
