@@ -30,17 +30,19 @@ class Clip:
 
     chunks    frames in the order of time, each uint8 (N, H, W, 3)
     waveform  waits for the sound: float32 (2, samples)
+    sound_is_ready  whether it need not be waited for
     """
 
     job: Job
     chunks: Iterator[Tensor]
     waveform: Callable[[], Tensor]
     sample_rate: int
+    sound_is_ready: Callable[[], bool] = lambda: True
 
     def write_mp4(self, path: Path) -> None:
         """Write the video, a chunk at a time."""
-        rate = self.job.output_frame_rate
-        write_video(path, self.chunks, rate, self.waveform, self.sample_rate)
+        rate, ready = self.job.output_frame_rate, self.sound_is_ready
+        write_video(path, self.chunks, rate, self.waveform, self.sample_rate, ready)
 
 
 @dataclass
@@ -193,19 +195,25 @@ class DecodeQueue:
     @contextmanager
     def _decoding(self, job: Job, video: Tensor, audio: Tensor) -> Iterator[Clip]:
         """A job's clip. Where cores are free for it, pictures are decoded ahead of who takes them,
-        and sound beside them; else each when it is asked for."""
+        and sound beside them; else sound first, so that pictures need not wait for it once they
+        are encoded."""
         chunks, sound = self._pictures(video), cache(partial(self._sound, audio))
         with ExitStack() as ending:
             ending.enter_context(closing(chunks))
             if self.overlap:
-                sound = ending.enter_context(BackgroundTask(sound)).result
+                task = ending.enter_context(BackgroundTask(sound))
                 chunks = ending.enter_context(ahead(chunks))
+            else:
+                sound()
 
             def waveform() -> Tensor:
                 with self.recorder.paused():
-                    return sound()
+                    return task.result() if self.overlap else sound()
 
-            yield Clip(job, self._awaited(chunks), waveform, self.host.sample_rate)
+            def ready() -> bool:
+                return not self.overlap or task.done
+
+            yield Clip(job, self._awaited(chunks), waveform, self.host.sample_rate, ready)
 
     def _pictures(self, video: Tensor) -> Iterator[Tensor]:
         chunks = self.decode_video(video)

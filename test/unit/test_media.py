@@ -1,5 +1,6 @@
 """Conditioning images against ltx-pipelines' own function; MP4 files and PNG frames."""
 
+import itertools
 import os
 from fractions import Fraction
 
@@ -193,6 +194,35 @@ def test_a_video_of_frames_that_come_in_chunks_has_the_bytes_of_one_of_all_frame
         write_video(tmp_path / f"{len(lengths)}.mp4", chunks(*lengths), 24.0, sound, 48000)
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
     assert come[-18:] == 17 * ["frames"] + ["sound"]
+
+
+def test_a_video_has_the_same_bytes_whenever_its_sound_is_there(tmp_path):
+    frames, sound = clip(17, 128, 192).split(1), sine(33120)
+
+    def write(first: int) -> bytes:
+        """The video whose sound is there with that chunk."""
+        asked = itertools.count(1)
+        path = tmp_path / f"{first}.mp4"
+        write_video(path, frames, 24.0, lambda: sound, 48000, lambda: next(asked) >= first)
+        return path.read_bytes()
+
+    assert len({write(first) for first in (1, 7, 16, 17, 18)}) == 1
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_encoded_pictures_are_written_as_soon_as_their_sound_is_there(tmp_path, ready):
+    noise, sizes = torch.Generator().manual_seed(0), []
+
+    def chunks():
+        for _ in range(12):
+            yield torch.randint(256, (12, 64, 96, 3), generator=noise, dtype=torch.uint8)
+            (unfinished,) = tmp_path.iterdir()
+            sizes.append(unfinished.stat().st_size)
+
+    write_video(tmp_path / "out.mp4", chunks(), 24.0, lambda: sine(6 * 48000), 48000, lambda: ready)
+    whole = (tmp_path / "out.mp4").stat().st_size
+    # x264 looks some 50 frames ahead, of 144.
+    assert (sizes[-1] > whole / 3) == ready and (sizes[-1] < whole / 100) != ready
 
 
 def test_an_error_of_who_makes_the_frames_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -1,5 +1,6 @@
 """The counted peak of a decode against the kernel's figure for a process that decodes."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -8,8 +9,10 @@ import pytest
 import torch
 from conftest import ROOT
 
+from ltx_neuron.host import tiles
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.vae_memory import decode_bytes
+from ltx_neuron.profiles import PROFILES
 from ltx_neuron.tiny.config import merge, released_config
 
 # the allocator's and oneDNN's own, beside tensors; measured 1 to 10 % at these sizes and the
@@ -83,3 +86,13 @@ def test_a_video_of_any_length_needs_the_same_memory(arithmetic):
         decode_bytes(config, (frames, 16, 24), THREADS, arithmetic) for frames in (16, 25, 126)
     ]
     assert peaks[1] == peaks[2] <= 1.07 * peaks[0]
+
+
+def test_smaller_tiles_need_less_memory():
+    def to_decode(**changed: int) -> int:
+        tiling = tiles.tiling(dataclasses.replace(PROFILES["trn2.3xlarge"], **changed))
+        return decode_bytes(released_config(), (16, 16, 24), THREADS, FLOAT32, tiling)
+
+    assert to_decode() == decode_bytes(released_config(), (16, 16, 24), THREADS)
+    assert to_decode(vae_tile=256) < 0.9 * to_decode() < to_decode(vae_tile=1024)
+    assert to_decode(vae_tile_frames=32) < 0.9 * to_decode()

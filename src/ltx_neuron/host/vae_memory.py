@@ -31,7 +31,11 @@ _STORED = 2  # bytes of a weight: the checkpoint's bfloat16, which is kept
 
 
 def decode_bytes(
-    config: dict, latent: tuple[int, int, int], threads: int, arithmetic: Arithmetic = FLOAT32
+    config: dict,
+    latent: tuple[int, int, int],
+    threads: int,
+    arithmetic: Arithmetic = FLOAT32,
+    tiling: TilingConfig | None = None,
 ) -> int:
     """Peak bytes, weights included, of decoding a latent (F, h, w) to uint8 frames that are written
     as they come: those of a clip of any length, but for the latent.
@@ -39,8 +43,9 @@ def decode_bytes(
     config      the checkpoint's parsed `config` metadata
     threads     cores that convolve at the same time, each with its scratch memory
     arithmetic  what the decoder computes in
+    tiling      how the latent is cut; by default as ltx-core does
 
-    Follows HostModels.decode_video with ltx-core's default tiling. Tiles of one time span are
+    Follows HostModels.decode_video. Tiles of one time span are
     blended into two float32 arrays: frames and blending weights. When the next span is decoded, the
     frames before it are divided by their weights, checked, converted to bytes and handed on.
     """
@@ -50,7 +55,7 @@ def decode_bytes(
     scale = decoder.video_downscale_factors
     frame = 3 * latent[1] * scale.height * latent[2] * scale.width  # numbers of one frame
     tiles = decoder._prepare_tiles(
-        torch.empty(1, 1, *latent, device="meta"), TilingConfig.default()
+        torch.empty(1, 1, *latent, device="meta"), tiling or TilingConfig.default()
     )
     # Bytes of: frames that wait to be written; the span blended before, which begins at frame
     # `start`.

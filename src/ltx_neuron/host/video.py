@@ -58,23 +58,40 @@ def write_video(
     frame_rate: float,
     waveform: Callable[[], torch.Tensor],
     sample_rate: int,
+    sound_is_ready: Callable[[], bool] = lambda: False,
 ) -> None:
     """Write an MP4 with H.264 video and AAC stereo sound; the same input gives the same bytes,
-    however the frames are divided into chunks.
+    however the frames are divided into chunks, and whenever the sound is there.
 
     The file appears only when whole; a failure leaves an older file of that name as it was.
 
     chunks       frames in the order of time, each uint8 (N, H, W, 3), H and W even; of them only
                  the one that is encoded is held
     frame_rate   frames per second, see `exact_frame_rate`
-    waveform     called after the last chunk, returns float32 (2, samples) in [-1, 1]; cut, or
-                 filled with silence, to the length of the video, as the lengths of decoded video
-                 and sound differ by some milliseconds
+    waveform     called after a chunk if the sound is ready by then, and after the last one;
+                 returns float32 (2, samples) in [-1, 1]; cut, or filled with silence, to the
+                 length of the video, as the lengths of decoded video and sound differ by some
+                 milliseconds
     sample_rate  samples of `waveform` per second
+    sound_is_ready  whether `waveform` returns at once: a picture that is encoded stays in memory
+                 until the sound beside it is
     """
     import av
 
-    rate, count = exact_frame_rate(frame_rate), 0
+    rate, count, samples = exact_frame_rate(frame_rate), 0, 0
+
+    def mux_sound() -> None:
+        """The sound beside the frames so far, from where it ended before."""
+        nonlocal samples
+        end = round(count / rate * sample_rate)
+        if end == samples:
+            return
+        frame = av.AudioFrame.from_ndarray(
+            _to_int16(waveform(), samples, end), format="s16", layout="stereo"
+        )
+        frame.sample_rate, frame.pts, samples = sample_rate, samples, end
+        container.mux(audio_stream.encode(frame))
+
     # max_interleave_delta 0: the muxer waits for both streams however far apart they are handed
     # over.
     options = {"movflags": "+faststart", "max_interleave_delta": "0"}
@@ -94,13 +111,10 @@ def write_video(
                 )
             count += len(chunk)
             del chunk, picture  # not kept while the next one is made
+            if sound_is_ready():
+                mux_sound()
         container.mux(video_stream.encode())
-        sound = _to_int16(waveform(), round(count / rate * sample_rate))
-        frame = av.AudioFrame.from_ndarray(
-            sound.T.reshape(1, -1).copy(), format="s16", layout="stereo"
-        )
-        frame.sample_rate, frame.pts = sample_rate, 0
-        container.mux(audio_stream.encode(frame))
+        mux_sound()
         container.mux(audio_stream.encode())
 
 
@@ -165,8 +179,9 @@ def _add_video_stream(container, rate: Fraction, height: int, width: int):
     return stream
 
 
-def _to_int16(waveform: torch.Tensor, samples: int) -> np.ndarray:
-    """The first samples of a waveform (2, n), and silence if it has fewer, as 16-bit ones."""
-    waveform = torch.nn.functional.pad(waveform, (0, max(0, samples - waveform.shape[1])))
-    waveform = waveform[:, :samples]
-    return (waveform.clip(-1.0, 1.0) * 32767.0).to(torch.int16).numpy()
+def _to_int16(waveform: torch.Tensor, start: int, end: int) -> np.ndarray:
+    """Samples of a waveform (2, n), or silence behind its end, as 16-bit ones in the order of a
+    file: (1, 2 * (end - start))."""
+    waveform = waveform[:, start:end]
+    waveform = torch.nn.functional.pad(waveform, (0, end - start - waveform.shape[1]))
+    return (waveform.clip(-1.0, 1.0) * 32767.0).to(torch.int16).T.reshape(1, -1).numpy()

@@ -303,13 +303,14 @@ def plan(
 
 def _decoding(checkpoint: Checkpoint, profile: Profile, size: Size, dtype: torch.dtype) -> dict:
     """What decoding the video on the host computes in, and its memory."""
-    from ltx_neuron.host.vae_memory import decode_bytes  # imports ltx-core: not needed for flags
+    from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
+    from ltx_neuron.host.vae_memory import decode_bytes
 
     latent = video_latent_shape(size.height, size.width, size.num_frames)
     decoding = arithmetic(profile.host_dtype, dtype)
     return {
         "host_bytes_to_decode": decode_bytes(
-            checkpoint.config, latent, profile.host_threads, decoding
+            checkpoint.config, latent, profile.host_threads, decoding, tiles.tiling(profile)
         ),
         "host_dtype": decoding.describe()["host_dtype"],
     }

@@ -26,7 +26,15 @@ SECTION = "rates"  # of the calibration file
 # Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16: documented of the
 # Intel CPUs beside Trainium2, here at 2 GHz, and of a hyperthread the half.
 _PEAKS = {"float32": 64 * 2e9 / 2, "bfloat16": 2048 * 2e9 / 2}
-_SHARES = {"float32": 0.3, "bfloat16": 0.05}
+# No more of them than half a core reaches: benchmarks/vae_decode.md and text_encode.md have two
+# cores of such a CPU. FLOPs are those of direct convolutions, of which Winograd's save most; a
+# prompt's products are small.
+_SHARES = {
+    "decode_video float32": 1.0,
+    "decode_video bfloat16": 0.2,
+    "encode_text float32": 0.8,
+    "encode_text bfloat16": 0.08,
+}
 # Of one CPU, not measured: seconds of sound, pixels and bytes in a second. Sound: twice what
 # ltx-core's models were measured at, 5 s of it in 16.6 s on two idle cores.
 _ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
@@ -57,8 +65,8 @@ def host_rate(rates: dict, kind: str, profile: Profile) -> Rate:
         return Rate(rates[kind] * cpus, f"measured here{scaled}")
     work, _, dtype = kind.rpartition(" ")
     if work:
-        source = f"{_SHARES[dtype]:.0%} of a documented peak, not measured"
-        return Rate(_PEAKS[dtype] * _SHARES[dtype] * cpus, source)
+        source = f"{_SHARES[kind]:.0%} of a documented peak, not measured"
+        return Rate(_PEAKS[dtype] * _SHARES[kind] * cpus, source)
     return Rate(_ASSUMED[kind] * cpus, "assumed, not measured")
 
 
