@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--num-frames", type=int, default=25)
     parser.add_argument("--prepare", action="store_true", help="only make and compile all")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", "The Sora API")  # the wire format lives on
     width, height = args.size.split("x")
     flags = ["--height", height, "--width", width, "--num-frames", str(args.num_frames)]
     scripts = TinyScripts(args.folder, 1, flags)
