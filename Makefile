@@ -1,4 +1,5 @@
 # make demo: from a fresh clone to outputs/demo.mp4.   make test: everything that needs no Neuron device.
+# make serve-demo: the same model behind http://127.0.0.1:8000/v1 (docs/serving.md).
 PYTHON ?= python3
 # The CPU default. On a Neuron machine: make TORCH="torch==2.9.*" venv
 TORCH ?= torch==2.13.0
@@ -7,7 +8,7 @@ DEMO := outputs/demo-assets
 CKPT := $(DEMO)/ltx-2.3-tiny.safetensors
 SIZE := --height 128 --width 192 --num-frames 25 --frame-rate 24 --two-stage
 
-.PHONY: demo test lint venv
+.PHONY: demo serve-demo demo-artifacts test lint venv
 venv: .venv/installed
 
 .venv/installed: pyproject.toml requirements.txt requirements-ltx.txt constraints.txt
@@ -17,16 +18,22 @@ venv: .venv/installed
 	$(PY) -m pip install -q --no-deps -r requirements-ltx.txt
 	touch $@
 
-demo: venv
+demo-artifacts: venv
 	$(PY) -m ltx_neuron.tiny $(DEMO)
 	$(PY) shards/shard_backbone_weights.py --checkpoint-path $(CKPT)
 	$(PY) shards/shard_gemma3_weights.py --gemma-root $(DEMO)/gemma --checkpoint-path $(CKPT)
 	$(PY) compile/compile_transformer.py --checkpoint-path $(CKPT) $(SIZE)
 	$(PY) compile/compile_gemma3.py --gemma-root $(DEMO)/gemma --checkpoint-path $(CKPT)
+
+demo: demo-artifacts
 	$(PY) src/generate_ltx23.py --neuron-gemma --checkpoint-path $(CKPT) --gemma-root $(DEMO)/gemma \
 	  --spatial-upsampler-path $(DEMO)/upsampler.safetensors $(SIZE) \
 	  --prompt "a golden retriever puppy runs across a sunny green meadow" \
 	  --output-path outputs/demo.mp4 --perf-dump-path outputs/demo-perf.json
+
+serve-demo: demo-artifacts
+	$(PY) -m ltx_neuron.serve --neuron-gemma --checkpoint-path $(CKPT) --gemma-root $(DEMO)/gemma \
+	  --spatial-upsampler-path $(DEMO)/upsampler.safetensors $(SIZE)
 
 lint: venv
 	$(PY) -m ruff check .

@@ -130,6 +130,11 @@ class DecodeQueue:
         if self._task:
             self._task.cancel()
 
+    def pause(self) -> bool:
+        """Wait a moment for the job that is being decoded; whether it still is."""
+        self.poll()
+        return bool(self._task) and not self._task.wait()
+
     def submit(self, run: JobRun) -> Iterator[Result | Failure]:
         """Decode a job; yields the outcomes that are there by now, in the order of submission."""
         if self.on_ranks == "last":

@@ -84,6 +84,7 @@ class Engine:
         self.residency = Residency(workspace, recorder)
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
+        self.job: Job | None = None  # whose steps run
         self.progress = True
         self._contexts: dict[tuple[str, ...], list[Contexts]] = {}
         self._process = os.getpid()
@@ -128,6 +129,7 @@ class Engine:
         resume: Callable[[Job], JobRun | None] = lambda job: None,
         write: Callable[[Clip], None] | None = None,
         hand_over: Callable[[Result], None] | None = None,
+        more: Callable[[], list[Job]] = list,
     ) -> Iterator[Result | Failure]:
         """Generate every job. Jobs finish in order, but those that need the weights with the
         distilled LoRA after those that do not, so that weights are swapped once.
@@ -143,35 +145,56 @@ class Engine:
         write      called with every Clip while it is decoded, in place of keeping its frames
         hand_over  called with every Result as soon as it is there. Where decoding overlaps
                    denoising, both are called in another thread. An error of them is the job's
+        more       called while the last job is decoded: what joins the run, if anything does
         """
         self.check_process()
+        compiled = self._check(jobs)
+        with self._session(keep), self._decode_queue(decode, isolate, write, hand_over) as queue:
+            while jobs:
+                runs = self._encode_prompts(jobs, resume, generator)
+                self._load_transformer(runs, compiled)
+                # Not before: a run that is refused leaves the folder as it was.
+                calibration.store(self.workspace.artifacts)
+                yield from self._denoise(runs, compiled, queue, isolate, keep)
+                # The ranks decode before other jobs are looked at; the host meanwhile.
+                yield from queue.drain(wait=bool(queue.on_ranks))
+                while not (jobs := more()) and queue.pause():
+                    pass
+                compiled = self._check(jobs) if jobs else compiled
+            yield from queue.drain()
+
+    def _check(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
         compiled = self.preflight.check(jobs)
         self.residency.decoder_stays = self.preflight.decoder_stays
-        with self._session(keep):
-            runs = self._encode_prompts(jobs, resume, generator)
-            self._load_transformer(runs, compiled)
-            # Not before: a run that is refused leaves the folder as it was.
-            calibration.store(self.workspace.artifacts)
-            with self._decode_queue(decode, isolate, write, hand_over) as queue:
-                turns = _turns(runs)
-                for run, refines in turns:
-                    if run.error:
-                        continue  # its plain stages failed
-                    try:
-                        with isolated(run, isolate):
-                            for stage in run.stages_left_on(refines):
-                                step = compiled[id(run.job), stage]
-                                stage_run = self._prepare(run, stage, step)
-                                video, audio = self._steps(stage_run)
-                                self._finish(run, stage_run, video, audio)
-                    except Exception:  # all jobs end: what is done is handed out first
-                        yield from queue.drain(wait=False)
-                        raise
-                    if run.error or run.job.stages[-1].refines == refines:
-                        if (run, refines) == turns[-1] and not (keep or self.options.neuron_vae):
-                            self.residency.unload_transformer()
-                        yield from queue.submit(run)
-                yield from queue.drain()
+        return compiled
+
+    def _denoise(
+        self,
+        runs: list[JobRun],
+        compiled: dict[tuple[int, Stage], CompiledStep],
+        queue: DecodeQueue,
+        isolate: bool,
+        keep: bool,
+    ) -> Iterator[Result | Failure]:
+        """Run the stages of all jobs, and hand each job to the queue after its last one."""
+        turns = _turns(runs)
+        for run, refines in turns:
+            self.job = run.job
+            if run.error:
+                continue  # its plain stages failed
+            try:
+                with isolated(run, isolate):
+                    for stage in run.stages_left_on(refines):
+                        stage_run = self._prepare(run, stage, compiled[id(run.job), stage])
+                        video, audio = self._steps(stage_run)
+                        self._finish(run, stage_run, video, audio)
+            except Exception:  # all jobs end: what is done is handed out first
+                yield from queue.drain(wait=False)
+                raise
+            if run.error or run.job.stages[-1].refines == refines:
+                if (run, refines) == turns[-1] and not (keep or self.options.neuron_vae):
+                    self.residency.unload_transformer()
+                yield from queue.submit(run)
 
     @contextmanager
     def _session(self, keep: bool) -> Iterator[None]:

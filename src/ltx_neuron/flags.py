@@ -160,9 +160,14 @@ def add_guidance(parser: argparse.ArgumentParser) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """How a generation runs, and the files that it takes besides the checkpoint."""
-    add = parser.add_argument
     help = "one JSON object per line, flags as keys; models are loaded once for all"
-    add("--prompts-file", type=Path, metavar="FILE.jsonl", help=help)
+    parser.add_argument("--prompts-file", type=Path, metavar="FILE.jsonl", help=help)
+    add_models(parser)
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """What an engine takes besides the checkpoint: of whatever runs one."""
+    add = parser.add_argument
     help = "needed by --two-stage and --upscale"
     add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
     help = "needed by --upscale temporal|both"
@@ -374,7 +379,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         temporal_upsampler_path=args.temporal_upsampler_path,
         warmup=args.warmup,
         # The cache keeps no hidden states, which --save-tensors writes.
-        cache_prompts=not (args.no_prompt_cache or args.save_tensors),
+        cache_prompts=not (args.no_prompt_cache or getattr(args, "save_tensors", None)),
     )
 
 

@@ -577,6 +577,16 @@ class Workspace:
         command = self._command("compile/compile_transformer.py", *flags)
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
+    def compiled_buckets(self) -> set[str]:
+        """Names of the buckets that the DiT is compiled for on this profile, however it is cut."""
+        wanted = self._graph_identity("dit", "", self.transformer.digest)
+        fields = ("model", "config", "tp", "dtype", "backend", "code", "torch")
+        return {
+            stored["bucket"]
+            for stored in artifacts.finished_graphs(self.artifacts)
+            if all(stored.get(field) == wanted[field] for field in fields)
+        }
+
     def _is_compiled(self, bucket: Bucket, profile: Profile) -> bool:
         folder = artifacts.folder(self.artifacts, self._dit_identity(bucket, profile))
         return os.path.isfile(folder / artifacts.MANIFEST)

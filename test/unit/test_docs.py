@@ -85,7 +85,7 @@ def problems_of(words: list[str]) -> list[str]:
     files = [word for word in words[1:] if re.fullmatch(r"[a-z_0-9/-]+\.(py|txt)", word)]
     problems = [f"{shown}: no file {name}" for name in files if not (ROOT / name).is_file()]
     if words[0] == "make":
-        targets = set(re.findall(r"^(\w+):", text_of("Makefile"), re.MULTILINE))
+        targets = set(re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE))
         wanted = [word for word in words[1:] if "=" not in word]
         return problems + [f"{shown}: no target {name}" for name in wanted if name not in targets]
     if words[0] == "pip" or problems or script_in(words) is None:

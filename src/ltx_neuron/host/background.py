@@ -68,6 +68,11 @@ class BackgroundTask:
         """Whether the function has returned or raised."""
         return self._ended.is_set()
 
+    def wait(self) -> bool:
+        """Wait for POLL_SECONDS at most; whether the function has ended."""
+        check_cancelled()  # the waiting thread may itself belong to a cancelled task
+        return self._ended.wait(POLL_SECONDS)
+
     def result(self, poll: Callable[[], None] = lambda: None):
         """Wait for the function; return what it returned or raise what it raised.
 
@@ -75,8 +80,7 @@ class BackgroundTask:
         not the function.
         """
         # Event.wait and not Thread.join: Ctrl-C in join makes Python take the thread for ended.
-        while not self._ended.wait(POLL_SECONDS):
-            check_cancelled()  # the waiting thread may itself belong to a cancelled task
+        while not self.wait():
             poll()
         self._thread.join()
         if self._error:

@@ -1,0 +1,185 @@
+"""Serve videos by OpenAI's API: /v1/videos, with a queue that outlives every process.
+
+  python -m ltx_neuron.serve --neuron-gemma --checkpoint-path CKPT --gemma-root DIR
+
+Jobs lie under --data-dir until --keep-days have passed; kill this process at any moment and start
+it again. It listens on this machine alone. For others: python -m ltx_neuron.serve --tokens-file
+tokens.json --new-token NAME, once for each, then --host 0.0.0.0 --tokens-file tokens.json.
+"""
+
+import argparse
+import ipaddress
+import os
+import sys
+from pathlib import Path
+
+from ltx_neuron import errors, flags
+from ltx_neuron.engine import Engine
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_folder, exclusive
+from ltx_neuron.job import Job
+from ltx_neuron.report.recorder import Recorder
+
+try:
+    from ltx_neuron.service import app, catalogue, front, jobs, tokens
+    from ltx_neuron.service import worker as work
+    from ltx_neuron.service.queue import Queue
+except ImportError as missing:  # --help works without them
+    app, absent = None, missing
+
+EXAMPLE = """python -m ltx_neuron.serve --neuron-gemma --gemma-root gemma-3-12b \\
+    --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
+_GB = 10**9
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False)
+    parser.prog = "python -m ltx_neuron.serve"
+    flags.add_size(parser)
+    flags.add_graph_cut(parser)
+    flags.add_tuned(parser)
+    flags.add_loras(parser)
+    flags.add_models(parser)
+    add_service(parser)
+    add_limits(parser)
+    return parser
+
+
+def add_service(parser: argparse.ArgumentParser) -> None:
+    """Where the service listens and keeps its jobs, and for whom."""
+    add = parser.add_argument_group("service").add_argument
+    add("--host", default="127.0.0.1", help="where to listen (default: this machine alone)")
+    add("--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)")
+    help = "jobs, their inputs and videos (default: outputs/service)"
+    add("--data-dir", type=Path, default=Path("outputs/service"), metavar="DIR", help=help)
+    help = "of the queue, as SQLAlchemy has it (default: SQLite under --data-dir)"
+    add("--database", metavar="URL", help=help)
+    help = "who may use it, by hashes of their tokens; without it, whoever is on this machine"
+    add("--tokens-file", type=Path, metavar="FILE.json", help=help)
+    help = "add a token for NAME to --tokens-file, print it once, and end"
+    add("--new-token", metavar="NAME", help=help)
+    add("--model-name", metavar="NAME", help="of the model (default: the checkpoint's file name)")
+    help = "front: the API alone; worker: what makes the videos alone (default: all, a front that"
+    help += " keeps one worker alive)"
+    add("--role", choices=["all", "front", "worker"], default="all", help=help)
+    add("--parent", type=int, help=argparse.SUPPRESS)  # the front that keeps this worker
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """How much clients may ask for, and how long it is kept."""
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-queue", type=int, default=1000, metavar="N", help="jobs that wait (default: 1000)")
+    help = "jobs of one token that wait (default: all of --max-queue)"
+    add("--max-queue-per-token", type=int, metavar="N", help=help)
+    help = "new jobs a minute of one token (default: 600)"
+    add("--rate", type=float, default=600.0, metavar="N", help=help)
+    help = "of a request, with its images (default: 32)"
+    add("--max-body-mb", type=float, default=32.0, metavar="N", help=help)
+    help = "of an image, when decoded (default: 33554432)"
+    add("--max-image-pixels", type=int, default=2**25, metavar="N", help=help)
+    add("--keep-days", type=float, default=7.0, metavar="N", help="of what is done (default: 7)")
+    add("--keep-gb", type=float, default=50.0, metavar="N", help="of what is done (default: 50)")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that cannot be, or do not go together."""
+    for flag in ("checkpoint_path", "gemma_root"):
+        if getattr(args, flag) is None:
+            name = flag.replace("_", "-")
+            raise UserError(f"--{name} is missing\nexample: {EXAMPLE}")
+    if args.image:
+        raise UserError("--image is said by requests; leave it out")
+    for flag in ("max_queue", "rate", "max_body_mb", "max_image_pixels", "keep_days", "keep_gb"):
+        if not 0 < getattr(args, flag) < float("inf"):
+            raise UserError(f"--{flag.replace('_', '-')}: wanted a number above 0")
+    check_folder(args.data_dir, "--data-dir DIR")
+    if args.role != "worker" and not (is_local(args.host) or args.tokens_file):
+        raise UserError(
+            f"--host {args.host} can be reached from other machines, and nobody is asked for a"
+            " token. Make one: python -m ltx_neuron.serve --tokens-file tokens.json --new-token"
+            " NAME\nthen type --tokens-file tokens.json as well"
+        )
+
+
+def is_local(host: str) -> bool:
+    """Whether an address is this machine's alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def open_queue(args: argparse.Namespace) -> "Queue":
+    folder = args.data_dir.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return Queue(args.database or f"sqlite:///{folder}/queue.sqlite", folder / "jobs")
+
+
+def open_engine(args: argparse.Namespace) -> Engine:
+    return Engine(flags.workspace(args, writes=False), Recorder(), flags.run_options(args))
+
+
+def open_catalogue(args: argparse.Namespace, engine: Engine) -> "catalogue.Catalogue":
+    """What is compiled. Raises UserError, with what to type, where nothing could be made."""
+    default = catalogue.Offer(flags.size(args), args.recipe)
+    upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
+    found = catalogue.Catalogue(engine.workspace, default, upsamplers)
+    size, recipe = found.offers[0] if found.offers and not found.fits(default) else default
+    engine.preflight.check([Job("what a job would be", size, recipe=recipe)])
+    return found
+
+
+def be_worker(args: argparse.Namespace) -> None:
+    """Make videos until the process is asked to end."""
+    if args.parent:
+        work.end_with_parent(args.parent)
+    name = front.worker_name(os.getpid())
+    # The devices are one worker's: one that ends may still hold them.
+    with exclusive(args.data_dir.absolute() / "worker", "serving"), open_engine(args) as engine:
+        work.Worker(open_queue(args), engine, name).run()
+
+
+def be_front(args: argparse.Namespace) -> None:
+    """Answer until the process is asked to end, with or without a worker beside it."""
+    queue, engine = open_queue(args), open_engine(args)
+    with exclusive(args.data_dir.absolute() / "front", "serving"):
+        intake = jobs.Intake(
+            queue,
+            open_catalogue(args, engine),
+            args.model_name or args.checkpoint_path.stem,
+            most=(args.max_queue, args.max_queue_per_token or args.max_queue),
+            most_pixels=args.max_image_pixels,
+        )
+        settings = app.Settings(
+            most_body_bytes=int(args.max_body_mb * 2**20),
+            per_minute=args.rate,
+            keep_days=args.keep_days,
+        )
+        owners = tokens.Tokens.load(args.tokens_file)
+        served = app.create_app(intake, owners, settings)
+        with front.swept(queue, args.keep_days, int(args.keep_gb * _GB)):
+            if args.role == "front":
+                front.serve(served, args.host, args.port)
+                return
+            command = [sys.executable, "-m", "ltx_neuron.serve", *sys.argv[1:], "--role", "worker"]
+            with front.kept_alive(command, queue):
+                front.serve(served, args.host, args.port)
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    if app is None:
+        raise UserError(
+            f"the service's packages are missing ({absent})\nType: pip install -e .[serve]"
+        )
+    if args.new_token:
+        path = errors.require(args.tokens_file, "--tokens-file", "--new-token", EXAMPLE)
+        print(tokens.new_token(path, args.new_token))
+        return
+    check(args)
+    args.recipe = flags.recipe(args)
+    be_worker(args) if args.role == "worker" else be_front(args)
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,325 @@
+"""The API: OpenAI's /v1/videos, and what a service must say of itself.
+
+Every answer that is no video is JSON; every refusal is {"error": {message, type, param, code}}.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from sqlalchemy.exc import OperationalError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ltx_neuron.service.fields import MAX_IMAGES, Upload, parse_json, read_request
+from ltx_neuron.service.guard import Guard, Rate
+from ltx_neuron.service.jobs import THUMBNAIL, VIDEO, Intake, video_object
+from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
+from ltx_neuron.service.queue import COMPLETED, FAILED, OPEN, QUEUED, Entry
+from ltx_neuron.service.refusal import Refusal, invalid
+from ltx_neuron.service.tokens import Tokens
+
+_MAX_FIELDS, _MAX_KEY, _MAX_PAGE = 64, 255, 100
+_POLL_MS = {True: 2000, False: 500}  # while a job waits, and while it is made
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+_DAY = 86400.0
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+# Of status codes that frameworks answer by themselves.
+_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
+_FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits of the API.
+
+    per_minute   POSTs of one token
+    sync_seconds until /v1/videos/sync gives up
+    """
+
+    most_body_bytes: int = 32 * 2**20
+    per_minute: float = 600.0
+    sync_seconds: float = 3600.0
+    keep_days: float = 7.0
+
+
+class Api:
+    """The routes' functions. Those that wait for nothing but the database run in threads."""
+
+    def __init__(self, intake: Intake, tokens: Tokens, settings: Settings):
+        self.intake, self.queue, self.tokens = intake, intake.queue, tokens
+        self.settings, self.rate = settings, Rate(settings.per_minute)
+        self.metrics_of = Metrics(self.queue)
+
+    # --- videos -----------------------------------------------------------------------------------
+
+    async def create(self, request: Request) -> Response:
+        entry = await self._accept(request)
+        return self._answer(entry)
+
+    async def create_and_wait(self, request: Request) -> Response:
+        """/v1/videos/sync: the video itself. A client that leaves cancels its job."""
+        owner = self._owner(request)
+        entry = await self._accept(request)
+        waited, ended = 0.0, False
+        try:
+            while entry.status in OPEN:
+                if waited > self.settings.sync_seconds:
+                    raise Refusal(504, "timeout", "the video took too long; POST /v1/videos waits")
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                await asyncio.sleep(_POLL_MS[False] / 1000)
+                waited += _POLL_MS[False] / 1000
+                entry = await run_in_threadpool(self._entry, owner, entry.id)
+            ended = True
+        finally:
+            if not ended:
+                await asyncio.shield(run_in_threadpool(self.queue.cancel, owner, entry.id))
+        if entry.status == FAILED:
+            raise Refusal(500, entry.error["code"], entry.error["message"])
+        return self._file(entry, "video")
+
+    async def _accept(self, request: Request) -> Entry:
+        owner = self._owner(request)
+        self.rate.take(owner)
+        key = request.headers.get("idempotency-key")
+        if key is not None and not _KEY.fullmatch(key):
+            message = f"Idempotency-Key is 1 to {_MAX_KEY} visible ASCII characters"
+            raise invalid("Idempotency-Key", message)
+        form = None
+        try:
+            fields, form = await _read_body(request, self.settings.most_body_bytes)
+            return await run_in_threadpool(
+                lambda: self.intake.accept(read_request(fields), owner, key)
+            )
+        finally:
+            if form:
+                await form.close()
+
+    def retrieve(self, request: Request, id: str) -> Response:
+        return self._answer(self._entry(self._owner(request), id))
+
+    def list(self, request: Request) -> Response:
+        owner, query = self._owner(request), request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MAX_PAGE:
+            raise invalid("limit", f"limit is a whole number from 1 to {_MAX_PAGE}")
+        if order not in ("asc", "desc"):
+            raise invalid("order", "order is asc or desc")
+        after = query.get("after") or None
+        number = self._entry(owner, after, "after").number if after else None
+        entries, more = self.queue.page(owner, number, int(limit), order == "desc")
+        data = [self._object(entry) for entry in entries]
+        ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        content = {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1]}
+        return JSONResponse(content | {"has_more": more})
+
+    def delete(self, request: Request, id: str) -> Response:
+        if not self.queue.cancel(self._owner(request), id):
+            raise _not_found(id)
+        return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
+
+    def content(self, request: Request, id: str) -> Response:
+        variant = request.query_params.get("variant", "video")
+        entry = self._entry(self._owner(request), id)
+        if variant not in _FILES:
+            code = "feature_not_supported" if variant == "spritesheet" else "invalid_value"
+            raise invalid("variant", f"variant is one of {', '.join(_FILES)}", code)
+        if entry.status == FAILED:
+            raise Refusal(409, "video_failed", f"this video failed: {entry.error['message']}")
+        if entry.status != COMPLETED:
+            message = f"this video is {entry.status} ({entry.progress} %); poll it until completed"
+            raise Refusal(409, "not_ready", message)
+        return self._file(entry, variant)
+
+    def unsupported(self, request: Request) -> Response:
+        self._owner(request)
+        message = "remix, edits, extensions and characters are not supported here"
+        raise invalid(None, message, "feature_not_supported")
+
+    def _file(self, entry: Entry, variant: str) -> Response:
+        name, kind = _FILES[variant]
+        path = self.queue.folder_of(entry.id) / name
+        if not path.is_file():
+            raise _not_found(entry.id)
+        headers = {"x-video-id": entry.id, "Cache-Control": "private"}
+        filename = f"{entry.id}{path.suffix}"
+        return FileResponse(path, media_type=kind, filename=filename, headers=headers)
+
+    def _answer(self, entry: Entry) -> Response:
+        headers = {}
+        if entry.status in OPEN:
+            headers["openai-poll-after-ms"] = str(_POLL_MS[entry.status == QUEUED])
+        return JSONResponse(self._object(entry), headers=headers)
+
+    def _object(self, entry: Entry) -> dict[str, Any]:
+        return video_object(entry, self.settings.keep_days * _DAY)
+
+    def _entry(self, owner: str, id: str, param: str | None = None) -> Entry:
+        entry = self.queue.get(owner, id)
+        if entry is None:
+            raise _not_found(id, param)
+        return entry
+
+    def _owner(self, request: Request) -> str:
+        """Whose request it is; Refusal where it is nobody's, or not for this service."""
+        if refusal := request.state.refusal:
+            raise refusal
+        owner = self.tokens.owner_of(request.headers.get("authorization"))
+        if owner is None:
+            raise Refusal(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
+        return owner
+
+    # --- what the service says of itself ----------------------------------------------------------
+
+    def models(self, request: Request) -> Response:
+        self._owner(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    def model(self, request: Request, id: str) -> Response:
+        self._owner(request)
+        if id != self.intake.model:
+            message = f"there is no model of this name here, only {self.intake.model!r}"
+            raise Refusal(404, "model_not_found", message, "model")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        """The one model: with the sizes that are compiled, its recipes and LoRAs."""
+        catalogue = self.intake.catalogue
+        offers, workspace = catalogue.offers, catalogue.workspace
+        return {
+            "id": self.intake.model,
+            "object": "model",
+            "created": int(workspace.checkpoint_path.stat().st_mtime),
+            "owned_by": "ltx-neuron",
+            "recipes": sorted({offer.recipe for offer in offers}),
+            "loras": [
+                {"name": lora.path.name, "strength": lora.strength}
+                for lora in (*workspace.loras, *workspace.distilled_loras)
+            ],
+            "sizes": [offer.shown for offer in offers],
+        }
+
+    def health(self) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    def ready(self) -> Response:
+        """Whether a job that is accepted now would be made."""
+        alive = sum(state["alive"] for state in self.queue.workers().values())
+        content = {"status": "ready" if alive else "no worker is alive", "workers": alive}
+        return JSONResponse(content, 200 if alive else 503)
+
+    def metrics(self, request: Request) -> Response:
+        self._owner(request)
+        return Response(self.metrics_of.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def create_app(intake: Intake, tokens: Tokens, settings: Settings) -> Callable:
+    """The ASGI application of a service."""
+    api = Api(intake, tokens, settings)
+    # What strangers send is no event of this service's log.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    for method, path, function in (
+        ("POST", "/v1/videos", api.create),
+        ("POST", "/v1/videos/sync", api.create_and_wait),
+        ("POST", "/v1/videos/edits", api.unsupported),
+        ("POST", "/v1/videos/extensions", api.unsupported),
+        ("POST", "/v1/videos/characters", api.unsupported),
+        ("POST", "/v1/videos/{id}/remix", api.unsupported),
+        ("GET", "/v1/videos", api.list),
+        ("GET", "/v1/videos/{id}", api.retrieve),
+        ("GET", "/v1/videos/{id}/content", api.content),
+        ("DELETE", "/v1/videos/{id}", api.delete),
+        ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/{id}", api.model),
+        ("GET", "/health", api.health),
+        ("GET", "/ready", api.ready),
+        ("GET", "/metrics", api.metrics),
+    ):
+        app.add_api_route(path, function, methods=[method], response_model=None)
+    app.add_exception_handler(Refusal, _say)
+    app.add_exception_handler(HTTPException, _say_http)
+    app.add_exception_handler(OperationalError, _say_database)
+    app.add_exception_handler(Exception, _say_nothing)
+    return Guard(_counting(app, api), settings.most_body_bytes, local=not tokens.hashes)
+
+
+async def _read_body(request: Request, most_bytes: int) -> tuple[dict[str, Any], Any]:
+    """A body's fields, and the form that must be closed after use, if it is one."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return parse_json(await request.body()), None
+    if kind not in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        raise Refusal(415, "unsupported_media_type", "send multipart/form-data or JSON")
+    try:
+        form = await request.form(
+            max_files=MAX_IMAGES, max_fields=_MAX_FIELDS, max_part_size=most_bytes
+        )
+    except (Refusal, HTTPException, ClientDisconnect):
+        raise
+    except Exception:  # the parser has many errors for a body that is none
+        raise Refusal(400, "invalid_body", "the body is no multipart/form-data") from None
+    fields: dict[str, Any] = {}
+    if len(form) == 1 and next(iter(form)).lstrip().startswith("{"):  # curl -d
+        raise Refusal(
+            415, "unsupported_media_type", "send JSON with Content-Type: application/json"
+        )
+    for key, value in form.multi_items():
+        if key in fields:
+            raise invalid(key[:64], f"{key[:64]} is there twice; leave one out")
+        fields[key] = value if isinstance(value, str) else _upload(value)
+    return fields, form
+
+
+def _upload(file) -> Upload:
+    def read() -> bytes:
+        file.file.seek(0)
+        return file.file.read()
+
+    return Upload(read)
+
+
+def _not_found(id: str, param: str | None = None) -> Refusal:
+    return Refusal(404, "video_not_found", f"there is no video {id[:64]!r} of yours", param)
+
+
+def _counting(app: Callable, api: Api) -> Callable:
+    """The application, whose answers are counted. No BaseHTTPMiddleware: that wraps what receiving
+    a body raises into an ExceptionGroup."""
+
+    async def counted(scope: dict, receive: Callable, send: Callable) -> None:
+        async def count(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                method = scope["method"] if scope["method"] in _METHODS else "other"
+                api.metrics_of.requests.labels(method, str(message["status"])).inc()
+                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        await app(scope, receive, count)
+
+    return counted
+
+
+def _say(_: Request, refusal: Refusal) -> Response:
+    return JSONResponse(refusal.content, refusal.status, refusal.headers)
+
+
+def _say_http(request: Request, error: HTTPException) -> Response:
+    code = _CODES.get(error.status_code, "error")
+    return _say(request, Refusal(error.status_code, code, str(error.detail)))
+
+
+def _say_database(request: Request, error: OperationalError) -> Response:
+    message = "the queue's database does not answer"
+    return _say(request, Refusal(503, "storage_unavailable", message, retry=5))
+
+
+def _say_nothing(request: Request, error: Exception) -> Response:
+    return _say(request, Refusal(500, "internal_error", "the service made a mistake"))

@@ -1,0 +1,116 @@
+"""The process that answers: the API's server, the worker that it keeps alive, and the sweep of what
+is too old."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from ltx_neuron.service.guard import PatientProtocol
+from ltx_neuron.service.queue import Queue
+
+CONNECTIONS = 200
+_SWEEP_SECONDS = 30.0
+_KEEP_ALIVE_SECONDS = 5
+_END_SECONDS = 30  # for a worker, until it is killed
+_LONGEST_WAIT = 30.0  # before a worker that dies at once, again and again, is started anew
+_LONG_ENOUGH = 60.0  # for a worker to have lived
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which says where it listens: port 0 is any that is free."""
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            name = f"[{host}]" if ":" in host else host
+            print(f"serving: http://{name}:{port}/v1", flush=True)
+
+
+def serve(app: Callable, host: str, port: int) -> None:
+    """Answer until the process is asked to end."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=PatientProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_KEEP_ALIVE_SECONDS,
+    )
+    Server(config).run()
+
+
+def worker_name(pid: int) -> str:
+    """By which the queue knows a worker's process."""
+    return f"{socket.gethostname()[:40]}:{pid}"
+
+
+@contextmanager
+def kept_alive(command: list[str], queue: Queue) -> Iterator[None]:
+    """Keep a worker running while the block runs; where it dies, its jobs are free at once."""
+    ending, process = threading.Event(), None
+
+    def keep() -> None:
+        nonlocal process
+        wait = 1.0
+        while not ending.is_set():
+            began = time.monotonic()
+            process = subprocess.Popen([*command, "--parent", str(os.getpid())])
+            code = process.wait()
+            queue.lose(name := worker_name(process.pid))
+            queue.forget(name)
+            if ending.is_set():
+                return
+            wait = 1.0 if time.monotonic() - began > _LONG_ENOUGH else wait
+            print(f"the worker ended with {code}; a new one starts in {wait:g} s", flush=True)
+            ending.wait(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+
+    thread = threading.Thread(target=keep, name="worker")
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        if process and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            thread.join(_END_SECONDS)
+            process.kill()
+        thread.join()
+
+
+@contextmanager
+def swept(queue: Queue, days: float, most_bytes: int) -> Iterator[None]:
+    """Delete what is too old, now and then, while the block runs."""
+    ended = threading.Event()
+
+    def sweep() -> None:
+        while True:
+            try:
+                queue.sweep(days, most_bytes)
+            except Exception:  # a database that is away for a moment
+                traceback.print_exc()
+            if ended.wait(_SWEEP_SECONDS):
+                return
+
+    thread = threading.Thread(target=sweep, name="sweep", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,211 @@
+"""From a request to a job in the queue, and from there to a Job for the engine."""
+
+import argparse
+import errno
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ltx_neuron import flags
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import whole_file
+from ltx_neuron.host.images import check_image
+from ltx_neuron.job import Job
+from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.service import picture
+from ltx_neuron.service.catalogue import Catalogue, Offer
+from ltx_neuron.service.fields import AskedImage, Request
+from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
+from ltx_neuron.service.refusal import Refusal, busy, invalid
+
+VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Intake:
+    """Turns requests into jobs of the queue.
+
+    model          the name that clients know the checkpoint by
+    most           how many jobs may wait, and how many of one owner
+    most_pixels    of an image
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        catalogue: Catalogue,
+        model: str,
+        *,
+        most: tuple[int, int] = (10_000, 10_000),
+        most_pixels: int = picture.MAX_PIXELS,
+    ):
+        self.queue, self.catalogue, self.model = queue, catalogue, model
+        self.most, self.most_pixels = most, most_pixels
+
+    def accept(self, request: Request, owner: str, key: str | None = None) -> Entry:
+        """The job of a request, on the disk; for a key that was used, that of then. Raises
+        Refusal."""
+        with _refusing():
+            if before := self.queue.of_key(owner, key, request.digest):
+                return before
+            if request.model not in (None, self.model):
+                raise Refusal(
+                    404,
+                    "model_not_found",
+                    f"there is no model {request.model[:64]!r} here, only {self.model!r}",
+                    "model",
+                )
+            images = tuple(ImageCondition("", i.frame, i.strength, i.crf) for i in request.images)
+            offer, notes = self.catalogue.choose(request.wanted, images)
+            return self._submit(request, owner, key, offer, notes)
+
+    def _submit(
+        self, request: Request, owner: str, key: str | None, offer: Offer, notes: list[str]
+    ) -> Entry:
+        id = self.queue.new_id()
+        folder, kept = self.queue.folder_of(id), False
+        folder.mkdir()
+        try:
+            line = request.line | _size_keys(offer) | {"image": self._images(request, folder)}
+            job = job_of(line, folder)
+            job.check()
+            self._check_possible(job)
+            line["seed"] = job.seed
+            shown = self._shown(job, offer, notes)
+            kind = self._kind(job)
+            new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
+            entry, kept = self.queue.submit(new, *self.most)
+            return entry
+        except UserError as error:
+            # What was typed is at fault; no path of this machine is told, and fields are no flags.
+            message = str(error).replace(f"{folder}/", "")
+            raise invalid(None, _FLAG.sub(lambda m: m[1].replace("-", "_"), message)) from None
+        finally:
+            if not kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _images(self, request: Request, folder: Path) -> list[list]:
+        """Decode a request's images into a job's folder; what a line says of them."""
+        said = []
+        for number, image in enumerate(request.images):
+            name = f"image-{number}.png"
+            self._decode(image, folder / name)
+            said.append([name, image.frame, image.strength, image.crf])
+        return said
+
+    def _decode(self, image: AskedImage, target: Path) -> None:
+        upload = target.with_suffix(".upload")
+        upload.write_bytes(image.data)
+        try:
+            with whole_file(target) as partial:
+                picture.decode(upload, partial, self.most_pixels)
+            check_image(target)
+        except picture.BadPicture as error:
+            raise invalid(image.param, f"{image.param}: {error}", "invalid_image") from None
+        finally:
+            upload.unlink()
+
+    def _check_possible(self, job: Job) -> None:
+        """Refuse what the checkpoint and the command's files are not for."""
+        if missing := job.upsamplers.keys() - self.catalogue.upsamplers:
+            message = f"this service has no {missing.pop()} upsampler"
+            raise invalid("upscale", message, "feature_not_supported")
+        if job.recipe == "dev":
+            job.resolved_guidance.check(self.catalogue.workspace.transformer.num_layers)
+
+    def _kind(self, job: Job) -> str:
+        """What jobs have in common that run on the same loaded graphs and weights."""
+        workspace = self.catalogue.workspace
+        names = [
+            workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
+            for stage in job.stages
+        ]
+        return "+".join([job.recipe, *names])
+
+    def _shown(self, job: Job, offer: Offer, notes: list[str]) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": job.prompt,
+            **offer.shown,
+            "seed": job.seed,
+            "notes": notes,
+        }
+
+
+@contextmanager
+def _refusing():
+    """Say the queue's and the disk's errors as a client is told of them."""
+    try:
+        yield
+    except QueueFull as error:
+        raise busy(str(error), "queue_full") from None
+    except KeyUsed:
+        message = "this Idempotency-Key stands for another request; send another"
+        raise Refusal(409, "idempotency_conflict", message) from None
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise Refusal(507, "storage_full", "the service's disk is full", retry=60) from None
+
+
+def _size_keys(offer: Offer) -> dict[str, Any]:
+    size = offer.size
+    return {
+        "height": size.height,
+        "width": size.width,
+        "num_frames": size.num_frames,
+        "frame_rate": size.frame_rate,
+        "two_stage": size.two_stage,
+        "recipe": offer.recipe,
+    }
+
+
+def job_of(line: dict[str, Any], folder: Path) -> Job:
+    """The Job of a line, as a prompts file's; images lie in the job's folder."""
+    job = _maker()(line)
+    images = tuple(replace(image, path=str(folder / Path(image.path).name)) for image in job.images)
+    return replace(job, images=images)
+
+
+def _maker() -> Callable[[dict[str, Any]], Job]:
+    """What makes a Job of a line that says all: the scripts' own defaults for the rest."""
+    parser = argparse.ArgumentParser()
+    flags.add_job(parser)
+    return flags.job_of_line(parser.parse_args(["--recipe", Job.recipe]))
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of the files in a folder."""
+    total = 0
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+    return total
+
+
+def video_object(entry: Entry, expires_after: float | None = None) -> dict[str, Any]:
+    """A job as OpenAI's client knows it, and what is ours: num_frames, fps, seed, recipe, notes on
+    what was rounded, and the step it is at.
+
+    expires_after  seconds for which an ended job is kept
+    """
+    ended = entry.completed_at
+    return {
+        **entry.shown,
+        "id": entry.id,
+        "object": "video",
+        "status": entry.status,
+        "progress": entry.progress,
+        "created_at": int(entry.created_at),
+        "completed_at": ended and int(ended),
+        "expires_at": int(ended + expires_after) if ended and expires_after else None,
+        "error": entry.error,
+        "remixed_from_video_id": None,
+        "detail": entry.detail,
+    }

@@ -1,0 +1,58 @@
+"""/metrics, as Prometheus reads them: the queue as it is, what its workers have done, and what was
+answered."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from ltx_neuron.service.queue import QUEUED, Queue
+
+__all__ = ["CONTENT_TYPE_LATEST", "Metrics"]
+
+
+class Metrics:
+    """The numbers of one service."""
+
+    def __init__(self, queue: Queue):
+        self.queue, self.registry = queue, CollectorRegistry()
+        what = "requests that were answered"
+        self.requests = Counter("ltx_requests", what, ["method", "status"], registry=self.registry)
+        self.registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator:
+        """What Prometheus' registry asks for: read from the database at that moment."""
+        counts = self.queue.counts()
+        jobs = GaugeMetricFamily("ltx_jobs", "jobs by status", labels=["status"])
+        for status, count in counts.items():
+            jobs.add_metric([status], count)
+        yield jobs
+        yield GaugeMetricFamily("ltx_queue_length", "jobs that wait", counts[QUEUED])
+        what = "how long the oldest waiting job has waited"
+        yield GaugeMetricFamily("ltx_queue_wait_seconds", what, self.queue.oldest_wait())
+        yield from _of_workers(list(self.queue.workers().values()))
+
+    def describe(self) -> list:
+        """Nothing: else the registry would collect before there is anything."""
+        return []
+
+
+def _of_workers(states: list[dict]) -> Iterator:
+    alive = sum(state["alive"] for state in states)
+    yield GaugeMetricFamily("ltx_workers", "workers that are alive", alive)
+    for name, what in (
+        ("videos", "videos made"),
+        ("steps", "denoising steps"),
+        ("step_seconds", "seconds in denoising steps"),
+    ):
+        total = sum(state.get(name, 0) for state in states)
+        yield CounterMetricFamily(f"ltx_{name}", what, total)
+    phases = CounterMetricFamily("ltx_phase_seconds", "seconds by phase", labels=["phase"])
+    names = sorted({name for state in states for name in state.get("phases", {})})
+    for name in names:
+        phases.add_metric([name], sum(state.get("phases", {}).get(name, 0.0) for state in states))
+    yield phases

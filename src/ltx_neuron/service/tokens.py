@@ -1,0 +1,70 @@
+"""Who may use the service: bearer tokens, of which only hashes are kept."""
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from pathlib import Path
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import read_json, whole_file
+
+LOCAL = "local"  # the one owner where there are no tokens
+_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+_PREFIX = "ltxn_"
+
+
+class Tokens:
+    """The tokens of a file {"tokens": {name: SHA-256}}. They are random and long, so that a plain
+    hash cannot be searched."""
+
+    def __init__(self, hashes: dict[str, str]):
+        self.hashes = hashes
+
+    @classmethod
+    def load(cls, path: Path | None) -> "Tokens":
+        """Of a file; no tokens without one."""
+        if path is None:
+            return cls({})
+        hashes = read_json(path).get("tokens")
+        right = isinstance(hashes, dict) and all(
+            _NAME.fullmatch(name) and isinstance(hash, str) and re.fullmatch("[0-9a-f]{64}", hash)
+            for name, hash in hashes.items()
+        )
+        if not right or not hashes:
+            raise UserError(
+                f"{path} holds no tokens; make one: python -m ltx_neuron.serve --tokens-file"
+                f" {path} --new-token NAME"
+            )
+        return cls(hashes)
+
+    def owner_of(self, authorization: str | None) -> str | None:
+        """Whose token an Authorization header holds; LOCAL where none are asked for. Every hash is
+        compared, each in constant time."""
+        if not self.hashes:
+            return LOCAL
+        scheme, _, token = (authorization or "").partition(" ")
+        given = _hash(token.strip()) if scheme.lower() == "bearer" else ""
+        owner = None
+        for name, hash in self.hashes.items():
+            if hmac.compare_digest(hash, given):
+                owner = name
+        return owner
+
+
+def new_token(path: Path, name: str) -> str:
+    """Add a token for a name to a file, in the place of an earlier one; it is told once."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"--new-token {name!r}: a name has 1 to 64 of A-Z a-z 0-9 _ . @ -")
+    hashes = read_json(path).get("tokens", {}) if path.exists() else {}
+    token = _PREFIX + secrets.token_urlsafe(32)
+    content = {"tokens": {**hashes, name: _hash(token)}}
+    with whole_file(path) as partial:
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+    return token
+
+
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode(errors="replace")).hexdigest()

@@ -1,0 +1,299 @@
+"""A worker: one process that keeps an engine up and makes the queue's videos, those of one size
+together.
+
+It holds its jobs by a heartbeat, says every step, and asks at every step whether the job is still
+its own: a job that was cancelled ends there, and the next one begins.
+"""
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from PIL import Image
+from torch import Tensor
+
+from ltx_neuron import progress
+from ltx_neuron.decode_queue import Clip, Failure, Result
+from ltx_neuron.engine import Engine
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.files import whole_file, write_json
+from ltx_neuron.generate import make_report, run_identity, sidecar
+from ltx_neuron.host import calibration
+from ltx_neuron.job import UPSCALES, Job, Stage
+from ltx_neuron.progress import JobRun
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.jobs import THUMBNAIL, VIDEO, folder_bytes, job_of
+from ltx_neuron.service.queue import Entry, Queue
+
+TOGETHER = 4  # jobs taken at a time: their prompts are encoded in one go
+IN_A_RUN = 32  # jobs until the engine's records are read and begun anew
+POLL_SECONDS = 0.1  # how often an idle worker looks for jobs
+REPORT_SECONDS = (
+    0.25  # how often a step is written down; whether the job is still ours is read at each
+)
+PATIENCE = 60.0  # seconds that jobs of another size wait for those of the one that is loaded
+DENOISED = 90  # percent, when the decoding is left
+_FAILURES = 3  # runs in a row that end all jobs, until the process is begun anew
+_TILE = 512  # the longest side of a thumbnail
+_LAST_SECONDS = 30.0  # to end in good order
+
+
+class Gone(Exception):
+    """A job that is not this worker's any more: cancelled, or given to another."""
+
+
+class Worker:
+    """Runs the queue's jobs on an engine, until `stop` is set.
+
+    name  by which the queue knows this process
+    """
+
+    def __init__(self, queue: Queue, engine: Engine, name: str):
+        self.queue, self.engine, self.name = queue, engine, name
+        self.stop = threading.Event()
+        self.kind: str | None = None
+        self._taken: dict[int, tuple[Job, Entry]] = {}  # by id(job), of the run under way
+        self._count, self._reported, self._failures = 0, 0.0, 0
+        self._state = {"pid": os.getpid(), "kind": None, "videos": 0, "steps": 0, "phases": {}}
+        self._state |= {"step_seconds": 0.0}
+        engine.on_step_end, engine.on_stage_end = self._step, self._stage
+        engine.progress = False
+
+    def run(self) -> None:
+        """Work until `stop` is set. Its jobs wait again afterwards, unless they are done."""
+        workspace = self.engine.workspace
+        # Before the first job: whoever goes on with it computes with what is chosen here.
+        _ = workspace.arithmetic
+        calibration.store(workspace.artifacts)
+        try:
+            with self._heartbeat():
+                while not self.stop.is_set():
+                    self.kind = self.queue.next_kind(self.kind, PATIENCE)
+                    if self.kind is None:
+                        self.stop.wait(POLL_SECONDS)
+                    else:
+                        self._run_kind()
+        finally:
+            self.queue.release(self.name)
+            self.queue.forget(self.name)
+
+    def _run_kind(self) -> None:
+        """One run of the engine, over jobs of one kind that are taken as it goes."""
+        self._count, self._state["kind"] = 0, self.kind
+        if not (jobs := self._take()):
+            return
+        outcomes = self.engine.run(
+            jobs,
+            keep=True,
+            isolate=True,
+            resume=self._resume,
+            write=self._write,
+            hand_over=self._hand_over,
+            more=self._take,
+        )
+        try:
+            for outcome in outcomes:
+                if isinstance(outcome, Failure):
+                    self._failed(outcome)
+            self._failures = 0
+        except Exception:
+            # A rank or the device has failed: the engine has closed itself, and opens anew.
+            traceback.print_exc()
+            self.queue.lose(self.name)
+            self._failures += 1
+            if self._failures == _FAILURES:
+                raise
+        finally:
+            self._taken.clear()
+            self._keep_records()
+
+    # --- taking jobs ------------------------------------------------------------------------------
+
+    def _take(self) -> list[Job]:
+        """Further jobs of the kind that is loaded; none where it is another's turn."""
+        if self.stop.is_set() or self._count >= IN_A_RUN:
+            return []
+        if self.queue.next_kind(self.kind, PATIENCE) != self.kind:
+            return []
+        jobs = []
+        for entry in self.queue.claim(self.name, self.kind, TOGETHER):
+            try:
+                job = job_of(entry.line, self._folder(entry).absolute())
+                self.engine.preflight.check([job])
+            except UserError as error:  # what it needs was there when it was accepted
+                print(f"{entry.id}: {error}", flush=True)
+                self.queue.fail(entry, "profile_mismatch", "what this job needs is not there now")
+                continue
+            self._taken[id(job)] = job, entry
+            jobs.append(job)
+        self._count += len(jobs)
+        return jobs
+
+    def _folder(self, entry: Entry) -> Path:
+        return self.queue.folder_of(entry.id)
+
+    def _entry(self, job: Job) -> Entry:
+        return self._taken[id(job)][1]
+
+    def _state_path(self, job: Job) -> Path:
+        return progress.state_path(self._folder(self._entry(job)) / VIDEO)
+
+    def _identity(self, job: Job) -> dict:
+        return run_identity(job, self.engine.workspace, self.engine.options)
+
+    def _resume(self, job: Job) -> JobRun | None:
+        """The run of a worker that died over this job, after its last finished stage."""
+        path = self._state_path(job)
+        if not path.is_file():
+            return None
+        try:
+            run = progress.restore_state(
+                path, job, self._identity(job), self.engine.workspace.dtype
+            )
+        except UserError:  # made by another version of this toolkit
+            return None
+        print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
+        return run
+
+    # --- while it runs ----------------------------------------------------------------------------
+
+    def _step(self, stage: Stage, number: int) -> None:
+        """Say that a step is done; raise Gone where the job is not ours any more."""
+        job, now = self.engine.job, time.monotonic()
+        entry, last = self._entry(job), number + 1 == stage.steps
+        if not last and now - self._reported < REPORT_SECONDS:
+            ours = self.queue.holds(entry)
+        else:
+            self._reported = now
+            detail = {"stage": stage.name, "step": number + 1, "steps": stage.steps}
+            ours = self.queue.report(entry, _percent(job, stage, number + 1), detail)
+        if not ours:
+            raise Gone(entry.id)
+
+    def _stage(self, run: JobRun) -> None:
+        """Keep a finished stage's latents, from which another worker could go on."""
+        entry = self._entry(run.job)
+        with suppress(OSError):  # on a full disk there is nothing to go on from
+            progress.save_state(self._state_path(run.job), run, self._identity(run.job))
+        left = run.stages_left
+        percent = _percent(run.job, left[0], 0) if left else DENOISED
+        detail = None if left else {"stage": "decode"}
+        self.queue.report(entry, percent, detail, stage_ended=True)
+
+    def _write(self, clip: Clip) -> None:
+        """Write a video while it is decoded; where that overlaps denoising, in another thread."""
+        entry, recorder = self._entry(clip.job), self.engine.recorder
+        folder, chunks = self._folder(entry), self._while_ours(entry, clip.chunks)
+        clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
+        with recorder.phase("encode_mp4"):
+            clip.write_mp4(folder / VIDEO)
+        report = make_report(recorder, self.engine.workspace, clip.job.describe())
+        write_json((folder / VIDEO).with_suffix(".json"), sidecar(clip.job, report))
+
+    def _while_ours(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+        """A clip's chunks; raises Gone where its job is not ours any more."""
+        for chunk in chunks:
+            if not self.queue.holds(entry):
+                raise Gone(entry.id)
+            yield chunk
+            del chunk
+
+    def _hand_over(self, result: Result) -> None:
+        """A video is there whole."""
+        entry = self._entry(result.job)
+        folder, state = self._folder(entry), self._state_path(result.job)
+        kept = state.stat().st_size if state.is_file() else 0
+        if not self.queue.complete(entry, folder_bytes(folder) - kept):
+            raise Gone(entry.id)
+        state.unlink(missing_ok=True)
+        self._state["videos"] += 1
+
+    def _failed(self, failure: Failure) -> None:
+        """End a job that failed alone, or let go of one that is not ours."""
+        entry, error = self._entry(failure.job), failure.error
+        if isinstance(error, Gone):
+            self.queue.let_go(entry)
+            return
+        print(f"{entry.id} failed", flush=True)
+        traceback.print_exception(error)
+        # Other errors' texts may name what is this machine's alone.
+        what = str(error) if isinstance(error, RunError) else type(error).__name__
+        full = isinstance(error, OSError) and "storage_full"
+        self.queue.fail(entry, full or "internal_error", f"the video could not be made: {what}")
+
+    # --- what others see of it --------------------------------------------------------------------
+
+    def _keep_records(self) -> None:
+        """Add the engine's records to what this worker has done, and begin new ones: they grow."""
+        report = make_report(self.engine.recorder, self.engine.workspace, {})
+        phases = self._state["phases"]
+        for phase in report["phases"]:
+            seconds = phase["seconds"] + phase.get("overlapped_seconds", 0.0)
+            phases[phase["name"]] = phases.get(phase["name"], 0.0) + seconds
+        steps = [ms for stage in report["denoise_steps_ms"].values() for ms in stage]
+        self._state["steps"] += len(steps)
+        self._state["step_seconds"] += sum(steps) / 1e3
+        self.engine.recorder = self.engine.residency.recorder = Recorder()
+
+    @contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        """Renew the leases of this worker's jobs while the block runs."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while True:
+                try:
+                    self.queue.renew(self.name, dict(self._state))
+                except Exception:  # a database that is away for a moment
+                    traceback.print_exc()
+                if ended.wait(min(self.queue.lease / 4, 5.0)):
+                    return
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _percent(job: Job, stage: Stage, done: int) -> int:
+    """How far a job is after so many steps of a stage."""
+    names = [each.name for each in job.stages]
+    steps = [each.steps for each in job.stages]
+    before = sum(steps[: names.index(stage.name)])
+    return DENOISED * (before + done) // sum(steps)
+
+
+def with_thumbnail(chunks: Iterator[Tensor], job: Job, path: Path) -> Iterator[Tensor]:
+    """A clip's chunks; the frame in the middle is written as JPEG when it comes by."""
+    doubled = "temporal" in UPSCALES.get(job.upscale, ())
+    index = job.size.num_frames // (1 if doubled else 2)
+    for chunk in chunks:
+        if 0 <= index < len(chunk):
+            picture = Image.fromarray(chunk[index].numpy())
+            picture.thumbnail((_TILE, _TILE))
+            with whole_file(path) as partial:
+                picture.save(partial, format="JPEG", quality=85)
+        index -= len(chunk)
+        yield chunk
+        del chunk
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask this process to end, as SIGTERM does, once its parent has died; it must in the end."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_LAST_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -1,0 +1,400 @@
+"""The durable queue: what is accepted is there after kill -9, every job ends once, and owners take
+turns."""
+
+import os
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+from helpers import exit_code, forked
+
+pytest.importorskip("sqlalchemy", reason="the extra is not installed: pip install -e .[serve]")
+
+from ltx_neuron.service import queue as states
+from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
+
+FAR = 1e9  # days and bytes that nothing reaches
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self):
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        self.now += 1e-3  # no two moments are the same
+        return self.now
+
+
+def opened(folder, **more) -> Queue:
+    return Queue(f"sqlite:///{folder}/queue.sqlite", folder / "jobs", **more)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def queue(tmp_path, clock):
+    made = opened(tmp_path, clock=clock)
+    yield made
+    made.close()
+
+
+def put(queue: Queue, owner: str = "ada", kind: str = "small", **more) -> Entry:
+    """Submit a job whose folder holds a file, as the API does."""
+    id = queue.new_id()
+    queue.folder_of(id).mkdir()
+    (queue.folder_of(id) / "input.png").write_bytes(b"picture")
+    new = NewJob(id, owner, "digest", kind, {"prompt": "waves"}, {"size": "64x64"})
+    return queue.submit(NewJob(**vars(new) | more.pop("new", {})), **more)[0]
+
+
+def claim(queue: Queue, worker: str = "w1", kind: str = "small", count: int = 1) -> list[Entry]:
+    return queue.claim(worker, kind, count)
+
+
+def status(queue: Queue, entry: Entry) -> str | None:
+    found = queue.get(entry.owner, entry.id)
+    return found and found.status
+
+
+# --- one job ------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_from_queued_to_completed(queue):
+    put(queue)
+    (entry,) = claim(queue)
+    assert status(queue, entry) == "queued"  # taken, and not begun
+    assert queue.report(entry, 40, {"stage": "stage_1", "step": 3})
+    seen = queue.get("ada", entry.id)
+    assert (seen.status, seen.progress, seen.detail["step"]) == ("in_progress", 40, 3)
+    assert queue.complete(entry, bytes=1000)
+    seen = queue.get("ada", entry.id)
+    assert (seen.status, seen.progress, seen.bytes) == ("completed", 100, 1000)
+    assert seen.created_at < seen.started_at < seen.completed_at
+    assert claim(queue) == []
+
+
+def test_what_was_accepted_is_there_when_the_database_is_opened_again(queue, tmp_path):
+    entry = put(queue)
+    again = opened(tmp_path)
+    assert again.get("ada", entry.id) == entry
+    again.close()
+
+
+def test_a_failed_job_says_why(queue):
+    put(queue)
+    (entry,) = claim(queue)
+    assert queue.fail(entry, "internal_error", "not finite")
+    seen = queue.get("ada", entry.id)
+    assert seen.status == "failed"
+    assert seen.error == {"code": "internal_error", "message": "not finite"}
+
+
+def test_an_owner_sees_and_cancels_no_job_of_another(queue):
+    entry = put(queue, owner="ada")
+    assert queue.get("bob", entry.id) is None
+    assert queue.page("bob") == ([], False)
+    assert not queue.cancel("bob", entry.id)
+    assert status(queue, entry) == "queued"
+
+
+def test_pages_follow_each_other_in_both_orders(queue):
+    numbers = [put(queue).number for _ in range(5)]
+    for newest_first, wanted in ((True, numbers[::-1]), (False, numbers)):
+        got, after, more = [], None, True
+        while more:
+            entries, more = queue.page("ada", after, limit=2, newest_first=newest_first)
+            got += [entry.number for entry in entries]
+            after = got[-1]
+        assert got == wanted
+
+
+# --- idempotency and room -------------------------------------------------------------------------
+
+
+def test_the_same_key_gives_the_same_job_and_another_request_is_refused(queue):
+    entry = put(queue, new={"key": "k"})
+    again, is_new = queue.submit(NewJob(queue.new_id(), "ada", "digest", "small", {}, {}, "k"))
+    assert again == entry and not is_new
+    assert put(queue, owner="bob", new={"key": "k"}) != entry  # a key is its owner's
+    with pytest.raises(KeyUsed):
+        put(queue, new={"key": "k", "digest": "other"})
+    queue.cancel("ada", entry.id)
+    assert put(queue, new={"key": "k"}).id != entry.id  # a deleted job can be asked for again
+
+
+def test_of_requests_at_once_with_one_key_one_makes_a_job(queue):
+    with ThreadPoolExecutor(8) as pool:
+        entries = list(pool.map(lambda _: put(queue, new={"key": "k"}), range(24)))
+    assert len({entry.id for entry in entries}) == 1
+    assert queue.counts()["queued"] == 1
+
+
+def test_a_full_queue_refuses_what_waits_beyond_its_room(queue):
+    put(queue, most_of_owner=1)
+    with pytest.raises(QueueFull, match="1 of your jobs are waiting"):
+        put(queue, most_of_owner=1)
+    put(queue, owner="bob", most_of_owner=1, most=2)
+    with pytest.raises(QueueFull, match="2 jobs are waiting"):
+        put(queue, owner="eve", most=2)
+    claim(queue)
+    queue.report(claim(queue)[0], 1)
+    put(queue, owner="eve", most=2)  # what is made does not wait
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+def test_owners_take_turns_however_many_jobs_one_of_them_has(queue):
+    for _ in range(6):
+        put(queue, owner="ada")
+    put(queue, owner="bob")
+    put(queue, owner="eve")
+    assert [e.owner for e in claim(queue, count=4)] == ["ada", "bob", "eve", "ada"]
+
+
+def test_owners_take_turns_when_jobs_are_taken_one_at_a_time(queue):
+    for _ in range(3):
+        put(queue, owner="ada")
+    first = claim(queue)[0].owner
+    put(queue, owner="bob")
+    assert [first, *(claim(queue)[0].owner for _ in range(3))] == ["ada", "bob", "ada", "ada"]
+
+
+def test_jobs_of_one_kind_are_taken_together_until_another_has_waited_too_long(queue, clock):
+    assert queue.next_kind() is None
+    put(queue, owner="ada", kind="large")
+    put(queue, owner="bob", kind="small")
+    put(queue, owner="bob", kind="large")
+    assert queue.next_kind() == "large"
+    assert [e.owner for e in claim(queue, kind="large", count=5)] == ["ada", "bob"]
+    put(queue, owner="bob", kind="large")
+    put(queue, owner="ada", kind="small")
+    assert queue.next_kind(prefer="large", patience=30) == "large"
+    clock.now += 31
+    assert queue.next_kind(prefer="large", patience=30) == "small"
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+def test_a_job_is_given_to_one_worker_until_its_lease_ends(queue, clock):
+    put(queue)
+    (first,) = claim(queue, "w1")
+    clock.now += queue.lease - 1
+    assert claim(queue, "w2") == []
+    queue.renew("w1", {})
+    clock.now += queue.lease - 1
+    assert claim(queue, "w2") == []
+    clock.now += 2
+    (second,) = claim(queue, "w2")
+    assert second.id == first.id and second.attempt == first.attempt + 1
+
+
+def test_a_worker_that_was_taken_for_dead_changes_nothing_when_it_comes_back(queue, clock):
+    put(queue)
+    (first,) = claim(queue, "w1")
+    clock.now += queue.lease + 1
+    (second,) = claim(queue, "w1")  # the same name even
+    assert not queue.holds(first) and queue.holds(second)
+    assert not queue.report(first, 50) and not queue.fail(first, "x", "y")
+    assert not queue.complete(first)
+    assert queue.complete(second) and not queue.complete(second)
+
+
+def test_the_jobs_of_a_worker_that_is_known_to_be_dead_are_free_at_once(queue):
+    put(queue)
+    put(queue)
+    claim(queue, "w1", count=2)
+    queue.lose("w1")
+    assert len(claim(queue, "w2", count=2)) == 2
+
+
+def test_a_job_that_kills_its_workers_is_given_up(queue):
+    job = put(queue)
+    for _ in range(queue.losses):
+        (entry,) = claim(queue)
+        queue.report(entry, 1)
+        queue.lose("w1")
+    seen = queue.get("ada", job.id)
+    assert (seen.status, seen.error["code"]) == ("failed", "worker_lost")
+
+
+def test_workers_lost_before_a_finished_stage_and_jobs_not_begun_do_not_count(queue):
+    job = put(queue)
+    for _ in range(2 * queue.losses):
+        claim(queue)
+        queue.lose("w1")  # never begun
+    for _ in range(2 * queue.losses):
+        (entry,) = claim(queue)
+        queue.report(entry, 1)
+        queue.report(entry, 50, stage_ended=True)
+        queue.lose("w1")
+    assert status(queue, job) == "in_progress"
+
+
+def test_a_worker_that_ends_in_good_order_gives_its_jobs_back(queue):
+    put(queue)
+    claim(queue)
+    queue.release("w1")
+    assert claim(queue, "w2")[0].losses == 0
+
+
+# --- deleting -------------------------------------------------------------------------------------
+
+
+def test_a_waiting_job_goes_at_once_with_its_files(queue):
+    entry = put(queue)
+    assert queue.cancel("ada", entry.id)
+    assert not queue.folder_of(entry.id).exists() and claim(queue) == []
+    assert not queue.cancel("ada", entry.id)
+
+
+def test_a_running_job_is_gone_for_its_owner_and_its_files_stay_until_its_worker_lets_go(queue):
+    put(queue)
+    (entry,) = claim(queue)
+    queue.report(entry, 10)
+    assert queue.cancel("ada", entry.id)
+    assert status(queue, entry) is None and queue.page("ada") == ([], False)
+    assert not queue.holds(entry) and not queue.complete(entry)
+    assert queue.folder_of(entry.id).exists()
+    queue.let_go(entry)
+    assert not queue.folder_of(entry.id).exists()
+    assert queue.counts()["cancelled"] == 0
+
+
+def test_a_cancelled_job_of_a_dead_worker_goes_when_its_lease_ends(queue, clock):
+    put(queue)
+    (entry,) = claim(queue)
+    queue.cancel("ada", entry.id)
+    clock.now += queue.lease + 1
+    queue.sweep(FAR, FAR)
+    assert not queue.folder_of(entry.id).exists() and claim(queue) == []
+
+
+def test_jobs_go_when_they_are_old_and_the_oldest_beyond_a_number_of_bytes(queue, clock):
+    ended = []
+    for _ in range(4):
+        put(queue)
+        (entry,) = claim(queue)
+        queue.complete(entry, bytes=100)
+        ended.append(entry)
+        clock.now += 86400
+    waiting = put(queue)
+    queue.sweep(days=3.5, most_bytes=FAR)
+    assert [status(queue, entry) for entry in ended] == [None, *["completed"] * 3]
+    queue.sweep(days=FAR, most_bytes=250)
+    assert [status(queue, entry) for entry in ended] == [None, None, *["completed"] * 2]
+    assert not queue.folder_of(ended[0].id).exists() and queue.folder_of(ended[3].id).exists()
+    assert status(queue, waiting) == "queued"
+
+
+def test_a_folder_without_a_job_is_swept_after_an_hour_and_no_other_folder(queue, clock):
+    orphan, entry = queue.folder_of(queue.new_id()), put(queue)
+    other = queue.folder / "notes"
+    orphan.mkdir()
+    other.mkdir()
+    clock.now = time.time() + 3500
+    queue.sweep(FAR, FAR)
+    assert orphan.exists()
+    clock.now = time.time() + 3700
+    queue.sweep(FAR, FAR)
+    assert not orphan.exists() and other.exists() and queue.folder_of(entry.id).exists()
+
+
+def test_no_id_of_a_client_becomes_a_path(queue):
+    for id in ("../../etc", "video_", "video_" + "A" * 32, "video_" + "0" * 32 + "\n"):
+        assert queue.get("ada", id) is None and not queue.cancel("ada", id)
+        with pytest.raises(AssertionError):
+            queue.folder_of(id)
+
+
+# --- kill -9 --------------------------------------------------------------------------------------
+# No database is open where a process forks: SQLite's locks would not be those of either.
+
+
+def work(folder, name: str) -> None:
+    """What a worker does, without an engine: two stages a job, each noted in the job's folder."""
+    queue = opened(folder, lease=5)
+    while queue.counts()["queued"] + queue.counts()["in_progress"]:
+        for entry in queue.claim(name, "small", 2):
+            for stage in ("one", "two"):
+                state = queue.folder_of(entry.id) / stage
+                if not state.exists():
+                    time.sleep(0.002)
+                    state.write_text(name)
+                if not queue.report(entry, 50, stage_ended=True):
+                    return
+            with open(queue.folder_of(entry.id) / "completed", "a") as file:
+                if queue.complete(entry):
+                    file.write(f"{name}\n")
+
+
+def test_workers_killed_at_any_moment_lose_no_job_and_end_none_twice(tmp_path):
+    rng = random.Random(15)
+    with closing(opened(tmp_path)) as queue:
+        ids = [put(queue).id for _ in range(80)]
+    for kill in range(8):
+        child = forked(lambda name=f"w{kill}": work(tmp_path, name))
+        time.sleep(rng.uniform(0.05, 0.25))
+        os.kill(child, signal.SIGKILL)
+        assert exit_code(child) == -signal.SIGKILL
+        with closing(opened(tmp_path)) as queue:
+            queue.lose(f"w{kill}")
+    assert exit_code(forked(lambda: work(tmp_path, "last"))) == 0
+    with closing(opened(tmp_path)) as queue:
+        counts = queue.counts()
+    assert counts == dict.fromkeys(counts, 0) | {"completed": 80}
+    # A worker may die between the transaction and its note, never note twice.
+    notes = [(tmp_path / "jobs" / id / "completed").read_text() for id in ids]
+    assert max(note.count("\n") for note in notes) == 1
+    assert len({note for note in notes if note}) > 1  # several workers had their share
+
+
+def test_what_a_killed_server_said_yes_to_is_there(tmp_path):
+    """The process that submits writes each id after submit returned, and dies by kill -9."""
+    said = tmp_path / "said"
+
+    def submit() -> None:
+        queue = opened(tmp_path)
+        with open(said, "a", buffering=1) as file:
+            while True:
+                file.write(put(queue).id + "\n")
+
+    for _ in range(3):
+        child = forked(submit)
+        time.sleep(0.3)
+        os.kill(child, signal.SIGKILL)
+        exit_code(child)
+    queue = opened(tmp_path)
+    there = set(queue._ids(states.jobs.c.status == "queued"))
+    accepted = set(said.read_text().split())
+    assert accepted and accepted <= there and len(there) <= len(accepted) + 3
+    queue.close()
+
+
+def test_threads_that_submit_claim_and_report_do_not_hinder_each_other(tmp_path):
+    queue, done = opened(tmp_path), threading.Event()
+
+    def serve(name: str) -> int:
+        count = 0
+        while not done.is_set() or queue.counts()["queued"]:
+            for entry in queue.claim(name, "small", 3):
+                assert queue.report(entry, 10) and queue.complete(entry)
+                count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        served = [pool.submit(serve, name) for name in ("w1", "w2")]
+        list(pool.map(lambda _: put(queue), range(100)))
+        done.set()
+        assert sum(future.result() for future in served) == 100
+    queue.close()

@@ -1,0 +1,366 @@
+"""A request's fields: what OpenAI's client and others send, what of it is refused and how; the
+compiled sizes, and which of them a request means."""
+
+import base64
+import json
+from io import BytesIO
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
+
+from ltx_neuron import flags
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.service import fields, picture
+from ltx_neuron.service.catalogue import Catalogue, Offer, Wanted, _offers, seconds_of
+from ltx_neuron.service.fields import AskedImage, Upload, read_request
+from ltx_neuron.service.guard import Rate
+from ltx_neuron.service.jobs import job_of
+from ltx_neuron.service.refusal import Refusal
+from ltx_neuron.service.tokens import LOCAL, Tokens, new_token
+
+PROMPT = {"prompt": "waves crash on the shore"}
+PNG_URL = "data:image/png;base64," + base64.b64encode(b"picture").decode()
+
+
+def read(**said):
+    return read_request(PROMPT | said)
+
+
+def refused(**said) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        read(**said)
+    return caught.value
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+def test_the_size_is_read_however_it_is_said():
+    assert read(size="768x512", seconds="5").wanted == Wanted(512, 768, seconds=5.0)
+    as_numbers = read(width=768, height="512", num_frames="121", fps="24", two_stage="true")
+    assert as_numbers.wanted == Wanted(512, 768, 121, None, 24.0, True)
+    assert read(size="", seconds=None).wanted == Wanted()
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("size", "768 x 512"),
+        ("size", "-1x2"),
+        ("size", "999999x1"),
+        ("size", ["768x512"]),
+        ("seconds", "four"),
+        ("seconds", "-4"),
+        ("seconds", "nan"),
+        ("seconds", "inf"),
+        ("seconds", True),
+        ("seconds", "1" * 400),
+        ("num_frames", 9.5),
+        ("num_frames", 10**12),
+        ("fps", 0),
+        ("two_stage", "maybe"),
+        ("two_stage", 7),
+        ("recipe", "fast"),
+        ("model", ["a"]),
+        ("images", "{}"),
+        ("images", "[" * 100_000),
+        ("video_stg_blocks", "[1"),
+        ("negative_prompt", "x" * 10_001),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_field(param, value):
+    error = refused(**{param: value})
+    assert (error.status, error.param) == (400, param)
+
+
+@pytest.mark.parametrize("prompt", [None, "", "  ", 5, ["a"], "x" * 10_001, "x" * 1_000_000])
+def test_a_prompt_must_be_there_and_short(prompt):
+    with pytest.raises(Refusal) as caught:
+        read_request({"prompt": prompt})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+    assert len(json.dumps(caught.value.content)) < 500
+
+
+def test_an_unknown_field_is_refused_with_the_known_ones():
+    error = refused(sead="5")
+    assert (error.code, error.param) == ("unknown_field", "sead")
+    assert "seed" in error.message
+
+
+def test_what_is_not_supported_is_refused_by_name():
+    for name in ("lora", "video_reference", "audio_reference"):
+        assert refused(**{name: "x"}).code == "feature_not_supported"
+    assert refused(input_reference={"file_id": "f"}).code == "feature_not_supported"
+    for url in ("http://169.254.169.254/", "file:///etc/passwd", "/etc/passwd"):
+        assert refused(input_reference={"image_url": url}).code == "feature_not_supported"
+
+
+def test_two_fields_that_say_the_same_are_refused():
+    assert refused(seconds="5", num_frames=121).param == "seconds"
+    assert refused(fps=24, frame_rate=24).param == "fps"
+    assert refused(num_steps=8, num_inference_steps=8).param == "num_inference_steps"
+    assert refused(size="64x64", width=64).param == "size"
+    assert refused(seed=1, extra_params={"seed": 2}).param == "seed"
+
+
+def test_extra_params_are_fields_as_well():
+    assert read(extra_params='{"seed": 5, "fps": 25}').line["seed"] == 5
+    assert read(extra_params={"fps": 25}).wanted.frame_rate == 25
+    assert refused(extra_params="[1]").param == "extra_params"
+
+
+def test_every_key_of_a_prompts_file_can_be_said_but_paths():
+    sizes = {"height", "width", "num-frames", "frame-rate", "fps", "two-stage", "recipe"}
+    said = {key.replace("_", "-") for key in fields.LINE_KEYS.values()}
+    said |= {key.replace("_", "-") for key in fields.LINE_KEYS}
+    assert set(flags._job_flags()) - said - sizes == {"prompt", "image"}
+
+
+def test_a_line_makes_the_job_that_the_command_makes(tmp_path):
+    said = read(seed="5", negative_prompt="rain", guidance_scale="2.5", video_stg_blocks="[1, 2]")
+    line = said.line | {"height": 64, "width": 96, "num_frames": 9, "recipe": "dev"}
+    job = job_of(line | {"image": [["image-0.png", 0, 0.5, 33]]}, tmp_path)
+    assert (job.prompt, job.seed, job.negative_prompt) == (PROMPT["prompt"], 5, "rain")
+    assert job.size == Size(64, 96, 9)
+    assert job.guidance.video.cfg_scale == 2.5 and job.guidance.video.stg_blocks == (1, 2)
+    assert job.images == (ImageCondition(str(tmp_path / "image-0.png"), 0, 0.5, 33),)
+
+
+def test_a_name_in_a_line_leads_out_of_no_folder(tmp_path):
+    job = job_of({"prompt": "waves", "image": [["../../etc/passwd", 0]]}, tmp_path)
+    assert job.images[0].path == str(tmp_path / "passwd")
+
+
+def test_images_come_as_files_as_data_urls_and_as_openai_writes_objects_in_a_form():
+    first = AskedImage(b"picture")
+    assert read(input_reference=Upload(lambda: b"picture")).images == [first]
+    assert read(input_reference={"image_url": PNG_URL}).images == [first]
+    assert read(**{"input_reference[image_url]": PNG_URL}).images == [first]
+    several = [{"image_url": PNG_URL, "frame": 8, "strength": 0.5}]
+    wanted = [AskedImage(b"picture", 8, 0.5, 33, "images[0]")]
+    assert read(images=several).images == read(images=json.dumps(several)).images == wanted
+
+
+def test_images_that_cannot_be_are_refused_by_their_place():
+    assert refused(images=[{"image_url": PNG_URL}] * 9).param == "images"
+    assert refused(images=[{"path": "/etc/passwd"}]).param == "images[0]"
+    assert refused(images=[{"image_url": PNG_URL}, {"frame": 1}]).param == "images[1]"
+    assert refused(input_reference={"image_url": "data:image/png;base64,%%"}).status == 400
+    assert refused(images=[{"image_url": PNG_URL, "strength": 2}]).param == "strength"
+
+
+def test_the_digest_is_of_all_that_was_said():
+    digests = [
+        read().digest,
+        read(seed=5).digest,
+        read(size="64x64").digest,
+        read(input_reference={"image_url": PNG_URL}).digest,
+        read_request({"prompt": "birds"}).digest,
+    ]
+    assert len(set(digests)) == len(digests)
+    assert read(seed=5).digest == read(seed=5).digest
+
+
+def test_a_refusal_with_characters_that_utf8_lacks_can_be_sent():
+    content = refused(**{"\ud800": "x"}).content
+    assert json.dumps(content, ensure_ascii=False).encode()
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+SMALL, TALL = Size(512, 768, 121), Size(768, 512, 121)
+LARGE = Size(1024, 1536, 121, two_stage=True)
+
+
+class Compiled:
+    """The workspace of a machine on which buckets are compiled, by their names alone."""
+
+    distilled_loras, artifacts = (), "/nonexistent"
+
+    def __init__(self, *sizes: Size, images=(), recipe="distilled"):
+        self.names = {b.name for size in sizes for b in size.buckets(images, recipe)}
+
+    def compiled_buckets(self) -> set[str]:
+        return self.names
+
+    def dit_program_for(self, size, stage, images, recipe):
+        if size.bucket(stage, images).name not in self.names:
+            raise UserError("not compiled")
+
+
+def catalogue(*sizes: Size, **more) -> Catalogue:
+    return Catalogue(Compiled(*sizes, **more), Offer(SMALL, "distilled"), upsamplers={"spatial"})
+
+
+def chosen(wanted: Wanted, *sizes: Size) -> tuple[Size, list[str]]:
+    offer, notes = catalogue(*sizes).choose(wanted)
+    return offer.size, notes
+
+
+def test_the_sizes_of_graphs_are_found_from_their_tokens():
+    sizes = {offer.size for offer in _offers(Compiled(SMALL).names)}
+    assert sizes == {SMALL, TALL}  # portrait and landscape share a graph
+    two = {offer.size for offer in _offers(Compiled(LARGE).names)}
+    assert LARGE in two and Size(512, 768, 121) in two  # a stage's own size is one as well
+
+
+def test_what_is_compiled_for_the_dev_recipe_is_offered_for_it_alone():
+    offers = _offers(Compiled(SMALL, recipe="dev").names)
+    assert {offer.recipe for offer in offers} == {"dev"}
+
+
+def test_a_request_that_says_nothing_gets_the_default_or_what_there_is():
+    assert chosen(Wanted(), SMALL, LARGE) == (SMALL, [])
+    assert chosen(Wanted(), Size(704, 1280, 97))[0].num_frames == 97
+
+
+def test_whole_seconds_are_frames_of_the_model():
+    for seconds in (1, 2, 4, 5, 8, 10):
+        size = Size(512, 768, 24 * seconds + 1)
+        assert chosen(Wanted(seconds=float(seconds)), size) == (size, [])
+        assert seconds_of(size) == str(seconds)
+
+
+def test_a_size_a_rounding_away_is_taken_and_said():
+    size = Size(704, 1280, 193)
+    got, notes = chosen(Wanted(720, 1280, num_frames=192), size)
+    assert got == size
+    assert notes == [
+        "height 720 became 704, which is compiled",
+        "num_frames 192 became 193, which is compiled",
+    ]
+    exact = chosen(Wanted(frame_rate=23.976), SMALL)  # its sound has as many tokens as at 24
+    assert exact == (Size(512, 768, 121, 23.976), [])
+
+
+def test_a_size_further_away_is_refused_with_what_is_compiled():
+    for wanted in (
+        Wanted(1080, 1920),
+        Wanted(512, 800),
+        Wanted(seconds=8.0),
+        Wanted(frame_rate=30.0),
+        Wanted(two_stage=True),
+        Wanted(recipe="dev"),
+    ):
+        with pytest.raises(Refusal) as caught:
+            catalogue(SMALL).choose(wanted)
+        error = caught.value
+        assert (error.status, error.code) == (400, "profile_mismatch")
+        assert "768x512, 121 frames at 24 fps (5 s)" in error.message
+        assert {"768x512", "512x768"} == {
+            each["size"] for each in error.content["error"]["compiled"]
+        }
+
+
+def test_of_sizes_within_a_rounding_the_nearest_is_taken():
+    near, far = Size(512, 768, 121), Size(512, 736, 121)
+    assert chosen(Wanted(512, 760), near, far)[0] == near
+    assert chosen(Wanted(512, 740), near, far)[0] == far
+
+
+def test_an_image_needs_a_graph_that_holds_images():
+    image = (ImageCondition("x"),)
+    with pytest.raises(Refusal, match="for text alone"):
+        catalogue(SMALL).choose(Wanted(), image)
+    assert catalogue(SMALL, images=image).choose(Wanted(), image)[0].size == SMALL
+
+
+def test_two_stages_are_offered_where_there_is_an_upsampler():
+    without = Catalogue(Compiled(LARGE), Offer(SMALL, "distilled"), upsamplers=())
+    assert not any(offer.size.two_stage for offer in without.offers)
+    assert any(offer.size.two_stage for offer in catalogue(LARGE).offers)
+
+
+def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
+    workspace = Compiled(LARGE, recipe="dev")
+    workspace.names |= Compiled(LARGE).names  # and for one distilled stage of that size
+    for loras in ((), ("lora",)):
+        workspace.distilled_loras = loras
+        offers = Catalogue(workspace, Offer(SMALL, "dev"), upsamplers={"spatial"}).offers
+        refining = {offer.recipe == "dev" and offer.size.two_stage for offer in offers}
+        assert refining == {bool(loras)}
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def image_file(path, size=(8, 6), mode="RGB", kind="PNG"):
+    Image.effect_noise(size, 50).convert(mode).save(path, format=kind)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("RGB", "PNG"), ("P", "PNG"), ("RGB", "JPEG"), ("CMYK", "JPEG"), ("L", "WEBP")],
+)
+def test_a_decoded_picture_has_the_pixels_of_the_file(tmp_path, mode, kind):
+    source, target = image_file(tmp_path / "a", mode=mode, kind=kind), tmp_path / "b.png"
+    picture.decode(source, target)
+    with Image.open(source) as before, Image.open(target) as after:
+        assert after.format == "PNG"
+        assert before.convert("RGB").tobytes() == after.convert("RGB").tobytes()
+
+
+def test_what_is_no_picture_is_refused_and_nothing_is_written(tmp_path):
+    source, target = tmp_path / "video.png", tmp_path / "b.png"
+    whole = BytesIO()
+    Image.new("RGB", (64, 64)).save(whole, format="PNG")
+    for content in (b"", b"\0\0\0\x18ftypmp42", whole.getvalue()[:60], b"%PDF-1.4"):
+        source.write_bytes(content)
+        with pytest.raises(picture.BadPicture, match="no picture that can be read"):
+            picture.decode(source, target)
+        assert not target.exists()
+
+
+def test_a_bomb_is_refused_by_its_header(tmp_path):
+    source = image_file(tmp_path / "bomb.png", size=(300, 300))
+    with pytest.raises(picture.BadPicture, match="300x300 pixels, 1000 in all at most"):
+        picture.decode(source, tmp_path / "b.png", most_pixels=1000)
+
+
+# --- tokens and rates -----------------------------------------------------------------------------
+
+
+def test_a_token_is_told_once_and_kept_as_a_hash(tmp_path):
+    path = tmp_path / "tokens.json"
+    ada, bob = new_token(path, "ada"), new_token(path, "bob")
+    assert ada not in path.read_text() and path.stat().st_mode & 0o077 == 0
+    tokens = Tokens.load(path)
+    assert tokens.owner_of(f"Bearer {ada}") == "ada" and tokens.owner_of(f"bearer {bob}") == "bob"
+    for wrong in (None, "", ada, f"Basic {ada}", f"Bearer {ada[:-1]}", "Bearer ", "Bearer \udcff"):
+        assert tokens.owner_of(wrong) is None
+    again = new_token(path, "ada")
+    assert Tokens.load(path).owner_of(f"Bearer {ada}") is None
+    assert Tokens.load(path).owner_of(f"Bearer {again}") == "ada"
+
+
+def test_without_tokens_there_is_one_owner_and_a_broken_file_is_refused(tmp_path):
+    assert Tokens.load(None).owner_of(None) == LOCAL
+    for content in ("{}", '{"tokens": {}}', '{"tokens": {"ada": "secret"}}', '{"tokens": []}'):
+        (tmp_path / "tokens.json").write_text(content)
+        with pytest.raises(UserError, match="--new-token NAME"):
+            Tokens.load(tmp_path / "tokens.json")
+    with pytest.raises(UserError, match="a name has"):
+        new_token(tmp_path / "tokens.json", "../ada")
+
+
+def test_an_owner_may_ask_so_often_and_no_more(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    rate = Rate(per_minute=60)
+    for _ in range(20):
+        rate.take("ada")
+    with pytest.raises(Refusal) as caught:
+        rate.take("ada")
+    assert caught.value.status == 429 and caught.value.headers["x-should-retry"] == "true"
+    rate.take("bob")
+    now[0] += 1
+    rate.take("ada")
+
+
+def test_a_job_of_the_default_fields_is_the_jobs_own_default(tmp_path):
+    assert job_of(PROMPT, tmp_path) == Job(PROMPT["prompt"])
