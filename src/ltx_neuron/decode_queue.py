@@ -195,23 +195,21 @@ class DecodeQueue:
     @contextmanager
     def _decoding(self, job: Job, video: Tensor, audio: Tensor) -> Iterator[Clip]:
         """A job's clip. Where cores are free for it, pictures are decoded ahead of who takes them,
-        and sound beside them; else sound first, so that pictures need not wait for it once they
-        are encoded."""
+        and sound beside them; else each when it is asked for."""
         chunks, sound = self._pictures(video), cache(partial(self._sound, audio))
+        task = None
         with ExitStack() as ending:
             ending.enter_context(closing(chunks))
             if self.overlap:
                 task = ending.enter_context(BackgroundTask(sound))
                 chunks = ending.enter_context(ahead(chunks))
-            else:
-                sound()
 
             def waveform() -> Tensor:
                 with self.recorder.paused():
-                    return task.result() if self.overlap else sound()
+                    return task.result() if task else sound()
 
             def ready() -> bool:
-                return not self.overlap or task.done
+                return task is not None and task.done
 
             yield Clip(job, self._awaited(chunks), waveform, self.host.sample_rate, ready)
 
