@@ -248,12 +248,7 @@ class Job:
             raise UserError(f"--seed {self.seed} has more than 64 bits; type a smaller number")
         self.size.check()
         self.size.check_images(self.images)
-        if self.upscale not in (None, *UPSCALES):
-            raise UserError(f"upscale {self.upscale!r} is not known; known: {', '.join(UPSCALES)}")
-        if self.upscale and self.size.two_stage:
-            raise UserError(
-                "--upscale is for one-stage runs; --two-stage upsamples between its stages already"
-            )
+        check_upscale(self.upscale, self.size)
         if self.recipe not in RECIPES:
             raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
         if self.recipe == "distilled":
@@ -281,3 +276,29 @@ class Job:
             **dataclasses.asdict(self.size),
             **{k: v for k, v in dataclasses.asdict(self).items() if k != "size"},
         }
+
+
+def check_upscale(upscale: str | None, size: Size) -> None:
+    """Raise UserError for an --upscale that is not known, or not for runs of that size."""
+    if upscale not in (None, *UPSCALES):
+        raise UserError(f"upscale {upscale!r} is not known; known: {', '.join(UPSCALES)}")
+    if upscale and size.two_stage:
+        raise UserError(
+            "--upscale is for one-stage runs; --two-stage upsamples between its stages already"
+        )
+
+
+def decoded_latent(size: Size, upscale: str | None) -> tuple[int, int, int]:
+    """(F, h, w) of the video latent that is decoded: after a one-stage run it may be upscaled."""
+    latent = video_latent_shape(size.height, size.width, size.num_frames)
+    for kind in UPSCALES.get(upscale, ()):
+        latent = upsampled_latent(latent, kind)
+    return latent
+
+
+def upsampled_latent(latent: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
+    """(F, h, w) that the "spatial" or "temporal" upsampler makes of a latent."""
+    frames, height, width = latent
+    if kind == "temporal":
+        return 2 * frames - 1, height, width
+    return frames, 2 * height, 2 * width

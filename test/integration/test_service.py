@@ -329,6 +329,9 @@ def test_many_connections_that_say_nothing_hinder_nobody_for_long(service):
     idle = [socket.create_connection((host, int(port))) for _ in range(500)]
     try:
         # Those above the limit are told so at once; the others are closed within seconds.
+        head, _, body = said(service, b"GET /v1/models HTTP/1.1").partition(b"\r\n\r\n")
+        assert b" 503 " in head[:20] and b"retry-after: 1" in head.lower()
+        assert json.loads(body)["error"]["code"] == "overloaded"
         until(lambda: b" 200 " in said(service, b"GET /v1/models HTTP/1.1")[:20], every=0.5)
     finally:
         for connection in idle:

@@ -309,6 +309,42 @@ def test_without_the_ranks_a_clip_says_how_long_the_host_decodes(clip):
     assert "20% of a documented peak, not measured" in row.rate
 
 
+def test_upscaling_a_clip_is_timed_with_the_decoding_of_what_comes_out(clip):
+    made = {kind: clip(upscale=kind).rows for kind in (None, "spatial", "temporal", "both")}
+
+    def seconds(upscale, name):
+        return sum(row.seconds for row in made[upscale] if row.name == name)
+
+    rows = made["both"]
+    names = [row.name for row in rows]
+    assert sorted(names, key=PHASES.index) == names
+    first, second = (row.rate for row in rows if row.name == "upsample")
+    assert first.startswith("spatial, ") and second.startswith("temporal, ")
+    # The temporal one runs on four times the latents then.
+    spatial, temporal = seconds("spatial", "upsample"), seconds("temporal", "upsample")
+    assert seconds("both", "upsample") == pytest.approx(spatial + 4 * temporal, rel=0.01)
+    assert seconds(None, "upsample") == 0
+    # Tiles overlap, more or less of what they decode where there are more of them.
+    once = seconds(None, "decode_video")
+    assert 3 < seconds("spatial", "decode_video") / once < 5
+    assert 1.5 < seconds("temporal", "decode_video") / once < 2.5
+    (frames,) = (row.rate for row in rows if row.name == "encode_mp4")
+    assert frames.startswith("241 frames")
+
+
+def test_the_host_s_memory_is_that_of_the_upscaled_video(released):
+    size = Size(512, 768, 121)
+    plain = plan.plan(released, TRN2, size, 4, "bfloat16")
+    larger = plan.plan(released, TRN2, size, 4, "bfloat16", upscale="spatial")
+    assert larger.host_bytes_to_decode > 1.5 * plain.host_bytes_to_decode
+
+
+def test_upscaling_after_two_stages_is_refused_by_the_plan_as_by_a_run(released):
+    size = Size(512, 768, 121, two_stage=True)
+    with pytest.raises(UserError, match="--upscale is for one-stage runs"):
+        plan.plan(released, TRN2, size, 4, "bfloat16", upscale="spatial")
+
+
 def test_a_step_that_was_tuned_counts_as_it_was_measured(clip, tmp_path):
     buckets = [Size(512, 768, 121).bucket(stage, ()) for stage in Size(512, 768, 121).stages()]
     sizes = {chosen.size_key(buckets): {"step_ms": 500.0}}

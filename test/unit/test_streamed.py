@@ -10,7 +10,7 @@ from torch import nn
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.products import AMX, BLAS, ONEDNN, Libraries, has_amx, multiplier
-from ltx_neuron.text.streamed import Float32LinearMode, MappedWeights, StreamedLayers
+from ltx_neuron.text.streamed import HostKernels, MappedWeights, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -112,7 +112,7 @@ def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library
     x, wanted = randn(2, 7, WIDTH), None
     layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    with Float32LinearMode(Libraries(few=library)):
+    with HostKernels(Libraries(few=library)):
         got = layer(x)
     assert got.dtype == torch.float32 and rel(got, wanted) < EQUAL
 
@@ -120,7 +120,7 @@ def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library
 def test_activations_of_another_dtype_are_multiplied_as_ever():
     x, weight = randn(3, WIDTH).bfloat16(), randn(5, WIDTH).bfloat16()
     wanted = nn.functional.linear(x, weight)
-    with Float32LinearMode():
+    with HostKernels():
         assert torch.equal(nn.functional.linear(x, weight), wanted)
 
 

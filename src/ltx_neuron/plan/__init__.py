@@ -26,7 +26,7 @@ from ltx_neuron.config import (
 )
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import arithmetic
-from ltx_neuron.job import Size, Stage
+from ltx_neuron.job import Size, Stage, check_upscale, decoded_latent
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
@@ -35,7 +35,6 @@ from ltx_neuron.models.programs import (
     may_divide,
 )
 from ltx_neuron.profiles import Profile
-from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.sharding import HOST, MODELS, local_shape, rule
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -242,6 +241,7 @@ def plan(
     gemma: GemmaConfig | None = GEMMA_3_12B,
     recipe: str = "distilled",
     steps: int = 30,
+    upscale: str | None = None,
 ) -> Plan:
     """Plan a generation. Raises UserError for sizes and degrees that do not fit the model.
 
@@ -249,6 +249,7 @@ def plan(
     steps  of stage 1 of the dev recipe
     """
     size.check()
+    check_upscale(upscale, size)
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
     if gemma:
@@ -293,7 +294,7 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        **_decoding(checkpoint, profile, size, torch_dtype),
+        **_decoding(checkpoint, profile, decoded_latent(size, upscale), torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
         assumed=ASSUMED,
@@ -301,12 +302,13 @@ def plan(
     )
 
 
-def _decoding(checkpoint: Checkpoint, profile: Profile, size: Size, dtype: torch.dtype) -> dict:
+def _decoding(
+    checkpoint: Checkpoint, profile: Profile, latent: tuple[int, int, int], dtype: torch.dtype
+) -> dict:
     """What decoding the video on the host computes in, and its memory."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
     from ltx_neuron.host.vae_memory import decode_bytes
 
-    latent = video_latent_shape(size.height, size.width, size.num_frames)
     decoding = arithmetic(profile.host_dtype, dtype)
     return {
         "host_bytes_to_decode": decode_bytes(

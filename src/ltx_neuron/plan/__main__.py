@@ -16,6 +16,7 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import GEMMA_3_12B, gemma_config, transformer_config
 from ltx_neuron.host import calibration
 from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
+from ltx_neuron.job import UPSCALES
 from ltx_neuron.plan import Plan, plan, rates, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.table import clip_table, table
@@ -38,6 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--num-inference-steps", type=int, default=30, metavar="N", help="dev recipe only")
     add("--neuron-gemma", action="store_true", help="time the prompt's encoding on the ranks")
     add("--neuron-vae", action="store_true", help="time the video's decoding on the ranks")
+    help = "time the latent upsamplers, and the decoding of what they return"
+    add("--upscale", choices=list(UPSCALES), help=help)
     help = "measure this machine's host in a few seconds first, and keep that in the artifacts"
     add("--calibrate", action="store_true", help=help)
     add("--json", action="store_true", help="one JSON object instead of the table")
@@ -60,7 +63,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     gemma = gemma_config(args.gemma_root) if args.gemma_root else GEMMA_3_12B
     recipe, steps = args.recipe or "distilled", args.num_inference_steps
     tp = profile.degree(args.tp_degree)
-    result = plan(checkpoint, profile, size, tp, args.dtype, gemma, recipe, steps)
+    result = plan(checkpoint, profile, size, tp, args.dtype, gemma, recipe, steps, args.upscale)
     config = transformer_config(checkpoint.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)
@@ -82,6 +85,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
         rates.read(args.artifacts_dir),
         args.neuron_gemma,
         args.neuron_vae,
+        args.upscale,
         tuned and tuned.step_ms(buckets),
     )
     return result, clip.planned()

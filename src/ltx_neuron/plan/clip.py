@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ltx_neuron.host.arithmetic import Arithmetic
-from ltx_neuron.job import Size
+from ltx_neuron.job import UPSCALES, Size, decoded_latent, upsampled_latent
 from ltx_neuron.plan import Plan, StagePlan
 from ltx_neuron.plan.rates import Rate, host_rate
 from ltx_neuron.profiles import Profile
-from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 
 SHARE = 0.3  # of a chip's documented peak, where nothing was measured
 # Published by others: a step at 512x768x121 on the four ranks of one Trainium2, and its FLOPs.
@@ -72,6 +72,7 @@ class Clip:
     rates: dict[str, float]
     neuron_gemma: bool
     neuron_vae: bool
+    upscale: str | None = None
     tuned_step_ms: float | None = None
 
     def planned(self) -> ClipPlan:
@@ -137,8 +138,14 @@ class Clip:
         rows = []
         for number, stage in enumerate(self.plan.stages):
             if number:
-                rows.append(self._upsampling(self.plan.stages[number - 1]))
+                before = self.plan.stages[number - 1]
+                latent = video_latent_shape(before.height, before.width, self.size.num_frames)
+                rows.append(self._upsampling(latent, "spatial"))
             rows.append(self._steps(stage))
+        latent = decoded_latent(self.size, None)
+        for kind in UPSCALES.get(self.upscale, ()):
+            rows.append(self._upsampling(latent, kind))
+            latent = upsampled_latent(latent, kind)
         return rows
 
     def _steps(self, stage: StagePlan) -> Row:
@@ -163,18 +170,23 @@ class Clip:
         ms = flops / (SHARE * peak) * 1e3
         return ms, f"{SHARE:.0%} of the documented peak, not measured"
 
-    def _upsampling(self, stage: StagePlan) -> Row:
+    def _upsampling(self, latent: tuple[int, int, int], kind: str) -> Row:
         from ltx_neuron.plan.host_flops import upsampler_flops  # imports ltx-core
 
-        latent = video_latent_shape(stage.height, stage.width, self.size.num_frames)
-        flops = upsampler_flops(latent, "spatial")
-        return self._host("upsample", flops, f"decode_video {self._dtype}", _tera(flops))
+        flops, rate = upsampler_flops(latent, kind), f"decode_video {self._dtype}"
+        return self._host("upsample", flops, rate, f"{kind}, {_tera(flops)}")
+
+    @property
+    def _pixels(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video that is written."""
+        frames, height, width = decoded_latent(self.size, self.upscale)
+        return (frames - 1) * TIME_SCALE + 1, height * SPACE_SCALE, width * SPACE_SCALE
 
     def _video(self) -> list[Row]:
         from ltx_neuron.host import tiles  # imports ltx-core
         from ltx_neuron.plan.host_flops import video_decoder_flops
 
-        clip = video_latent_shape(self.size.height, self.size.width, self.size.num_frames)
+        clip = decoded_latent(self.size, self.upscale)
         tp = self.plan.tp
         how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
         counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
@@ -189,7 +201,7 @@ class Clip:
         # Ranks for which there is no tile wait for the others.
         total = sum(flops[shape] * math.ceil(count / tp) * tp for shape, count in counts.items())
         numbers = 3 * 8 * 32 * 32 * sum(math.prod(shape) * n for shape, n in counts.items())
-        video = 3 * self.size.num_frames * self.size.height * self.size.width
+        video = 3 * math.prod(self._pixels)
         traffic = _TILE_TRAFFIC * numbers + _VIDEO_TRAFFIC * video
         return [
             self._at_peak("decode_video", total, f"{_tera(total)}, {text}"),
@@ -202,10 +214,8 @@ class Clip:
         return self._host("decode_audio", seconds, "decode_audio", f"{seconds:.1f} s of sound")
 
     def _mp4(self) -> Row:
-        size = self.size
-        what = f"{size.num_frames} frames"
-        pixels = size.num_frames * size.height * size.width
-        return self._host("encode_mp4", pixels, "encode_mp4", what)
+        what = f"{self._pixels[0]} frames"
+        return self._host("encode_mp4", math.prod(self._pixels), "encode_mp4", what)
 
 
 def _tera(flops: float) -> str:

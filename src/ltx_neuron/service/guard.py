@@ -6,6 +6,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import h11
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ltx_neuron.service.refusal import Refusal, busy
@@ -103,9 +104,24 @@ class Rate:
 
 class PatientProtocol(H11Protocol):
     """uvicorn's protocol, which closes a connection whose request's head does not come in time:
-    uvicorn would wait for ever."""
+    uvicorn would wait for ever. What comes on one connection too many is refused as all else is:
+    uvicorn would say so in plain text."""
 
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._service, self.app = self.app, self._bounded
+
+    async def _bounded(self, scope, receive, send) -> None:
+        app = self._service
+        if len(self.connections) > self._most:
+            text = f"more than {self._most} connections are open"
+            refusal = Refusal(503, "overloaded", text, retry=1)
+            headers = {**refusal.headers, "Connection": "close"}
+            app = JSONResponse(refusal.content, refusal.status, headers)
+        await app(scope, receive, send)
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)

@@ -36,7 +36,7 @@ from ltx_neuron.text.inputs import (
     prompt_slices,
     scale_embeddings,
 )
-from ltx_neuron.text.streamed import Float32LinearMode, MappedWeights, StreamedLayers
+from ltx_neuron.text.streamed import HostKernels, MappedWeights, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import open_host_file
 
@@ -126,7 +126,7 @@ class HostTextEncoder:
         dtype: torch.dtype,
         libraries: Libraries = ONEDNN_ALONE,
     ):
-        self.libraries, self.linear_mode = libraries, Float32LinearMode(libraries)
+        self.libraries, self.kernels = libraries, HostKernels(libraries)
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
         self.weights = MappedWeights(source, dtype)
 
@@ -173,7 +173,7 @@ class HostTextEncoder:
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
-        with self.linear_mode:
+        with self.kernels:
             packs = pack_prompts(prompts)
             return [context for pack in packs for context in self._encode_pack(pack)]
 

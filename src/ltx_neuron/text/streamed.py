@@ -1,5 +1,5 @@
 """Running a large model on the host's CPU without a copy of its weights: layers get them when they
-run, as the files' own pages, and fp32 activations are multiplied with bf16 weights.
+run, as the files' own pages, and the host's kernels take the place of what torch is slow at.
 
 Copies would need fresh memory, which on a virtual machine costs ten times what filling it does
 (benchmarks/text_encode.md). So nothing that the page cache holds is copied, and bf16
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ltx_neuron.host.products import AMX, BLAS, MANY_ROWS, ONEDNN_ALONE, Libraries, multiplier
+from ltx_neuron.models.rope import Rope, rotate
 from ltx_neuron.weights.checkpoint import Source
 
 # Elements of a weight that are cast at once: 8 MB in fp32, which a core's share of the cache holds.
@@ -29,7 +30,7 @@ class MappedWeights:
     """A source's tensors as the files' own pages, to fill modules with.
 
     dtype  of the activations, to which weights are cast. With float32 matrices keep the dtype they
-           are stored in: Float32LinearMode multiplies with them.
+           are stored in: HostKernels multiplies with them.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype):
@@ -81,10 +82,11 @@ class StreamedLayers(nn.ModuleList):
             layer.to("meta")
 
 
-class Float32LinearMode(TorchFunctionMode):
-    """A context in which nn.functional.linear multiplies fp32 activations with weights of any
-    dtype, in fp32 and by the libraries given (host.products). Other activations are multiplied as
-    always.
+class HostKernels(TorchFunctionMode):
+    """A context in which this machine's own kernels do what torch is slow at: nn.functional.linear
+    multiplies fp32 activations with weights of any dtype, in fp32 and by the libraries given
+    (host.products); tanh-GELU and rotation of bf16 are those of host.elementwise, to the bit. All
+    else is torch's.
     """
 
     def __init__(self, libraries: Libraries = ONEDNN_ALONE):
@@ -94,9 +96,15 @@ class Float32LinearMode(TorchFunctionMode):
         self._multiply = cache(multiplier)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if function is nn.functional.linear and args[0].dtype == torch.float32:
-            return self._linear(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+            return self._linear(*args, **kwargs)
+        if function is nn.functional.gelu and _is_fast_gelu(*args, **kwargs):
+            return _elementwise().gelu(args[0])
+        if function is rotate and _is_fast_rotation(*args):
+            x, rope = args
+            return _elementwise().rotate(x, *rope)
+        return function(*args, **kwargs)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K) float32, weight (N, K), bias (N) -> (..., N) float32."""
@@ -130,3 +138,24 @@ class Float32LinearMode(TorchFunctionMode):
         if self._cast_buffer.numel() < piece.numel():
             self._cast_buffer = torch.empty(piece.numel())
         return self._cast_buffer[: piece.numel()].view(piece.shape).copy_(piece)
+
+
+def _is_fast_gelu(x: Tensor, approximate: str = "none") -> bool:
+    return approximate == "tanh" and x.dtype == torch.bfloat16 and x.is_contiguous()
+
+
+def _is_fast_rotation(x: Tensor, rope: Rope) -> bool:
+    """Whether x (B, H, T, D) and the tables (1, 1 or H, T, D / 2) lie as host.elementwise reads."""
+    tables = x.shape[2], x.shape[3] // 2
+    return (
+        x.dtype == torch.bfloat16
+        and x.transpose(1, 2).is_contiguous()
+        and all(t.shape in ((1, 1, *tables), (1, x.shape[1], *tables)) for t in rope)
+        and all(t.dtype == torch.float32 and t.is_contiguous() for t in rope)
+    )
+
+
+def _elementwise():
+    from ltx_neuron.host import elementwise  # imports numba and compiles
+
+    return elementwise
