@@ -15,6 +15,7 @@ from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
     TIME_SCALE,
     audio_latent_frames,
+    upsampled_shape,
     video_latent_shape,
 )
 from ltx_neuron.sampling.schedules import (
@@ -292,13 +293,5 @@ def decoded_latent(size: Size, upscale: str | None) -> tuple[int, int, int]:
     """(F, h, w) of the video latent that is decoded: after a one-stage run it may be upscaled."""
     latent = video_latent_shape(size.height, size.width, size.num_frames)
     for kind in UPSCALES.get(upscale, ()):
-        latent = upsampled_latent(latent, kind)
+        latent = upsampled_shape(latent, kind)
     return latent
-
-
-def upsampled_latent(latent: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
-    """(F, h, w) that the "spatial" or "temporal" upsampler makes of a latent."""
-    frames, height, width = latent
-    if kind == "temporal":
-        return 2 * frames - 1, height, width
-    return frames, 2 * height, 2 * width

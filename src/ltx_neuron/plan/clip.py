@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ltx_neuron.host.arithmetic import Arithmetic
-from ltx_neuron.job import UPSCALES, Size, decoded_latent, upsampled_latent
+from ltx_neuron.job import UPSCALES, Size, decoded_latent
 from ltx_neuron.plan import Plan, StagePlan
 from ltx_neuron.plan.rates import Rate, host_rate
 from ltx_neuron.profiles import Profile
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, upsampled_shape, video_latent_shape
 
 SHARE = 0.3  # of a chip's documented peak, where nothing was measured
 # Published by others: a step at 512x768x121 on the four ranks of one Trainium2, and its FLOPs.
@@ -145,7 +145,7 @@ class Clip:
         latent = decoded_latent(self.size, None)
         for kind in UPSCALES.get(self.upscale, ()):
             rows.append(self._upsampling(latent, kind))
-            latent = upsampled_latent(latent, kind)
+            latent = upsampled_shape(latent, kind)
         return rows
 
     def _steps(self, stage: StagePlan) -> Row:
