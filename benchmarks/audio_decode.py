@@ -1,11 +1,11 @@
-"""Sound decoded on this machine: our vocoder beside ltx-core's own, released sizes, random weights,
-float32.
+"""Sound decoded on this machine: our mel decoder and vocoder beside ltx-core's own, released sizes,
+random weights of bf16, float32.
 
     python benchmarks/audio_decode.py --seconds 5
 
 Both decode the same latents in turn, in one process; the medians count. Weights of the two last
 convolutions are scaled so that no sample is clipped: random weights that clip answer a rounding
-with a thousand of it. The last line is how many times faster the vocoder is, and sound in all.
+with a thousand of it. The last lines are how many times faster each part is, and sound in all.
 """
 
 import argparse
@@ -16,11 +16,14 @@ from importlib.metadata import version
 
 import torch
 
+from ltx_neuron.host.arithmetic import fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.host.products import AMX
 from ltx_neuron.sampling.latents import AUDIO_CHANNELS, MEL_BINS, audio_latent_frames
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tiny.weights import random_weights, vocoder_weights
 
+PARTS = "mel", "vocoder"
 VOLUME = 1e-3  # of a last convolution's weights
 
 
@@ -51,6 +54,23 @@ def vocoder() -> torch.nn.Module:
     return model
 
 
+def decoders(amx: bool) -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
+    """Mel decoder and vocoder, ltx-core's and ours, of the same weights: those of bf16, as the
+    checkpoint stores them."""
+    from ltx_neuron.host.sound import FastVocoder
+
+    theirs = audio_decoder(), vocoder()
+    for model in theirs:
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+    ours = theirs[0]
+    if amx:
+        from ltx_neuron.host.mel import FastAudioDecoder
+
+        ours = FastAudioDecoder(theirs[0])
+    return {"ltx-core": theirs, "ours": (ours, FastVocoder(theirs[1], amx))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,58 +82,67 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="default: all cores, %(default)s"
     )
+    parser.add_argument(
+        "--without-amx", action="store_true", help="ours as on a CPU that has no AMX"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     import_ltx_core()
-    from ltx_neuron.host.sound import FastVocoder
-
+    amx = not args.without_amx and fastest_libraries().many == AMX
     print(
-        f"{args.seconds:g} s of sound, {args.threads} threads, torch {torch.__version__}, ltx-core"
-        f" {version('ltx-core')}, load average {os.getloadavg()[0]:.1f}"
+        f"{args.seconds:g} s of sound, {args.threads} threads, {'AMX' if amx else 'no AMX'}, torch"
+        f" {torch.__version__}, ltx-core {version('ltx-core')}, load average"
+        f" {os.getloadavg()[0]:.1f}"
     )
-    decoder, theirs = audio_decoder(), vocoder()
-    vocoders = {"ltx-core": theirs, "ours": FastVocoder(theirs)}
+    models = decoders(amx)
     frames = audio_latent_frames(round(args.seconds * 24) + 1, 24)
     generator = torch.Generator().manual_seed(1)
     latent = torch.randn(1, AUDIO_CHANNELS, frames, MEL_BINS, generator=generator)
-    seconds = {name: [] for name in ("mel", *vocoders)}
-    cores, waveforms = {name: [] for name in seconds}, {}
+    times = {name: {part: [] for part in PARTS} for name in models}
+    waveforms = {}
     for repeat in range(args.repeats):
-        mel = timed(decoder, latent, "mel", seconds, cores)
-        for name, model in vocoders.items():
-            waveforms[name] = timed(model, mel, name, seconds, cores)
-        row = ", ".join(
-            f"{name} {wall[-1]:.2f} s (CPU {cores[name][-1]:.2f})" for name, wall in seconds.items()
+        for name, (decoder, model) in models.items():
+            mel = timed(decoder, latent, times[name]["mel"])
+            waveforms[name] = timed(model, mel, times[name]["vocoder"])
+        row = "; ".join(
+            f"{name} " + ", ".join(f"{part} {shown(parts[part][-1])}" for part in PARTS)
+            for name, parts in times.items()
         )
         print(f"run {repeat + 1}: {row}", flush=True)
-    report(waveforms, seconds, cores)
+    report(waveforms, times)
 
 
-def timed(
-    model: torch.nn.Module, given: torch.Tensor, name: str, seconds: dict, cores: dict
-) -> torch.Tensor:
+def timed(model: torch.nn.Module, given: torch.Tensor, times: list) -> torch.Tensor:
     """What the model returns; notes its time by the clock, and that of the CPU's cores."""
     start, start_cores = time.perf_counter(), time.process_time()
     with torch.no_grad():
         result = model(given)
-    seconds[name].append(time.perf_counter() - start)
-    cores[name].append(time.process_time() - start_cores)
+    times.append((time.perf_counter() - start, time.process_time() - start_cores))
     return result
 
 
-def report(waveforms: dict, seconds: dict, cores: dict) -> None:
+def shown(time: tuple[float, float]) -> str:
+    return f"{time[0]:.2f} s (CPU {time[1]:.2f})"
+
+
+def report(waveforms: dict, times: dict) -> None:
     got, wanted = waveforms["ours"], waveforms["ltx-core"]
     clipped = (wanted.abs() >= 1).float().mean().item()
     distance = ((got - wanted).norm() / wanted.norm()).item()
     print(f"relative L2 {distance:.1e}, {clipped:.0%} of the samples clipped")
-    for unit, times in (("by the clock", seconds), ("in CPU time", cores)):
-        median = {name: statistics.median(values) for name, values in times.items()}
-        in_all = (median["mel"] + median["ltx-core"]) / (median["mel"] + median["ours"])
-        print(
-            f"{unit}: mel {median['mel']:.2f} s for both, vocoder {median['ltx-core']:.2f} s and"
-            f" {median['ours']:.2f} s, {median['ltx-core'] / median['ours']:.2f} times as fast;"
-            f" sound in all {in_all:.2f} times"
+    for unit, label in enumerate(("by the clock", "in CPU time")):
+        median = {
+            name: {part: statistics.median(time[unit] for time in parts[part]) for part in PARTS}
+            for name, parts in times.items()
+        }
+        for parts in median.values():
+            parts["in all"] = sum(parts.values())
+        row = "; ".join(
+            f"{part} {theirs:.2f} s and {median['ours'][part]:.2f} s,"
+            f" {theirs / median['ours'][part]:.2f} times as fast"
+            for part, theirs in median["ltx-core"].items()
         )
+        print(f"{label}: {row}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""The vocoder's forward against ltx-core's, and its spans of time against the whole."""
+"""The forwards of vocoder and mel decoder against ltx-core's, and spans of time against the
+whole."""
 
+import json
 import os
 import platform
 import subprocess
@@ -10,19 +12,23 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
+from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.background import BackgroundTask, Cancelled
-from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.host.models import HostModels, import_ltx_core
 from ltx_neuron.tiny.config import TinySizes, released_config, tiny_config
-from ltx_neuron.tiny.weights import vocoder_weights
+from ltx_neuron.tiny.weights import random_weights, vocoder_weights
 
 import_ltx_core()
 
-from ltx_core.model.audio_vae import VocoderConfigurator  # noqa: E402
+from ltx_core.model.audio_vae import AudioDecoder, AudioDecoderConfigurator  # noqa: E402
 from ltx_core.model.audio_vae import vocoder as ltx  # noqa: E402
+from ltx_core.model.audio_vae.model_configurator import VocoderConfigurator  # noqa: E402
 
 from ltx_neuron.host import kernels, sound  # noqa: E402
 from ltx_neuron.host.fourier import Convolution, flat  # noqa: E402
+from ltx_neuron.host.products import AMX, BLAS, Libraries, has_amx  # noqa: E402
 from ltx_neuron.host.sound import FastVocoder  # noqa: E402
 from ltx_neuron.host.vocoders import pays, unknown_modules  # noqa: E402
 from ltx_neuron.host.winograd import Workers  # noqa: E402
@@ -30,6 +36,7 @@ from ltx_neuron.host.winograd import Workers  # noqa: E402
 # Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A
 # wrong tap leaves 1e-2.
 ROUNDING = 5e-5
+NEEDS_AMX = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
 
 
 def ltx_core_vocoder():
@@ -191,7 +198,7 @@ def test_a_kernel_is_compiled_where_no_folder_for_what_is_compiled_can_be_writte
     functions = {}  # of no file, so that numba finds no folder
     exec("def double(x):\n    x[0] = 2 * x[0]", functions)
     x = np.ones(1, np.float32)
-    kernels._kernel(kernels._ARRAY)(functions["double"])(x)
+    kernels.kernel(kernels._ARRAY)(functions["double"])(x)
     assert x[0] == 2
 
 
@@ -251,3 +258,191 @@ def test_a_decode_of_minutes_of_sound_is_cancelled_within_a_layer(vocoder):
     assert time.perf_counter() - start < 5
     with pytest.raises(Cancelled):
         task.result()
+
+
+# --- by the matrix unit ---------------------------------------------------------------------------
+def as_stored(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with weights of bf16, as a checkpoint has them."""
+    for weight in module.parameters():
+        weight.data = weight.data.bfloat16().float()
+    return module.requires_grad_(False)
+
+
+def garbage(workers: Workers) -> None:
+    """Fill the calling thread's scratch memory with what a result must not depend on."""
+    workers.scratch("parts", 2**18).fill_(torch.nan)
+    workers.scratch("sums", 2**18).fill_(torch.nan)
+
+
+@NEEDS_AMX
+@pytest.mark.parametrize("taps, dilation", [(3, 1), (7, 3), (11, 5)])
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (5, 5), (16, 24), (32, 32), (40, 70)])
+@pytest.mark.parametrize("length", [1, 64, 1001])
+def test_the_matrix_units_convolution_is_as_exact_as_one_in_float32(
+    taps, dilation, inputs, outputs, length
+):
+    from ltx_neuron.host.amx_convolution import Convolution
+
+    torch.manual_seed(0)
+    conv = as_stored(torch.nn.Conv1d(inputs, outputs, taps, dilation=dilation, padding="same"))
+    conv.padding = ((taps - 1) * dilation // 2,)
+    signal, x = torch.randn(length + 400, inputs), torch.randn(length, outputs)
+    out, total = torch.empty(length, outputs), torch.ones(length, outputs)
+    ours = Convolution(conv)
+    with Workers(1) as workers:
+        garbage(workers)
+        ours.convolve(signal, length, out, workers)
+        ours.add(signal, length, x, total, True, workers)
+    wanted = conv.double()(signal.double().T[None])[0].T[ours.before :][:length]
+    assert ours.before == ours.after == (taps - 1) * dilation // 2
+    assert (out - wanted).norm() < 2e-7 * max(1, wanted.norm())
+    assert (total - (1 + x + wanted)).norm() < 2e-7 * max(1, (1 + x + wanted).norm())
+
+
+@NEEDS_AMX
+@pytest.mark.parametrize("taps, stride, dilation", [(7, 1, 1), (4, 2, 1), (11, 5, 1), (12, 6, 1)])
+def test_a_transposed_convolution_in_parts_equals_torchs(taps, stride, dilation):
+    from ltx_neuron.host.amx_convolution import Convolution
+
+    torch.manual_seed(0)
+    if stride == 1:
+        conv = as_stored(torch.nn.Conv1d(40, 20, taps, padding=taps // 2))
+    else:
+        conv = torch.nn.ConvTranspose1d(40, 20, taps, stride, padding=(taps - stride) // 2)
+        conv = as_stored(conv)
+    x, out = torch.randn(50, 40), torch.empty(50 * stride, 20)
+    ours = Convolution(conv)
+    with Workers(1) as workers:
+        garbage(workers)
+        for start, stop in ((0, 1), (1, 2), (2, 37), (37, 50)):
+            ours.convolve_part(x, start, stop, out, workers)
+    wanted = conv.double()(x.double().T[None])[0].T
+    assert (out - wanted).norm() < 2e-7 * max(1, wanted.norm())
+
+
+@NEEDS_AMX
+@pytest.mark.parametrize("frames", [1, 7, 30])
+def test_a_vocoder_by_the_matrix_unit_is_nearer_to_float64_than_ltx_cores(frames):
+    vocoder, mel = as_stored(ltx_core_vocoder()), spectrogram(frames)
+    fast = FastVocoder(vocoder, has_amx=True)
+    kinds = torch.nn.Conv1d, torch.nn.ConvTranspose1d
+    assert {*fast.laid_out} == {layer for layer in vocoder.modules() if isinstance(layer, kinds)}
+    with torch.no_grad():
+        got, by_fourier, theirs = fast(mel), FastVocoder(vocoder)(mel), vocoder(mel)
+        exact = vocoder.double()(mel.double())
+    assert distance(got, exact) < min(distance(theirs, exact), distance(by_fourier, exact))
+
+
+@NEEDS_AMX
+def test_weights_that_are_not_those_of_bf16_are_not_rounded_for_the_matrix_unit(vocoder):
+    fast = FastVocoder(vocoder, has_amx=True)
+    assert fast.laid_out == {}
+    assert torch.equal(fast(spectrogram(3)), FastVocoder(vocoder)(spectrogram(3)))
+
+
+def mel_decoder(released: bool = False) -> AudioDecoder:
+    config = released_config() if released else tiny_config(TinySizes())
+    if not released:
+        # A stage with fewer channels than the one before it has, as the released decoder does.
+        config["audio_vae"]["model"]["params"]["ddconfig"]["ch_mult"] = [1, 1, 2]
+    decoder = AudioDecoderConfigurator.from_config(config).eval()
+    weights = random_weights(decoder.state_dict(), torch.Generator().manual_seed(0))
+    decoder.load_state_dict(weights)
+    return as_stored(decoder)
+
+
+def audio_latent(frames: int, bins: int = 16) -> torch.Tensor:
+    return torch.randn(2, 8, frames, bins, generator=torch.Generator().manual_seed(frames))
+
+
+@NEEDS_AMX
+@pytest.mark.parametrize("frames", [1, 2, 9])
+def test_a_mel_decoder_by_the_matrix_unit_is_nearer_to_float64_than_ltx_cores(frames, monkeypatch):
+    from ltx_neuron.host import mel
+
+    monkeypatch.setattr(mel, "ROWS", 100)  # several pieces, with one line of bins or more
+    decoder, latent = mel_decoder(), audio_latent(frames)
+    with torch.no_grad():
+        got, theirs = mel.FastAudioDecoder(decoder)(latent), decoder(latent)
+        exact = decoder.double()(latent.double())
+    assert got.shape == theirs.shape == (2, 2, 4 * frames - 3, 64)
+    assert distance(got, exact) < min(1e-6, distance(theirs, exact))
+
+
+@NEEDS_AMX
+def test_threads_decide_on_no_bit_of_what_the_matrix_unit_decodes(monkeypatch):
+    from ltx_neuron.host.mel import FastAudioDecoder
+
+    cut(monkeypatch, 100)
+    decoder = FastAudioDecoder(mel_decoder())
+    vocoder = FastVocoder(as_stored(ltx_core_vocoder()), has_amx=True)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append((decoder(audio_latent(5)), vocoder(spectrogram(9))))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+@NEEDS_AMX
+def test_what_is_not_finite_stays_visible_in_a_mel_spectrogram():
+    from ltx_neuron.host.mel import FastAudioDecoder
+
+    for broken in (torch.nan, torch.inf):
+        latent = audio_latent(3)
+        latent[0, 0, 0, 0] = broken
+        one, other = FastAudioDecoder(mel_decoder())(latent)
+        assert not one.isfinite().all() and other.isfinite().all()
+
+
+@NEEDS_AMX
+def test_the_norm_and_silu_of_a_row_are_exact_to_rounding_for_all_sizes_of_numbers():
+    from ltx_neuron.host.mel import activate
+
+    rows = torch.randn(200, 512, generator=torch.Generator().manual_seed(0))
+    rows[:100] *= torch.logspace(-8, 15, 100)[:, None]
+    rows[:50, 7] *= 1000  # alone nearly the whole norm: 22 of the others' sizes, or -22
+    out = torch.empty(512)
+    for row in rows:
+        activate(row.numpy(), 0, 512, out.numpy())
+        normed = row.double() / (row.double().square().mean() + 1e-6).sqrt()
+        wanted = torch.nn.functional.silu(normed)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-12)
+
+
+@NEEDS_AMX
+def test_the_released_mel_decoder_is_run_fast_and_one_unlike_it_keeps_ltx_cores_forward():
+    from ltx_neuron.host.mel import FastAudioDecoder, pays, unknown_modules
+
+    assert pays(mel_decoder(released=True))
+    small = mel_decoder()
+    assert not unknown_modules(small)
+    small.conv_in.conv.weight.add_(1e-4)  # no longer of bf16
+    assert [line.split(":")[0] for line in unknown_modules(small)] == ["conv_in.conv"]
+    with pytest.raises(ValueError, match="not the released audio decoder"):
+        FastAudioDecoder(small)
+    assert unknown_modules(mel_decoder().bfloat16())
+
+
+@NEEDS_AMX
+def test_sound_is_computed_by_the_matrix_unit_where_products_are_and_by_no_other(tiny, monkeypatch):
+    from ltx_neuron.host import mel, vocoders
+
+    monkeypatch.setattr(mel, "SMALL", 0)
+    monkeypatch.setattr(vocoders, "SMALL", 0)
+    with safe_open(tiny.checkpoint, "pt") as file:
+        config = json.loads(file.metadata()["config"])
+
+    def models(library: str) -> HostModels:
+        chosen = FLOAT32._replace(libraries=Libraries(many=library))
+        return HostModels(tiny.checkpoint, config, torch.float32, arithmetic=chosen)
+
+    with_amx, without = models(AMX), models(BLAS)
+    assert type(with_amx.audio_decoder) is mel.FastAudioDecoder and with_amx.vocoder.laid_out
+    assert type(without.audio_decoder) is AudioDecoder and not without.vocoder.laid_out
+    got, wanted = (model.decode_audio(audio_latent(2)[:1]) for model in (with_amx, without))
+    assert got.shape == wanted.shape == (2, 5 * 480)
+    # The tiny vocoder's waveform is clipped, which answers a rounding with a thousand.
+    assert distance(got, wanted) < 1e-3

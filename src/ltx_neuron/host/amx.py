@@ -67,32 +67,32 @@ def _instruction(name: str, kinds: str):
 
 
 @intrinsic
-def _configure(typing_context, address):
+def configure(typing_context, address):
     return _instruction("ldtilecfg", "p")(address)
 
 
 @intrinsic
-def _store_configuration(typing_context, address):
+def store_configuration(typing_context, address):
     return _instruction("sttilecfg", "p")(address)
 
 
 @intrinsic(prefer_literal=True)
-def _zero(typing_context, tile):
+def zero(typing_context, tile):
     return _instruction("tilezero", "t")(tile)
 
 
 @intrinsic(prefer_literal=True)
-def _load(typing_context, tile, address, stride):
+def load(typing_context, tile, address, stride):
     return _instruction("tileloadd64", "tpn")(tile, address, stride)
 
 
 @intrinsic(prefer_literal=True)
-def _store(typing_context, tile, address, stride):
+def store(typing_context, tile, address, stride):
     return _instruction("tilestored64", "tpn")(tile, address, stride)
 
 
 @intrinsic(prefer_literal=True)
-def _multiply(typing_context, c, a, b):
+def multiply(typing_context, c, a, b):
     return _instruction("tdpbf16ps", "ttt")(c, a, b)
 
 
@@ -124,7 +124,7 @@ def _bits(typing_context, number):
 
 
 @intrinsic
-def _number(typing_context, bits):
+def number(typing_context, bits):
     def emit(context, builder, signature, values):
         return builder.bitcast(values[0], ir.FloatType())
 
@@ -132,7 +132,7 @@ def _number(typing_context, bits):
 
 
 @njit
-def _leading(number):
+def leading(number):
     """The 8 leading bits of a float32 number, as bits."""
     return np.uint32(_bits(number) & np.uint32(0xFFFF0000))
 
@@ -167,9 +167,9 @@ def _cut(x, tile, parts):
             for row in range(TILE):  # of consecutive places
                 first, second = block[row, 2 * pair], block[row, 2 * pair + 1]
                 for part in range(PARTS):
-                    low, high = _leading(first), _leading(second)
+                    low, high = leading(first), leading(second)
                     parts[step, part, pair, row] = (low >> np.uint32(16)) | high
-                    first, second = first - _number(low), second - _number(high)
+                    first, second = first - number(low), second - number(high)
 
 
 @njit
@@ -200,36 +200,36 @@ def _add_products(sums, strip, parts, steps, products):
     """Add a strip's products with sixteen rows to sums (1024), by way of `products` (1024).
     Strip and parts are addresses."""
     # From zero, and then to the sums: one long chain of additions would round three times as much.
-    _zero(0)
-    _zero(1)
-    _zero(2)
-    _zero(3)
+    zero(0)
+    zero(1)
+    zero(2)
+    zero(3)
     for step in range(steps):
         b, a = parts + step * 3072, strip + step * 4096
-        _load(4, b, 64)
-        _load(5, b + 1024, 64)
-        _load(6, b + 2048, 64)
-        _load(7, a, 64)
-        _multiply(0, 7, 6)
-        _multiply(0, 7, 5)
-        _multiply(0, 7, 4)
-        _load(7, a + 1024, 64)
-        _multiply(1, 7, 6)
-        _multiply(1, 7, 5)
-        _multiply(1, 7, 4)
-        _load(7, a + 2048, 64)
-        _multiply(2, 7, 6)
-        _multiply(2, 7, 5)
-        _multiply(2, 7, 4)
-        _load(7, a + 3072, 64)
-        _multiply(3, 7, 6)
-        _multiply(3, 7, 5)
-        _multiply(3, 7, 4)
+        load(4, b, 64)
+        load(5, b + 1024, 64)
+        load(6, b + 2048, 64)
+        load(7, a, 64)
+        multiply(0, 7, 6)
+        multiply(0, 7, 5)
+        multiply(0, 7, 4)
+        load(7, a + 1024, 64)
+        multiply(1, 7, 6)
+        multiply(1, 7, 5)
+        multiply(1, 7, 4)
+        load(7, a + 2048, 64)
+        multiply(2, 7, 6)
+        multiply(2, 7, 5)
+        multiply(2, 7, 4)
+        load(7, a + 3072, 64)
+        multiply(3, 7, 6)
+        multiply(3, 7, 5)
+        multiply(3, 7, 4)
     place = products.ctypes.data
-    _store(0, place, 64)
-    _store(1, place + 1024, 64)
-    _store(2, place + 2048, 64)
-    _store(3, place + 3072, 64)
+    store(0, place, 64)
+    store(1, place + 1024, 64)
+    store(2, place + 2048, 64)
+    store(3, place + 3072, 64)
     for i in range(OUTPUTS * TILE):
         sums[i] += products[i]
 
@@ -258,6 +258,15 @@ def _multiply_strips(weight, output, parts, strips, sums, out):
                     a = strips[strip].ctypes.data
                     _add_products(sums[tile, strip].reshape(-1), a, b, now, products)
     _write(sums, output, out)
+
+
+def configuration() -> Tensor:
+    """What `configure` takes: eight tiles of 16 rows of 64 bytes."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    memory[0] = 1  # the palette of eight tiles
+    memory[16:32:2] = 64  # bytes of a tile's row
+    memory[48:56] = TILE  # rows
+    return memory
 
 
 def _compiled(function):
@@ -305,14 +314,14 @@ def _multiply_all(address):
     strips = carray(_pointer(place), (STRIPS, STEPS, OUTPUTS, STEP), np.int16)
     sums = carray(_pointer(place + _STRIP_BYTES), (len(parts), STRIPS, OUTPUTS, TILE), np.float32)
     before = np.zeros(64, np.uint8)
-    _store_configuration(before.ctypes.data)
-    _configure(job[CONFIGURATION])
+    store_configuration(before.ctypes.data)
+    configure(job[CONFIGURATION])
     while True:
         piece = _next(job[PIECE:].ctypes.data)
         if piece * STRIPS * OUTPUTS >= job[N]:
             break
         _multiply_strips(weight, piece * STRIPS * OUTPUTS, parts, strips, sums, out)
-    _configure(before.ctypes.data)
+    configure(before.ctypes.data)
 
 
 # torch's own OpenMP, through the libraries that torch is made of. Other threads would wait for its
@@ -326,10 +335,7 @@ class Products:
 
     def __init__(self):
         self._memory: dict[str, Tensor] = {}
-        self._configuration = torch.zeros(64, dtype=torch.uint8)
-        self._configuration[0] = 1  # the palette of eight tiles
-        self._configuration[16:32:2] = 64  # bytes of a tile's row
-        self._configuration[48:56] = TILE  # rows
+        self._configuration = configuration()
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """Write x (M, K) times the transpose of weight (N, K), bf16, to `out` (M, N). All are

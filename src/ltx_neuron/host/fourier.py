@@ -14,6 +14,7 @@ has 47 points, which are 2.1 products an output where 11 taps take 11. Unlike Wi
 for as many taps, these lose no digits. Signals are rows of channels, (time, C).
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy import ndarray
@@ -98,3 +99,9 @@ def flat(x: Tensor) -> ndarray:
     """The memory of x and all that follows it, as kernels take it."""
     rest = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
     return x.detach().as_strided((rest,), (1,)).numpy()
+
+
+def fresh(*shape: int) -> Tensor:
+    """Memory for float32 numbers, in large pages: numpy asks Linux for them. Fresh small ones cost
+    more than what is written to them."""
+    return torch.from_numpy(np.empty(shape, np.float32))

@@ -50,10 +50,26 @@ class Lanes:
     def __mul__(self, other: "Lanes | float") -> "Lanes":
         return self._apply(self.builder.fmul, other)
 
+    def __truediv__(self, other: "Lanes | float") -> "Lanes":
+        return self._apply(self.builder.fdiv, other)
+
     def at_most(self, limit: float) -> "Lanes":
         bound = ir.Constant(_VECTOR, [limit] * LANES)
         less = self.builder.fcmp_ordered("<", self.value, bound)
         return Lanes(self.builder, self.builder.select(less, self.value, bound))
+
+    def at_least(self, limit: float) -> "Lanes":
+        return (self * -1).at_most(-limit) * -1
+
+    def power(self) -> "Lanes":
+        """Two to the power of n, of a sum n + ROUND."""
+        whole = ir.VectorType(ir.IntType(32), LANES)
+        # In the sum's bits n is the last ones; an exponent is what begins at the 23rd.
+        n = self.builder.shl(
+            self.builder.bitcast(self.value, whole), ir.Constant(whole, [23] * LANES)
+        )
+        bits = self.builder.add(n, ir.Constant(whole, [127 << 23] * LANES))
+        return Lanes(self.builder, self.builder.bitcast(bits, _VECTOR))
 
 
 def spectrum(x: Sequence) -> tuple[list, list]:
@@ -146,7 +162,7 @@ def snake(x: Lanes, a: Lanes, b: Lanes) -> Lanes:
     return x + (sine * sine * square) * b
 
 
-class _Memory:
+class Memory:
     """An array of float32 of a kernel, from an index on."""
 
     def __init__(self, context, builder: ir.IRBuilder, kind: types.Array, array, index):
@@ -175,7 +191,7 @@ class _Memory:
 _ARRAY, _INDEX, _FILTER = types.float32[::1], types.intp, types.UniTuple(types.float32, FILTER)
 
 
-def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> Lanes:
+def splat(builder: ir.IRBuilder, scalar: ir.Value) -> Lanes:
     one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.IntType(32)(0))
     mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
     return Lanes(builder, builder.shuffle_vector(one, one, mask))
@@ -187,11 +203,11 @@ def _upsample(typing, x, at, row, taps, a, b, param, high, to, plane):
 
     def write(context, builder, signature, args):
         kinds = signature.args
-        source = _Memory(context, builder, kinds[0], args[0], args[1])
-        target = _Memory(context, builder, kinds[7], args[7], args[8])
+        source = Memory(context, builder, kinds[0], args[0], args[1])
+        target = Memory(context, builder, kinds[7], args[7], args[8])
         step, plane, none = args[2], args[9], ir.Constant(args[2].type, 0)
-        a, b = (_Memory(context, builder, kinds[i], args[i], args[6]).load(0, none) for i in (4, 5))
-        taps = [_splat(builder, builder.extract_value(args[3], i)) for i in range(FILTER)]
+        a, b = (Memory(context, builder, kinds[i], args[i], args[6]).load(0, none) for i in (4, 5))
+        taps = [splat(builder, builder.extract_value(args[3], i)) for i in range(FILTER)]
         rows = [source.load(i, step) for i in range(-3, 4)]
         for phase in range(2):
             value = rows[phase] * taps[phase]
@@ -212,17 +228,17 @@ def _downsample(typing, high, at, row, plane, taps, out, to):
 
     def write(context, builder, signature, args):
         kinds = signature.args
-        first = _Memory(context, builder, kinds[0], args[0], args[1])
-        second = _Memory(context, builder, kinds[0], args[0], builder.add(args[1], args[3]))
+        first = Memory(context, builder, kinds[0], args[0], args[1])
+        second = Memory(context, builder, kinds[0], args[0], builder.add(args[1], args[3]))
         step = args[2]
-        taps = [_splat(builder, builder.extract_value(args[4], i)) for i in range(FILTER)]
+        taps = [splat(builder, builder.extract_value(args[4], i)) for i in range(FILTER)]
         # 2n - 5 is the second of sample n - 3.
         odd = second.load(-3, step) * taps[0]
         even = first.load(-2, step) * taps[1]
         for i in range(1, FILTER // 2):
             odd = odd + second.load(i - 3, step) * taps[2 * i]
             even = even + first.load(i - 2, step) * taps[2 * i + 1]
-        target = _Memory(context, builder, kinds[5], args[5], args[6])
+        target = Memory(context, builder, kinds[5], args[5], args[6])
         target.store(odd + even, 0, step)
         return context.get_dummy_value()
 
@@ -236,8 +252,8 @@ def _points_of(block: int):
         """Write the points, in planes, of rows that are `step` apart."""
 
         def write(context, builder, signature, args):
-            source = _Memory(context, builder, signature.args[0], args[0], args[1])
-            target = _Memory(context, builder, signature.args[3], args[3], args[4])
+            source = Memory(context, builder, signature.args[0], args[0], args[1])
+            target = Memory(context, builder, signature.args[3], args[3], args[4])
             inputs = [source.load(i, args[2]) for i in range(block)]
             for i, point in enumerate(input_points(inputs)):
                 target.store(point, i, args[5])
@@ -255,9 +271,9 @@ def _samples_of(taps: int):
 
         def write(context, builder, signature, args):
             kinds, count = signature.args, point_count(taps)
-            source = _Memory(context, builder, kinds[0], args[0], args[1])
-            bias = _Memory(context, builder, kinds[3], args[3], args[4])
-            target = _Memory(context, builder, kinds[5], args[5], args[6])
+            source = Memory(context, builder, kinds[0], args[0], args[1])
+            bias = Memory(context, builder, kinds[3], args[3], args[4])
+            target = Memory(context, builder, kinds[5], args[5], args[6])
             products = [source.load(i, args[2]) for i in range(count)]
             # The mean, which is a part of every sample.
             products[0] = products[0] + bias.load(0, args[2])
@@ -291,7 +307,7 @@ def _filters_of(taps: int):
                         vectors[tap], number, ir.IntType(32)(lane)
                     )
             zero = Lanes(builder, ir.Constant(_VECTOR, [0.0] * LANES))
-            target = _Memory(context, builder, kinds[4], args[4], args[5])
+            target = Memory(context, builder, kinds[4], args[4], args[5])
             numbers = [Lanes(builder, vector) for vector in vectors]
             for i, point in enumerate(filter_points(numbers, zero)):
                 target.store_past_caches(point, i, plane)
@@ -308,7 +324,7 @@ _filters3, _filters7, _filters11 = _filters_of(3), _filters_of(7), _filters_of(1
 _samples3, _samples7, _samples11 = _samples_of(3), _samples_of(7), _samples_of(11)
 
 
-def _kernel(*signature) -> Callable:
+def kernel(*signature) -> Callable:
     """Compile a function at once, for these types alone."""
 
     def compiled(function: Callable) -> Callable:
@@ -321,7 +337,7 @@ def _kernel(*signature) -> Callable:
     return compiled
 
 
-@_kernel(_ARRAY, *[_INDEX] * 3, *[_FILTER] * 2, *[_ARRAY] * 4, _INDEX)
+@kernel(_ARRAY, *[_INDEX] * 3, *[_FILTER] * 2, *[_ARRAY] * 4, _INDEX)
 def activate(x, at, row, rows, up, down, a, b, high, out, to):
     """Write the activation of `rows` rows of `row` numbers, x[at:], to out[to:].
 
@@ -350,7 +366,7 @@ def activate(x, at, row, rows, up, down, a, b, high, out, to):
             done += LANES
 
 
-@_kernel(_ARRAY, *[_INDEX] * 5, _ARRAY, _INDEX, _INDEX)
+@kernel(_ARRAY, *[_INDEX] * 5, _ARRAY, _INDEX, _INDEX)
 def to_filters(weight, taps, inputs, outputs, first, last, points, row, plane):
     """Write the points of weight (outputs, inputs, taps) for inputs `first` to `last`: a row of
     `row` numbers for each input, `outputs` of them and some more. Rows, planes and `points` begin
@@ -367,7 +383,7 @@ def to_filters(weight, taps, inputs, outputs, first, last, points, row, plane):
                 _filters11(weight, at, step, end, points, to, plane)
 
 
-@_kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _INDEX)
+@kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _INDEX)
 def to_points(x, taps, step, blocks, width, points, plane):
     """Write the points, (blocks, width) in each plane, of blocks of rows of `width` numbers. Blocks
     begin `step` numbers apart. Each plane needs room for LANES more."""
@@ -392,7 +408,7 @@ def _block_samples(products, at, plane, taps, width, bias, out, to):
             _samples11(products, at + c, plane, bias, c, out, to + c, width)
 
 
-@_kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _ARRAY)
+@kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _ARRAY)
 def to_samples(products, taps, step, blocks, width, bias, out):
     """Write the outputs of products (P, blocks, width), to rows of `width` numbers. Blocks begin
     `step` numbers apart. All three need room for LANES more."""
@@ -400,7 +416,7 @@ def to_samples(products, taps, step, blocks, width, bias, out):
         _block_samples(products, b * width, blocks * width, taps, width, bias, out, b * step)
 
 
-@_kernel(_ARRAY, *[_INDEX] * 4, *[_ARRAY] * 3, _INDEX, types.boolean, _ARRAY)
+@kernel(_ARRAY, *[_INDEX] * 4, *[_ARRAY] * 3, _INDEX, types.boolean, _ARRAY)
 def add_samples(products, taps, step, blocks, width, bias, x, out, count, more, one):
     """Write the first `count` numbers of x and outputs added up to `out`, or add both to what is
     there. `one` is scratch memory for a block."""

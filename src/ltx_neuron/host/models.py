@@ -16,6 +16,7 @@ from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask, check_cancelled
+from ltx_neuron.host.products import AMX
 from ltx_neuron.host.windows import vocode
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
@@ -78,7 +79,8 @@ class HostModels:
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
         profile          says into which tiles a video is cut; without one they are ltx-core's
         arithmetic       of the released video decoder, from weights as they are stored; in
-                         bfloat16 also of encoder and upsamplers. Without it they are ltx-core's
+                         bfloat16 also of encoder and upsamplers. Without it they are ltx-core's.
+                         Its products, where they are AMX's, also of sound
         """
         self.profile = profile
         self.checkpoint_path = checkpoint_path
@@ -202,7 +204,15 @@ class HostModels:
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        return self._spec("audio_decoder").load()
+        """A FastAudioDecoder where products are AMX's and the checkpoint's decoder is built as the
+        released one, as large, and in float32, else ltx-core's own."""
+        decoder = self._spec("audio_decoder").load()
+        if not self._has_amx:
+            return decoder
+        # Loads numba, or compiles with it.
+        from ltx_neuron.host.mel import FastAudioDecoder, pays
+
+        return FastAudioDecoder(decoder) if pays(decoder) else decoder
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
@@ -216,7 +226,7 @@ class HostModels:
         # Loads numba, or compiles with it.
         from ltx_neuron.host.sound import FastVocoder
 
-        return FastVocoder(vocoder)
+        return FastVocoder(vocoder, self._has_amx)
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:
@@ -225,6 +235,11 @@ class HostModels:
     @cached_property
     def temporal_upsampler(self) -> torch.nn.Module:
         return self._laid_out(self._spec("temporal_upsampler").load())
+
+    @property
+    def _has_amx(self) -> bool:
+        """Whether this machine multiplies by AMX: then it is what convolves sound, too."""
+        return bool(self.arithmetic) and self.arithmetic.libraries.many == AMX
 
     def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module, its weights as oneDNN is fastest with (benchmarks/upsample.md)."""

@@ -8,8 +8,8 @@ are cut by length and channels alone: the number of cores does not change the bi
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from ltx_core.model.audio_vae import vocoder as ltx
 from torch import Tensor, nn
 
 from ltx_neuron.host import kernels
-from ltx_neuron.host.fourier import Convolution, flat
+from ltx_neuron.host.fourier import Convolution, flat, fresh
 from ltx_neuron.host.vocoders import unknown_modules
 from ltx_neuron.host.winograd import Workers
 
@@ -30,16 +30,23 @@ BEFORE, AFTER = 32, 10 * 32
 # fewer samples than the other number: all of a layer's filters are read for each span.
 SPAN_NUMBERS, SPAN_SAMPLES = 2**18, 2048
 
+# The convolutions that AMX computes, by their modules: amx_convolution.Convolution.
+LaidOut = Mapping[nn.Module, Any]
+
 
 class FastVocoder(ltx.VocoderWithBWE):
     """A loaded ltx-core vocoder with another forward, which differs in rounding only."""
 
-    def __init__(self, vocoder: ltx.VocoderWithBWE):
-        """Take over the vocoder's modules. Raises ValueError unless `unknown_modules` is empty."""
+    def __init__(self, vocoder: ltx.VocoderWithBWE, has_amx: bool = False):
+        """Take over the vocoder's modules. Raises ValueError unless `unknown_modules` is empty.
+
+        has_amx  its convolutions are computed by AMX, those with weights of bf16
+        """
         if unknown := unknown_modules(vocoder):
             raise ValueError("not the released vocoder:\n  " + "\n  ".join(unknown))
         nn.Module.__init__(self)
         self.__dict__.update(vocoder.__dict__)  # shared and not copied
+        self.laid_out = lay_out(self) if has_amx else {}
 
     @torch.no_grad()
     def forward(self, mel_spec: Tensor) -> Tensor:
@@ -48,28 +55,47 @@ class FastVocoder(ltx.VocoderWithBWE):
             return torch.stack([self._waveform(mel, workers) for mel in mel_spec])
 
     def _waveform(self, mel: Tensor, workers: Workers) -> Tensor:
-        low = generate(self.vocoder, mel, workers)
+        low = generate(self.vocoder, mel, workers, self.laid_out)
         length = low.shape[1] * self.output_sampling_rate // self.input_sampling_rate
         low = F.pad(low, (0, -low.shape[1] % self.hop_length))[None]
         mel = _on_one_core(lambda: self._compute_mel(low), workers)[0]
-        residual = generate(self.bwe_generator, mel.transpose(1, 2), workers)
+        residual = generate(self.bwe_generator, mel.transpose(1, 2), workers, self.laid_out)
         skip = _on_one_core(lambda: self.resampler(low), workers)[0]
         return residual.add_(skip).clamp_(-1, 1)[:, :length]
 
 
-def generate(generator: ltx.Vocoder, mel: Tensor, workers: Workers) -> Tensor:
+def lay_out(module: nn.Module) -> LaidOut:
+    """The convolutions in a module that AMX can compute, ready for it."""
+    from ltx_neuron.host import amx_convolution  # compiles for AMX
+
+    kinds = nn.Conv1d, nn.ConvTranspose1d
+    convolutions = (layer for layer in module.modules() if isinstance(layer, kinds))
+    return {
+        conv: amx_convolution.Convolution(conv)
+        for conv in convolutions
+        if amx_convolution.exact(conv)
+    }
+
+
+def generate(
+    generator: ltx.Vocoder, mel: Tensor, workers: Workers, laid_out: LaidOut | None = None
+) -> Tensor:
     """The waveform (2, samples) that one of the vocoder's two generators makes of mel spectrograms
-    (2, T, bins)."""
+    (2, T, bins).
+
+    laid_out  its convolutions that AMX computes
+    """
+    laid_out = laid_out or {}
     x = mel.transpose(0, 1).flatten(1)
-    x = _convolve(x, generator.conv_pre, workers)
+    x = _convolve(x, generator.conv_pre, workers, laid_out)
     blocks = len(generator.resblocks) // len(generator.ups)
     for stage, up in enumerate(generator.ups):
-        x = _convolve(x, up, workers)
-        total = torch.empty_like(x)
+        x = _convolve(x, up, workers, laid_out)
+        total = fresh(*x.shape)
         for index, block in enumerate(generator.resblocks[stage * blocks : (stage + 1) * blocks]):
-            _add_block(x, block, total, index > 0, workers)
+            _add_block(x, block, total, index > 0, workers, laid_out)
         x = total.div_(blocks)
-    x = _post(x, generator, workers)
+    x = _post(x, generator, workers, laid_out)
     return x.clamp_(-1, 1) if generator.apply_final_activation else x
 
 
@@ -101,13 +127,29 @@ def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
     return result[0]
 
 
-def _convolve(x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers) -> Tensor:
+def _convolve(
+    x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers, laid_out: LaidOut
+) -> Tensor:
+    """A convolution, transposed or not."""
+    if conv not in laid_out:
+        return _convolve_by_taps(x, conv, workers)
+    x, fast = x.contiguous(), laid_out[conv]
+    out = fresh(len(x) * fast.stride, conv.out_channels)
+
+    def compute(span: Span) -> None:
+        fast.convolve_part(x, span.start, span.stop, out, workers)
+
+    workers.run(compute, spans(*x.shape, 0))
+    return out
+
+
+def _convolve_by_taps(x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers) -> Tensor:
     """A convolution, transposed or not, by a matrix product for every tap."""
     length, inputs = x.shape
     (stride,), (padding,), (count,) = conv.stride, conv.padding, conv.kernel_size
     transposed = isinstance(conv, nn.ConvTranspose1d)
     taps = torch.empty(count, inputs, conv.out_channels)
-    out = torch.empty(length * stride, conv.out_channels)
+    out = fresh(length * stride, conv.out_channels)
 
     def turn(tap: int) -> None:
         taps[tap] = conv.weight[:, :, tap] if transposed else conv.weight[:, :, tap].T
@@ -131,12 +173,12 @@ def _convolve(x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers)
 
 
 def _add_block(
-    x: Tensor, block: ltx.AMPBlock1, total: Tensor, more: bool, workers: Workers
+    x: Tensor, block: ltx.AMPBlock1, total: Tensor, more: bool, workers: Workers, laid_out: LaidOut
 ) -> None:
     """Write what the block makes of x (length, C) to `total`, or add it to what is there."""
     pairs = list(zip(block.acts1, block.convs1, block.acts2, block.convs2, strict=True))
     for index, modules in enumerate(pairs):
-        pair = _Pair(*modules, workers)
+        pair = _Pair(*modules, workers, laid_out)
         if index + 1 == len(pairs):
             pair.add(x, total, more)
         else:
@@ -155,11 +197,12 @@ class _Pair:
         act2: ltx.Activation1d,
         conv2: nn.Conv1d,
         workers: Workers,
+        laid_out: LaidOut,
     ):
         self.workers = workers
         self.steps = [
-            (_Activation(act1), Convolution(conv1, workers, "first")),
-            (_Activation(act2), Convolution(conv2, workers, "second")),
+            (_Activation(act), laid_out.get(conv) or Convolution(conv, workers, name))
+            for act, conv, name in ((act1, conv1, "first"), (act2, conv2, "second"))
         ]
         self.margin = sum(REACH + conv.before for _, conv in self.steps)
 
@@ -186,10 +229,10 @@ class _Pair:
         conv2.add(active[begin:], len(middle), middle, out, more, workers)
 
 
-def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
+def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers, laid_out: LaidOut) -> Tensor:
     """The last activation and convolution: (2, length)."""
     length, channels = x.shape
-    activation, result = _Activation(generator.act_post), torch.empty_like(x)
+    activation, result = _Activation(generator.act_post), fresh(*x.shape)
 
     def compute(span: Span) -> None:
         rows = span.last - span.first
@@ -199,7 +242,7 @@ def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers) -> Tensor:
         result[span.start : span.stop] = activation.apply(signal, rows, workers)[wanted]
 
     workers.run(compute, spans(length, channels, REACH))
-    return _convolve(result, generator.conv_post, workers).T.contiguous()
+    return _convolve(result, generator.conv_post, workers, laid_out).T.contiguous()
 
 
 class _Activation:

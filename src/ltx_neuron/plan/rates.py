@@ -36,7 +36,7 @@ _SHARES = {
     "encode_text bfloat16": 0.08,
 }
 # Of one CPU, not measured: seconds of sound, pixels and bytes in a second. Sound: half of what a
-# core reached in benchmarks/audio_decode.md, 5 s of it in 4.2 s on two idle cores.
+# core without AMX reached in benchmarks/audio_decode.md, a third of one with it.
 _ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
 # Of the instances' documentation; another profile runs where it is planned.
 _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192}
