@@ -17,15 +17,15 @@ Importing this module imports numba and compiles, or loads what was compiled bef
 `products.has_amx`. Otherwise LLVM ends the process.
 """
 
-import ctypes
-
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
+
+from ltx_neuron.host.openmp import bits, kernel, next_piece, number, pointer, run
 
 TILE, STEP, PARTS = 16, 32, 3  # rows and outputs of a tile, its inputs, bf16 parts of a float32
 TILE_BYTES = 1024
@@ -96,45 +96,10 @@ def multiply(typing_context, c, a, b):
     return _instruction("tdpbf16ps", "ttt")(c, a, b)
 
 
-@intrinsic
-def _next(typing_context, address):
-    """The number at an address, which is then one more: threads take pieces by it."""
-
-    def emit(context, builder, signature, values):
-        counter = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(types.int64), emit
-
-
-@intrinsic
-def _pointer(typing_context, address):
-    def emit(context, builder, signature, values):
-        return builder.inttoptr(values[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), emit
-
-
-@intrinsic
-def _bits(typing_context, number):
-    def emit(context, builder, signature, values):
-        return builder.bitcast(values[0], ir.IntType(32))
-
-    return types.uint32(types.float32), emit
-
-
-@intrinsic
-def number(typing_context, bits):
-    def emit(context, builder, signature, values):
-        return builder.bitcast(values[0], ir.FloatType())
-
-    return types.float32(types.uint32), emit
-
-
 @njit
 def leading(number):
     """The 8 leading bits of a float32 number, as bits."""
-    return np.uint32(_bits(number) & np.uint32(0xFFFF0000))
+    return np.uint32(bits(number) & np.uint32(0xFFFF0000))
 
 
 @intrinsic
@@ -269,15 +234,6 @@ def configuration() -> Tensor:
     return memory
 
 
-def _compiled(function):
-    """What OpenMP calls in every thread, with the address of a job."""
-    signature = types.void(types.voidptr)
-    try:
-        return cfunc(signature, cache=True)(function)
-    except RuntimeError:  # neither this file's folder nor the user's for caches can be written
-        return cfunc(signature)(function)
-
-
 # Numbers of a job, by their places: what the threads count, addresses and sizes.
 PIECE, THREAD, X, ROWS, INPUTS, WEIGHT, OUT, N, PARTS_AT, SCRATCH, CONFIGURATION = range(11)
 
@@ -285,48 +241,43 @@ PIECE, THREAD, X, ROWS, INPUTS, WEIGHT, OUT, N, PARTS_AT, SCRATCH, CONFIGURATION
 @njit
 def _parts_of(job):
     tiles, steps = -(-job[ROWS] // TILE), -(-job[INPUTS] // STEP)
-    return carray(_pointer(job[PARTS_AT]), (tiles, steps, PARTS, TILE, TILE), np.uint32)
+    return carray(pointer(job[PARTS_AT]), (tiles, steps, PARTS, TILE, TILE), np.uint32)
 
 
-@_compiled
+@kernel
 def _cut_all(address):
     """One thread's share of cutting the activations."""
     job = carray(address, 11, np.int64)
     parts = _parts_of(job)
-    x = carray(_pointer(job[X]), (job[ROWS], job[INPUTS]), np.float32)
+    x = carray(pointer(job[X]), (job[ROWS], job[INPUTS]), np.float32)
     while True:
-        tile = _next(job[PIECE:].ctypes.data)
+        tile = next_piece(job[PIECE:].ctypes.data)
         if tile >= len(parts):
             return
         _cut(x, tile, parts[tile])
 
 
-@_compiled
+@kernel
 def _multiply_all(address):
     """One thread's share of the product."""
     job = carray(address, 11, np.int64)
     parts = _parts_of(job)
-    weight = carray(_pointer(job[WEIGHT]), (job[N], job[INPUTS]), np.int16)
-    out = carray(_pointer(job[OUT]), (job[ROWS], job[N]), np.float32)
-    place = job[SCRATCH] + _next(job[THREAD:].ctypes.data) * (
+    weight = carray(pointer(job[WEIGHT]), (job[N], job[INPUTS]), np.int16)
+    out = carray(pointer(job[OUT]), (job[ROWS], job[N]), np.float32)
+    place = job[SCRATCH] + next_piece(job[THREAD:].ctypes.data) * (
         _STRIP_BYTES + len(parts) * _SUM_BYTES
     )
-    strips = carray(_pointer(place), (STRIPS, STEPS, OUTPUTS, STEP), np.int16)
-    sums = carray(_pointer(place + _STRIP_BYTES), (len(parts), STRIPS, OUTPUTS, TILE), np.float32)
+    strips = carray(pointer(place), (STRIPS, STEPS, OUTPUTS, STEP), np.int16)
+    sums = carray(pointer(place + _STRIP_BYTES), (len(parts), STRIPS, OUTPUTS, TILE), np.float32)
     before = np.zeros(64, np.uint8)
     store_configuration(before.ctypes.data)
     configure(job[CONFIGURATION])
     while True:
-        piece = _next(job[PIECE:].ctypes.data)
+        piece = next_piece(job[PIECE:].ctypes.data)
         if piece * STRIPS * OUTPUTS >= job[N]:
             break
         _multiply_strips(weight, piece * STRIPS * OUTPUTS, parts, strips, sums, out)
     configure(before.ctypes.data)
-
-
-# torch's own OpenMP, through the libraries that torch is made of. Other threads would wait for its
-# threads, which after an operation of torch turn in circles on their cores for milliseconds.
-_openmp = ctypes.CDLL(torch._C.__file__)
 
 
 class Products:
@@ -346,14 +297,8 @@ class Products:
             parts = self._scratch("parts", tiles * steps * PARTS * TILE_BYTES)
             scratch = self._scratch("sums", threads * (_STRIP_BYTES + tiles * _SUM_BYTES))
             places = rows.data_ptr(), *rows.shape, weight.data_ptr(), result.data_ptr(), len(weight)
-            job = torch.tensor(
-                [0, 0, *places, parts, scratch, self._configuration.data_ptr()], dtype=torch.int64
-            )
             for function in (_cut_all, _multiply_all):
-                job[:2] = 0
-                _openmp.GOMP_parallel(
-                    ctypes.c_void_p(function.address), ctypes.c_void_p(job.data_ptr()), threads, 0
-                )
+                run(function, 0, *places, parts, scratch, self._configuration.data_ptr())
 
     def _scratch(self, name: str, size: int) -> int:
         """The address of memory that is kept for this purpose."""
