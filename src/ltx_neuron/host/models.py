@@ -16,7 +16,7 @@ from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask, check_cancelled
-from ltx_neuron.host.windows import vocode
+from ltx_neuron.host.windows import spectrogram, vocode
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -161,7 +161,7 @@ class HostModels:
         [-1, 1], `sample_rate` samples per second."""
         # The first time the vocoder is read, and its kernels are loaded, beside the decoder.
         with BackgroundTask(lambda: self.vocoder):
-            mel = self.audio_decoder(latent.to(self.audio_dtype))
+            mel = spectrogram(self.audio_decoder, latent.to(self.audio_dtype))
         return vocode(self.vocoder, mel)[0].float()
 
     @property
