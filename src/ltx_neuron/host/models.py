@@ -119,7 +119,7 @@ class HostModels:
 
         Long or large videos are decoded in tiles as ltx-core's, which are blended: a chunk is
         what tiles of the same time give, without what those of later times change. A video of any
-        length needs the memory of two such groups of tiles.
+        length needs the memory of one such group of tiles, and of what the next one changes.
 
         rank_tiles  decodes the tiles on the ranks, as backends.tiles.RankTiles does
         """

@@ -19,6 +19,7 @@ from ltx_core.model.video_vae.sampling import DepthToSpaceUpsample
 from torch import Tensor, nn
 
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host.tiles import EagerDecoder
 from ltx_neuron.host.winograd import LARGEST_FILTERS, FeatureMap, Workers, WritePiece, convolve
 
 EPS = 1e-8  # of PixelNorm
@@ -53,7 +54,7 @@ def unknown_modules(decoder: nn.Module) -> list[str]:
     ]
 
 
-class FastVideoDecoder(VideoDecoder):
+class FastVideoDecoder(EagerDecoder):
     """A loaded ltx-core video decoder with another forward, which differs in rounding only.
 
     Computes in `arithmetic` whatever the dtype of its weights; norms in float32.
