@@ -23,6 +23,9 @@ from ltx_neuron.host.tiles import EagerDecoder
 from ltx_neuron.host.winograd import LARGEST_FILTERS, FeatureMap, Workers, WritePiece, convolve
 
 EPS = 1e-8  # of PixelNorm
+# Latents that are decoded before freed memory is given back once more. What is given back is taken
+# again, in 0.1 s; so many latents take 10 s on two cores with AMX.
+GIVE_BACK = 1024
 # The modules of the released decoder, with the settings that the forward below computes.
 _RELEASED_MODULES = {
     VideoDecoder: lambda m: not m.causal and not m.timestep_conditioning,
@@ -68,6 +71,7 @@ class FastVideoDecoder(EagerDecoder):
         # Shared and not copied; ltx-core's tiling reads the attributes too.
         self.__dict__.update(decoder.__dict__)
         self.arithmetic = arithmetic
+        self._since = GIVE_BACK  # latents since freed memory was given back
         if arithmetic.dtype != torch.float32:
             _lay_channels_last(decoder, arithmetic.dtype)
 
@@ -83,7 +87,10 @@ class FastVideoDecoder(EagerDecoder):
 
         `timestep` and `generator` are in ltx-core's signature; the released decoder uses neither.
         """
-        _give_back()
+        if self._since >= GIVE_BACK:
+            self._since = 0
+            _give_back()
+        self._since += sample[:, 0].numel()
         with Workers() as workers:
             latents = self.per_channel_statistics.un_normalize(sample.float())
             return torch.stack([self._decode(latent, workers) for latent in latents])
@@ -221,7 +228,7 @@ def _give_back() -> None:
 
     Of blocks below 32 MB glibc keeps what it can, for every thread, in pieces between others: with
     every tile of a long clip more, 0.6 GB after twelve. To have all of them given back at once
-    (M_MMAP_THRESHOLD) costs a sixth more CPU time; this takes some milliseconds a tile.
+    (M_MMAP_THRESHOLD) costs a sixth more CPU time.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
