@@ -20,7 +20,7 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host import windows
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
-from ltx_neuron.host.windows import vocode
+from ltx_neuron.host.windows import spectrogram, vocode
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
@@ -244,8 +244,8 @@ def test_a_clip_is_written_as_it_is_decoded_and_has_the_bytes_of_the_whole_one(d
     (result,) = decoding(latent(LONG_SHAPE), write)
     assert result.frames is None and result.waveform.shape[0] == 2
     assert [length for length, _ in seen] == CHUNKS
-    if not decoding.ahead:  # a chunk is there when the tiles after it, which change it, are
-        assert [tiles for _, tiles in seen] == [2, 3, 4, 5, 5]
+    if not decoding.ahead:  # a chunk is there before the tiles after it, which do not change it
+        assert [tiles for _, tiles in seen] == [1, 2, 3, 4, 5]
     (whole,) = decoding(latent(LONG_SHAPE), None)
     assert len(whole.frames) == sum(CHUNKS) and torch.equal(whole.waveform, result.waveform)
     whole.clip().write_mp4(tmp_path / "whole.mp4")
@@ -331,24 +331,43 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     assert torch.equal(got, wanted.waveform)
 
 
+def narrow(configurator, overrides):
+    """A model as released, with few channels; in float64, so that what is left is no rounding. And
+    the lengths in time of what it is given."""
+    model, lengths = configurator.from_config(merge(released_config(), overrides)), []
+    weights = random_weights(model.state_dict(), torch.Generator().manual_seed(0))
+    model.load_state_dict(weights, assign=True)
+    model.register_forward_hook(lambda _, given, __: lengths.append(given[0].shape[2]))
+    return model.double().eval().requires_grad_(False), lengths
+
+
 def test_a_long_sound_is_decoded_in_windows_and_is_that_of_the_whole(monkeypatch):
-    """The released vocoder's filters and rates, with few channels; in float64, so that what is left
-    is no rounding."""
     from ltx_core.model.audio_vae import VocoderConfigurator
 
     widths = {"vocoder": {"upsample_initial_channel": 64}, "bwe": {"upsample_initial_channel": 32}}
-    vocoder = VocoderConfigurator.from_config(merge(released_config(), {"vocoder": widths}))
-    weights = random_weights(vocoder.state_dict(), torch.Generator().manual_seed(0))
-    vocoder.load_state_dict(weights, assign=True)
-    vocoder.double().eval().requires_grad_(False)
-    lengths = []
-    vocoder.register_forward_hook(lambda _, given, __: lengths.append(given[0].shape[2]))
+    vocoder, lengths = narrow(VocoderConfigurator, {"vocoder": widths})
     mel = latent((1, 2, 150, 64)).double()
     whole = vocoder(mel)
     assert torch.equal(vocode(vocoder, mel), whole)  # one window
     monkeypatch.setattr(windows, "WINDOW", 60)
     assert (vocode(vocoder, mel) - whole).abs().max() < 1e-10
     assert lengths == [150, 150, 124, 150, 94]
+
+
+def test_a_long_sounds_spectrogram_is_decoded_in_windows_and_is_that_of_the_whole(monkeypatch):
+    from ltx_core.model.audio_vae import AudioDecoderConfigurator
+
+    widths = {"model": {"params": {"ddconfig": {"ch": 16}}}}
+    decoder, lengths = narrow(AudioDecoderConfigurator, {"audio_vae": widths})
+    sound = latent((1, 8, 110, 2)).double()
+    whole = decoder(sound)
+    assert torch.equal(spectrogram(decoder, sound), whole)  # one window
+    monkeypatch.setattr(windows, "LATENTS", 50)
+    assert (spectrogram(decoder, sound) - whole).abs().max() < 1e-10
+    assert lengths == [110, 110, 50, 90, 50]
+    decoder.unused = torch.nn.GroupNorm(1, 16)  # over all of time
+    assert torch.equal(spectrogram(decoder, sound), whole)
+    assert lengths[5:] == [110]
 
 
 RUNS = {  # the start of a model's tensors in the checkpoint, and what runs it

@@ -79,13 +79,13 @@ def test_the_peak_of_a_decode_is_the_counted_one(latent, arithmetic):
 
 @pytest.mark.parametrize("arithmetic", [FLOAT32, Arithmetic(torch.bfloat16, 8)])
 def test_a_video_of_any_length_needs_the_same_memory(arithmetic):
-    """Tiles in time begin every 5 latent frames: 16 are 121 frames, of which the last tiles are
-    short; 126 are 1001."""
+    """Tiles in time begin every 5 latent frames: 16 are 121 frames, of which no tile has whole ones
+    before and after it; 126 are 1001."""
     config = released_config()
     peaks = [
         decode_bytes(config, (frames, 16, 24), THREADS, arithmetic) for frames in (16, 25, 126)
     ]
-    assert peaks[1] == peaks[2] <= 1.07 * peaks[0]
+    assert peaks[1] == peaks[2] <= 1.01 * peaks[0]
 
 
 def test_smaller_tiles_need_less_memory():

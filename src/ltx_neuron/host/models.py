@@ -17,7 +17,7 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask, check_cancelled
 from ltx_neuron.host.products import AMX
-from ltx_neuron.host.windows import vocode
+from ltx_neuron.host.windows import spectrogram, vocode
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -121,7 +121,7 @@ class HostModels:
 
         Long or large videos are decoded in tiles as ltx-core's, which are blended: a chunk is
         what tiles of the same time give, without what those of later times change. A video of any
-        length needs the memory of two such groups of tiles.
+        length needs the memory of one such group of tiles, and of what the next one changes.
 
         rank_tiles  decodes the tiles on the ranks, as backends.tiles.RankTiles does
         """
@@ -163,7 +163,7 @@ class HostModels:
         [-1, 1], `sample_rate` samples per second."""
         # The first time the vocoder is read, and its kernels are loaded, beside the decoder.
         with BackgroundTask(lambda: self.vocoder):
-            mel = self.audio_decoder(latent.to(self.audio_dtype))
+            mel = spectrogram(self.audio_decoder, latent.to(self.audio_dtype))
         return vocode(self.vocoder, mel)[0].float()
 
     @property

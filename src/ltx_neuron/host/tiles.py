@@ -1,5 +1,6 @@
 """A clip's tiles: how its latents are cut for decoding, and a decoder that is given several tiles
 at once. Cutting and blending are ltx-core's, here and on the host, so both make the same frames.
+Only when frames are handed over is our own.
 """
 
 from collections import Counter
@@ -85,7 +86,44 @@ def tile_shapes(clip: Shape, config: TilingConfig) -> list[Shape]:
     return list(dict.fromkeys(map(tile_shape, cut(clip, config))))
 
 
-class TiledDecoder(VideoDecoder):
+class EagerDecoder(VideoDecoder):
+    """A decoder whose tiled decoding hands frames over as soon as no later tile changes them.
+    ltx-core's keeps all of a span of time until the next one is decoded."""
+
+    def tiled_decode(
+        self,
+        latent: Tensor,
+        tiling_config: TilingConfig | None = None,
+        timestep: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """As ltx-core's: the same chunks of frames, to the bit."""
+        spans = self._group_tiles_by_temporal_slice(self._prepare_tiles(latent, tiling_config))
+        slices = [span[0].out_coords[2] for span in spans]
+        ends = [*(later.start for later in slices[1:]), slices[-1].stop]
+        scale, (batch, _, _, height, width) = self.video_downscale_factors, latent.shape
+        picture, shared = (height * scale.height, width * scale.width), ()
+        for span, time, end in zip(spans, slices, ends, strict=True):
+            sums = torch.zeros(batch, 3, time.stop - time.start, *picture, dtype=latent.dtype)
+            weights = self._accumulate_temporal_group_into_buffer(
+                span, sums, latent, timestep, generator
+            )
+            _add_before(shared, sums, weights)
+            done = end - time.start
+            shared = sums[:, :, done:].clone(), weights[:, :, done:].clone()
+            chunk = sums[:, :, :done] / weights[:, :, :done].clamp(min=1e-8)
+            del sums, weights  # only what is shared is kept while the next tiles are decoded
+            yield chunk
+            del chunk
+
+
+def _add_before(shared: Sequence[Tensor], *blended: Tensor) -> None:
+    """Add to the first frames of a span what the span before has there."""
+    for part, before in zip(blended, shared, strict=False):
+        part[:, :, : before.shape[2]] += before
+
+
+class TiledDecoder(EagerDecoder):
     """ltx-core's tiled decoding, with tiles that are decoded elsewhere, several of a shape at once.
 
     decode   takes latents of one shape, (1, 128, f, h, w) each, at most `at_once`, and returns

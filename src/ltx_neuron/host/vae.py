@@ -6,6 +6,8 @@ convolution hands over its result piece by piece, and what follows it (residual 
 SiLU, depth to space) is done while the piece is in cache.
 """
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
 from ltx_core.model.common.normalization import PixelNorm
@@ -17,9 +19,13 @@ from ltx_core.model.video_vae.sampling import DepthToSpaceUpsample
 from torch import Tensor, nn
 
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host.tiles import EagerDecoder
 from ltx_neuron.host.winograd import LARGEST_FILTERS, FeatureMap, Workers, WritePiece, convolve
 
 EPS = 1e-8  # of PixelNorm
+# Latents that are decoded before freed memory is given back once more. What is given back is taken
+# again, in 0.1 s; so many latents take 10 s on two cores with AMX.
+GIVE_BACK = 1024
 # The modules of the released decoder, with the settings that the forward below computes.
 _RELEASED_MODULES = {
     VideoDecoder: lambda m: not m.causal and not m.timestep_conditioning,
@@ -51,7 +57,7 @@ def unknown_modules(decoder: nn.Module) -> list[str]:
     ]
 
 
-class FastVideoDecoder(VideoDecoder):
+class FastVideoDecoder(EagerDecoder):
     """A loaded ltx-core video decoder with another forward, which differs in rounding only.
 
     Computes in `arithmetic` whatever the dtype of its weights; norms in float32.
@@ -65,6 +71,7 @@ class FastVideoDecoder(VideoDecoder):
         # Shared and not copied; ltx-core's tiling reads the attributes too.
         self.__dict__.update(decoder.__dict__)
         self.arithmetic = arithmetic
+        self._since = GIVE_BACK  # latents since freed memory was given back
         if arithmetic.dtype != torch.float32:
             _lay_channels_last(decoder, arithmetic.dtype)
 
@@ -80,6 +87,10 @@ class FastVideoDecoder(VideoDecoder):
 
         `timestep` and `generator` are in ltx-core's signature; the released decoder uses neither.
         """
+        if self._since >= GIVE_BACK:
+            self._since = 0
+            _give_back()
+        self._since += sample[:, 0].numel()
         with Workers() as workers:
             latents = self.per_channel_statistics.un_normalize(sample.float())
             return torch.stack([self._decode(latent, workers) for latent in latents])
@@ -210,6 +221,17 @@ class _Stage:
     def _repeat_end_frames(self) -> None:
         self.features.repeat_end_frames()
         self.active.repeat_end_frames()
+
+
+def _give_back() -> None:
+    """Give freed memory back to the system.
+
+    Of blocks below 32 MB glibc keeps what it can, for every thread, in pieces between others: with
+    every tile of a long clip more, 0.6 GB after twelve. To have all of them given back at once
+    (M_MMAP_THRESHOLD) costs a sixth more CPU time.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _activate(piece: Tensor, out: Tensor) -> None:

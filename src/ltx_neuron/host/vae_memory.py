@@ -46,8 +46,8 @@ def decode_bytes(
     tiling      how the latent is cut; by default as ltx-core does
 
     Follows HostModels.decode_video. Tiles of one time span are
-    blended into two float32 arrays: frames and blending weights. When the next span is decoded, the
-    frames before it are divided by their weights, checked, converted to bytes and handed on.
+    blended into two float32 arrays: frames and blending weights. Then the frames that the next span
+    does not change are divided by their weights, checked, converted to bytes and handed on.
     """
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
@@ -57,13 +57,13 @@ def decode_bytes(
     tiles = decoder._prepare_tiles(
         torch.empty(1, 1, *latent, device="meta"), tiling or TilingConfig.default()
     )
-    # Bytes of: frames that wait to be written; the span blended before, which begins at frame
-    # `start`.
-    peak = waiting = previous = start = 0
-    for group in decoder._group_tiles_by_temporal_slice(tiles):
-        span = group[0].out_coords[2]
-        current = _FLOAT32 * frame * (span.stop - span.start)
-        blending = 2 * (previous + current)
+    spans = decoder._group_tiles_by_temporal_slice(tiles)
+    slices = [span[0].out_coords[2] for span in spans]
+    # Bytes of: frames that wait to be written; those of the span before that the next one changes,
+    # and their weights.
+    peak = waiting = shared = 0
+    for span, time, later in zip(spans, slices, [*slices[1:], None], strict=True):
+        blended = 2 * _FLOAT32 * frame * (time.stop - time.start)
         working = max(
             _TilePeak(
                 decoder,
@@ -71,17 +71,15 @@ def decode_bytes(
                 threads,
                 arithmetic,
             ).peak
-            for tile in group
+            for tile in span
         )
-        peak = max(peak, waiting + blending + working)
-        if previous:
-            leaving = frame * (span.start - start)
-            # Divided; then one more of the clip's frames to look for NaN, or their bytes.
-            peak = max(peak, waiting + blending + previous + _FLOAT32 * leaving)
-            waiting = max(waiting, _CHUNKS * leaving)
-        previous, start = current, span.start
-    # The last span's weights are there twice, and its division needs no copy to be looked at.
-    return weights + max(peak, waiting + 4 * previous + previous // _FLOAT32)
+        peak = max(peak, waiting + shared + blended + working)
+        leaving = frame * ((later.start if later else time.stop) - time.start)
+        shared = 2 * _FLOAT32 * frame * max(0, time.stop - later.start) if later else 0
+        # Divided, by weights that are copied for that.
+        peak = max(peak, waiting + blended + shared + 2 * _FLOAT32 * leaving)
+        waiting = max(waiting, _CHUNKS * leaving)
+    return weights + peak
 
 
 class _TilePeak:
