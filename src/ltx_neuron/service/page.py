@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -85,7 +86,7 @@ class Page:
         _check(request.scope)
         name = request.path_params["name"]
         if name not in OURS:
-            return PlainTextResponse("not found", 404)
+            raise HTTPException(404)
         return FileResponse(_WEB / name, media_type=OURS[name], headers=_HEADERS)
 
 
@@ -100,7 +101,7 @@ class _Files:
         try:
             app = await run_in_threadpool(self.page.gradio)
         except ImportError:
-            app = PlainTextResponse(_MISSING, 404)
+            raise HTTPException(404) from None
         await app(_passed_on(scope), receive, send)
 
 

@@ -21,14 +21,14 @@ from torch.nn import functional
 
 from ltx_neuron.config import digest
 from ltx_neuron.engine import Engine
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.job import Stage
 from ltx_neuron.sampling.latents import SPACE_SCALE, unpatchify_video
 
 SECONDS = 0.25  # at least, between two pictures
 LONGEST = 256  # side of a picture
-_SIDE, _PICTURES, _SEED = 512, 6, 0  # of what the matrix is fitted to: 256 pixels of latents each
+_SIDE, _PICTURES, _SEED = 256, 12, 0  # of what the matrix is fitted to: 64 pixels of latents each
 _RIDGE = 1.0  # what the pictures say nothing of stays near 0
 
 
@@ -82,6 +82,15 @@ def picture(latent: Tensor, matrix: Tensor) -> bytes:
     return file.getvalue()
 
 
+def previews_of(engine: Engine) -> Previews | None:
+    """None, which is said, where a checkpoint has no encoder to fit them to."""
+    try:
+        return Previews(engine)
+    except (UserError, RunError) as error:
+        print(f"no previews: {error}", flush=True)
+        return None
+
+
 # --- the matrix -----------------------------------------------------------------------------------
 
 
@@ -97,7 +106,7 @@ def matrix_of(engine: Engine) -> Tensor:
     there = "video_encoder" in vars(host)
     matrix = fitted(host.encode_image)
     if not there:  # few jobs hold an image
-        vars(host).pop("video_encoder")
+        vars(host).pop("video_encoder", None)
     with suppress(OSError):  # a folder that is not to be written: fitted again by the next worker
         write_json(path, {"matrix": matrix.tolist()})
     return matrix

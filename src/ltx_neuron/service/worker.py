@@ -29,7 +29,7 @@ from ltx_neuron.job import UPSCALES, Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
-from ltx_neuron.service.preview import Previews
+from ltx_neuron.service.preview import previews_of
 from ltx_neuron.service.queue import Entry, Queue
 
 TOGETHER = 4  # jobs taken at a time: their prompts are encoded in one go
@@ -59,7 +59,7 @@ class Worker:
 
     def __init__(self, queue: Queue, engine: Engine, name: str, previews: bool = False):
         self.queue, self.engine, self.name = queue, engine, name
-        self.previews = Previews(engine) if previews else None
+        self.previews = previews_of(engine) if previews else None
         self.stop = threading.Event()
         self.kind: str | None = None
         self._taken: dict[int, tuple[Job, Entry]] = {}  # by id(job), of the run under way
