@@ -1,7 +1,10 @@
 """The page in a real browser, Chromium without a screen, on a real server and the tiny checkpoint:
 from a prompt to a video that plays with sound. No request leaves this machine."""
 
+import os
+import re
 import shutil
+from contextlib import closing
 
 import pytest
 
@@ -10,6 +13,7 @@ pytest.importorskip("openai", reason="an extra is not installed: pip install -e 
 pytest.importorskip("gradio", reason="an extra is not installed: pip install -e .[dev,serve]")
 pytest.importorskip("playwright", reason="an extra is not installed: pip install -e .[dev,serve]")
 
+from conftest import SCRIPT_SECONDS
 from playwright import sync_api
 from test_service import service, setup, until  # noqa: F401
 
@@ -22,12 +26,16 @@ pytestmark = [
 
 MOBILE = {"width": 390, "height": 844}
 PROMPT = "waves crash on the shore"
-# What a video of the page has done a while after it was started.
+# How far a video has come, what was decoded of its sound, and its width; once there is some of each.
 PLAYED = """async () => {
-    const video = document.querySelector("#ltx-screen video");
+    const video = document.querySelector("#ltx-screen video"), seen = [0, 0];
     await video.play();
-    await new Promise((done) => setTimeout(done, 600));
-    return [video.currentTime, video.webkitAudioDecodedByteCount, video.videoWidth];
+    for (let i = 0; i < 600 && !(seen[0] && seen[1]); i++) {
+        await new Promise((done) => setTimeout(done, 50));
+        seen[0] = Math.max(seen[0], video.currentTime);
+        seen[1] = Math.max(seen[1], video.webkitAudioDecodedByteCount);
+    }
+    return [...seen, video.videoWidth];
 }"""
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
 # Ids of what has the focus, and around it, from the innermost.
@@ -56,7 +64,7 @@ def opened(browser, service):  # noqa: F811
         contexts.append(context := browser.new_context(**settings))
         context.on("request", lambda request: asked.append(request.url))
         context.on("weberror", lambda error: failed.append(str(error.error)))
-        context.set_default_timeout(60_000)
+        context.set_default_timeout(SCRIPT_SECONDS * 1000)
         page = context.new_page()
         page.goto(root)
         if owner:
@@ -77,6 +85,16 @@ def generate(page, prompt: str = PROMPT, size: str = "64 × 64") -> None:
     page.fill("#size input", size)
     page.keyboard.press("Enter")
     page.click("#send")
+
+
+def take_pictures(page) -> None:
+    """The pictures of docs/serving.md, where a folder for them is named."""
+    if folder := os.environ.get("PAGE_PICTURES"):
+        for name, size in (("page", {"width": 1180, "height": 900}), ("page-phone", MOBILE)):
+            page.set_viewport_size(size)
+            page.wait_for_timeout(500)
+            path = os.path.join(folder, f"{name}.jpg")
+            page.screenshot(path=path, type="jpeg", quality=60, full_page=True)
 
 
 def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, service):  # noqa: F811
@@ -100,40 +118,49 @@ def test_from_a_prompt_to_a_video_that_plays_with_sound(opened, service):  # noq
     page.wait_for_selector("#ltx-screen video")
     assert page.text_content("#ltx-step") == "done" and page.is_visible("#ltx-save")
     seconds, sound, width = page.evaluate(PLAYED)
-    assert seconds > 0 and sound > 0 and width == 128
+    assert seconds > 0 and sound > 0 and width == 128, (seconds, sound, width)
     # Two stages of 8 and 3 steps, a bar each.
     assert page.locator("#ltx-bars rect").count() == 11
     assert "stage 1: 8 steps" in page.text_content("#ltx-plot-said")
     page.wait_for_selector("#ltx-gallery li[data-status=completed] img")
+    take_pictures(page)
     # Another owner's page has none of it.
     other = opened("bob")
     other.wait_for_selector("#ltx-none:visible")
     assert other.locator("#ltx-gallery li").count() == 0
 
 
-def test_progress_and_a_preview_are_seen_while_it_is_made(opened, service):  # noqa: F811
-    page, client = opened("ada"), service.client("ada")
-    seen = page.evaluate_handle(
-        """() => {
-            const seen = {steps: [], previews: 0};
-            new MutationObserver(() => {
-                seen.steps.push(document.getElementById("ltx-step").textContent);
-                seen.previews += document.querySelectorAll("#ltx-screen img").length;
-            }).observe(document.body, {subtree: true, childList: true, characterData: true});
-            return seen;
-        }"""
-    )
-    # Steps of a tiny job take milliseconds: of several in a row, some are met in the middle.
-    for _ in range(4):
-        generate(page, size="128 × 128")
-        page.wait_for_timeout(50)
-    done = "!document.querySelector('#ltx-gallery li[data-status=queued], "
-    page.wait_for_function(done + "#ltx-gallery li[data-status=in_progress]')")
-    steps = seen.json_value()["steps"]
-    assert any("before it" in step for step in steps)
-    assert any("%" in step for step in steps)
-    for video in client.videos.list(limit=100):
-        client.videos.delete(video.id)
+def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_made(
+    opened,
+    service,  # noqa: F811
+):
+    page, client, worker = opened("ada"), service.client("ada"), service.worker
+    with closing(service.queue()) as queue:
+
+        def is_stopped_with_a_preview() -> bool:
+            """A tiny clip is made in less than a second: it is stopped in the middle."""
+            (entry,), _ = queue.page("ada", limit=1)
+            if "preview" not in (entry.detail or {}):
+                assert entry.status != "completed"
+                return False
+            worker.suspend()
+            (entry,), _ = queue.page("ada", limit=1)
+            return entry.status == "in_progress"
+
+        try:
+            generate(page, "birds sing", size="128 × 128")
+            page.wait_for_selector("#ltx-prompt:has-text('birds sing')")
+            until(is_stopped_with_a_preview, every=0.002)
+            page.wait_for_selector("#ltx-screen img")
+            assert re.search(r"\d+ % · stage \d · step \d of \d", page.text_content("#ltx-step"))
+            assert page.locator("#ltx-bars rect").count() > 0
+            page.click("#ltx-cancel")
+            gone = "document.querySelector('#ltx-prompt').textContent !== 'birds sing'"
+            page.wait_for_function(gone)
+        finally:
+            worker.resume()
+        assert "birds sing" not in [video.prompt for video in client.videos.list()]
+        until(lambda: not queue.counts()["cancelled"])  # the worker has let it go
 
 
 def test_a_clip_is_cancelled_and_no_worker_makes_it(opened, service):  # noqa: F811
@@ -179,6 +206,7 @@ def test_an_image_is_sent_with_the_request_and_by_no_other_way(opened, service, 
     page.set_input_files("#ltx-file", tiny.image)
     page.wait_for_selector("#ltx-file-shown:visible")
     generate(page, "a golden retriever")
+    page.wait_for_selector("#ltx-prompt:has-text('a golden retriever')")
     page.wait_for_selector("#ltx-screen video")
     assert [post.url.removeprefix(service.url) for post in posts] == ["/videos"]
     (video,) = service.client("ada").videos.list(limit=1).data

@@ -170,6 +170,27 @@ def test_what_other_sites_ask_of_the_page_is_refused(service, tmp_path):
         assert get(local, "/").status == 200
 
 
+HOSTS = (
+    b"",
+    b"\xff\xfe",
+    b"a b",
+    b"[::1",
+    b"x" * 9000,
+    b"a:99999",
+    b'"><script>',
+    b"//evil/",
+    b"@",
+)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_no_host_that_a_client_sends_breaks_the_page_or_gets_into_it(service, host):
+    for path in ("/", "/theme.css", "/web/page.js"):
+        got = get(service, path, host=host, x_forwarded_proto=b"javascript", x_forwarded_host=host)
+        assert got.status < 500 and b"Traceback" not in got.body, got
+        assert b'"><script>' not in got.body and b"evil" not in got.body
+
+
 def test_the_page_tells_nothing_of_the_service_to_who_has_no_token(service):
     page = get(service, "/", authorization=b"").body.decode()
     for word in (SIZE, '"tiny"', "ada", str(service.queue.folder)):

@@ -30,7 +30,13 @@ _HEAD = (
 )
 TITLE = "ltx-neuron"
 _WEB = Path(__file__).parent / "web"
-_PASSED = (b"host", b"x-forwarded-proto", b"if-none-match", b"accept-encoding")  # on to Gradio
+# What a header must look like to be passed on to Gradio, which builds addresses of the first two.
+_PASSED = {
+    b"host": rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9.-]{1,253})(:[0-9]{1,5})?",
+    b"x-forwarded-proto": rb"https?",
+    b"if-none-match": rb".{1,100}",
+    b"accept-encoding": rb".{1,100}",
+}
 _OF_OUR_ROUTES = ("app", "router", "endpoint", "route", "path_params", "state")
 _MISSING = "The page is not installed. Type: pip install -e .[serve]\nThe API is at /v1\n"
 # Even where a file of Gradio's names another site, the browser asks none.
@@ -114,7 +120,11 @@ def _check(scope: dict) -> None:
 def _passed_on(scope: dict, without: bytes = b"") -> dict:
     """A request as Gradio sees it: its path, and of its headers what files need. No query, in which
     Gradio would look for links to what others have left, no cookie and no token."""
-    headers = [(k, v) for k, v in scope["headers"] if k in _PASSED and k != without]
+    headers = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name != without and re.fullmatch(_PASSED.get(name, rb"(?!)"), value)
+    ]
     left_out = {"headers", "query_string", "root_path", *_OF_OUR_ROUTES}
     new = {key: value for key, value in scope.items() if key not in left_out}
     return new | {"headers": headers, "query_string": b"", "root_path": ""}
