@@ -26,7 +26,7 @@ pytestmark = [
 
 MOBILE = {"width": 390, "height": 844}
 PROMPT = "waves crash on the shore"
-# How far a video has come, what was decoded of its sound, and its width; once there is some of each.
+# How far a video has come and what was decoded of its sound, once there is some of both; its width.
 PLAYED = """async () => {
     const video = document.querySelector("#ltx-screen video"), seen = [0, 0];
     await video.play();
