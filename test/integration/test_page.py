@@ -119,8 +119,8 @@ def test_from_a_prompt_to_a_video_that_plays_with_sound(opened, service):  # noq
     assert page.text_content("#ltx-step") == "done" and page.is_visible("#ltx-save")
     seconds, sound, width = page.evaluate(PLAYED)
     assert seconds > 0 and sound > 0 and width == 128, (seconds, sound, width)
-    # Two stages of 8 and 3 steps, a bar each.
-    assert page.locator("#ltx-bars rect").count() == 11
+    # One stage of 8 steps, a bar each.
+    assert page.locator("#ltx-bars rect").count() == 8
     assert "stage 1: 8 steps" in page.text_content("#ltx-plot-said")
     page.wait_for_selector("#ltx-gallery li[data-status=completed] img")
     take_pictures(page)
