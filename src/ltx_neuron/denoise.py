@@ -215,6 +215,11 @@ class StageRun:
                 f" {dtype} is too narrow for them"
             ) from None
 
+    def video_latent(self) -> Tensor:
+        """The video's latents between two steps, (1, 128, F, h, w): read back for whoever asks."""
+        video = self.ranks.get(self.bucket.name, LATENTS[0])
+        return latents.unpatchify_video(video, self.latent_shape)
+
     def result(self) -> tuple[Tensor, Tensor]:
         """The latents (1, 128, F, h, w) and (1, 8, Ta, 16).
 

@@ -85,6 +85,7 @@ class Engine:
         self.on_step_end: Callable[[Stage, int], None] | None = None
         self.on_stage_end: Callable[[JobRun], None] | None = None
         self.job: Job | None = None  # whose steps run
+        self.stage_run: StageRun | None = None  # their stage, for what on_step_end looks at
         self.progress = True
         self._contexts: dict[tuple[str, ...], list[Contexts]] = {}
         self._process = os.getpid()
@@ -354,7 +355,7 @@ class Engine:
 
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
-        stage, recorder = stage_run.stage, self.recorder
+        stage, recorder, self.stage_run = stage_run.stage, self.recorder, stage_run
         if self.options.warmup:
             with recorder.phase("warmup"):
                 stage_run.start()
@@ -380,6 +381,7 @@ class Engine:
     def _finish(self, run: JobRun, stage_run: StageRun, video: Tensor, audio: Tensor) -> None:
         """Keep a stage's latents, and record what its steps cost."""
         run.finish(stage_run.stage, video, audio)
+        self.stage_run = None
         self._count(stage_run.compiled, run.job)
         if self.on_stage_end:
             self.on_stage_end(run)

@@ -1,6 +1,7 @@
 """The service as a process of its own, spoken to by OpenAI's own client: its videos are the
 script's bit for bit, and no job is lost or made twice however its processes die."""
 
+import base64
 import json
 import signal
 import socket
@@ -34,6 +35,8 @@ from ltx_neuron.host import calibration
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service import preview
+from ltx_neuron.service import worker as work
 from ltx_neuron.service.catalogue import Catalogue, Offer
 from ltx_neuron.service.fields import read_request
 from ltx_neuron.service.jobs import VIDEO, Intake
@@ -342,7 +345,7 @@ def test_many_connections_that_say_nothing_hinder_nobody_for_long(service):
 
 
 @contextmanager
-def worker(setup, tiny, folder, *settings: str):
+def worker(setup, tiny, folder, *settings: str, previews: bool = False):
     """A worker with its queue and what fills it. settings: of the profile."""
     workspace = Workspace(
         tiny.checkpoint, resolve("cpu", settings), setup.artifacts, TP, "float32", tiny.gemma_root
@@ -352,7 +355,7 @@ def worker(setup, tiny, folder, *settings: str):
     queue = Queue(f"sqlite:///{folder}/queue.sqlite", folder / "jobs")
     with closing(queue), Engine(workspace, Recorder(), options) as engine:
         found = Catalogue(workspace, Offer(Size(), "distilled"), upsamplers={"spatial"})
-        yield Worker(queue, engine, "w1"), Intake(queue, found, "tiny")
+        yield Worker(queue, engine, "w1", previews), Intake(queue, found, "tiny")
     torch.set_num_threads(threads)
 
 
@@ -410,6 +413,34 @@ def test_a_job_cancelled_between_steps_ends_there_and_the_next_is_what_it_was(
         assert [n for prompt, n in steps if prompt == ASKED[0][0]["prompt"]] == [0, 1, 2]
         assert (queue.folder_of(second.id) / VIDEO).read_bytes() == wanted[2]
         assert not queue.folder_of(first.id).exists()  # let go of
+
+
+def test_previews_and_times_of_steps_are_seen_while_a_job_is_made_and_change_no_bit(
+    setup, tiny, wanted, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(preview, "SECONDS", 0.0)  # a tiny job's steps take milliseconds
+    monkeypatch.setattr(work, "REPORT_SECONDS", 0.0)
+    with worker(setup, tiny, tmp_path, previews=True) as (working, intake):
+        queue, asked, seen = working.queue, ask(intake, 1), []
+        on_step_end = working.engine.on_step_end
+
+        def look(stage, number):
+            on_step_end(stage, number)
+            seen.append(queue.get("ada", asked.id).detail)
+
+        working.engine.on_step_end = look
+        watching = stop_after(working, asked)
+        working.run()
+        watching.join()
+        assert len({detail["preview"] for detail in seen}) == len(seen) == 11
+        picture = Image.open(BytesIO(base64.b64decode(seen[-1]["preview"])))
+        assert (picture.format, picture.size) == ("JPEG", (256, 256))
+        times = {stage: len(all) for stage, all in seen[-1]["denoise_steps_ms"].items()}
+        assert times == {"stage_1": 8, "stage_2": 3}
+        ended = queue.get("ada", asked.id).detail
+        assert ended == {"denoise_steps_ms": seen[-1]["denoise_steps_ms"]}
+        assert (queue.folder_of(asked.id) / VIDEO).read_bytes() == wanted[1]
+        assert working.engine.stage_run is None  # what was looked at is not kept
 
 
 def test_jobs_that_come_meanwhile_join_the_run_and_denoise_while_the_last_one_is_decoded(

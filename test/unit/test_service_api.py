@@ -5,7 +5,7 @@ import asyncio
 import json
 import random
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from io import BytesIO
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -114,8 +114,9 @@ class Workspace(Compiled):
         return Bucket(1, 1, 1, 1), None
 
 
-@pytest.fixture
-def service(tmp_path):
+@contextmanager
+def opened(tmp_path, page=None, tokens: bool = True):
+    """The service on a folder, in this process."""
     workspace = Workspace(SMALL, images=(ImageCondition("x"),))
     workspace.names |= Workspace(SMALL).names
     workspace.checkpoint_path = tmp_path / "tiny.safetensors"
@@ -125,8 +126,15 @@ def service(tmp_path):
     with closing(Queue(f"sqlite:///{tmp_path}/queue.sqlite", tmp_path / "jobs")) as queue:
         intake = Intake(queue, catalogue, "tiny", most=(10, 10))
         settings = Settings(most_body_bytes=MOST_BODY, per_minute=1e9)
-        app = create_app(intake, Tokens.load(tmp_path / "tokens.json"), settings)
+        owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)
+        app = create_app(intake, owners, settings, page)
         yield Service(app, queue, token.encode())
+
+
+@pytest.fixture
+def service(tmp_path):
+    with opened(tmp_path) as made:
+        yield made
 
 
 # --- requests that are mutated --------------------------------------------------------------------
@@ -340,3 +348,61 @@ def test_a_page_of_another_site_can_send_nothing(service):
     ):
         got = service.ask(Sent("GET", "/v1/videos", b"", service.headers(**header)))
         assert (got.status, got.error["code"]) == (403, code)
+
+
+# --- a video that is being made -------------------------------------------------------------------
+
+
+def accepted(service: Service, **fields) -> str:
+    body = json.dumps({"prompt": "waves", "size": SIZE, **fields}).encode()
+    got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(), body))
+    assert got.status == 200, got.body
+    return json.loads(got.body)["id"]
+
+
+def get(service: Service, path: str, query: bytes = b"", **headers) -> Got:
+    return service.ask(Sent("GET", path, query, service.headers(**headers)))
+
+
+def test_a_preview_is_its_owners_while_the_video_is_made_and_no_longer(service, tmp_path):
+    queue, id = service.queue, accepted(service)
+    path, query = f"/v1/videos/{id}/content", b"variant=preview"
+    assert get(service, path, query).error["code"] == "preview_not_found"
+    (entry,) = queue.claim("w", queue.next_kind(), 1)
+    times = {"denoise_steps_ms": {"stage_1": [1.5]}}
+    assert queue.report(entry, 10, {"stage": "stage_1", "preview": "anBlZw=="} | times)
+    got = get(service, path, query)
+    assert (got.status, got.body) == (200, b"jpeg")
+    assert got.headers[b"content-type"] == b"image/jpeg"
+    assert got.headers[b"cache-control"] == b"no-store"
+    # The object says that there is one; the picture is not in every answer.
+    shown = json.loads(get(service, f"/v1/videos/{id}").body)
+    assert shown["detail"] == {"stage": "stage_1", "preview": True} | times
+    other = b"Bearer " + new_token(tmp_path / "tokens.json", "bob").encode()
+    for token, status in ((other, 401), (b"", 401)):  # bob's came after the service began
+        assert get(service, path, query, authorization=token).status == status
+    assert queue.get("bob", id) is None
+    assert queue.complete(entry, 0, times)
+    assert get(service, path, query).error["code"] == "preview_not_found"
+    assert json.loads(get(service, f"/v1/videos/{id}").body)["detail"] == times
+
+
+def test_a_video_that_failed_keeps_no_preview(service):
+    queue, id = service.queue, accepted(service)
+    (entry,) = queue.claim("w", queue.next_kind(), 1)
+    assert queue.report(entry, 10, {"preview": "anBlZw=="}) and queue.fail(entry, "x", "y")
+    assert queue.get("ada", id).detail is None
+
+
+def test_a_waiting_video_says_how_many_are_before_it_and_the_queue_how_many_wait(service):
+    first, second = accepted(service), accepted(service)
+    places = [json.loads(get(service, f"/v1/videos/{id}").body)["ahead"] for id in (first, second)]
+    assert places == [0, 1]
+    wanted = {"object": "queue", "waiting": 2, "in_progress": 0, "workers": 0}
+    assert json.loads(get(service, "/v1/queue").body) == wanted
+    assert get(service, "/v1/queue", authorization=b"").status == 401
+
+
+def test_the_model_says_what_a_request_gets_that_says_nothing(service):
+    (model,) = json.loads(get(service, "/v1/models").body)["data"]
+    assert model["default"]["size"] == SIZE and model["default"] in model["sizes"]

@@ -197,6 +197,10 @@ class Recorder:
             )
         self._steps[stage].append((total_ms, device_ms))
 
+    def last_step(self, stage: str) -> float:
+        """Milliseconds of the stage's last denoise step."""
+        return self._steps[stage][-1][0]
+
     def report(self, job: dict, profile: str, tp: int, versions: dict, identity: dict) -> dict:
         """The latency report, schema 1, of the run up to now. Phases that other threads are in
         count up to now.

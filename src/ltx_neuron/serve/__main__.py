@@ -62,6 +62,8 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     help = "front: the API alone; worker: what makes the videos alone (default: all, a front that"
     help += " keeps one worker alive)"
     add("--role", choices=["all", "front", "worker"], default="all", help=help)
+    help = "no page at / for people, and no previews for it"
+    add("--no-page", action="store_true", help=help)
     add("--parent", type=int, help=argparse.SUPPRESS)  # the front that keeps this worker
 
 
@@ -136,7 +138,7 @@ def be_worker(args: argparse.Namespace) -> None:
     name = front.worker_name(os.getpid())
     # The devices are one worker's: one that ends may still hold them.
     with exclusive(args.data_dir.absolute() / "worker", "serving"), open_engine(args) as engine:
-        work.Worker(open_queue(args), engine, name).run()
+        work.Worker(open_queue(args), engine, name, previews=not args.no_page).run()
 
 
 def be_front(args: argparse.Namespace) -> None:
@@ -156,7 +158,8 @@ def be_front(args: argparse.Namespace) -> None:
             keep_days=args.keep_days,
         )
         owners = tokens.Tokens.load(args.tokens_file)
-        served = app.create_app(intake, owners, settings)
+        page = None if args.no_page else app.Page()
+        served = app.create_app(intake, owners, settings, page)
         with front.swept(queue, args.keep_days, int(args.keep_gb * _GB)):
             if args.role == "front":
                 front.serve(served, args.host, args.port)

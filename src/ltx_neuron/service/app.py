@@ -4,6 +4,7 @@ Every answer that is no video is JSON; every refusal is {"error": {message, type
 """
 
 import asyncio
+import base64
 import logging
 import re
 from collections.abc import Callable
@@ -19,9 +20,10 @@ from starlette.requests import ClientDisconnect
 
 from ltx_neuron.service.fields import MAX_IMAGES, Upload, parse_json, read_request
 from ltx_neuron.service.guard import Guard, Rate
-from ltx_neuron.service.jobs import THUMBNAIL, VIDEO, Intake, video_object
+from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, Intake, video_object
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
-from ltx_neuron.service.queue import COMPLETED, FAILED, OPEN, QUEUED, Entry
+from ltx_neuron.service.page import Page
+from ltx_neuron.service.queue import COMPLETED, FAILED, IN_PROGRESS, OPEN, QUEUED, Entry
 from ltx_neuron.service.refusal import Refusal, invalid
 from ltx_neuron.service.tokens import Tokens
 
@@ -128,9 +130,12 @@ class Api:
     def content(self, request: Request, id: str) -> Response:
         variant = request.query_params.get("variant", "video")
         entry = self._entry(self._owner(request), id)
+        if variant == PREVIEW:
+            return _preview(entry)
         if variant not in _FILES:
             code = "feature_not_supported" if variant == "spritesheet" else "invalid_value"
-            raise invalid("variant", f"variant is one of {', '.join(_FILES)}", code)
+            known = ", ".join((*_FILES, PREVIEW))
+            raise invalid("variant", f"variant is one of {known}", code)
         if entry.status == FAILED:
             raise Refusal(409, "video_failed", f"this video failed: {entry.error['message']}")
         if entry.status != COMPLETED:
@@ -153,13 +158,15 @@ class Api:
         return FileResponse(path, media_type=kind, filename=filename, headers=headers)
 
     def _answer(self, entry: Entry) -> Response:
-        headers = {}
+        headers, ahead = {}, None
         if entry.status in OPEN:
             headers["openai-poll-after-ms"] = str(_POLL_MS[entry.status == QUEUED])
-        return JSONResponse(self._object(entry), headers=headers)
+        if entry.status == QUEUED:
+            ahead = self.queue.ahead_of(entry)
+        return JSONResponse(self._object(entry, ahead), headers=headers)
 
-    def _object(self, entry: Entry) -> dict[str, Any]:
-        return video_object(entry, self.settings.keep_days * _DAY)
+    def _object(self, entry: Entry, ahead: int | None = None) -> dict[str, Any]:
+        return video_object(entry, self.settings.keep_days * _DAY, ahead)
 
     def _entry(self, owner: str, id: str, param: str | None = None) -> Entry:
         entry = self.queue.get(owner, id)
@@ -193,6 +200,8 @@ class Api:
         """The one model: with the sizes that are compiled, its recipes and LoRAs."""
         catalogue = self.intake.catalogue
         offers, workspace = catalogue.offers, catalogue.workspace
+        usual = catalogue.default
+        shown = usual if usual in offers else next(iter(offers), None)
         return {
             "id": self.intake.model,
             "object": "model",
@@ -204,7 +213,16 @@ class Api:
                 for lora in (*workspace.loras, *workspace.distilled_loras)
             ],
             "sizes": [offer.shown for offer in offers],
+            "default": shown.shown if shown else None,
         }
+
+    def line(self, request: Request) -> Response:
+        """How many jobs there are, of all owners, and who works on them."""
+        self._owner(request)
+        counts, workers = self.queue.counts(), self.queue.workers().values()
+        content = {"waiting": counts[QUEUED], "in_progress": counts[IN_PROGRESS]}
+        alive = sum(state["alive"] for state in workers)
+        return JSONResponse({"object": "queue", **content, "workers": alive})
 
     def health(self) -> Response:
         return JSONResponse({"status": "ok"})
@@ -220,8 +238,10 @@ class Api:
         return Response(self.metrics_of.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def create_app(intake: Intake, tokens: Tokens, settings: Settings) -> Callable:
-    """The ASGI application of a service."""
+def create_app(
+    intake: Intake, tokens: Tokens, settings: Settings, page: Page | None = None
+) -> Callable:
+    """The ASGI application of a service, with a page at / or without one."""
     api = Api(intake, tokens, settings)
     # What strangers send is no event of this service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
@@ -239,11 +259,13 @@ def create_app(intake: Intake, tokens: Tokens, settings: Settings) -> Callable:
         ("DELETE", "/v1/videos/{id}", api.delete),
         ("GET", "/v1/models", api.models),
         ("GET", "/v1/models/{id}", api.model),
+        ("GET", "/v1/queue", api.line),
         ("GET", "/health", api.health),
         ("GET", "/ready", api.ready),
         ("GET", "/metrics", api.metrics),
     ):
         app.add_api_route(path, function, methods=[method], response_model=None)
+    app.router.routes += page.routes if page else []
     app.add_exception_handler(Refusal, _say)
     app.add_exception_handler(HTTPException, _say_http)
     app.add_exception_handler(OperationalError, _say_database)
@@ -284,6 +306,16 @@ def _upload(file) -> Upload:
         return file.file.read()
 
     return Upload(read)
+
+
+def _preview(entry: Entry) -> Response:
+    """What a video that is being made looks like so far."""
+    picture = entry.status in OPEN and (entry.detail or {}).get(PREVIEW)
+    if not picture:
+        message = f"there is no preview of a video that is {entry.status}, or not yet"
+        raise Refusal(404, "preview_not_found", message)
+    headers = {"Cache-Control": "no-store"}
+    return Response(base64.b64decode(picture), media_type="image/jpeg", headers=headers)
 
 
 def _not_found(id: str, param: str | None = None) -> Refusal:

@@ -39,8 +39,7 @@ class Guard:
     def _refused(self, headers: dict[str, str]) -> Refusal | None:
         """Why a request is refused by its headers alone; the app says so."""
         host = headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname if _is_plain(host) else None
-        if self.local and name not in LOCAL_HOSTS:
+        if self.local and _name(host) not in LOCAL_HOSTS:
             # A page whose name was rebound to this machine would be taken for its own.
             return Refusal(403, "wrong_host", "this service answers to localhost alone")
         origin = headers.get("origin")
@@ -52,9 +51,13 @@ class Guard:
         return None
 
 
-def _is_plain(host: str) -> bool:
-    """Whether a Host header is only a host and a port: anything else is not taken apart."""
-    return all(char.isalnum() or char in ".-:[]" for char in host) and host.count("[") < 2
+def _name(host: str) -> str | None:
+    """The name in a Host header; None where that is not only a host and a port."""
+    plain = all(char.isalnum() or char in ".-:[]" for char in host)
+    try:
+        return urlsplit(f"//{host}").hostname if plain else None
+    except ValueError:  # brackets around what is no address
+        return None
 
 
 def _too_large(most: int) -> Refusal:

@@ -23,6 +23,7 @@ from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.refusal import Refusal, busy, invalid
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
+PREVIEW = "preview"  # in a job's detail while it is made: a JPEG in base64
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -189,13 +190,18 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def video_object(entry: Entry, expires_after: float | None = None) -> dict[str, Any]:
+def video_object(
+    entry: Entry, expires_after: float | None = None, ahead: int | None = None
+) -> dict[str, Any]:
     """A job as OpenAI's client knows it, and what is ours: num_frames, fps, seed, recipe, notes on
-    what was rounded, and the step it is at.
+    what was rounded, the step it is at and how long the steps took.
 
     expires_after  seconds for which an ended job is kept
+    ahead          how many waiting jobs came before it, where that was asked
     """
-    ended = entry.completed_at
+    ended, detail = entry.completed_at, entry.detail
+    if detail and PREVIEW in detail:
+        detail = detail | {PREVIEW: True}  # the picture itself is asked for by itself
     return {
         **entry.shown,
         "id": entry.id,
@@ -207,5 +213,6 @@ def video_object(entry: Entry, expires_after: float | None = None) -> dict[str, 
         "expires_at": int(ended + expires_after) if ended and expires_after else None,
         "error": entry.error,
         "remixed_from_video_id": None,
-        "detail": entry.detail,
+        "detail": detail,
+        "ahead": ahead,
     }

@@ -272,14 +272,15 @@ class Queue:
         values |= {"lease_until": now + self.lease} | ({"losses": 0} if stage_ended else {})
         return self._update(_held(entry), values) > 0
 
-    def complete(self, entry: Entry, bytes: int = 0) -> bool:
+    def complete(self, entry: Entry, bytes: int = 0, detail: dict | None = None) -> bool:
         """A job's video is on the disk. False where the job is not the worker's any more."""
-        done = {"status": COMPLETED, "progress": 100, "detail": None, "bytes": bytes}
+        done = {"status": COMPLETED, "progress": 100, "detail": detail, "bytes": bytes}
         return self._end(entry, done)
 
     def fail(self, entry: Entry, code: str, message: str) -> bool:
         """A job cannot be made. False where it is not the worker's any more."""
-        return self._end(entry, {"status": FAILED, "error": {"code": code, "message": message}})
+        error = {"code": code, "message": message}
+        return self._end(entry, {"status": FAILED, "detail": None, "error": error})
 
     def _end(self, entry: Entry, values: dict) -> bool:
         values = values | {"completed_at": self.clock(), "worker": None, "lease_until": None}
@@ -324,7 +325,7 @@ class Queue:
         connection.execute(update(jobs).where(begun).values(**lost, losses=jobs.c.losses + 1))
         connection.execute(update(jobs).where(leased).values(**lost))
         given_up = (jobs.c.status == IN_PROGRESS) & (jobs.c.losses >= self.losses)
-        failed = {"status": FAILED, "error": LOST, "completed_at": now}
+        failed = {"status": FAILED, "error": LOST, "detail": None, "completed_at": now}
         connection.execute(update(jobs).where(given_up).values(**failed))
 
     def _update(self, where, values: dict) -> int:

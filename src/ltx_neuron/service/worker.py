@@ -5,6 +5,7 @@ It holds its jobs by a heartbeat, says every step, and asks at every step whethe
 its own: a job that was cancelled ends there, and the next one begins.
 """
 
+import base64
 import os
 import signal
 import threading
@@ -27,7 +28,8 @@ from ltx_neuron.host import calibration
 from ltx_neuron.job import UPSCALES, Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.jobs import THUMBNAIL, VIDEO, folder_bytes, job_of
+from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
+from ltx_neuron.service.preview import previews_of
 from ltx_neuron.service.queue import Entry, Queue
 
 TOGETHER = 4  # jobs taken at a time: their prompts are encoded in one go
@@ -41,6 +43,7 @@ DENOISED = 90  # percent, when the decoding is left
 _FAILURES = 3  # runs in a row that end all jobs, until the process is begun anew
 _TILE = 512  # the longest side of a thumbnail
 _LAST_SECONDS = 30.0  # to end in good order
+TIMES = "denoise_steps_ms"  # in a job's detail, as in the latency report
 
 
 class Gone(Exception):
@@ -50,14 +53,17 @@ class Gone(Exception):
 class Worker:
     """Runs the queue's jobs on an engine, until `stop` is set.
 
-    name  by which the queue knows this process
+    name      by which the queue knows this process
+    previews  whether it shows what a video looks like between two steps
     """
 
-    def __init__(self, queue: Queue, engine: Engine, name: str):
+    def __init__(self, queue: Queue, engine: Engine, name: str, previews: bool = False):
         self.queue, self.engine, self.name = queue, engine, name
+        self.previews = previews_of(engine) if previews else None
         self.stop = threading.Event()
         self.kind: str | None = None
         self._taken: dict[int, tuple[Job, Entry]] = {}  # by id(job), of the run under way
+        self._seen: dict[int, dict] = {}  # what is shown of each: its steps' times, a preview
         self._count, self._reported, self._failures = 0, 0.0, 0
         self._state = {"pid": os.getpid(), "kind": None, "videos": 0, "steps": 0, "phases": {}}
         self._state |= {"step_seconds": 0.0}
@@ -110,6 +116,7 @@ class Worker:
                 raise
         finally:
             self._taken.clear()
+            self._seen.clear()
             self._keep_records()
 
     # --- taking jobs ------------------------------------------------------------------------------
@@ -130,6 +137,8 @@ class Worker:
                 self.queue.fail(entry, "profile_mismatch", "what this job needs is not there now")
                 continue
             self._taken[id(job)] = job, entry
+            times = (entry.detail or {}).get(TIMES, {})  # of the stages before this worker's
+            self._seen[id(job)] = {TIMES: times}
             jobs.append(job)
         self._count += len(jobs)
         return jobs
@@ -166,14 +175,25 @@ class Worker:
         """Say that a step is done; raise Gone where the job is not ours any more."""
         job, now = self.engine.job, time.monotonic()
         entry, last = self._entry(job), number + 1 == stage.steps
+        self._see(job, stage, number)
         if not last and now - self._reported < REPORT_SECONDS:
             ours = self.queue.holds(entry)
         else:
             self._reported = now
             detail = {"stage": stage.name, "step": number + 1, "steps": stage.steps}
+            detail |= self._seen[id(job)]
             ours = self.queue.report(entry, _percent(job, stage, number + 1), detail)
         if not ours:
             raise Gone(entry.id)
+
+    def _see(self, job: Job, stage: Stage, number: int) -> None:
+        """Note a step's time and, now and then, what the video looks like."""
+        seen = self._seen[id(job)]
+        before = seen[TIMES].get(stage.name, [])[:number]
+        ms = round(self.engine.recorder.last_step(stage.name), 3)
+        seen[TIMES] = seen[TIMES] | {stage.name: [*before, ms]}
+        if self.previews and (picture := self.previews.after_step(stage, number)):
+            seen[PREVIEW] = base64.b64encode(picture).decode()
 
     def _stage(self, run: JobRun) -> None:
         """Keep a finished stage's latents, from which another worker could go on."""
@@ -182,7 +202,7 @@ class Worker:
             progress.save_state(self._state_path(run.job), run, self._identity(run.job))
         left = run.stages_left
         percent = _percent(run.job, left[0], 0) if left else DENOISED
-        detail = None if left else {"stage": "decode"}
+        detail = ({} if left else {"stage": "decode"}) | self._seen[id(run.job)]
         self.queue.report(entry, percent, detail, stage_ended=True)
 
     def _write(self, clip: Clip) -> None:
@@ -208,7 +228,8 @@ class Worker:
         entry = self._entry(result.job)
         folder, state = self._folder(entry), self._state_path(result.job)
         kept = state.stat().st_size if state.is_file() else 0
-        if not self.queue.complete(entry, folder_bytes(folder) - kept):
+        detail = {TIMES: self._seen[id(result.job)][TIMES]}
+        if not self.queue.complete(entry, folder_bytes(folder) - kept, detail):
             raise Gone(entry.id)
         state.unlink(missing_ok=True)
         self._state["videos"] += 1

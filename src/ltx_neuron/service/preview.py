@@ -1,0 +1,146 @@
+"""What a video looks like between two steps: its latents as a small picture, without the decoder.
+
+A pixel of a latent stands for 32x32 pixels, and its 128 channels times a matrix are their mean
+colour, nearly. The matrix is fitted to the checkpoint's own encoder, by least squares over pictures
+that are made up: clouds of colour, in which neighbours resemble each other as in photographs. It is
+kept in the artifacts, so that a checkpoint's is fitted once.
+
+Latents between steps are noise for the most part. What is shown is what the step predicts that they
+will be without it: along the line from the latents before the step to those after it.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from ltx_neuron.config import digest
+from ltx_neuron.engine import Engine
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.files import read_json, write_json
+from ltx_neuron.job import Stage
+from ltx_neuron.sampling.latents import SPACE_SCALE, unpatchify_video
+
+SECONDS = 0.25  # at least, between two pictures
+LONGEST = 256  # side of a picture
+_SIDE, _PICTURES, _SEED = 256, 12, 0  # of what the matrix is fitted to: 64 pixels of latents each
+_RIDGE = 1.0  # what the pictures say nothing of stays near 0
+
+
+class Previews:
+    """Pictures of what an engine is denoising, none within SECONDS of the last.
+
+    Where steps take longer than that, each is read back from the ranks once: 1.6 MB for 121 frames
+    of 768x512 in bfloat16. Where they are shorter, two in SECONDS are.
+    """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
+        self.engine, self.clock, self.matrix = engine, clock, matrix_of(engine)
+        self._shown = -SECONDS
+        self._before: tuple[Stage, int, Tensor] | None = None
+
+    def after_step(self, stage: Stage, number: int) -> bytes | None:
+        """A JPEG of the frame in the middle, if it is time for one."""
+        if self.clock() - self._shown < SECONDS:
+            return None
+        run, before = self.engine.stage_run, self._before
+        if number == 0:  # what the steps begin with is on the host
+            before = stage, -1, middle(unpatchify_video(run.video, run.latent_shape))
+        latent = middle(run.video_latent())
+        self._before = stage, number, latent
+        if not before or before[:2] != (stage, number - 1):
+            return None
+        self._shown = self.clock()
+        return picture(
+            predicted(before[2], latent, *stage.sigmas[number : number + 2]), self.matrix
+        )
+
+
+def middle(video: Tensor) -> Tensor:
+    """The latents in the middle of a video (1, 128, F, h, w): (h, w, 128)."""
+    return video[0, :, video.shape[2] // 2].permute(1, 2, 0).float()
+
+
+def predicted(before: Tensor, after: Tensor, sigma: float, sigma_next: float) -> Tensor:
+    """Latents without noise, as an Euler step from one sigma to the next has them in mind."""
+    return before + (after - before) * (sigma / (sigma - sigma_next))
+
+
+def picture(latent: Tensor, matrix: Tensor) -> bytes:
+    """Latents (h, w, 128) as a JPEG."""
+    colours = (with_one(latent) @ matrix).nan_to_num(0.0).clamp(0, 1)
+    image = Image.fromarray((colours * 255).byte().numpy())
+    scale = LONGEST / max(image.size)
+    size = tuple(max(1, round(side * scale)) for side in image.size)
+    file = BytesIO()
+    image.resize(size, Image.Resampling.BICUBIC).save(file, format="JPEG", quality=80)
+    return file.getvalue()
+
+
+def previews_of(engine: Engine) -> Previews | None:
+    """None, which is said, where a checkpoint has no encoder to fit them to."""
+    try:
+        return Previews(engine)
+    except (UserError, RunError) as error:
+        print(f"no previews: {error}", flush=True)
+        return None
+
+
+# --- the matrix -----------------------------------------------------------------------------------
+
+
+def matrix_of(engine: Engine) -> Tensor:
+    """The checkpoint's (129, 3): from the artifacts, or fitted now."""
+    workspace, host = engine.workspace, engine.host
+    identity = digest([workspace.checkpoint.fingerprint, _SIDE, _PICTURES, _SEED, _RIDGE])
+    path = workspace.artifacts / "preview" / f"{identity[:16]}.json"
+    with suppress(UserError, ValueError, TypeError):  # absent, or damaged
+        matrix = torch.tensor(read_json(path)["matrix"])
+        if matrix.shape == (129, 3):
+            return matrix
+    there = "video_encoder" in vars(host)
+    matrix = fitted(host.encode_image)
+    if not there:  # few jobs hold an image
+        vars(host).pop("video_encoder", None)
+    with suppress(OSError):  # a folder that is not to be written: fitted again by the next worker
+        write_json(path, {"matrix": matrix.tolist()})
+    return matrix
+
+
+def fitted(encode: Callable[[Tensor], Tensor]) -> Tensor:
+    """The matrix by which latents are the mean colours of their pixels, nearly.
+
+    encode  pixels (1, 3, 1, H, W) in [-1, 1] to latents (1, 128, 1, H/32, W/32)
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    latents, colours = [], []
+    for _ in range(_PICTURES):
+        pixels = clouds(_SIDE, generator)
+        latents.append(middle(encode(pixels[None, :, None] * 2 - 1)).flatten(0, 1))
+        colours.append(functional.avg_pool2d(pixels, SPACE_SCALE).flatten(1).T)
+    known = with_one(torch.cat(latents)).double()
+    ridge = _RIDGE * torch.eye(known.shape[1], dtype=torch.double)
+    ridge[-1, -1] = 0  # the constant is free
+    wanted = torch.cat(colours).double()
+    return torch.linalg.solve(known.T @ known + ridge, known.T @ wanted).float()
+
+
+def clouds(side: int, generator: torch.Generator) -> Tensor:
+    """A picture (3, side, side) in [0, 1]: noise of every size, the larger the stronger."""
+    total, cells = torch.zeros(3, side, side), 2
+    while cells <= side:
+        noise = torch.randn(1, 3, cells, cells, generator=generator)
+        size, mode = (side, side), "bilinear"
+        total += functional.interpolate(noise, size, mode=mode, align_corners=False)[0] / cells
+        cells *= 2
+    return total.mul(2).sigmoid()
+
+
+def with_one(latent: Tensor) -> Tensor:
+    """A channel of ones beside the others: what is multiplied with it is the constant."""
+    return torch.cat([latent, torch.ones_like(latent[..., :1])], -1)
