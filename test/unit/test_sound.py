@@ -121,6 +121,19 @@ def test_the_number_of_threads_does_not_change_the_bits(vocoder, monkeypatch):
     assert torch.equal(*waveforms)
 
 
+@pytest.mark.parametrize("span", [100, 333, 10**6])
+def test_what_scratch_memory_held_before_reaches_no_sample(vocoder, monkeypatch, span):
+    """The last of a span's whole blocks read beyond what is made of the signal."""
+    cut(monkeypatch, span)
+    clean, scratch = FastVocoder(vocoder)(spectrogram(9)), Workers.scratch
+
+    def poisoned(self, *args):
+        return scratch(self, *args).fill_(torch.nan)
+
+    monkeypatch.setattr(Workers, "scratch", poisoned)
+    assert torch.equal(FastVocoder(vocoder)(spectrogram(9)), clean)
+
+
 @pytest.mark.parametrize("taps, dilation", [(3, 1), (3, 5), (7, 3), (11, 1), (11, 5)])
 @pytest.mark.parametrize("inputs, outputs", [(1, 1), (5, 5), (16, 16), (24, 24), (40, 70)])
 @pytest.mark.parametrize("length", [1, 64, 1001])

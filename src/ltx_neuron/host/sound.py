@@ -224,8 +224,9 @@ class _Pair:
         (first, conv1), (second, conv2) = self.steps
         active = first.apply(signal, length, workers, conv1.reach(length))
         conv1.convolve(active[BEFORE - conv1.before :], length, signal[BEFORE:], workers)
-        active = second.apply(signal, length, workers, conv2.reach(length))
         begin = BEFORE + span.start - span.first - conv2.before
+        read = begin - BEFORE + conv2.reach(len(middle))  # may be more than those of the whole
+        active = second.apply(signal, length, workers, read)
         conv2.add(active[begin:], len(middle), middle, out, more, workers)
 
 
