@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
@@ -27,8 +27,10 @@ from ltx_neuron.host import calibration
 from ltx_neuron.job import UPSCALES, Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.desk import Desk
 from ltx_neuron.service.jobs import THUMBNAIL, VIDEO, folder_bytes, job_of
-from ltx_neuron.service.queue import Entry, Queue
+from ltx_neuron.service.queue import Entry
+from ltx_neuron.service.recurring import repeated
 
 TOGETHER = 4  # jobs taken at a time: their prompts are encoded in one go
 IN_A_RUN = 32  # jobs until the engine's records are read and begun anew
@@ -50,10 +52,11 @@ class Gone(Exception):
 class Worker:
     """Runs the queue's jobs on an engine, until `stop` is set.
 
-    name  by which the queue knows this process
+    queue  the Queue, or what brings it to this machine
+    name   by which the queue knows this process
     """
 
-    def __init__(self, queue: Queue, engine: Engine, name: str):
+    def __init__(self, queue: Desk, engine: Engine, name: str):
         self.queue, self.engine, self.name = queue, engine, name
         self.stop = threading.Event()
         self.kind: str | None = None
@@ -71,7 +74,7 @@ class Worker:
         _ = workspace.arithmetic
         calibration.store(workspace.artifacts)
         try:
-            with self._heartbeat():
+            with repeated(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
                 while not self.stop.is_set():
                     self.kind = self.queue.next_kind(self.kind, PATIENCE)
                     if self.kind is None:
@@ -179,7 +182,8 @@ class Worker:
         """Keep a finished stage's latents, from which another worker could go on."""
         entry = self._entry(run.job)
         with suppress(OSError):  # on a full disk there is nothing to go on from
-            progress.save_state(self._state_path(run.job), run, self._identity(run.job))
+            progress.save_state(path := self._state_path(run.job), run, self._identity(run.job))
+            self.queue.keep(entry, path.name)
         left = run.stages_left
         percent = _percent(run.job, left[0], 0) if left else DENOISED
         detail = None if left else {"stage": "decode"}
@@ -240,27 +244,9 @@ class Worker:
         self._state["step_seconds"] += sum(steps) / 1e3
         self.engine.recorder = self.engine.residency.recorder = Recorder()
 
-    @contextmanager
-    def _heartbeat(self) -> Iterator[None]:
-        """Renew the leases of this worker's jobs while the block runs."""
-        ended = threading.Event()
-
-        def beat() -> None:
-            while True:
-                try:
-                    self.queue.renew(self.name, dict(self._state))
-                except Exception:  # a database that is away for a moment
-                    traceback.print_exc()
-                if ended.wait(min(self.queue.lease / 4, 5.0)):
-                    return
-
-        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    def _beat(self) -> None:
+        """Renew the leases of this worker's jobs."""
+        self.queue.renew(self.name, dict(self._state))
 
 
 def _percent(job: Job, stage: Stage, done: int) -> int:
