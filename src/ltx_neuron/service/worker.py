@@ -22,7 +22,7 @@ from ltx_neuron.decode_queue import Clip, Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file, write_json
-from ltx_neuron.generate import make_report, run_identity, sidecar
+from ltx_neuron.generate import code_identity, make_report, run_identity, sidecar
 from ltx_neuron.host import calibration
 from ltx_neuron.job import UPSCALES, Job, Stage
 from ltx_neuron.progress import JobRun
@@ -73,6 +73,7 @@ class Worker:
         # Before the first job: whoever goes on with it computes with what is chosen here.
         _ = workspace.arithmetic
         calibration.store(workspace.artifacts)
+        self._state["identity"] = code_identity(workspace)
         try:
             with repeated(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
                 while not self.stop.is_set():
@@ -147,7 +148,10 @@ class Worker:
         return progress.state_path(self._folder(self._entry(job)) / VIDEO)
 
     def _identity(self, job: Job) -> dict:
-        return run_identity(job, self.engine.workspace, self.engine.options)
+        identity = run_identity(job, self.engine.workspace, self.engine.options)
+        # Where its images lie differs from machine to machine; images_sha256 is what they hold.
+        names = [{**image, "path": Path(image["path"]).name} for image in identity["images"]]
+        return identity | {"images": names}
 
     def _resume(self, job: Job) -> JobRun | None:
         """The run of a worker that died over this job, after its last finished stage."""
@@ -156,9 +160,9 @@ class Worker:
             return None
         try:
             run = progress.restore_state(
-                path, job, self._identity(job), self.engine.workspace.dtype
+                path, job, self._identity(job), self.engine.workspace.dtype, exact=True
             )
-        except UserError:  # made by another version of this toolkit
+        except UserError:  # made by another version of this toolkit, or a machine that rounds else
             return None
         print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
         return run
