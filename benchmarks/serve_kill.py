@@ -10,8 +10,8 @@ then. With --ray-nodes the service has a Ray cluster of so many nodes on this ma
 killed in place of the worker, and half-way a node is killed and another joins.
 
 Prints one line a kill and the verdict last; exits 1 if a job is lost, failed, is there twice, or
-has other bytes. Stopped at any moment, the same command goes on: kills.log in the folder has the
-kills so far.
+has other bytes. Stopped at any moment, the same command, with as many jobs, goes on: kills.log in
+the folder has the kills so far.
 """
 
 import argparse
@@ -216,7 +216,7 @@ def run(service: Service, args: argparse.Namespace, digests: list[str]) -> list[
             time.sleep(1)
         for name, state in queue.workers().items():
             if state["videos"]:
-                print(f"{name}: {state['videos']} videos", flush=True)
+                print(f"{name}: {state['videos']} videos when it was heard last", flush=True)
         return check(service, ids, digests)
     finally:
         service.process.terminate()
