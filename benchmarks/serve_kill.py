@@ -1,13 +1,17 @@
 """Kill -9 of the service's front and of its worker at random moments, while jobs are sent and made:
 is every accepted job completed, once, with the bytes that generate_ltx23.py writes?
 
-    python benchmarks/serve_kill.py --folder DIR [--jobs 1000] [--kills 20] [--seed 1]
+    python benchmarks/serve_kill.py --folder DIR [--jobs 1000] [--kills 20] [--ray-nodes 3]
 
 Tiny assets are made, sharded and compiled in the folder. Jobs are sent until some hundreds wait,
 and further ones as videos are made; a request that was not answered is sent again with its
 Idempotency-Key. Before each kill a random number of videos are made, and at most a second passes
-then. Prints one line a kill and the verdict last; exits 1 if a job is lost, failed, is there twice,
-or has other bytes.
+then. With --ray-nodes the service has a Ray cluster of so many nodes on this machine: a replica is
+killed in place of the worker, and half-way a node is killed and another joins.
+
+Prints one line a kill and the verdict last; exits 1 if a job is lost, failed, is there twice, or
+has other bytes. Stopped at any moment, the same command, with as many jobs, goes on: kills.log in
+the folder has the kills so far.
 """
 
 import argparse
@@ -22,9 +26,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
+from lib.local_ray import LocalRay
 from lib.tiny_scripts import TinyScripts
 
 from ltx_neuron.service.queue import Queue
@@ -39,11 +45,12 @@ AHEAD = 300  # jobs that wait at most
 class Service:
     """python -m ltx_neuron.serve on a folder, and what is asked of it."""
 
-    def __init__(self, scripts: TinyScripts, folder: Path, jobs: int):
+    def __init__(self, scripts: TinyScripts, folder: Path, jobs: int, ray: LocalRay | None = None):
         words = [sys.executable, "-m", "ltx_neuron.serve", *scripts.generate()[1:]]
         more = {"--data-dir": folder / "data", "--port": 0, "--rate": 1e6, "--max-queue": jobs}
+        more |= {"--ray": ray.address} if ray else {}
         words += [str(word) for pair in more.items() for word in pair]
-        self.command, self.log = words, open(folder / "log", "a")
+        self.ray, self.command, self.log = ray, words, open(folder / "log", "a")
         self.process, self.url = None, ""
 
     def start(self) -> None:
@@ -91,14 +98,20 @@ class Service:
                 return found
             after = f"&after={page['last_id']}"
 
-    def kill(self, what: str) -> int | None:
-        """Kill the front or its worker; the pid, or None where there is no worker just now."""
+    def kill(self, what: str, queue: Queue) -> int | None:
+        """Kill the front, or its worker or one of its replicas; the pid, or None where there is no
+        such process just now."""
         if what == "front":
             self.process.send_signal(signal.SIGKILL)
             return self.process.pid
-        for child in psutil.Process(self.process.pid).children():
-            child.send_signal(signal.SIGKILL)
-            return child.pid
+        processes = psutil.Process(self.process.pid).children()
+        if self.ray:
+            states = [state for state in queue.workers().values() if state["alive"]]
+            pids = [state["pid"] for state in states if psutil.pid_exists(state["pid"])]
+            processes = [psutil.Process(pid) for pid in pids]
+        for process in processes[-1:]:
+            process.send_signal(signal.SIGKILL)
+            return process.pid
         return None
 
 
@@ -117,6 +130,8 @@ def send(service: Service, jobs: int, ids: list[str], queue: Queue) -> None:
 
 def wanted(scripts: TinyScripts, folder: Path) -> list[str]:
     """Digests of the script's own videos."""
+    if len(videos := sorted((folder / "wanted").glob("*.mp4"))) == len(PROMPTS):
+        return [hashlib.sha256(video.read_bytes()).hexdigest() for video in videos]
     lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
     (folder / "jobs.jsonl").write_text("\n".join(lines))
     flags = ["--prompts-file", folder / "jobs.jsonl", "--output-dir", folder / "wanted"]
@@ -126,21 +141,31 @@ def wanted(scripts: TinyScripts, folder: Path) -> list[str]:
     return [hashlib.sha256(video.read_bytes()).hexdigest() for video in videos]
 
 
-def disturb(service: Service, kills: int, rng: random.Random, most: int, queue: Queue) -> None:
-    """Kill the front and the worker in turn, so many times each, before each of which up to `most`
-    videos are made."""
-    for number in range(2 * kills):
-        what = ("worker", "front")[number % 2]
-        wanted = queue.counts()["completed"] + rng.randint(0, most)
-        while queue.counts()["completed"] < wanted:
+def disturb(service: Service, args: argparse.Namespace, queue: Queue) -> None:
+    """Kill the front and the worker in turn, so many times each, before each of which a random
+    number of videos are made. Those that kills.log has were killed before."""
+    log, what = args.folder / "kills.log", ("replica" if service.ray else "worker", "front")
+    most = round(1.8 * args.jobs / (2 * args.kills + 1))
+    done = len(log.read_text().splitlines()) if log.is_file() else 0
+    for number in range(done, 2 * args.kills):
+        rng = random.Random(args.seed * 1000 + number)
+        until = min(queue.counts()["completed"] + rng.randint(0, most), args.jobs)
+        while queue.counts()["completed"] < until:
             time.sleep(0.05)
         time.sleep(rng.uniform(0, 1))
-        pid, counts = service.kill(what), queue.counts()
+        pid, counts = service.kill(what[number % 2], queue), queue.counts()
         counts = ", ".join(f"{counts[status]} {status}" for status in (*LEFT, "completed"))
-        print(f"kill {number + 1}: {what} {pid or 'is away'}; {counts}", flush=True)
-        if what == "front":
+        said = f"kill {number + 1}: {what[number % 2]} {pid or 'is away'}; {counts}"
+        if what[number % 2] == "front":
             service.process.wait()
             service.start()
+        if service.ray and number == args.kills:
+            service.ray.kill()
+            service.ray.join()
+            said += "; a node killed, another joined"
+        print(said, flush=True)
+        with open(log, "a") as file:
+            file.write(said + "\n")
 
 
 def check(service: Service, ids: list[str], digests: list[str]) -> list[str]:
@@ -161,28 +186,41 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, metavar="DIR")
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=20, help="of the front, and of the worker")
+    parser.add_argument("--ray-nodes", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     scripts = TinyScripts(args.folder, 1, SIZE)
-    scripts.prepare()
+    if not (args.folder / "wanted").is_dir():
+        scripts.prepare()
     digests = wanted(scripts, args.folder)
-    service, ids = Service(scripts, args.folder, args.jobs), []
-    service.start()
-    began, data = time.monotonic(), args.folder / "data"
-    queue = Queue(f"sqlite:///{data.absolute()}/queue.sqlite", data / "jobs")
-    sending = threading.Thread(target=send, args=(service, args.jobs, ids, queue))
-    sending.start()
-    most = round(1.8 * args.jobs / (2 * args.kills + 1))
-    disturb(service, args.kills, random.Random(args.seed), most, queue)
-    sending.join()
-    while any(video["status"] in LEFT for video in service.videos()):
-        time.sleep(1)
-    problems = check(service, ids, digests)
-    service.process.terminate()
-    service.process.wait()
+    with LocalRay(args.ray_nodes) if args.ray_nodes else nullcontext() as ray:
+        service = Service(scripts, args.folder, args.jobs, ray)
+        began, problems = time.monotonic(), run(service, args, digests)
     seconds = time.monotonic() - began
-    print(f"{len(ids)} jobs, {2 * args.kills} kills, {seconds:.0f} s; bad: {problems or 'none'}")
+    kills = len((args.folder / "kills.log").read_text().splitlines())
+    print(f"{args.jobs} jobs, {kills} kills, {seconds:.0f} s; bad: {problems or 'none'}")
     raise SystemExit(bool(problems))
+
+
+def run(service: Service, args: argparse.Namespace, digests: list[str]) -> list[str]:
+    """Send, kill, and wait for all that is left; what is wrong, in words."""
+    service.start()
+    data, ids = args.folder / "data", []
+    queue = Queue(f"sqlite:///{data.absolute()}/queue.sqlite", data / "jobs")
+    sending = threading.Thread(target=send, args=(service, args.jobs, ids, queue), daemon=True)
+    sending.start()
+    try:
+        disturb(service, args, queue)
+        sending.join()
+        while sum(queue.counts()[status] for status in LEFT):
+            time.sleep(1)
+        for name, state in queue.workers().items():
+            if state["videos"]:
+                print(f"{name}: {state['videos']} videos when it was heard last", flush=True)
+        return check(service, ids, digests)
+    finally:
+        service.process.terminate()
+        service.process.wait()
 
 
 if __name__ == "__main__":

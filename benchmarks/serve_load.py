@@ -1,7 +1,11 @@
-"""The service against the same jobs by --prompts-file, on one replica: throughput, latency, the
-time to cancel a running job, and what of a job's time is the queue's own work.
+"""The service against the same jobs by --prompts-file: throughput, latency, the time to cancel a
+running job, and what of a job's time is the queue's own work.
 
     python benchmarks/serve_load.py --folder DIR [--jobs 24] [--clients 8] [--rounds 2]
+        [--replicas 2]
+
+Without --replicas it has its own worker; with them as many, each on a Ray node of this machine.
+--prompts-file runs on one replica, without Ray.
 
 Tiny assets are made, sharded and compiled in the folder. A round sends all jobs by OpenAI's client,
 so many at a time, and then runs them by generate_ltx23.py. Throughput is of what lies between the
@@ -17,11 +21,14 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import openai
+from lib.local_ray import LocalRay
 from lib.tiny_scripts import TinyScripts
 from serve_kill import PROMPTS, Service
 
@@ -144,6 +151,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--size", default="128x128", metavar="WxH")
     parser.add_argument("--num-frames", type=int, default=25)
+    parser.add_argument("--replicas", type=int, default=0, metavar="N", help="by Ray")
     parser.add_argument("--prepare", action="store_true", help="only make and compile all")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", "The Sora API")  # the wire format lives on
@@ -161,9 +169,19 @@ def main() -> None:
         {"prompt": PROMPTS[n % 3], "size": args.size, "extra_body": {"num_frames": args.num_frames}}
         for n in range(args.jobs)
     ]
-    service, ratios, latencies = Service(scripts, args.folder, 1000), [], []
+    with LocalRay(args.replicas) if args.replicas else nullcontext() as ray:
+        measure(Service(scripts, args.folder, 1000, ray), scripts, args, jobs)
+
+
+def measure(
+    service: Service, scripts: TinyScripts, args: argparse.Namespace, jobs: list[dict]
+) -> None:
+    """Print the figures of the rounds, and the time to cancel."""
+    ratios, latencies = [], []
     service.start()
-    by_service(service, args.folder, jobs[:3], 1)  # everything is loaded then
+    wait_for(service.url, args.replicas or 1)
+    first = jobs[: 3 * (args.replicas or 1)]
+    by_service(service, args.folder, first, len(first))  # everything is loaded then
     for number in range(args.rounds):
         served, seconds = by_service(service, args.folder, jobs, args.clients)
         batch = by_prompts_file(scripts, args.folder, jobs)
@@ -177,6 +195,15 @@ def main() -> None:
     print(f"time to cancel: {spread(taken, 'ms', 0)}")
     service.process.terminate()
     service.process.wait()
+
+
+def wait_for(url: str, workers: int) -> None:
+    """Return once so many workers live."""
+    while True:
+        with suppress(OSError), urllib.request.urlopen(url[:-3] + "/ready") as answer:
+            if json.loads(answer.read())["workers"] >= workers:
+                return
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,17 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     options, outputs = flags.run_options(args), flags.outputs(args)
+    flags.check_fleet(args, args.prompts_file)
     if args.prompts_file:
         outputs.check_batch(args.prompt)
         workspace = flags.workspace(args, writes=False)
         lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
-        generate_batch(lines, args.prompts_file, workspace, options, outputs)
+        if args.ray:
+            from ltx_neuron.fleet import batch  # Ray is an extra
+
+            batch.generate_batch(lines, args, workspace)
+        else:
+            generate_batch(lines, args.prompts_file, workspace, options, outputs)
     else:
         job = flags.job(args)
         job.check()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -163,6 +164,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     help = "one JSON object per line, flags as keys; models are loaded once for all"
     parser.add_argument("--prompts-file", type=Path, metavar="FILE.jsonl", help=help)
     add_models(parser)
+    add_fleet(parser)
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -186,6 +188,38 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     help = "the first release's numerics; or only how it holds images"
     add("--compat", choices=[name for name in COMPAT if name], help=help)
     add("--warmup", action="store_true", help="a discarded first step per stage")
+
+
+def add_fleet(parser: argparse.ArgumentParser) -> None:
+    """Where else the work is done: of what runs many jobs."""
+    add = parser.add_argument_group("fleet (pip install -e .[fleet])").add_argument
+    help = "run on every chip of this Ray cluster: auto (the one that this machine is in),"
+    help += " HOST:PORT, or local (this machine's own chips)"
+    add("--ray", metavar="ADDRESS", help=help)
+    add("--replicas", type=int, metavar="N", help="at most (default: one a chip)")
+    help = "where a machine takes the weights and graphs that it lacks: what python -m"
+    help += " ltx_neuron.artifacts push URL has sent"
+    add("--artifacts-from", metavar="URL", help=help)
+
+
+def check_fleet(args: argparse.Namespace, many: object = True) -> None:
+    """Raise UserError for flags of a fleet without one, and where Ray is not installed.
+
+    many  false where there is one job alone
+    """
+    if args.ray and not many:
+        raise UserError("--ray goes with --prompts-file: one video is made on one machine")
+    for flag in ("replicas", "artifacts_from"):
+        if getattr(args, flag) is not None and args.ray is None:
+            raise UserError(f"--{flag.replace('_', '-')} goes with --ray ADDRESS")
+    if args.replicas is not None and args.replicas < 1:
+        raise UserError(f"--replicas {args.replicas}: wanted 1 or more")
+    missing = [name for name in ("ray", "sqlalchemy") if args.ray and not find_spec(name)]
+    if missing:
+        raise UserError(
+            f"--ray needs {' and '.join(missing)}, which this Python does not have\nType: pip"
+            " install -e .[fleet]"
+        )
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -353,6 +387,15 @@ def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:
         video=dataclasses.replace(defaults.video, **changes["video"]),
         audio=dataclasses.replace(defaults.audio, **changes["audio"]),
     )
+
+
+def guidance_keys(guidance: Guidance | None) -> dict[str, Any]:
+    """The keys of a prompts file's line that ask for a guidance; the reverse of `guidance`."""
+    keys = {}
+    for flag, stream, field, _ in _GUIDANCE_FLAGS if guidance else ():
+        value = getattr(getattr(guidance, stream), field)
+        keys[flag.removeprefix("--")] = list(value) if field == "stg_blocks" else value
+    return keys
 
 
 def job(args: argparse.Namespace) -> Job:

@@ -188,7 +188,7 @@ def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
         **workspace.graphs_of(job.size, job.images, job.recipe),
         "neuron_gemma": options.neuron_gemma,
         "compat": options.compat,
-        **_code_identity(workspace),
+        **code_identity(workspace),
     }
 
 
@@ -224,7 +224,7 @@ def write_clip(clip: Clip, outputs: Outputs) -> None:
 
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     """The latency report of all that was recorded so far."""
-    profile, identity = workspace.profile.name, _code_identity(workspace)
+    profile, identity = workspace.profile.name, code_identity(workspace)
     identity["tuned"] = workspace.chosen and workspace.chosen.describe()
     return recorder.report(job, profile, workspace.tp, versions(), identity)
 
@@ -256,5 +256,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages}
 
 
-def _code_identity(workspace: Workspace) -> dict:
+def code_identity(workspace: Workspace) -> dict:
+    """What a run's outputs depend on besides the job, with the code that traced its graphs."""
     return workspace.identity | {"code": code_digest(workspace.profile.backend)}

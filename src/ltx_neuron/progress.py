@@ -142,13 +142,16 @@ def save_state(path: Path, run: JobRun, identity: dict) -> None:
     write_run_tensors(path, tensors | {_GENERATOR: run.generator.get_state()}, identity)
 
 
-def restore_state(path: Path, job: Job, identity: dict, dtype: torch.dtype) -> JobRun:
+def restore_state(
+    path: Path, job: Job, identity: dict, dtype: torch.dtype, exact: bool = False
+) -> JobRun:
     """The run as it was after its last finished stage.
 
-    Raises UserError for a file of another job, one that somebody changed, and one that is none.
+    Raises UserError for a file of another job, one that somebody changed, and one that is none;
+    `exact`: also of a machine whose frames may differ in rounding.
     """
     file = TensorFile(path, "leave --resume out to begin anew")
-    _check_identity(path, file, identity)
+    _check_identity(path, file, identity, () if exact else CHOSEN_FIELDS)
     names = (*_KEPT, *_NEGATIVE_CONTEXTS, _GENERATOR)
     tensors = {name: file.read(name) for name in names if name in file.shapes}
     _check_tensors(path, tensors, job, dtype)
@@ -171,7 +174,7 @@ def restore_state(path: Path, job: Job, identity: dict, dtype: torch.dtype) -> J
     return run
 
 
-def _check_identity(path: Path, file: TensorFile, identity: dict) -> None:
+def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tuple) -> None:
     try:
         stored = json.loads(file.metadata[_IDENTITY])
         # Through JSON, so that tuples and lists compare as equal.
@@ -181,12 +184,12 @@ def _check_identity(path: Path, file: TensorFile, identity: dict) -> None:
             f"--resume {path} is not what a run of generate_ltx23.py left; leave it out to begin"
             " anew"
         ) from None
-    for key, here, there in (each for each in differences if each[0] in CHOSEN_FIELDS):
+    for key, here, there in (each for each in differences if each[0] in may_differ):
         print(
             f"--resume {path} is of a run with {key} {there}, and this machine's is {here}: its"
             " frames may differ from that run's in rounding"
         )
-    if differences := [each for each in differences if each[0] not in CHOSEN_FIELDS]:
+    if differences := [each for each in differences if each[0] not in may_differ]:
         listed = "; ".join(f"{key}: got {got}, wanted {want}" for key, want, got in differences)
         raise UserError(
             f"--resume {path} is of another run: {listed}.\nType the flags of that run, or leave"

@@ -73,7 +73,21 @@ ALLOWED = {
         "workspace",
         *BASE,
     },
-    "serve": {"report", "service", "engine", "flags", "job", *BASE},
+    "serve": {"fleet", "report", "service", "engine", "flags", "job", *BASE},
+    "fleet": {
+        "artifacts",
+        "backends",
+        "report",
+        "service",
+        "batch",
+        "engine",
+        "flags",
+        "generate",
+        "job",
+        "progress",
+        "workspace",
+        *BASE,
+    },
     "plan": {"backends", "host", "models", "sampling", "tune", "weights", "flags", "job", *BASE},
     "doctor": {
         "backends",
@@ -88,7 +102,7 @@ ALLOWED = {
     },
 }
 # The modules at the top may import every subpackage but these tools.
-TOOLS = {"doctor", "lint", "tiny", "service", "serve"}
+TOOLS = {"doctor", "fleet", "lint", "tiny", "service", "serve"}
 MOST_TOP_MODULES, MOST_FUNCTION_LINES, MOST_COLUMNS = 20, 70, 100
 
 
@@ -297,6 +311,10 @@ def test_the_package_gives_the_pipeline_and_no_other_name():
 def test_scripts_understand_their_flags_without_ltx_core_and_without_neuron():
     code = "import ltx_neuron.flags, ltx_neuron.plan, ltx_neuron.host.models"
     assert loaded_by(code, "torch", "ltx_core", "numba", *NEURON) == {"torch"}
+
+
+def test_a_replica_reads_the_environment_before_torch_does():
+    assert loaded_by("import ltx_neuron.fleet.replica", "torch", "ray") == set()
 
 
 def test_a_script_finds_the_installed_package(monkeypatch):

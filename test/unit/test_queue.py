@@ -16,6 +16,7 @@ pytest.importorskip("sqlalchemy", reason="the extra is not installed: pip instal
 
 from ltx_neuron.service import queue as states
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
+from ltx_neuron.service.recurring import repeated
 
 FAR = 1e9  # days and bytes that nothing reaches
 
@@ -404,3 +405,20 @@ def test_threads_that_submit_claim_and_report_do_not_hinder_each_other(tmp_path)
         done.set()
         assert sum(future.result() for future in served) == 100
     queue.close()
+
+
+def test_what_is_done_again_and_again_goes_on_after_an_error(capsys):
+    calls, three = [], threading.Event()
+
+    def function() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            three.set()
+        raise OSError("away for a moment")
+
+    with repeated(function, 0.01, "test"):
+        assert three.wait(10)
+    ended = len(calls)
+    time.sleep(0.05)
+    assert len(calls) == ended  # nothing goes on behind the block
+    assert "OSError: away for a moment" in capsys.readouterr().err

@@ -341,6 +341,18 @@ def test_json_that_curl_sends_as_a_form_is_told_what_to_type(service):
     assert got.status == 415 and "Content-Type: application/json" in got.error["message"]
 
 
+def test_a_form_that_cannot_be_parsed_is_refused_in_words(service):
+    field = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwaves\r\n'
+    for kind, body in (
+        (FORM + b"; charset=undefined", field + b"--b--\r\n"),
+        (FORM, field.replace(b": ", b"\0: ")),
+        (b"multipart/form-data", field),
+        (b"application/x-www-form-urlencoded", b"prompt=waves&" * 100),
+    ):
+        got = service.ask(Sent("POST", "/v1/videos", b"", service.headers(kind), body))
+        assert (got.status, got.error["code"]) == (400, "invalid_body"), got.body
+
+
 def test_a_page_of_another_site_can_send_nothing(service):
     for header, code in (
         ({"origin": b"http://evil.example"}, "wrong_origin"),

@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_tuned(parser)
     flags.add_loras(parser)
     flags.add_models(parser)
+    flags.add_fleet(parser)
     add_service(parser)
     add_limits(parser)
     return parser
@@ -95,6 +96,7 @@ def check(args: argparse.Namespace) -> None:
         if not 0 < getattr(args, flag) < float("inf"):
             raise UserError(f"--{flag.replace('_', '-')}: wanted a number above 0")
     check_folder(args.data_dir, "--data-dir DIR")
+    flags.check_fleet(args)
     if args.role != "worker" and not (is_local(args.host) or args.tokens_file):
         raise UserError(
             f"--host {args.host} can be reached from other machines, and nobody is asked for a"
@@ -114,7 +116,12 @@ def is_local(host: str) -> bool:
 def open_queue(args: argparse.Namespace) -> "Queue":
     folder = args.data_dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    return Queue(args.database or f"sqlite:///{folder}/queue.sqlite", folder / "jobs")
+    return Queue(database(args), folder / "jobs")
+
+
+def database(args: argparse.Namespace) -> str:
+    """The URL of the queue's database."""
+    return args.database or f"sqlite:///{args.data_dir.absolute()}/queue.sqlite"
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
@@ -126,9 +133,20 @@ def open_catalogue(args: argparse.Namespace, engine: Engine) -> "catalogue.Catal
     default = catalogue.Offer(flags.size(args), args.recipe)
     upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
     found = catalogue.Catalogue(engine.workspace, default, upsamplers)
-    size, recipe = found.offers[0] if found.offers and not found.fits(default) else default
-    engine.preflight.check([Job("what a job would be", size, recipe=recipe)])
+    job = probe(found)
+    if args.ray:  # the machines that run it check the rest
+        for stage in job.stages:
+            engine.workspace.dit_program_for(job.size, stage, (), job.recipe)
+    else:
+        engine.preflight.check([job])
     return found
+
+
+def probe(found: "catalogue.Catalogue") -> Job:
+    """A job that whoever makes the videos must be able to make."""
+    default = found.default
+    size, recipe = found.offers[0] if found.offers and not found.fits(default) else default
+    return Job("what a job would be", size, recipe=recipe)
 
 
 def be_worker(args: argparse.Namespace) -> None:
@@ -138,12 +156,27 @@ def be_worker(args: argparse.Namespace) -> None:
     name = front.worker_name(os.getpid())
     # The devices are one worker's: one that ends may still hold them.
     with exclusive(args.data_dir.absolute() / "worker", "serving"), open_engine(args) as engine:
-        work.Worker(open_queue(args), engine, name, previews=not args.no_page).run()
+        if args.ray:
+            be_pool(args, engine)
+        else:
+            work.Worker(open_queue(args), engine, name, previews=not args.no_page).run()
+
+
+def be_pool(args: argparse.Namespace, engine: Engine) -> None:
+    """Have the machines of a Ray cluster make the videos."""
+    from ltx_neuron.fleet.pool import Pool
+
+    job = probe(open_catalogue(args, engine))
+    Pool(open_queue(args), database(args), args, [job], args.replicas).run()
 
 
 def be_front(args: argparse.Namespace) -> None:
     """Answer until the process is asked to end, with or without a worker beside it."""
     queue, engine = open_queue(args), open_engine(args)
+    if args.artifacts_from:
+        from ltx_neuron.fleet.fetch import fetch
+
+        fetch(args.artifacts_from, engine.workspace, engine.options)
     with exclusive(args.data_dir.absolute() / "front", "serving"):
         intake = jobs.Intake(
             queue,

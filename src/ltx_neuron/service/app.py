@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
+from python_multipart.exceptions import FormParserError
 from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -284,9 +285,7 @@ async def _read_body(request: Request, most_bytes: int) -> tuple[dict[str, Any],
         form = await request.form(
             max_files=MAX_IMAGES, max_fields=_MAX_FIELDS, max_part_size=most_bytes
         )
-    except (Refusal, HTTPException, ClientDisconnect):
-        raise
-    except Exception:  # the parser has many errors for a body that is none
+    except (FormParserError, UnicodeError):  # UnicodeError: a charset that cannot decode
         raise Refusal(400, "invalid_body", "the body is no multipart/form-data") from None
     fields: dict[str, Any] = {}
     if len(form) == 1 and next(iter(form)).lstrip().startswith("{"):  # curl -d

@@ -7,14 +7,14 @@ import socket
 import subprocess
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import uvicorn
 
 from ltx_neuron.service.guard import PatientProtocol
 from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.recurring import repeated
 
 CONNECTIONS = 200
 _SWEEP_SECONDS = 30.0
@@ -93,24 +93,6 @@ def kept_alive(command: list[str], queue: Queue) -> Iterator[None]:
         thread.join()
 
 
-@contextmanager
-def swept(queue: Queue, days: float, most_bytes: int) -> Iterator[None]:
+def swept(queue: Queue, days: float, most_bytes: int) -> AbstractContextManager[None]:
     """Delete what is too old, now and then, while the block runs."""
-    ended = threading.Event()
-
-    def sweep() -> None:
-        while True:
-            try:
-                queue.sweep(days, most_bytes)
-            except Exception:  # a database that is away for a moment
-                traceback.print_exc()
-            if ended.wait(_SWEEP_SECONDS):
-                return
-
-    thread = threading.Thread(target=sweep, name="sweep", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return repeated(lambda: queue.sweep(days, most_bytes), _SWEEP_SECONDS, "sweep")

@@ -272,6 +272,9 @@ class Queue:
         values |= {"lease_until": now + self.lease} | ({"losses": 0} if stage_ended else {})
         return self._update(_held(entry), values) > 0
 
+    def keep(self, entry: Entry, name: str) -> None:
+        """A worker wrote a file of its job: here it lies in the job's folder already."""
+
     def complete(self, entry: Entry, bytes: int = 0, detail: dict | None = None) -> bool:
         """A job's video is on the disk. False where the job is not the worker's any more."""
         done = {"status": COMPLETED, "progress": 100, "detail": detail, "bytes": bytes}

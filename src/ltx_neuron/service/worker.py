@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
@@ -23,14 +23,16 @@ from ltx_neuron.decode_queue import Clip, Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file, write_json
-from ltx_neuron.generate import make_report, run_identity, sidecar
+from ltx_neuron.generate import code_identity, make_report, run_identity, sidecar
 from ltx_neuron.host import calibration
 from ltx_neuron.job import UPSCALES, Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.desk import Desk
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
 from ltx_neuron.service.preview import previews_of
-from ltx_neuron.service.queue import Entry, Queue
+from ltx_neuron.service.queue import Entry
+from ltx_neuron.service.recurring import repeated
 
 TOGETHER = 4  # jobs taken at a time: their prompts are encoded in one go
 IN_A_RUN = 32  # jobs until the engine's records are read and begun anew
@@ -53,11 +55,12 @@ class Gone(Exception):
 class Worker:
     """Runs the queue's jobs on an engine, until `stop` is set.
 
+    queue     the Queue, or what brings it to this machine
     name      by which the queue knows this process
     previews  whether it shows what a video looks like between two steps
     """
 
-    def __init__(self, queue: Queue, engine: Engine, name: str, previews: bool = False):
+    def __init__(self, queue: Desk, engine: Engine, name: str, previews: bool = False):
         self.queue, self.engine, self.name = queue, engine, name
         self.previews = previews_of(engine) if previews else None
         self.stop = threading.Event()
@@ -76,8 +79,9 @@ class Worker:
         # Before the first job: whoever goes on with it computes with what is chosen here.
         _ = workspace.arithmetic
         calibration.store(workspace.artifacts)
+        self._state["identity"] = code_identity(workspace)
         try:
-            with self._heartbeat():
+            with repeated(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
                 while not self.stop.is_set():
                     self.kind = self.queue.next_kind(self.kind, PATIENCE)
                     if self.kind is None:
@@ -153,7 +157,10 @@ class Worker:
         return progress.state_path(self._folder(self._entry(job)) / VIDEO)
 
     def _identity(self, job: Job) -> dict:
-        return run_identity(job, self.engine.workspace, self.engine.options)
+        identity = run_identity(job, self.engine.workspace, self.engine.options)
+        # Where its images lie differs from machine to machine; images_sha256 is what they hold.
+        names = [{**image, "path": Path(image["path"]).name} for image in identity["images"]]
+        return identity | {"images": names}
 
     def _resume(self, job: Job) -> JobRun | None:
         """The run of a worker that died over this job, after its last finished stage."""
@@ -162,9 +169,9 @@ class Worker:
             return None
         try:
             run = progress.restore_state(
-                path, job, self._identity(job), self.engine.workspace.dtype
+                path, job, self._identity(job), self.engine.workspace.dtype, exact=True
             )
-        except UserError:  # made by another version of this toolkit
+        except UserError:  # made by another version of this toolkit, or a machine that rounds else
             return None
         print(f"{self._entry(job).id}: resumed, {len(run.stages_left)} stages left", flush=True)
         return run
@@ -199,7 +206,8 @@ class Worker:
         """Keep a finished stage's latents, from which another worker could go on."""
         entry = self._entry(run.job)
         with suppress(OSError):  # on a full disk there is nothing to go on from
-            progress.save_state(self._state_path(run.job), run, self._identity(run.job))
+            progress.save_state(path := self._state_path(run.job), run, self._identity(run.job))
+            self.queue.keep(entry, path.name)
         left = run.stages_left
         percent = _percent(run.job, left[0], 0) if left else DENOISED
         detail = ({} if left else {"stage": "decode"}) | self._seen[id(run.job)]
@@ -261,27 +269,9 @@ class Worker:
         self._state["step_seconds"] += sum(steps) / 1e3
         self.engine.recorder = self.engine.residency.recorder = Recorder()
 
-    @contextmanager
-    def _heartbeat(self) -> Iterator[None]:
-        """Renew the leases of this worker's jobs while the block runs."""
-        ended = threading.Event()
-
-        def beat() -> None:
-            while True:
-                try:
-                    self.queue.renew(self.name, dict(self._state))
-                except Exception:  # a database that is away for a moment
-                    traceback.print_exc()
-                if ended.wait(min(self.queue.lease / 4, 5.0)):
-                    return
-
-        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    def _beat(self) -> None:
+        """Renew the leases of this worker's jobs."""
+        self.queue.renew(self.name, dict(self._state))
 
 
 def _percent(job: Job, stage: Stage, done: int) -> int:

@@ -1,0 +1,40 @@
+"""The weights and graphs that a machine lacks, from where `python -m ltx_neuron.artifacts push` has
+sent them."""
+
+from ltx_neuron.artifacts.choices import is_choice
+from ltx_neuron.artifacts.store import Store
+from ltx_neuron.artifacts.transfer import pull
+from ltx_neuron.engine import RunOptions
+from ltx_neuron.workspace import Workspace
+
+
+def fetch(url: str, workspace: Workspace, options: RunOptions) -> None:
+    """Take from a store what a workspace could use and does not have. Of processes on one machine
+    that do so at once, one pulls a folder and the others wait. UserError where the store does not
+    answer, or is damaged."""
+    store, used = Store(url), sources(workspace, options)
+    names = [name for name in store.names() if is_choice(name) or _fits(store, name, used)]
+    if names:
+        pull(store, workspace.artifacts, names)
+
+
+def sources(workspace: Workspace, options: RunOptions) -> dict[str, tuple]:
+    """What tells a workspace's sets from others: its degree and dtype, and by model what its
+    weights are cut from."""
+    weights = {"dit": [workspace.dit_source, workspace.refining_source]}
+    weights |= {"gemma3": [workspace.gemma_source]} if options.neuron_gemma else {}
+    weights |= {"vae": [workspace.vae_source]} if options.neuron_vae else {}
+    made_from = {
+        (model, source.fingerprint, str(getattr(source, "lora_identity", [])))
+        for model, several in weights.items()
+        for source in several
+    }
+    return {"fields": (workspace.tp, workspace.dtype_name), "weights": made_from}
+
+
+def _fits(store: Store, name: str, used: dict) -> bool:
+    identity = store.described(name).identity
+    if (identity["tp"], identity["dtype"]) != used["fields"]:
+        return False
+    cut = identity["model"], identity.get("source"), str(identity.get("loras"))
+    return identity["kind"] == "graphs" or cut in used["weights"]

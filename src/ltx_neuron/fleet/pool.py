@@ -1,0 +1,194 @@
+"""The pool: one replica on each chip that a Ray cluster has, as long as the process lives.
+
+Nodes may join, and get replicas; a replica that dies loses its job to another, and is replaced
+where there is room.
+"""
+
+import itertools
+import os
+import secrets
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.fleet import cluster
+from ltx_neuron.fleet.desk import FrontDesk
+from ltx_neuron.fleet.replica import Replica
+from ltx_neuron.job import Job
+from ltx_neuron.profiles import resolve
+from ltx_neuron.service.queue import Queue
+
+_LOOK_SECONDS = 0.5  # between two looks at the cluster
+_LONG_ENOUGH = 60.0  # for a replica to have lived; one that made a video has as well
+_LONGEST_WAIT = 30.0  # before replicas that die at once, again and again, are started anew
+_LAST_SECONDS = 15.0  # for replicas to end in good order
+_ASKED_AT_ONCE = 64  # of the desk
+
+
+@dataclass
+class _Member:
+    """A replica: `ended` is there once it has."""
+
+    name: str
+    actor: object
+    ended: object
+    began: float
+
+
+class Pool:
+    """Runs a queue's jobs on a cluster, until `stop` is set.
+
+    queue      whose jobs; it lies on this machine
+    url        of its database
+    args       the flags by which a replica opens its engine
+    probe      jobs that a replica must be able to make
+    most       replicas; None: one a chip
+    patience   so many replicas may end at once without a video while none works, and there must be
+               room for one at the beginning; None: it waits for better times
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        url: str,
+        args: Namespace,
+        probe: list[Job],
+        most: int | None = None,
+        patience: int | None = None,
+    ):
+        self.queue, self.url, self.args, self.probe = queue, url, absolute(args), probe
+        self.most, self.patience = most or 10**6, patience
+        self.stop = threading.Event()
+        self.members: dict[str, _Member] = {}
+        profile = resolve(args.profile, tuple(args.profile_set))
+        self.profile, self.needed = profile, cluster.needs(profile, profile.degree(args.tp_degree))
+        own = secrets.token_hex(4)
+        self._names = (f"ray-{own}-{number}" for number in itertools.count())
+        self._failures, self._not_before = 0, 0.0
+        self._lack: str | None = None  # why there is no room, as it was said last
+
+    def run(self, look: Callable[[], object] = lambda: None) -> None:
+        """Keep replicas running. look: called twice a second."""
+        for name, state in self.queue.workers().items():
+            if state["alive"]:  # of a pool that was killed: this one is alone on the queue
+                self.queue.lose(name)
+                self.queue.forget(name)
+        with cluster.connected(self.args.ray, self.profile):
+            self._open_desk()
+            try:
+                while not self.stop.is_set():
+                    self._fill()
+                    self._wait()
+                    look()
+            finally:
+                self._end()
+
+    def _open_desk(self) -> None:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        asked = {"num_cpus": 0, "max_concurrency": _ASKED_AT_ONCE, "scheduling_strategy": here}
+        actor = ray.remote(FrontDesk).options(**asked)
+        self.desk = actor.remote(self.url, self.queue.folder.absolute(), self.queue.lease)
+        self._desk_ended = self.desk.until_it_dies.remote()
+
+    def _fill(self) -> None:
+        """Start the replicas that there is room for."""
+        room = cluster.capacity(self.needed)
+        lack = "" if room else cluster.too_small(self.needed)
+        if lack and self.patience and self._lack is None:
+            raise UserError(lack)
+        if lack and lack != self._lack:
+            print(lack, flush=True)  # nodes may join
+        self._lack = lack
+        if time.monotonic() < self._not_before:
+            return
+        while len(self.members) < min(room, self.most):
+            self._start(next(self._names))
+
+    def _start(self, name: str) -> None:
+        asked = cluster.options(self.needed) | {"max_concurrency": 2}
+        actor = ray.remote(Replica).options(**asked)
+        made = actor.remote(name, self.desk, self.queue.lease, self.args)
+        self.members[name] = _Member(name, made, made.run.remote(self.probe), time.monotonic())
+
+    def _wait(self) -> None:
+        """Wait a little, and take note of the replicas that ended meanwhile."""
+        waited = [self._desk_ended, *(member.ended for member in self.members.values())]
+        ended, _ = ray.wait(waited, timeout=_LOOK_SECONDS)
+        if self._desk_ended in ended:
+            raise RunError("the process that hands out the jobs (Ray actor FrontDesk) has died")
+        for member in [each for each in self.members.values() if each.ended in ended]:
+            self._ended(member)
+
+    def _ended(self, member: _Member) -> None:
+        """A replica has died: its jobs are free at once."""
+        del self.members[member.name]
+        state = self.queue.workers().get(member.name, {})
+        self.queue.lose(member.name)
+        self.queue.forget(member.name)
+        try:
+            error = ray.get(member.ended)
+        except Exception as raised:
+            error = raised
+        ray.kill(member.actor)  # one that raised still has its chip
+        why = _reason(error)
+        lived = state.get("videos") or time.monotonic() - member.began > _LONG_ENOUGH
+        self._failures = 0 if lived else self._failures + 1
+        wait = min(2.0 ** max(0, self._failures - 1), _LONGEST_WAIT) if self._failures else 0.0
+        self._not_before = time.monotonic() + wait
+        print(f"replica {member.name} has ended: {why}", flush=True)
+        if self.patience and self._failures >= self.patience and not self._working():
+            kind = UserError if isinstance(error, UserError) else RunError
+            raise kind(why)
+
+    def _end(self) -> None:
+        """End the replicas in good order; their jobs wait again."""
+        refs = [member.ended for member in self.members.values()]
+        with suppress(RayError):
+            for member in self.members.values():
+                member.actor.stop.remote()
+            if self._working():  # else there is nothing to wait for: they only start
+                ray.wait(refs, num_returns=len(refs), timeout=_LAST_SECONDS)
+        for member in self.members.values():
+            with suppress(RayError, GetTimeoutError):
+                ray.kill(member.actor)
+            self.queue.release(member.name)
+            self.queue.forget(member.name)
+        self.members.clear()
+
+    def _working(self) -> set[str]:
+        """The replicas that have begun to take jobs."""
+        states = self.queue.workers().items()
+        return {name for name, state in states if state["alive"]} & self.members.keys()
+
+
+def _reason(error: Exception | None) -> str:
+    """Why a replica ended, in few words; its traceback is in its own log."""
+    if error is None:
+        return "it was asked to"
+    cause = getattr(error, "cause", None) or error
+    if isinstance(error, UserError | RunError):
+        return str(cause)
+    first = (str(cause).strip().splitlines() or [""])[0]
+    return f"{type(cause).__name__}: {first}"
+
+
+def absolute(args: Namespace) -> Namespace:
+    """Flags whose paths mean the same in other processes' working folders."""
+    values = {
+        key: Path(os.path.abspath(value)) if isinstance(value, Path) else value
+        for key, value in vars(args).items()
+    }
+    if values["artifacts_from"] and "://" not in values["artifacts_from"]:
+        values["artifacts_from"] = os.path.abspath(values["artifacts_from"])
+    for key in ("lora", "distilled_lora"):
+        values[key] = [[os.path.abspath(path), *rest] for path, *rest in values.get(key) or []]
+    return Namespace(**values)

@@ -1,0 +1,30 @@
+"""What is done again and again beside other work."""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def repeated(function: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
+    """Call a function now, and then every so many seconds, in a thread while the block runs. Its
+    errors are printed: a database may be away for a moment."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while True:
+            try:
+                function()
+            except Exception:
+                traceback.print_exc()
+            if ended.wait(seconds):
+                return
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

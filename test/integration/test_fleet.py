@@ -1,0 +1,402 @@
+"""The fleet on a real Ray, whose nodes are processes of this machine: its videos are the script's
+bit for bit, whatever dies and joins meanwhile."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import closing, suppress
+
+import pytest
+from conftest import ROOT, SCRIPT_SECONDS, Setup, succeeded, words
+
+pytest.importorskip("ray", reason="an extra is not installed: pip install -e .[dev,fleet]")
+pytest.importorskip("sqlalchemy", reason="an extra is not installed: pip install -e .[dev,fleet]")
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from ltx_neuron import flags
+from ltx_neuron.artifacts.store import Store
+from ltx_neuron.artifacts.transfer import push
+from ltx_neuron.batch import RESULTS, read_lines
+from ltx_neuron.errors import UserError
+from ltx_neuron.fleet import cluster as rays
+from ltx_neuron.fleet import pool as fleet
+from ltx_neuron.fleet.batch import FOLDER, generate_batch, line_of
+from ltx_neuron.fleet.desk import STATE
+from ltx_neuron.fleet.pool import Pool
+from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.guidance import DEFAULTS
+from ltx_neuron.service.jobs import VIDEO, job_of
+from ltx_neuron.service.queue import NewJob, Queue
+
+pytestmark = pytest.mark.slow
+
+SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
+SMALL = {"height": 64, "width": 64, "num_frames": 9}
+QUIET = {"object_store_memory": 100 * 2**20}
+# That a node is gone is known within seconds. Ray's own dashboard is not needed.
+HEALTH = {
+    "include_dashboard": False,
+    "_system_config": {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 1000,
+        "health_check_failure_threshold": 4,
+        "health_check_timeout_ms": 4000,
+    },
+}
+LINES = [
+    {"prompt": "waves crash on the shore", **SIZE},
+    {"prompt": "birds sing", **SMALL},
+    {"prompt": "« hello » says a man", "seed": 4, **SIZE},
+]
+
+
+@pytest.fixture(scope="module")
+def setup(scripts, tiny) -> Setup:
+    made = scripts(tiny, 1)
+    made.prepare(**SIZE, image=((tiny.image, 0, 1.0),))
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "jobs.jsonl"
+    lines = [*LINES, {"prompt": "a golden retriever", "image": [str(tiny.image), 0], **SMALL}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def command(setup, **more) -> list[str]:
+    """The words of generate_ltx23.py on tiny assets."""
+    return words(
+        neuron_gemma=True,
+        checkpoint_path=setup.assets.checkpoint,
+        gemma_root=setup.assets.gemma_root,
+        spatial_upsampler_path=setup.assets.spatial_upsampler,
+        profile="cpu",
+        tp_degree=1,
+        dtype="float32",
+        **{"artifacts_dir": setup.artifacts} | more,
+    )
+
+
+@pytest.fixture(scope="module")
+def wanted(setup, prompts, tmp_path_factory):
+    """The folder that generate_ltx23.py makes without Ray."""
+    folder = tmp_path_factory.mktemp("wanted")
+    succeeded(
+        setup.run(
+            "src/generate_ltx23.py",
+            neuron_gemma=True,
+            spatial_upsampler_path=setup.assets.spatial_upsampler,
+            prompts_file=prompts,
+            output_dir=folder,
+        )
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head that computes nothing; tests add nodes."""
+    made = Cluster(True, head_node_args={"num_cpus": 0, **HEALTH, **QUIET})
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def node(cluster):
+    """node(num_cpus=1) adds a node for the length of a test."""
+    added = []
+
+    def add(**resources):
+        added.append(cluster.add_node(**{"num_cpus": 0, **QUIET, **resources}))
+        return added[-1]
+
+    yield add
+    for each in added:
+        if each in cluster.list_all_nodes():
+            cluster.remove_node(each, allow_graceful=False)
+    cluster.wait_for_nodes()  # the next test finds none of them
+
+
+def parsed(monkeypatch, setup, **more):
+    """The flags of a command, as the script parses them."""
+    monkeypatch.syspath_prepend(str(ROOT / "src"))
+    import generate_ltx23
+
+    monkeypatch.setattr(sys, "argv", ["generate_ltx23.py", *command(setup, **more)])
+    return generate_ltx23.arguments()
+
+
+def opened(args):
+    """A batch as the script begins it."""
+    workspace = flags.workspace(args, writes=False)
+    lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
+    return lines, args, workspace
+
+
+def assert_same_videos(folder, wanted) -> None:
+    names = sorted(path.name for path in wanted.glob("*.mp4"))
+    assert sorted(path.name for path in folder.glob("*.mp4")) == names and len(names) == 4
+    for name in names:
+        assert (folder / name).read_bytes() == (wanted / name).read_bytes(), name
+        ours, theirs = (
+            json.loads((each / name).with_suffix(".json").read_text()) for each in (folder, wanted)
+        )
+        assert ours.pop("seconds").keys() and theirs.pop("seconds").keys()
+        assert ours == theirs
+
+
+def await_(happened, seconds: float = SCRIPT_SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+# --- a batch --------------------------------------------------------------------------------------
+
+
+def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_interrupted(
+    cluster, node, setup, prompts, wanted, tmp_path, monkeypatch, capsys
+):
+    node(num_cpus=1), node(num_cpus=1)
+    out = tmp_path / "out"
+    flags = dict(prompts_file=prompts, output_dir=out, ray=cluster.address)
+    script = [sys.executable, ROOT / "src/generate_ltx23.py", *command(setup, **flags)]
+    process = subprocess.Popen(script, stderr=subprocess.PIPE, text=True)
+    await_((out / RESULTS).is_file)  # one is done
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=SCRIPT_SECONDS)
+    assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
+    assert (out / FOLDER).is_dir()
+    generate_batch(*opened(parsed(monkeypatch, setup, **flags)))
+    assert "lines were done before" in capsys.readouterr().out
+    assert_same_videos(out, wanted)
+    recorded = json.loads((out / RESULTS).read_text())
+    assert recorded == json.loads((wanted / RESULTS).read_text())
+    assert not (out / FOLDER).exists()
+
+
+def test_a_line_of_a_job_says_all_of_it(tmp_path):
+    image = ImageCondition(str(tmp_path / "a.png"), 8, 0.5, 20)
+    for job in (
+        Job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
+        Job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
+        Job("a", recipe="dev", guidance=DEFAULTS["2.3"]),
+    ):
+        assert job_of(json.loads(json.dumps(line_of(job))), tmp_path) == job
+
+
+def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
+    cluster, node, setup, prompts, tmp_path, monkeypatch
+):
+    for address, what in (("127.0.0.1:1", "ray start --head"), (cluster.address, "--num-cpus 1")):
+        out = tmp_path / "out"
+        args = parsed(monkeypatch, setup, prompts_file=prompts, output_dir=out, ray=address)
+        with pytest.raises(UserError, match=what):
+            generate_batch(*opened(args))
+    monkeypatch.setattr(flags, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs ray and sqlalchemy(.|\n)*pip install -e"):
+        flags.check_fleet(args)
+
+
+# --- what dies and joins --------------------------------------------------------------------------
+
+
+class Scene:
+    """A pool on a queue of its own, and what happens to it: a generator that is asked twenty times
+    a second, until it is done."""
+
+    def __init__(self, folder, args, **more):
+        url = f"sqlite:///{folder}/queue.sqlite"
+        self.queue = Queue(url, folder / "jobs")
+        self.pool = Pool(self.queue, url, args, more.pop("probe", []), **more)
+
+    def submit(self, line: dict):
+        id = self.queue.new_id()
+        self.queue.folder_of(id).mkdir()
+        said = line | {"recipe": "distilled"}
+        kind = f"{line['height']}"
+        entry, _ = self.queue.submit(NewJob(id, "ada", "0", kind, said, {}))
+        return entry.id
+
+    def get(self, id: str):
+        return self.queue.get("ada", id)
+
+    def run(self, happens) -> None:
+        end = time.monotonic() + SCRIPT_SECONDS
+
+        def look() -> None:
+            assert time.monotonic() < end, "it did not happen"
+            try:
+                next(happens)
+            except StopIteration:
+                self.pool.stop.set()
+
+        with closing(self.queue):
+            self.pool.run(look)
+
+    def denoised(self, id: str) -> bool:
+        """Whether a running job's latents are kept, all or those of its first stage."""
+        return (self.queue.folder_of(id) / STATE).is_file()
+
+    def process(self, id: str) -> psutil.Process:
+        """That which makes a job."""
+        return psutil.Process(self.queue.workers()[self.get(id).worker]["pid"])
+
+
+def until(happened):
+    """Wait, in a scene."""
+    while not happened():
+        yield
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(fleet, "_LOOK_SECONDS", 0.05)
+
+
+def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_last_stage(
+    cluster, node, setup, wanted, tmp_path, monkeypatch, quick, capfd
+):
+    first = node(num_cpus=1)
+    args = parsed(monkeypatch, setup, ray=cluster.address, prompt="-")
+    scene = Scene(tmp_path, args)
+    one, two = scene.submit(LINES[0]), scene.submit(LINES[2])
+    processes = []
+
+    def happens():
+        yield from until(lambda: scene.denoised(one))
+        scene.process(one).kill()
+        yield from until(lambda: scene.get(one).status == "completed" and scene.denoised(two))
+        processes.append(scene.process(two))
+        processes[0].suspend()  # its machine is gone: nothing more comes of it
+        cluster.remove_node(first, allow_graceful=False)
+        node(num_cpus=1)
+        yield from until(lambda: scene.get(two).status == "completed")
+
+    scene.run(happens())
+    with suppress(psutil.NoSuchProcess):
+        processes[0].kill()
+    for id, name in ((one, "0001.mp4"), (two, "0003.mp4")):
+        made = scene.queue.folder_of(id)
+        assert (made / VIDEO).read_bytes() == (wanted / name).read_bytes()
+        assert not (made / STATE).exists()
+    assert scene.get(one).attempt == 2 and scene.get(two).attempt >= 2
+    said = capfd.readouterr().out
+    assert f"{one}: resumed" in said and f"{two}: resumed" in said
+
+
+def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_step(
+    cluster, node, setup, wanted, tmp_path, monkeypatch, quick
+):
+    push(Store(tmp_path / "store"), setup.artifacts, [])
+    node(num_cpus=1)
+    empty = {"artifacts_dir": tmp_path / "empty", "ray": cluster.address, "prompt": "-"}
+    args = parsed(monkeypatch, setup, artifacts_from=tmp_path / "store", **empty)
+    scene, cancelled = Scene(tmp_path, args), []
+    one, two = scene.submit(LINES[0]), scene.submit(LINES[1])
+
+    def happens():
+        yield from until(lambda: scene.get(one).status == "in_progress")
+        assert scene.queue.cancel("ada", one)
+        before = time.monotonic()
+        yield from until(lambda: not scene.queue.folder_of(one).exists())
+        cancelled.append(time.monotonic() - before)
+        yield from until(lambda: scene.get(two).status == "completed")
+
+    scene.run(happens())
+    made = scene.queue.folder_of(two) / VIDEO
+    assert made.read_bytes() == (wanted / "0002.mp4").read_bytes()
+    assert [folder.name for folder in scene.queue.folder.iterdir()] == [two]
+    shutil.rmtree(tmp_path / "empty")
+    args = parsed(monkeypatch, setup, **empty)
+    with pytest.raises(UserError, match="no dit graphs in(.|\n)*--artifacts-from URL"):
+        Scene(tmp_path, args, patience=1, probe=[Job("-", Size(64, 64, 9))]).run(until(lambda: 0))
+
+
+def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(
+    cluster, node, setup, wanted, tmp_path
+):
+    node(num_cpus=1)
+    words = command(setup, ray=cluster.address, data_dir=tmp_path, port=0)
+    script = [sys.executable, "-m", "ltx_neuron.serve", *words]
+    front = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+    try:
+        url = next(line.split()[1] for line in front.stdout if line.startswith("serving: "))
+        threading.Thread(target=front.stdout.read, daemon=True).start()
+        ids = [ask(url, "/videos", {"prompt": p, "size": "64x64"})["id"] for p in ("-", "-")]
+        ids += [ask(url, "/videos", LINES[1])["id"]]
+        await_(lambda: ask(url, f"/videos/{ids[0]}")["status"] == "completed")
+        (pool,) = (p for p in psutil.Process(front.pid).children() if "--role" in p.cmdline())
+        pool.kill()
+        await_(lambda: ask(url, f"/videos/{ids[-1]}")["status"] == "completed")
+        made = (tmp_path / "jobs" / ids[-1] / VIDEO).read_bytes()
+        assert made == (wanted / "0002.mp4").read_bytes()
+    finally:
+        front.terminate()
+    assert front.wait(SCRIPT_SECONDS) == 143
+    with rays.connected(cluster.address, resolve("cpu", ())):
+        left = {"CPU": 1.0}.items()
+        await_(lambda: left <= ray.available_resources().items())
+
+
+def ask(url: str, path: str, body: dict | None = None) -> dict:
+    data, headers = body and json.dumps(body).encode(), {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
+        return json.loads(answer.read())
+
+
+# --- cores ----------------------------------------------------------------------------------------
+
+
+def asking(profile, count: int):
+    """An actor that says which cores a replica would have in its place."""
+
+    class Asking:  # a local one: Ray's processes cannot import this file
+        def cores(self):
+            return rays.check_cores(profile, 4)
+
+    options = rays.options({"neuron_cores": count})
+    return ray.remote(Asking).options(**options).remote()
+
+
+def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
+    profile = resolve("trn2.48xlarge", ())
+    node(resources={"neuron_cores": 8})
+    with rays.connected(cluster.address, profile):
+        needed = rays.needs(profile, 4)
+        assert needed == {"neuron_cores": 4} and rays.capacity(needed) == 2
+        actors = [asking(profile, 4) for _ in range(2)]
+        cores = ray.get([actor.cores.remote() for actor in actors])
+        assert sorted(cores) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        for actor in actors:
+            ray.kill(actor)
+        # Somebody else takes two cores: what is left begins in the middle of a chip.
+        other = asking(profile, 2)
+        with pytest.raises(UserError, match="4 ranks need 4 different logical cores"):
+            ray.get(other.cores.remote())
+        with pytest.raises(UserError, match="2,3,4,5 are cores of more than one chip"):
+            ray.get(asking(profile, 4).cores.remote())
+
+
+def test_cores_that_were_set_as_a_range_are_read_and_unset_ones_refused(monkeypatch):
+    profile = resolve("trn2.48xlarge", ())
+    monkeypatch.setenv(rays.VISIBLE, "4-7")
+    assert rays.check_cores(profile, 4) == [4, 5, 6, 7]
+    assert os.environ[rays.VISIBLE] == "4,5,6,7"
+    monkeypatch.delenv(rays.VISIBLE)
+    with pytest.raises(UserError, match="RAY_EXPERIMENTAL_NOSET"):
+        rays.check_cores(profile, 4)
