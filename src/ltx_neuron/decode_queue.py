@@ -16,9 +16,10 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import BackgroundTask, ahead
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.video import write_video
-from ltx_neuron.job import UPSCALES, Job
+from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.upscaling import UPSCALES
 
 # Latent upsampler -> the name of the latents it returns, as --save-tensors has it.
 UPSCALED = {"spatial": "upsampled", "temporal": "temporal_video"}

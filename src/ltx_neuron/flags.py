@@ -19,11 +19,12 @@ from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
 from ltx_neuron.generate import Outputs
-from ltx_neuron.job import UPSCALES, Job, Size, check_guidable
+from ltx_neuron.job import Job, Size, check_guidable
 from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS, Guidance
+from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.shard import ShardRequest
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace

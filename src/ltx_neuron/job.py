@@ -15,7 +15,6 @@ from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
     TIME_SCALE,
     audio_latent_frames,
-    upsampled_shape,
     video_latent_shape,
 )
 from ltx_neuron.sampling.schedules import (
@@ -25,11 +24,10 @@ from ltx_neuron.sampling.schedules import (
     STAGE_2_SIGMAS,
     ltx2_schedule,
 )
+from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
 
 RECIPES = ("distilled", "dev")
 FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
-# --upscale -> the latent upsamplers that run after a one-stage run, in their order.
-UPSCALES = {"spatial": ("spatial",), "temporal": ("temporal",), "both": ("spatial", "temporal")}
 
 
 class Stage(NamedTuple):
@@ -249,7 +247,7 @@ class Job:
             raise UserError(f"--seed {self.seed} has more than 64 bits; type a smaller number")
         self.size.check()
         self.size.check_images(self.images)
-        check_upscale(self.upscale, self.size)
+        check_upscale(self.upscale, self.size.two_stage)
         if self.recipe not in RECIPES:
             raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
         if self.recipe == "distilled":
@@ -277,21 +275,3 @@ class Job:
             **dataclasses.asdict(self.size),
             **{k: v for k, v in dataclasses.asdict(self).items() if k != "size"},
         }
-
-
-def check_upscale(upscale: str | None, size: Size) -> None:
-    """Raise UserError for an --upscale that is not known, or not for runs of that size."""
-    if upscale not in (None, *UPSCALES):
-        raise UserError(f"upscale {upscale!r} is not known; known: {', '.join(UPSCALES)}")
-    if upscale and size.two_stage:
-        raise UserError(
-            "--upscale is for one-stage runs; --two-stage upsamples between its stages already"
-        )
-
-
-def decoded_latent(size: Size, upscale: str | None) -> tuple[int, int, int]:
-    """(F, h, w) of the video latent that is decoded: after a one-stage run it may be upscaled."""
-    latent = video_latent_shape(size.height, size.width, size.num_frames)
-    for kind in UPSCALES.get(upscale, ()):
-        latent = upsampled_shape(latent, kind)
-    return latent

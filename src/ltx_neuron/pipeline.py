@@ -16,13 +16,14 @@ from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import RECIPES, UPSCALES, Job, Size
+from ltx_neuron.job import RECIPES, Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
+from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace

@@ -8,8 +8,10 @@ from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host.images import check_image
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Stage, decoded_latent
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.profiles import require_runtime
+from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
 
@@ -145,12 +147,19 @@ class Preflight:
             workspace.text_programs(workspace.profile.text_buckets)
         if self.neuron_vae:
             workspace.vae_weights()
-            clips = dict.fromkeys(decoded_latent(job.size, job.upscale) for job in jobs)
+            clips = dict.fromkeys(map(_decoded_latent, jobs))
             self.tiles = {
                 name: tile for clip in clips for name, tile in workspace.tile_programs(clip).items()
             }
         workspace.say_tuned()
         return compiled
+
+
+def _decoded_latent(job: Job) -> tuple[int, int, int]:
+    """(F, h, w) of the video latent that is decoded."""
+    size = job.size
+    latent = video_latent_shape(size.height, size.width, size.num_frames)
+    return upscaled(latent, job.upscale)
 
 
 def _host_models(job: Job) -> list[str]:

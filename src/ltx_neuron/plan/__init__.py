@@ -26,7 +26,7 @@ from ltx_neuron.config import (
 )
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import arithmetic
-from ltx_neuron.job import Size, Stage, check_upscale, decoded_latent
+from ltx_neuron.job import Size, Stage
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
@@ -35,6 +35,8 @@ from ltx_neuron.models.programs import (
     may_divide,
 )
 from ltx_neuron.profiles import Profile
+from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.upscaling import check_upscale, upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.sharding import HOST, MODELS, local_shape, rule
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -249,7 +251,7 @@ def plan(
     steps  of stage 1 of the dev recipe
     """
     size.check()
-    check_upscale(upscale, size)
+    check_upscale(upscale, size.two_stage)
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
     if gemma:
@@ -268,6 +270,7 @@ def plan(
         with fake_process_group(tp):
             gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
+    latent = video_latent_shape(size.height, size.width, size.num_frames)
     memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
     files = tp * max(weights["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
@@ -294,7 +297,7 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        **_decoding(checkpoint, profile, decoded_latent(size, upscale), torch_dtype),
+        **_decoding(checkpoint, profile, upscaled(latent, upscale), torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
         assumed=ASSUMED,

@@ -16,11 +16,11 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import GEMMA_3_12B, gemma_config, transformer_config
 from ltx_neuron.host import calibration
 from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
-from ltx_neuron.job import UPSCALES
 from ltx_neuron.plan import Plan, plan, rates, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.tensorfile import DTYPES

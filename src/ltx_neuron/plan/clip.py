@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ltx_neuron.host.arithmetic import Arithmetic
-from ltx_neuron.job import UPSCALES, Size, decoded_latent
+from ltx_neuron.job import Size
 from ltx_neuron.plan import Plan, StagePlan
 from ltx_neuron.plan.rates import Rate, host_rate
 from ltx_neuron.profiles import Profile
-from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, upsampled_shape, video_latent_shape
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
+from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
 SHARE = 0.3  # of a chip's documented peak, where nothing was measured
 # Published by others: a step at 512x768x121 on the four ranks of one Trainium2, and its FLOPs.
@@ -142,10 +143,10 @@ class Clip:
                 latent = video_latent_shape(before.height, before.width, self.size.num_frames)
                 rows.append(self._upsampling(latent, "spatial"))
             rows.append(self._steps(stage))
-        latent = decoded_latent(self.size, None)
+        latent = self._latent
         for kind in UPSCALES.get(self.upscale, ()):
             rows.append(self._upsampling(latent, kind))
-            latent = upsampled_shape(latent, kind)
+            latent = upsampled(latent, kind)
         return rows
 
     def _steps(self, stage: StagePlan) -> Row:
@@ -177,16 +178,21 @@ class Clip:
         return self._host("upsample", flops, rate, f"{kind}, {_tera(flops)}")
 
     @property
+    def _latent(self) -> tuple[int, int, int]:
+        """(F, h, w) of the video latent that the last stage makes."""
+        return video_latent_shape(self.size.height, self.size.width, self.size.num_frames)
+
+    @property
     def _pixels(self) -> tuple[int, int, int]:
         """Frames, rows and columns of the video that is written."""
-        frames, height, width = decoded_latent(self.size, self.upscale)
+        frames, height, width = upscaled(self._latent, self.upscale)
         return (frames - 1) * TIME_SCALE + 1, height * SPACE_SCALE, width * SPACE_SCALE
 
     def _video(self) -> list[Row]:
         from ltx_neuron.host import tiles  # imports ltx-core
         from ltx_neuron.plan.host_flops import video_decoder_flops
 
-        clip = decoded_latent(self.size, self.upscale)
+        clip = upscaled(self._latent, self.upscale)
         tp = self.plan.tp
         how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
         counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))

@@ -25,14 +25,6 @@ def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, i
     return (num_frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
 
 
-def upsampled_shape(shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
-    """(F, h, w) of what the "spatial" or "temporal" upsampler makes of a video latent."""
-    frames, height, width = shape
-    return (
-        (2 * frames - 1, height, width) if kind == "temporal" else (frames, 2 * height, 2 * width)
-    )
-
-
 def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
     """Audio latents that last as long as the video: 26 for 25 frames at 24 fps, 126 for 121."""
     return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)

@@ -25,9 +25,10 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file, write_json
 from ltx_neuron.generate import code_identity, make_report, run_identity, sidecar
 from ltx_neuron.host import calibration
-from ltx_neuron.job import UPSCALES, Job, Stage
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.service.desk import Desk
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
 from ltx_neuron.service.preview import previews_of
