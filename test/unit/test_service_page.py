@@ -193,8 +193,9 @@ def test_no_host_that_a_client_sends_breaks_the_page_or_gets_into_it(service, ho
 
 def test_the_page_tells_nothing_of_the_service_to_who_has_no_token(service):
     page = get(service, "/", authorization=b"").body.decode()
-    for word in (SIZE, '"tiny"', "ada", str(service.queue.folder)):
+    for word in (SIZE, '"tiny"', str(service.queue.folder)):
         assert word not in page, word
+    assert not re.search(r"\bada\b", page)  # the owner; Gradio's random numbers may have it inside
 
 
 # --- without it -----------------------------------------------------------------------------------
