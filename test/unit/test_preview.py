@@ -110,6 +110,20 @@ def test_a_step_of_another_stage_is_not_compared_with(tmp_path):
     assert previews.after_step(other, 1) is None
 
 
+def test_a_job_is_not_compared_with_the_latents_of_the_one_before(tmp_path):
+    """Which may be another owner's. Its own first step came too soon after that one's picture."""
+    clock, engine = [0.0], Engine(tmp_path)
+    previews = Previews(engine, lambda: clock[0])
+    clock[0] = 1.0
+    assert previews.after_step(STAGE, 0)
+    clock[0] += preview.SECONDS / 2
+    assert previews.after_step(STAGE, 0) is None  # of the next job
+    clock[0] += preview.SECONDS
+    assert previews.after_step(STAGE, 1) is None
+    clock[0] += preview.SECONDS
+    assert previews.after_step(STAGE, 2)
+
+
 def test_a_checkpoint_without_an_encoder_has_no_previews_which_is_said(tmp_path, capsys):
     def missing(pixels):
         raise UserError("no tensors of the video encoder")

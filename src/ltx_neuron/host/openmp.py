@@ -3,6 +3,9 @@
 Other threads would wait for torch's, which after an operation turn in circles on their cores for
 milliseconds. A kernel is a C function of an address: of a job, int64 numbers whose first is zero
 and counts the pieces that the threads have taken.
+
+numba keeps what it compiled of a kernel, with what is inlined from here, until the kernel's own
+file changes: whoever changes a function here touches those files as well.
 """
 
 import ctypes

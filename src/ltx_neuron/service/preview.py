@@ -46,6 +46,8 @@ class Previews:
 
     def after_step(self, stage: Stage, number: int) -> bytes | None:
         """A JPEG of the frame in the middle, if it is time for one."""
+        if number == 0:  # of another stage or job, which may be another owner's
+            self._before = None
         if self.clock() - self._shown < SECONDS:
             return None
         run, before = self.engine.stage_run, self._before
