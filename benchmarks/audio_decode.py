@@ -65,7 +65,7 @@ def decoders(amx: bool) -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
             weight.copy_(weight.bfloat16())
     ours = theirs[0]
     if amx:
-        from ltx_neuron.host.mel import FastAudioDecoder
+        from ltx_neuron.host.audio_decoder import FastAudioDecoder
 
         ours = FastAudioDecoder(theirs[0])
     return {"ltx-core": theirs, "ours": (ours, FastVocoder(theirs[1], amx))}

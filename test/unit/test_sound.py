@@ -371,12 +371,12 @@ def audio_latent(frames: int, bins: int = 16) -> torch.Tensor:
 @NEEDS_AMX
 @pytest.mark.parametrize("frames", [1, 2, 9])
 def test_a_mel_decoder_by_the_matrix_unit_is_nearer_to_float64_than_ltx_cores(frames, monkeypatch):
-    from ltx_neuron.host import mel
+    from ltx_neuron.host import audio_decoder
 
-    monkeypatch.setattr(mel, "ROWS", 100)  # several pieces, with one line of bins or more
+    monkeypatch.setattr(audio_decoder, "ROWS", 100)  # several pieces, with one line of bins or more
     decoder, latent = mel_decoder(), audio_latent(frames)
     with torch.no_grad():
-        got, theirs = mel.FastAudioDecoder(decoder)(latent), decoder(latent)
+        got, theirs = audio_decoder.FastAudioDecoder(decoder)(latent), decoder(latent)
         exact = decoder.double()(latent.double())
     assert got.shape == theirs.shape == (2, 2, 4 * frames - 3, 64)
     assert distance(got, exact) < min(1e-6, distance(theirs, exact))
@@ -384,7 +384,7 @@ def test_a_mel_decoder_by_the_matrix_unit_is_nearer_to_float64_than_ltx_cores(fr
 
 @NEEDS_AMX
 def test_threads_decide_on_no_bit_of_what_the_matrix_unit_decodes(monkeypatch):
-    from ltx_neuron.host.mel import FastAudioDecoder
+    from ltx_neuron.host.audio_decoder import FastAudioDecoder
 
     cut(monkeypatch, 100)
     decoder = FastAudioDecoder(mel_decoder())
@@ -401,7 +401,7 @@ def test_threads_decide_on_no_bit_of_what_the_matrix_unit_decodes(monkeypatch):
 
 @NEEDS_AMX
 def test_what_is_not_finite_stays_visible_in_a_mel_spectrogram():
-    from ltx_neuron.host.mel import FastAudioDecoder
+    from ltx_neuron.host.audio_decoder import FastAudioDecoder
 
     for broken in (torch.nan, torch.inf):
         latent = audio_latent(3)
@@ -412,7 +412,7 @@ def test_what_is_not_finite_stays_visible_in_a_mel_spectrogram():
 
 @NEEDS_AMX
 def test_the_norm_and_silu_of_a_row_are_exact_to_rounding_for_all_sizes_of_numbers():
-    from ltx_neuron.host.mel import activate
+    from ltx_neuron.host.audio_decoder import activate
 
     rows = torch.randn(200, 512, generator=torch.Generator().manual_seed(0))
     rows[:100] *= torch.logspace(-8, 15, 100)[:, None]
@@ -427,7 +427,7 @@ def test_the_norm_and_silu_of_a_row_are_exact_to_rounding_for_all_sizes_of_numbe
 
 @NEEDS_AMX
 def test_the_released_mel_decoder_is_run_fast_and_one_unlike_it_keeps_ltx_cores_forward():
-    from ltx_neuron.host.mel import FastAudioDecoder, pays, unknown_modules
+    from ltx_neuron.host.audio_decoder import FastAudioDecoder, pays, unknown_modules
 
     assert pays(mel_decoder(released=True))
     small = mel_decoder()
@@ -441,9 +441,9 @@ def test_the_released_mel_decoder_is_run_fast_and_one_unlike_it_keeps_ltx_cores_
 
 @NEEDS_AMX
 def test_sound_is_computed_by_the_matrix_unit_where_products_are_and_by_no_other(tiny, monkeypatch):
-    from ltx_neuron.host import mel, vocoders
+    from ltx_neuron.host import audio_decoder, vocoders
 
-    monkeypatch.setattr(mel, "SMALL", 0)
+    monkeypatch.setattr(audio_decoder, "SMALL", 0)
     monkeypatch.setattr(vocoders, "SMALL", 0)
     with safe_open(tiny.checkpoint, "pt") as file:
         config = json.loads(file.metadata()["config"])
@@ -453,7 +453,9 @@ def test_sound_is_computed_by_the_matrix_unit_where_products_are_and_by_no_other
         return HostModels(tiny.checkpoint, config, torch.float32, arithmetic=chosen)
 
     with_amx, without = models(AMX), models(BLAS)
-    assert type(with_amx.audio_decoder) is mel.FastAudioDecoder and with_amx.vocoder.laid_out
+    assert (
+        type(with_amx.audio_decoder) is audio_decoder.FastAudioDecoder and with_amx.vocoder.laid_out
+    )
     assert type(without.audio_decoder) is AudioDecoder and not without.vocoder.laid_out
     got, wanted = (model.decode_audio(audio_latent(2)[:1]) for model in (with_amx, without))
     assert got.shape == wanted.shape == (2, 5 * 480)

@@ -210,7 +210,7 @@ class HostModels:
         if not self._has_amx:
             return decoder
         # Loads numba, or compiles with it.
-        from ltx_neuron.host.mel import FastAudioDecoder, pays
+        from ltx_neuron.host.audio_decoder import FastAudioDecoder, pays
 
         return FastAudioDecoder(decoder) if pays(decoder) else decoder
 
