@@ -531,6 +531,8 @@ class Bucket:
     max_steps      rows of the schedule's modulation table; a shorter schedule fills the first ones
     guided         a pass that predicts x0 and a graph that combines passes, instead of the plain
                    step
+    audio_timesteps  distinct timesteps among the audio tokens: 1, or 2 where some are kept (retake)
+    biased         the video's self-attention takes a bias (a reference with an attention mask)
     """
 
     video_tokens: int
@@ -538,13 +540,18 @@ class Bucket:
     timesteps: int
     max_steps: int
     guided: bool = False
+    audio_timesteps: int = 1
+    biased: bool = False
 
     @property
     def name(self) -> str:
-        kind = "-guided" if self.guided else ""
-        return (
-            f"v{self.video_tokens}-a{self.audio_tokens}-t{self.timesteps}-s{self.max_steps}{kind}"
+        """Its folder's and its programs' name: what is as in text to video is not named."""
+        audio = f"a{self.audio_tokens}" + (
+            f"t{self.audio_timesteps}" if self.audio_timesteps > 1 else ""
         )
+        shape = f"v{self.video_tokens}-{audio}-t{self.timesteps}-s{self.max_steps}"
+        kinds = {"-guided": self.guided, "-biased": self.biased}
+        return shape + "".join(kind for kind, applies in kinds.items() if applies)
 
 
 def digest(value: object) -> str:

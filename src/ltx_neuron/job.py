@@ -8,7 +8,15 @@ from typing import NamedTuple
 from ltx_neuron.config import SUPPORTED_VERSION, Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable
-from ltx_neuron.sampling.conditioning import ImageCondition, distinct_masks, token_count
+from ltx_neuron.sampling.conditioning import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+    distinct_masks,
+    token_count,
+)
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance
 from ltx_neuron.sampling.latents import (
@@ -25,6 +33,7 @@ from ltx_neuron.sampling.schedules import (
     ltx2_schedule,
 )
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
+from ltx_neuron.weights.lora import Lora
 
 RECIPES = ("distilled", "dev")
 FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
@@ -183,6 +192,16 @@ class Job:
     recipe: str = "distilled"
     guidance: Guidance | None = None  # dev recipe: the model version's own where None
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
+    sound: SoundCondition | None = None
+    retake: Retake | None = None
+    references: tuple[ReferenceVideo, ...] = ()
+    attention_mask: AttentionMask | None = None
+    skip_stage_2: bool = False  # of a two-stage run: the half-size result is decoded
+    images_as_guides: bool = False  # an image at frame 0 is a keyframe as the others are
+    sampler: str = "euler"  # or "res_2s", which HQ uses
+    loras: tuple[Lora, ...] = ()  # in all stages
+    stage_1_loras: tuple[Lora, ...] = ()  # besides, an IC-LoRA or HQ's distilled one
+    stage_2_loras: tuple[Lora, ...] = ()  # besides, the distilled one
 
     @property
     def steps(self) -> int:

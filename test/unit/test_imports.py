@@ -39,7 +39,7 @@ ALLOWED = {
     "models": {"config"},
     "sampling": {"config", "errors"},
     "weights": {"config", "errors", "files"},
-    "host": {"weights", *BASE},
+    "host": {"sampling", "weights", *BASE},
     "text": {"models", "weights", "host", *BASE},
     "backends": {"models", "weights", *BASE},
     "artifacts": {"backends", "weights", "config", "errors", "files"},

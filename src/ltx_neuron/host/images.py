@@ -34,19 +34,26 @@ def load_image(
     image = _decode_image(path)
     if crf != 0:
         image = _h264_round_trip(image, crf)
-    size = _filling_size(path, image, height, width)
+    _check_filling(path, image, height, width)
+    return fill(image, height, width).to(dtype)
+
+
+def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
+    """A picture, uint8 (H, W, 3), scaled to fill height x width and cropped around its centre, as
+    pixels (1, 3, 1, height, width) in [-1, 1], float32."""
+    size = _filling_size(image, height, width)
     pixels = torch.tensor(image, dtype=torch.float32).permute(2, 0, 1)[None]
     pixels = torch.nn.functional.interpolate(
         pixels, size=size, mode="bilinear", align_corners=False
     )
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
     pixels = pixels[:, :, None, top : top + height, left : left + width]
-    return (pixels / 127.5 - 1.0).to(dtype)
+    return pixels / 127.5 - 1.0
 
 
 def check_image(path: str | Path, height: int = 1, width: int = 1) -> None:
     """Raise UserError where `load_image(path, height, width)` would; nothing is returned."""
-    _filling_size(path, _decode_image(path), height, width)
+    _check_filling(path, _decode_image(path), height, width)
 
 
 def content_digest(path: str | Path) -> str:
@@ -93,17 +100,19 @@ def _decode_image(path: str | Path) -> np.ndarray:
     return picture
 
 
-def _filling_size(path: str | Path, image: np.ndarray, height: int, width: int) -> tuple[int, int]:
+def _filling_size(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
     """Height and width of the image when scaled, in its own shape, to cover height x width."""
     scale = max(height / image.shape[0], width / image.shape[1])
-    size = math.ceil(image.shape[0] * scale), math.ceil(image.shape[1] * scale)
-    if size[0] * size[1] > MAX_IMAGE_PIXELS:
+    return math.ceil(image.shape[0] * scale), math.ceil(image.shape[1] * scale)
+
+
+def _check_filling(path: str | Path, image: np.ndarray, height: int, width: int) -> None:
+    if math.prod(_filling_size(image, height, width)) > MAX_IMAGE_PIXELS:
         raise UserError(
             f"{path} is too narrow to fill {width}x{height}: got {image.shape[1]}x{image.shape[0]}"
             " pixels, wanted a shape closer to the video's; crop it and pass it again with --image"
             " FILE"
         )
-    return size
 
 
 def _eight_bit(image):

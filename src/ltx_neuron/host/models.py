@@ -16,7 +16,10 @@ from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask, check_cancelled
+from ltx_neuron.host.encoding import encode_tiled
+from ltx_neuron.host.media import Sound
 from ltx_neuron.host.products import AMX
+from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
 from ltx_neuron.host.windows import spectrogram, vocode
 from ltx_neuron.profiles import Profile
 from ltx_neuron.weights.finite import finite
@@ -99,6 +102,20 @@ class HostModels:
         """Encode pixels (1, 3, 1, H, W) in [-1, 1] as a latent (1, 128, 1, H/32, W/32) in
         `self.dtype`."""
         return self.video_encoder(pixels.to(self.latent_dtype)).to(self.dtype)
+
+    @torch.no_grad()
+    def encode_video(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Encode pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1] as a latent (1, 128, F, h, w) in
+        `self.dtype`; long and large clips in tiles."""
+        return encode_tiled(self.video_encoder, pixels.to(self.latent_dtype)).to(self.dtype)
+
+    @torch.no_grad()
+    def encode_audio(self, sound: Sound) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode stereo sound as its spectrogram, float32 (1, 2, frames, bins), and the latent
+        (1, 8, ceil(frames / 4), 16) of that in `self.dtype`."""
+        sizes = mel_sizes(self.config)
+        mel = log_mel(resample(*sound, sizes.rate), sizes)
+        return mel, self.audio_encoder(mel.to(self.audio_dtype)).to(self.dtype)
 
     @torch.no_grad()
     def upsample(self, latent: torch.Tensor, kind: str = "spatial") -> torch.Tensor:
@@ -203,6 +220,10 @@ class HostModels:
         return self._spec("video_statistics").load()
 
     @cached_property
+    def audio_encoder(self) -> torch.nn.Module:
+        return self._spec("audio_encoder").load()
+
+    @cached_property
     def audio_decoder(self) -> torch.nn.Module:
         """A FastAudioDecoder where products are AMX's and the checkpoint's decoder is built as the
         released one, as large, and in float32, else ltx-core's own."""
@@ -271,12 +292,14 @@ class HostModels:
 
         encoder = video_vae.VideoEncoderConfigurator.from_config
         decoder = video_vae.VideoDecoderConfigurator.from_config
+        audio_encoder = audio_vae.AudioEncoderConfigurator.from_config
         audio_decoder = audio_vae.AudioDecoderConfigurator.from_config
         vocoder = audio_vae.VocoderConfigurator.from_config
         from_config, prefix, dtype = {
             "video_encoder": (encoder, "vae.encoder.", self.latent_dtype),
             "video_decoder": (decoder, "vae.decoder.", None),
             "video_statistics": (statistics, "vae.per_channel_statistics.", self.latent_dtype),
+            "audio_encoder": (audio_encoder, "audio_vae.encoder.", self.audio_dtype),
             "audio_decoder": (audio_decoder, "audio_vae.decoder.", self.audio_dtype),
             "vocoder": (vocoder, "vocoder.", self.audio_dtype),
         }[name]

@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.sampling.latents import keyframe_positions, patchify_video, video_positions
+from ltx_neuron.sampling.latents import (
+    TIME_SCALE,
+    keyframe_positions,
+    patchify_video,
+    video_latent_shape,
+    video_positions,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,65 @@ class ImageCondition:
     frame_index: int = 0
     strength: float = 1.0
     crf: int = 33
+
+
+@dataclass(frozen=True)
+class SoundCondition:
+    """A file whose sound the video is made for (audio to video): `max_duration` seconds from
+    `start_time` on, by default as long as the video."""
+
+    path: str | Path
+    start_time: float = 0.0
+    max_duration: float | None = None
+
+
+@dataclass(frozen=True)
+class Retake:
+    """A video file of which the seconds from `start_time` to `end_time` are made anew: of
+    `regenerate` "video", "audio" or "both". The other stream is kept whole."""
+
+    path: str | Path
+    start_time: float
+    end_time: float
+    regenerate: str = "both"
+
+
+@dataclass(frozen=True)
+class ReferenceVideo:
+    """A video that an IC-LoRA was trained to take as a reference.
+
+    strength    1 shows it as it is, 0 as noise
+    num_frames  frames that the file has
+    space_scale, time_scale  how many pixels and frames of the video that is made one of the
+                reference's stands for: of the IC-LoRA's metadata
+    """
+
+    path: str | Path
+    strength: float
+    num_frames: int
+    space_scale: int = 1
+    time_scale: int = 1
+
+    def taken_frames(self, num_frames: int) -> int:
+        """How many of its frames are encoded for a clip of so many: 8k+1 of those that are there,
+        frame 0, 1, 1 + time_scale, 1 + 2 time_scale, ..."""
+        there = min(self.num_frames, num_frames)
+        taken = 1 + -(-(there - 1) // self.time_scale)
+        return (taken - 1) // TIME_SCALE * TIME_SCALE + 1
+
+    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int]:
+        """(F, h, w) of its latent beside a clip of so many pixels and frames."""
+        taken = self.taken_frames(num_frames)
+        return video_latent_shape(height // self.space_scale, width // self.space_scale, taken)
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """A video, black to white, of how much each part of a reference is attended to, all of it
+    times `strength`."""
+
+    path: str | Path
+    strength: float
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,75 @@
+"""Clips and sounds as latents: ltx-core's encoders over whole clips, in upstream's tiles."""
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
+
+# Latents of a tile, and those that it has in common with the next one: 80 frames and 24, 768 pixels
+# and 64.
+TIME_TILE, TIME_OVERLAP = 80 // TIME_SCALE, 24 // TIME_SCALE
+SPACE_TILE, SPACE_OVERLAP = 768 // SPACE_SCALE, 64 // SPACE_SCALE
+
+
+class Part(NamedTuple):
+    """A tile's latents along an axis, and the weight of each when tiles are blended."""
+
+    start: int
+    stop: int
+    weights: Tensor
+
+
+def encode_tiled(encode: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
+    """The latent (1, 128, F, h, w) of pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1], encoded in tiles
+    that are blended. A clip of at most 80 frames and 768 pixels a side is one tile.
+
+    Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default tiles.
+    """
+    frames, height, width = pixels.shape[2:]
+    latent = (frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
+    axes = [
+        parts(latent[0], TIME_TILE, TIME_OVERLAP, causal=True),
+        parts(latent[1], SPACE_TILE, SPACE_OVERLAP),
+        parts(latent[2], SPACE_TILE, SPACE_OVERLAP),
+    ]
+    total = None
+    for time, row, column in itertools.product(*axes):
+        # The first latent of a tile, as of a clip, is one frame.
+        tile = pixels[
+            :,
+            :,
+            TIME_SCALE * time.start : TIME_SCALE * (time.stop - 1) + 1,
+            SPACE_SCALE * row.start : SPACE_SCALE * row.stop,
+            SPACE_SCALE * column.start : SPACE_SCALE * column.stop,
+        ]
+        encoded = encode(tile)
+        if total is None:
+            total = encoded.new_zeros(1, encoded.shape[1], *latent)
+        weights = time.weights[:, None, None] * row.weights[:, None] * column.weights
+        place = total[:, :, time.start : time.stop, row.start : row.stop]
+        place[..., column.start : column.stop] += encoded * weights
+    return total
+
+
+def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Part]:
+    """The tiles along an axis of so many latents. The weights of those that tiles share add up to
+    1. Causal: all but the first begin a latent earlier, of weight 0, as its frames are fewer."""
+    if length <= tile:
+        return [Part(0, length, torch.ones(length))]
+    earlier, found = int(causal), []
+    for start in range(0, length - overlap, tile - overlap):
+        first, last = start == 0, start + tile >= length
+        stop = length if last else start + tile
+        begin = start if first else start - earlier
+        weights = torch.ones(stop - begin)
+        if not first:
+            ramp = torch.linspace(0, 1, overlap + 2)[:-1]
+            weights[: overlap + earlier] = ramp[1 - earlier :]
+        if not last:
+            weights[len(weights) - overlap :] *= torch.linspace(1, 0, overlap + 2)[1:-1]
+        found.append(Part(begin, stop, weights))
+    return found

@@ -1,0 +1,165 @@
+"""Sound and video of files that a user has, read by the rules of upstream's pipelines.
+
+Source: ltx_pipelines utils/media_io/decode.py. Whatever PyAV reads is read; what it cannot is a
+UserError that names the file and its flag.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.files import check_regular
+from ltx_neuron.host.images import MAX_SIDE, fill
+
+# What a number of full scale is in formats of whole numbers.
+_FULL_SCALE = {"u8": 2**7, "s16": 2**15, "s32": 2**31}
+
+
+class Footage(NamedTuple):
+    """What a video file says of itself."""
+
+    num_frames: int
+    height: int
+    width: int
+    frame_rate: float
+
+
+class Sound(NamedTuple):
+    """samples  float32 (channels, N), in [-1, 1] where the file's are
+    rate     of them, per second
+    """
+
+    samples: Tensor
+    rate: int
+
+
+@contextmanager
+def _opened(path: str | Path, flag: str) -> Iterator:
+    """The file as PyAV's container. What PyAV raises in the block is a UserError."""
+    import av
+
+    advice = f"pass another file with {flag}"
+    try:
+        check_regular(path)
+        with av.open(str(path)) as container:
+            yield container
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}: {advice}") from None
+    except PermissionError as error:
+        raise refusal(error, flag) from None
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}\n{advice}") from None
+
+
+def read_sound(
+    path: str | Path, flag: str, start: float = 0.0, duration: float | None = None
+) -> Sound | None:
+    """The file's first sound track from `start` on for `duration` seconds, or to its end. None
+    where it has none, or none there."""
+    with _opened(path, flag) as container:
+        stream = next(iter(container.streams.audio), None)
+        if stream is None:
+            return None
+        container.seek(int(start / stream.time_base), stream=stream)
+        parts, first, base = [], None, stream.time_base
+        for frame in container.decode(stream):
+            if frame.pts is None:
+                continue
+            begins = float(frame.pts * base)
+            if begins + frame.samples / frame.sample_rate < start:
+                continue
+            if duration is not None and begins > start + duration:
+                break
+            first = begins if first is None else first
+            parts.append(_samples(frame))
+        rate = stream.rate
+    if not parts:
+        return None
+    samples = np.concatenate(parts, axis=1)
+    # Frames begin and end where the codec has it. Times before 0, a codec's run-up, stay at 0.
+    samples = samples[:, max(0, round((start - first) * rate)) :]
+    if duration is not None:
+        samples = samples[:, : round(duration * rate)]
+    return Sound(torch.from_numpy(np.ascontiguousarray(samples)), rate)
+
+
+def _samples(frame) -> np.ndarray:
+    """A frame's samples, float32 (channels, N)."""
+    name = frame.format.name.removesuffix("p")
+    samples = frame.to_ndarray().astype(np.float32)
+    if name == "u8":  # its silence is 128
+        samples -= _FULL_SCALE[name]
+    if name in _FULL_SCALE:
+        samples /= _FULL_SCALE[name]
+    if not frame.format.is_planar:  # (1, N * channels)
+        samples = samples.reshape(-1, len(frame.layout.channels)).T
+    return samples
+
+
+def footage(path: str | Path, flag: str) -> Footage:
+    """What a video file says of itself; its frames are counted where it does not say how many."""
+    with _opened(path, flag) as container:
+        stream = _video_stream(container, path, flag)
+        if not stream.average_rate:
+            raise ValueError("it does not say its frame rate")
+        context = stream.codec_context
+        number = stream.frames or sum(1 for _ in container.decode(stream))
+        return Footage(number, context.height, context.width, float(stream.average_rate))
+
+
+def frames_between(
+    path: str | Path, flag: str, start: float, duration: float
+) -> Iterator[np.ndarray]:
+    """Frames, uint8 (H, W, 3), whose times are from `start` to before `start + duration` seconds;
+    by their numbers where the file has no times."""
+    with _opened(path, flag) as container:
+        stream = _video_stream(container, path, flag)
+        if start > 0:
+            container.seek(int(start / stream.time_base), stream=stream)
+        for frame in container.decode(stream):
+            if frame.pts is None:
+                break
+            time = float(frame.pts * stream.time_base)
+            if time >= start + duration:
+                return
+            if time >= start:
+                yield _rgb(frame)
+        else:
+            return
+        rate = float(stream.average_rate)
+    first = round(start * rate)
+    yield from islice(first_frames(path, flag), first, first + round(duration * rate))
+
+
+def first_frames(path: str | Path, flag: str, count: int | None = None) -> Iterator[np.ndarray]:
+    """The first `count` frames, uint8 (H, W, 3), whatever their times are."""
+    with _opened(path, flag) as container:
+        frames = container.decode(_video_stream(container, path, flag))
+        yield from map(_rgb, islice(frames, count))
+
+
+def pixels_of(frames: Iterable[np.ndarray], height: int, width: int) -> Tensor:
+    """Frames, scaled to fill height x width and cropped around their centre, as pixels
+    (1, 3, F, height, width) in [-1, 1]."""
+    return torch.cat([fill(frame, height, width) for frame in frames], dim=2)
+
+
+def _video_stream(container, path: str | Path, flag: str):
+    stream = next(iter(container.streams.video), None)
+    if stream is None:
+        raise UserError(f"{path} has no video: pass a video file with {flag}")
+    if max(stream.codec_context.height, stream.codec_context.width) > MAX_SIDE:
+        raise ValueError(f"its frames have more than {MAX_SIDE} pixels on a side")
+    stream.thread_type = "AUTO"
+    return stream
+
+
+def _rgb(frame) -> np.ndarray:
+    return frame.to_rgb().to_ndarray()

@@ -1,0 +1,117 @@
+"""From a sound's samples to what the audio encoder reads: resampled to its rate, then the logarithm
+of a mel spectrogram.
+
+Source: ltx-core model/audio_vae/ops.py (AudioProcessor), which calls torchaudio. These are its
+numbers without it: torchaudio has no build that fits every torch.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ZERO_CROSSINGS, _ROLLOFF = 6, 0.99  # torchaudio.functional.resample's defaults
+_FLOOR = 1e-5  # of a magnitude, before the logarithm
+# Slaney's scale, of his Auditory Toolbox: linear up to 1 kHz, a logarithm above.
+_HERTZ_A_MEL, _KNEE_HERTZ = 200 / 3, 1000.0
+_KNEE_MELS, _LOG_STEP = _KNEE_HERTZ / _HERTZ_A_MEL, math.log(6.4) / 27
+
+
+class MelSizes(NamedTuple):
+    """Of an audio encoder's spectrogram.
+
+    rate  samples per second
+    bins  mel filters, from 0 to half the rate
+    hop   samples from a frame to the next
+    window  samples of a frame
+    """
+
+    rate: int
+    bins: int
+    hop: int
+    window: int
+
+
+def mel_sizes(config: dict) -> MelSizes:
+    """What a checkpoint's config says (ltx-core's AudioEncoderConfigurator reads the same)."""
+    audio = config["audio_vae"]
+    parameters, stft = audio["model"]["params"], audio["preprocessing"]["stft"]
+    return MelSizes(
+        parameters["sampling_rate"],
+        parameters["ddconfig"]["mel_bins"],
+        stft["hop_length"],
+        stft["filter_length"],
+    )
+
+
+def resample(sound: Tensor, rate: int, wanted: int) -> Tensor:
+    """Samples (channels, N) at `rate` per second -> (channels, ceil(N * wanted / rate)) float32, by
+    a windowed sinc, as torchaudio.functional.resample."""
+    divisor = math.gcd(rate, wanted)
+    old, new = rate // divisor, wanted // divisor
+    if old == new:
+        return sound.float()
+    filters, reach = _sinc_filters(old, new)
+    padded = F.pad(sound.float(), (reach, reach + old))
+    phases = F.conv1d(padded[:, None], filters, stride=old)  # (channels, new, blocks)
+    samples = phases.transpose(1, 2).flatten(1)
+    return samples[:, : -(-new * sound.shape[1] // old)]
+
+
+@cache
+def _sinc_filters(old: int, new: int) -> tuple[Tensor, int]:
+    """Filters (new, 1, taps) float32, one for each sample of a block of the result, and how many
+    samples they reach back."""
+    cutoff = _ROLLOFF * min(old, new)
+    reach = math.ceil(_ZERO_CROSSINGS * old / cutoff)
+    # In float32 and in this order: the bits are torchaudio's. In float64 it is 2e-6 off.
+    t = torch.arange(-reach, reach + old) / old
+    t = torch.arange(0, -new, -1)[:, None] / new + t
+    t = (t * cutoff).clamp(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)
+    window = torch.cos(t * math.pi / _ZERO_CROSSINGS / 2) ** 2
+    t = t * math.pi
+    filters = torch.where(t == 0, 1.0, t.sin() / t) * (window * (cutoff / old))
+    return filters[:, None], reach
+
+
+def log_mel(sound: Tensor, sizes: MelSizes) -> Tensor:
+    """Samples (channels, N) at the sizes' rate -> (1, channels, 1 + N // hop, bins), float32."""
+    window = torch.hann_window(sizes.window)
+    spectrum = torch.stft(
+        sound.float(),
+        sizes.window,
+        sizes.hop,
+        window=window,
+        center=True,
+        pad_mode="reflect",
+        return_complex=True,
+    )  # (channels, frequencies, frames)
+    mel = spectrum.abs().transpose(1, 2) @ mel_filters(sizes)
+    return mel.clamp(min=_FLOOR).log()[None]
+
+
+@cache
+def mel_filters(sizes: MelSizes) -> Tensor:
+    """Triangles (window // 2 + 1, bins), equally wide in mels, each of the same area in hertz."""
+    frequencies = torch.linspace(0, sizes.rate // 2, sizes.window // 2 + 1)
+    top = _mels(sizes.rate / 2)
+    corners = _hertz(torch.linspace(0, top, sizes.bins + 2))
+    widths = corners.diff()
+    distances = corners - frequencies[:, None]  # (frequencies, bins + 2)
+    falling, rising = -distances[:, :-2] / widths[:-1], distances[:, 2:] / widths[1:]
+    triangles = torch.minimum(falling, rising).clamp(min=0)
+    return triangles * (2 / (corners[2:] - corners[:-2]))
+
+
+def _mels(hertz: float) -> float:
+    if hertz < _KNEE_HERTZ:
+        return hertz / _HERTZ_A_MEL
+    return _KNEE_MELS + math.log(hertz / _KNEE_HERTZ) / _LOG_STEP
+
+
+def _hertz(mels: Tensor) -> Tensor:
+    above = _KNEE_HERTZ * torch.exp(_LOG_STEP * (mels - _KNEE_MELS))
+    return torch.where(mels < _KNEE_MELS, mels * _HERTZ_A_MEL, above)
