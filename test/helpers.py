@@ -158,7 +158,7 @@ def step_inputs(
     cross_max, audio = (max(video_max[0], audio_max[0]),), audio_positions(audio_tokens)
     values = {
         "step_numbers": torch.arange(len(pairs), dtype=torch.int32),
-        "sigmas": pairs,
+        "sigmas": pairs[:, None].expand(-1, 2, 2),
         "video_modulation": modulation_table(
             weights, config, "video", pairs[:, 0], held.masks, cross_sigma
         ),

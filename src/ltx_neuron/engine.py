@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
-from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.denoise import CompiledStep, StageRun, initial_states
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import calibration
 from ltx_neuron.host.background import BackgroundTask
@@ -323,8 +323,11 @@ class Engine:
             self.compat,
         )
         with self.recorder.phase(f"denoise_{stage.name}"):
-            images = self._encode_images(job, stage)
-            stage_run.prepare(job, stage, run.contexts, video, audio, run.generator, images)
+            images, shape = self._encode_images(job, stage), tuple(video.shape[2:])
+            states = initial_states(
+                job, stage, run.tensors, (video, audio), images, self.compat, workspace.dtype
+            )
+            stage_run.prepare(job, stage, run.contexts, shape, states, run.generator)
         return stage_run
 
     def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:

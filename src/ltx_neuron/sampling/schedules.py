@@ -19,6 +19,16 @@ def sigma_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
     return torch.cat([pairs, pairs[-1:].expand(max_steps - len(pairs), 2)])
 
 
+def stream_sigmas(
+    sigmas: tuple[float, ...], max_steps: int, still: tuple[bool, bool] = (False, False)
+) -> Tensor:
+    """(max_steps, 2, 2) fp32: the sigma_pairs of video and of audio. One that stays as it is has
+    each step's sigma twice: Euler then adds nothing to it."""
+    pairs = sigma_pairs(sigmas, max_steps)
+    streams = [pairs[:, [0, 0]] if stays else pairs for stays in still]
+    return torch.stack(streams, dim=1)
+
+
 GUIDED_MAX_STEPS = 64  # rows of a guided graph's schedule tables
 _SHIFT, _TERMINAL = 2.05, 0.1
 
