@@ -30,6 +30,12 @@ def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
     return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)
 
 
+def sound_latent_frames(samples: int, rate: int) -> int:
+    """Audio latents that a sound of so many samples at a rate is encoded as."""
+    mel_frames = 1 + -(-samples * _SAMPLE_RATE // rate) // _HOP
+    return -(-mel_frames // _MEL_FRAMES_PER_LATENT)
+
+
 def patchify_video(latent: Tensor) -> Tensor:
     """(1, C, F, h, w) -> (1, F*h*w, C)"""
     return latent.flatten(2).transpose(1, 2)
