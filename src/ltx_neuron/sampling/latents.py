@@ -17,7 +17,8 @@ VIDEO_CHANNELS = 128
 AUDIO_CHANNELS, MEL_BINS = 8, 16
 AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
 # Of the mel spectrogram that the audio encoder takes; the hop is in samples.
-_MEL_FRAMES_PER_LATENT, _HOP, _SAMPLE_RATE = 4, 160, 16000
+_MEL_FRAMES_PER_LATENT, _HOP = 4, 160
+SAMPLE_RATE = 16000
 
 
 def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, int, int]:
@@ -32,7 +33,7 @@ def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
 
 def sound_latent_frames(samples: int, rate: int) -> int:
     """Audio latents that a sound of so many samples at a rate is encoded as."""
-    mel_frames = 1 + -(-samples * _SAMPLE_RATE // rate) // _HOP
+    mel_frames = 1 + -(-samples * SAMPLE_RATE // rate) // _HOP
     return -(-mel_frames // _MEL_FRAMES_PER_LATENT)
 
 
@@ -105,5 +106,5 @@ def audio_positions(latent_frames: int) -> Tensor:
     # Bounds in mel frames, 0, 1, 5, 9, ...: causal as the video's, Ta + 1 of them.
     mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
     mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
-    seconds = mel * _HOP / _SAMPLE_RATE
+    seconds = mel * _HOP / SAMPLE_RATE
     return ((seconds[:-1] + seconds[1:]) / 2.0)[None, None]
