@@ -18,6 +18,7 @@ from ltx_neuron.sampling.conditioning import (
     token_count,
 )
 from ltx_neuron.sampling.fields import check_fields
+from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance
 from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
@@ -222,6 +223,13 @@ class Job:
     def refines(self) -> bool:
         """Whether a stage needs the weights with the distilled LoRA."""
         return any(stage.refines for stage in self.stages)
+
+    @property
+    def given(self) -> Given:
+        """The sound and the videos that its first stage is conditioned on."""
+        size, first = self.size, self.stages[0]
+        shape = first.height, first.width, size.num_frames, size.frame_rate
+        return Given(*shape, self.sound, self.retake, self.references, self.attention_mask)
 
     @property
     def resolved_guidance(self) -> Guidance:

@@ -6,6 +6,7 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import upsampler_download
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
+from ltx_neuron.host import conditions
 from ltx_neuron.host.images import check_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
@@ -60,6 +61,7 @@ class Preflight:
         for job in jobs:
             for image in job.images:
                 check_image(image.path, job.size.height, job.size.width)
+            conditions.check(job.given)
         self._check_host_models([name for job in jobs for name in _host_models(job)])
         self._check_weight_files()
         try:
@@ -164,8 +166,10 @@ def _decoded_latent(job: Job) -> tuple[int, int, int]:
 
 def _host_models(job: Job) -> list[str]:
     """Names of the host models a job runs."""
-    names = ["video_decoder", "audio_decoder", "vocoder"]
+    names = ["video_decoder"]
+    names += [] if job.sound else ["audio_decoder", "vocoder"]  # what is given is not decoded
     names += [f"{kind}_upsampler" for kind in job.upsamplers]
-    names += ["video_encoder"] if job.images else []
+    names += ["video_encoder"] if job.images or job.retake or job.references else []
+    names += ["audio_encoder"] if job.sound or job.retake else []
     names += ["video_statistics"] if job.upsamplers else []
     return names

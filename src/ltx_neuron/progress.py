@@ -34,6 +34,8 @@ _STAGE_TENSORS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")
 _CONTEXTS = ("video_context", "audio_context")
 _NEGATIVE_CONTEXTS = ("negative_video_context", "negative_audio_context")
 _KEPT = ("attention_mask", *_CONTEXTS, *_STAGE_TENSORS)
+# Of a job that was given its sound: for its second stage and its MP4.
+_GIVEN_SOUND = ("audio_latent", "waveform", "waveform_rate")
 
 
 class JobRun:
@@ -134,9 +136,14 @@ def write_run_tensors(path: Path, tensors: dict[str, Tensor], identity: dict) ->
     write_tensors(path, tensors, {_IDENTITY: json.dumps(identity)})
 
 
+def _kept(job: Job) -> tuple[str, ...]:
+    """Names of a job's tensors that go on in another process."""
+    return (*_KEPT, *_GIVEN_SOUND) if job.sound else _KEPT
+
+
 def save_state(path: Path, run: JobRun, identity: dict) -> None:
     """Write what `restore_state` needs."""
-    tensors = {name: run.tensors[name] for name in _KEPT if name in run.tensors}
+    tensors = {name: run.tensors[name] for name in _kept(run.job) if name in run.tensors}
     for names, contexts in zip((_CONTEXTS, _NEGATIVE_CONTEXTS), run.contexts, strict=False):
         tensors |= dict(zip(names, (contexts.video, contexts.audio), strict=True))
     write_run_tensors(path, tensors | {_GENERATOR: run.generator.get_state()}, identity)
@@ -152,7 +159,7 @@ def restore_state(
     """
     file = TensorFile(path, "leave --resume out to begin anew")
     _check_identity(path, file, identity, () if exact else CHOSEN_FIELDS)
-    names = (*_KEPT, *_NEGATIVE_CONTEXTS, _GENERATOR)
+    names = (*_kept(job), *_NEGATIVE_CONTEXTS, _GENERATOR)
     tensors = {name: file.read(name) for name in names if name in file.shapes}
     _check_tensors(path, tensors, job, dtype)
     # A finished run's --save-tensors file lacks the negative prompt and the generator, which only
@@ -163,7 +170,7 @@ def restore_state(
         if video in tensors
     ]
     run = JobRun(job, contexts)
-    run.tensors |= {name: tensors[name] for name in _KEPT if name in tensors}
+    run.tensors |= {name: tensors[name] for name in _kept(job) if name in tensors}
     if _GENERATOR in tensors:
         run.generator.set_state(tensors[_GENERATOR])
     elif run.stages_left:
@@ -199,19 +206,24 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
     """Refuse tensors of other shapes or dtypes than the job's: somebody may have changed them."""
-    shapes = {}
+    wanted, needed = {}, ("attention_mask", *_CONTEXTS, "s1_video", "s1_audio")
+    frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
+    audio = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
     for stage in job.stages:
-        video = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
-        frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
-        shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *video)
-        shapes[f"{stage.key}_audio"] = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
-    needed = ("attention_mask", *_CONTEXTS, "s1_video", "s1_audio")
+        shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
+        wanted[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *shape), dtype
+        wanted[f"{stage.key}_audio"] = audio, dtype
+    if job.sound:
+        needed += _GIVEN_SOUND
+        samples = tensors["waveform"].numel() // 2 if "waveform" in tensors else 0
+        wanted |= {"audio_latent": (audio, dtype), "waveform": ((2, samples), torch.float32)}
+        wanted["waveform_rate"] = (), torch.int64
     problems = [f"{name}: missing" for name in needed if name not in tensors]
-    for name, shape in shapes.items():
+    for name, (shape, kind) in wanted.items():
         tensor = tensors.get(name)
-        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, kind):
             problems.append(
-                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {dtype}"
+                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {kind}"
             )
     if problems:
         listed = "\n  ".join(problems)

@@ -17,7 +17,8 @@ VIDEO_CHANNELS = 128
 AUDIO_CHANNELS, MEL_BINS = 8, 16
 AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
 # Of the mel spectrogram that the audio encoder takes; the hop is in samples.
-_MEL_FRAMES_PER_LATENT, _HOP, _SAMPLE_RATE = 4, 160, 16000
+_MEL_FRAMES_PER_LATENT, _HOP = 4, 160
+SAMPLE_RATE = 16000
 
 
 def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, int, int]:
@@ -28,6 +29,12 @@ def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, i
 def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
     """Audio latents that last as long as the video: 26 for 25 frames at 24 fps, 126 for 121."""
     return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)
+
+
+def sound_latent_frames(samples: int, rate: int) -> int:
+    """Audio latents that a sound of so many samples at a rate is encoded as."""
+    mel_frames = 1 + -(-samples * SAMPLE_RATE // rate) // _HOP
+    return -(-mel_frames // _MEL_FRAMES_PER_LATENT)
 
 
 def patchify_video(latent: Tensor) -> Tensor:
@@ -129,4 +136,4 @@ def audio_seconds(latent_frames: int) -> Tensor:
     # In mel frames 0, 1, 5, 9, ...: causal as the video's.
     mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
     mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
-    return mel * _HOP / _SAMPLE_RATE
+    return mel * _HOP / SAMPLE_RATE
