@@ -22,6 +22,7 @@ from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import Rope, split_rope
 from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES
 from ltx_neuron.sampling import conditioning, latents
+from ltx_neuron.sampling.attention_mask import attention_bias
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import ImageCondition, LatentState
 from ltx_neuron.sampling.guidance import Guidance
@@ -61,9 +62,8 @@ def initial_states(
         start[0], frame_rate, images, compat.conditioning, positions, job.images_as_guides
     )
     audio = conditioning.audio_state(start[1])
-    for number, reference in enumerate(job.references if stage.key == "s1" else ()):
-        latent = tensors[f"reference_latent_{number}" if number else "reference_latent"]
-        video = conditioning.with_reference(video, reference, latent, frame_rate)
+    if job.references and not stage.upsampled:
+        video = _with_references(job, video, start[0].shape[2:].numel(), tensors)
     if retake := job.retake:
         times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)
         audio_seconds = latents.audio_seconds(start[1].shape[2])
@@ -75,6 +75,27 @@ def initial_states(
             if retake.regenerate == "video":
                 audio = audio.freeze(noise)
     return video, audio.freeze() if job.sound else audio
+
+
+def _with_references(
+    job: Job, video: LatentState, own_tokens: int, tensors: dict[str, Tensor]
+) -> LatentState:
+    """The video's state with its references, and with their mask as a bias.
+
+    own_tokens  how many of the state's are the clip's
+    """
+    guides = len(video.denoise_mask) - own_tokens
+    groups, weights = [(guides, None)], tensors.get("reference_attention")
+    for number, reference in enumerate(job.references):
+        latent = tensors[f"reference_latent_{number}" if number else "reference_latent"]
+        video = conditioning.with_reference(video, reference, latent, job.size.frame_rate)
+        count = latent.shape[2:].numel()
+        if weights is not None:
+            groups.append((count, weights[0, :count]))
+            weights = weights[:, count:]
+    if weights is None:
+        return video
+    return replace(video, bias=attention_bias(own_tokens, groups, video.latent.dtype))
 
 
 class StageRun:
@@ -103,13 +124,11 @@ class StageRun:
         latent_shape: tuple[int, int, int],
         states: tuple[LatentState, LatentState],
         generator: torch.Generator,
-        video_bias: Tensor | None = None,
     ) -> None:
         """Noise the streams and upload all that the steps share.
 
         latent_shape  (F, h, w) of the video that the stage makes
         states        of video and audio
-        video_bias    (Tv, Tv), of a biased bucket
         """
         self.stage, self.latent_shape = stage, latent_shape
         if job.sound:  # given sound reads the prompt in the negative pass as well
@@ -134,7 +153,7 @@ class StageRun:
             masked = audio_choice, audio.denoise_mask, audio.clean_latent
             shared |= dict(zip(AUDIO_MASKS, masked, strict=True))
         if self.bucket.biased:
-            shared["video_bias"] = video_bias
+            shared["video_bias"] = video.bias
         if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
             shared["rank_one_hot"] = torch.eye(self.ranks.tp)
         self.ranks.put(self.bucket.name, **shared)

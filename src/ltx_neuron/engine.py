@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun, initial_states
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import calibration
+from ltx_neuron.host import calibration, conditions
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
@@ -313,7 +313,10 @@ class Engine:
         """A stage with all that its steps share uploaded."""
         job, workspace = run.job, self.workspace
         adaln = self.residency.use_weights(stage.refines)
-        video, audio = self._initial_latents(run, stage)
+        if not stage.upsampled:
+            with self.recorder.phase("encode_inputs"):
+                run.tensors |= conditions.encode(self.host, job.given)
+        start = self._initial_latents(run, stage)
         stage_run = StageRun(
             self.residency.ranks,
             compiled,
@@ -323,16 +326,16 @@ class Engine:
             self.compat,
         )
         with self.recorder.phase(f"denoise_{stage.name}"):
-            images, shape = self._encode_images(job, stage), tuple(video.shape[2:])
+            images, shape = self._encode_images(job, stage), tuple(start[0].shape[2:])
             states = initial_states(
-                job, stage, run.tensors, (video, audio), images, self.compat, workspace.dtype
+                job, stage, run.tensors, start, images, self.compat, workspace.dtype
             )
             stage_run.prepare(job, stage, run.contexts, shape, states, run.generator)
         return stage_run
 
     def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:
-        """(1, 128, F, h, w) and (1, 8, Ta, 16): the stage before's, its video upsampled, or zeros,
-        which the noise of a first stage replaces."""
+        """(1, 128, F, h, w) and (1, 8, Ta, 16): the stage before's, its video upsampled, those of
+        a file, or zeros, which the noise of a first stage replaces."""
         if stage.upsampled:
             tensors = run.tensors
             upsample = partial(self.host.upsample, tensors["s1_video"], "spatial")
@@ -344,7 +347,8 @@ class Engine:
         frames = latents.audio_latent_frames(size.num_frames, size.frame_rate)
         video = torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype)
         audio = torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype)
-        return video, audio
+        given = run.tensors
+        return given.get("video_latent", video), given.get("audio_latent", audio)
 
     def _encode_images(self, job: Job, stage: Stage) -> list[tuple[ImageCondition, Tensor]]:
         """The job's images with their latents (1, 128, 1, h, w) at the stage's size."""

@@ -107,6 +107,7 @@ class LatentState:
     frozen        the stream is given: its own sigma is 0 at every step
     frozen_noise  how much noise a frozen stream begins with all the same: with 0 it stays as it is,
                   with 1 it is led to what is held (ltx-pipelines 1.2.0, in a retake)
+    bias          (T, T), added to the scores of its self-attention; None: all tokens attend to all
     """
 
     latent: Tensor
@@ -115,6 +116,7 @@ class LatentState:
     positions: Tensor
     frozen: bool = False
     frozen_noise: float = 0.0
+    bias: Tensor | None = None
 
     @property
     def masks(self) -> tuple[float, ...]:
