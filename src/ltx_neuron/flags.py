@@ -366,7 +366,10 @@ _SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags
 
 def size(args: argparse.Namespace) -> Size:
     """What was typed, or what the file of --video-path has."""
-    typed = {name: getattr(args, name) for name in _SIZES if getattr(args, name)}
+    values = {name: getattr(args, name) for name in _SIZES}
+    typed = {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }
     if (path := getattr(args, "video_path", None)) is None:
         return Size(**typed)
     if typed:
@@ -551,8 +554,8 @@ def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:
             flag for flag, stream, _, _ in _GUIDANCE_FLAGS if stream == "audio" and flag in given
         )
         raise UserError(
-            f"{wrong} does not go with --audio-path: the sound is given, so nothing of it is guided;"
-            " leave it out (the --video-* and --a2v-* scales guide the video)"
+            f"{wrong} does not go with --audio-path: the sound is given, so nothing of it is"
+            " guided; leave it out (the --video-* and --a2v-* scales guide the video)"
         )
     defaults = default_guidance(args.sampler, args.audio_path is not None)
     return Guidance(

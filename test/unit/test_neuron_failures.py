@@ -127,7 +127,7 @@ def workspace(library, tmp_path_factory):
     workspace.shard_dit()
     workspace.shard_gemma3()
     workspace.compile_text()
-    workspace.compile_dit([SIZE.bucket(SIZE.stages()[0], ())])
+    workspace.compile_dit(Job("", SIZE).buckets)
     return workspace
 
 
