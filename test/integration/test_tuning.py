@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 
-from ltx_neuron.job import Size
+from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.workspace import Workspace
 
