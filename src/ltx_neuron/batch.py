@@ -75,8 +75,8 @@ def read_lines(
             except UserError as error:
                 problems.append(f"line {number}: {error}")
                 continue
-            images = [content_digest(image.path) for image in job.images]
-            lines.append(Line(number, job, digest([job.describe(), images, identity])))
+            files = [content_digest(path) for path in job.files.values()]
+            lines.append(Line(number, job, digest([job.describe(), files, identity])))
     if problems:
         raise UserError(f"{path}: nothing was run.\n" + "\n".join(problems))
     if not lines:

@@ -182,10 +182,10 @@ def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
     """Everything that the latents depend on: a run is resumed only where all of it is the same."""
     return {
         **job.describe(),
-        "images_sha256": [content_digest(image.path) for image in job.images],
+        "files_sha256": [content_digest(path) for path in job.files.values()],
         "profile": workspace.profile.name,
         "tp": workspace.tp,
-        **workspace.graphs_of(job.size, job.images, job.recipe),
+        **workspace.graphs_of(job),
         "neuron_gemma": options.neuron_gemma,
         "compat": options.compat,
         **code_identity(workspace),

@@ -45,7 +45,7 @@ class Preflight:
             **{f"--{kind}-upsampler-path": path for kind, path in upsamplers.items()},
             **{f"--lora {lora.path}": lora.path for lora in workspace.loras},
             **{f"--distilled-lora {lora.path}": lora.path for lora in workspace.distilled_loras},
-            **{f"--image {image.path}": image.path for job in jobs for image in job.images},
+            **{flag: path for job in jobs for flag, path in job.files.items()},
         }
         return {name: Path(path) for name, path in named.items() if path}
 
@@ -68,14 +68,14 @@ class Preflight:
             compiled = self._find_artifacts(jobs)
         except UserError:
             # What does not fit the device need not be made: say that instead.
-            for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
-                workspace.check_plan_fits(size, recipe, self.neuron_gemma)
+            for job in {tuple(job.buckets): job for job in jobs}.values():
+                workspace.check_plan_fits(job, self.neuron_gemma)
             raise
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
             tiles = [*self.tiles.values()]
             memory = workspace.compiled_memory(manifests, self.neuron_gemma, tiles)
-            workspace.check_compiled_fits(memory, job.size, job.recipe, self.neuron_gemma)
+            workspace.check_compiled_fits(memory, job, self.neuron_gemma)
             self.decoder_stays = memory.decoder_stays(workspace.profile)
         return compiled
 
@@ -139,10 +139,7 @@ class Preflight:
         workspace, compiled = self.workspace, {}
         for job in jobs:
             for stage in job.stages:
-                bucket, manifest = workspace.dit_program_for(
-                    job.size, stage, job.images, job.recipe
-                )
-                compiled[id(job), stage] = CompiledStep(bucket, manifest)
+                compiled[id(job), stage] = CompiledStep(*workspace.dit_program_for(job, stage))
                 workspace.dit_weights(stage.refines)
         if self.neuron_gemma:
             workspace.gemma3_weights()
@@ -159,8 +156,8 @@ class Preflight:
 
 def _decoded_latent(job: Job) -> tuple[int, int, int]:
     """(F, h, w) of the video latent that is decoded."""
-    size = job.size
-    latent = video_latent_shape(size.height, size.width, size.num_frames)
+    stage = job.stages[-1]
+    latent = video_latent_shape(stage.height, stage.width, job.size.num_frames)
     return upscaled(latent, job.upscale)
 
 

@@ -30,7 +30,7 @@ from ltx_neuron.config import (
 )
 from ltx_neuron.files import exclusive
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
-from ltx_neuron.job import Size, Stage
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
 from ltx_neuron.models.programs import (
@@ -51,7 +51,6 @@ from ltx_neuron.plan import (
     does_not_fit,
 )
 from ltx_neuron.profiles import Profile, require_runtime
-from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.text.cache import (
     HOST_ENCODER_CODE,
     RANK_ENCODER_CODE,
@@ -251,11 +250,9 @@ class Workspace:
             return self.profile
         return self.chosen.profile_of_size(self.profile, buckets, used)
 
-    def graphs_of(
-        self, size: Size, images: tuple[ImageCondition, ...], recipe: str
-    ) -> dict[str, object]:
-        """What of a size's graphs its latents depend on."""
-        profile = self.dit_profile(size.buckets(images, recipe))
+    def graphs_of(self, job: Job) -> dict[str, object]:
+        """What of a job's graphs its latents depend on."""
+        profile = self.dit_profile(job.buckets)
         return {
             "blocks_per_graph": self.cut(profile),
             "attention": profile.attention,
@@ -332,7 +329,7 @@ class Workspace:
 
     def _dit_specs(self, source: Source) -> list[ShardSpec]:
         specs = shard_specs(source, self.tp, {})
-        bucket = Size().bucket(Size().stages("distilled")[0], ())
+        (bucket,) = Job("").buckets
         program = dit_program(
             self.transformer, bucket, self.tp, TorchDistComm(self.tp), self.dtype, 1
         )
@@ -484,12 +481,12 @@ class Workspace:
 
     # --- whether a generation fits the device -----------------------------------------------------
 
-    def check_plan_fits(self, size: Size, recipe: str, neuron_gemma: bool) -> None:
+    def check_plan_fits(self, job: Job, neuron_gemma: bool) -> None:
         """Raise UserError where a generation does not fit, by the plan: its graphs are exported for
         that. neuron_gemma: whether the prompt is encoded on the ranks."""
         gemma = self.gemma if neuron_gemma else None
-        profile = self.dit_profile(size.buckets((), recipe), used=False)
-        check_fits(self.checkpoint, profile, size, self.tp, self.dtype_name, gemma, recipe)
+        profile = self.dit_profile(job.buckets, used=False)
+        check_fits(self.checkpoint, profile, job, self.tp, self.dtype_name, gemma)
 
     def compiled_memory(
         self, manifests: list[Manifest], neuron_gemma: bool, tiles: list[Manifest]
@@ -504,16 +501,14 @@ class Workspace:
             compiled_tile(tiles),
         )
 
-    def check_compiled_fits(
-        self, memory: CoreMemory, size: Size, recipe: str, neuron_gemma: bool
-    ) -> None:
+    def check_compiled_fits(self, memory: CoreMemory, job: Job, neuron_gemma: bool) -> None:
         """Raise UserError where a generation does not fit, by its compiled_memory: nothing is
         exported."""
         limit, needed = self.profile.memory_bytes_per_core, memory.needed(self.profile)
         if limit is not None and needed > limit:
-            self.check_plan_fits(size, recipe, neuron_gemma)  # names a size that fits
+            self.check_plan_fits(job, neuron_gemma)  # names a size that fits
             advice = "Type a smaller size, a larger --tp-degree, or --dtype bfloat16"
-            raise does_not_fit(self.profile, size, self.tp, needed, advice)
+            raise does_not_fit(self.profile, job.size, self.tp, needed, advice)
 
     # --- finding what was made --------------------------------------------------------------------
 
@@ -556,25 +551,15 @@ class Workspace:
         command = self._command("compile/compile_gemma3.py", gemma=True)
         return {name: Manifest(self._find(i, command)) for name, i in identities.items()}
 
-    def dit_program_for(
-        self, size: Size, stage: Stage, images: tuple[ImageCondition, ...], recipe: str
-    ) -> tuple[Bucket, Manifest]:
+    def dit_program_for(self, job: Job, stage: Stage) -> tuple[Bucket, Manifest]:
         """The compiled step for a stage: the graph with the fewest distinct timesteps that are
         enough. Raises UserError with the command that compiles it."""
-        needed = size.bucket(stage, images).timesteps
-        candidates = [
-            size.bucket(stage, images, timesteps)
-            for timesteps in range(needed, needed + MAX_TIMESTEPS)
-        ]
-        profile = self.dit_profile(size.buckets(images, recipe))
+        needed = job.bucket(stage).timesteps
+        candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
+        profile = self.dit_profile(job.buckets)
         compiled = (bucket for bucket in candidates if self._is_compiled(bucket, profile))
         bucket = next(compiled, candidates[0])
-        flags = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
-        flags += ["--frame-rate", size.frame_rate, *(["--two-stage"] if size.two_stage else [])]
-        flags += ["--recipe", recipe]
-        for image in images:
-            flags += ["--image", image.path, image.frame_index, image.strength]
-        command = self._command("compile/compile_transformer.py", *flags)
+        command = self._command("compile/compile_transformer.py", *job.compile_flags)
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
     def compiled_buckets(self) -> set[str]:

@@ -74,7 +74,7 @@ def events(recipe, tiny, tmp_path_factory) -> list[Event]:
     workspace.shard_gemma3()
     workspace.shard_dit()
     workspace.compile_text()
-    workspace.compile_dit([SIZE.bucket(stage, ()) for stage in jobs[0].stages])
+    workspace.compile_dit(jobs[0].buckets)
 
     events = []
     recorder, call, read = Watched(events), Ranks._call, TensorFile.read

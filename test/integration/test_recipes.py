@@ -136,12 +136,12 @@ def generate(engine: Engine, job: Job, decode: bool = False) -> dict[str, torch.
     there yet."""
     workspace, first = engine.workspace, {}
     for stage in job.stages:
-        workspace.compile_dit([job.size.bucket(stage, job.images)])
+        workspace.compile_dit([job.bucket(stage)])
 
     def read(stage, step):
         if step or not stage.guided:
             return
-        name = workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
+        name = workspace.dit_program_for(job, stage)[0].name
         for kind in (*job.resolved_guidance.passes(), "guided"):
             first.update(
                 {

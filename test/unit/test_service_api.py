@@ -109,8 +109,8 @@ class Workspace(Compiled):
     loras = ()
     transformer = SimpleNamespace(num_layers=48)
 
-    def dit_program_for(self, size, stage, images, recipe):
-        super().dit_program_for(size, stage, images, recipe)
+    def dit_program_for(self, job, stage):
+        super().dit_program_for(job, stage)
         return Bucket(1, 1, 1, 1), None
 
 

@@ -182,13 +182,17 @@ class Compiled:
     distilled_loras, artifacts = (), "/nonexistent"
 
     def __init__(self, *sizes: Size, images=(), recipe="distilled"):
-        self.names = {b.name for size in sizes for b in size.buckets(images, recipe)}
+        self.names = {
+            bucket.name
+            for size in sizes
+            for bucket in Job("", size, images=images, recipe=recipe).buckets
+        }
 
     def compiled_buckets(self) -> set[str]:
         return self.names
 
-    def dit_program_for(self, size, stage, images, recipe):
-        if size.bucket(stage, images).name not in self.names:
+    def dit_program_for(self, job, stage):
+        if job.bucket(stage).name not in self.names:
             raise UserError("not compiled")
 
 

@@ -16,10 +16,9 @@ from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Size, Stage
+from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
-from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
@@ -61,9 +60,7 @@ class Request:
     profile_changes: tuple[str, ...]
     tp_degree: int | None
     dtype: str
-    size: Size
-    images: tuple[ImageCondition, ...]
-    recipe: str
+    job: Job
     open_workspace: Callable[[Profile], Workspace]
     neuron_vae: bool = False
 
@@ -344,7 +341,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
 
     def check_memory() -> str:
         text = request.gemma_root is not None
-        examination.workspace().check_plan_fits(request.size, request.recipe, text)
+        examination.workspace().check_plan_fits(request.job, text)
         return (
             f"fits the {gb(limit)} of a core, by the plan's arithmetic (python -m ltx_neuron.plan)"
         )
@@ -357,7 +354,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
     request = examination.request
     if not request.checkpoint_path:
         return
-    size = request.size
+    size = request.job.size
     try:
         workspace = examination.workspace()
         size.check()
@@ -367,11 +364,11 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         return
 
     def graphs(stage: Stage) -> str:
-        _, manifest = workspace.dit_program_for(size, stage, request.images, request.recipe)
+        _, manifest = workspace.dit_program_for(request.job, stage)
         return str(manifest.folder)
 
     yield attempt("DiT weights", lambda: str(workspace.dit_weights()), "todo")
-    for stage in size.stages(request.recipe):
+    for stage in request.job.stages:
         yield attempt(f"DiT graphs, {stage.name}", partial(graphs, stage), "todo")
     if request.gemma_root:
         buckets = examination.profile.text_buckets

@@ -4,7 +4,6 @@ cluster's replicas make them. What lands in --output-dir is what one machine wri
 import shutil
 from argparse import Namespace
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,8 @@ def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
 
 
 def _probe(lines) -> list[Job]:
-    """A job of every size, with whose making a replica begins. Images are not there yet."""
-    plain = [line.job for line in lines if not line.job.images]
+    """A job of every size, with whose making a replica begins. Files are not there yet."""
+    plain = [line.job for line in lines if not line.job.files]
     return list({(job.size, job.recipe, job.upscale): job for job in plain}.values())
 
 
@@ -104,14 +103,13 @@ class _Work:
         return next(entry for entry in entries if entry.key == str(number))
 
     def _submit(self, line: Line) -> Entry:
-        id, images = self.queue.new_id(), []
+        id, names = self.queue.new_id(), {}
         folder = self.queue.folder_of(id)
         folder.mkdir()
-        for number, image in enumerate(line.job.images):
-            name = f"image-{number}{Path(image.path).suffix}"
-            shutil.copyfile(image.path, folder / name)
-            images.append(replace(image, path=name))
-        said = line_of(replace(line.job, images=tuple(images)))
+        for number, path in enumerate(dict.fromkeys(line.job.files.values())):
+            names[path] = f"file-{number}{path.suffix}"
+            shutil.copyfile(path, folder / names[path])
+        said = line_of(line.job.with_paths(names.__getitem__))
         shown = {"line": line.number}
         new = NewJob(id, OWNER, line.digest, kind(line.job), said, shown, str(line.number))
         entry, _ = self.queue.submit(new)
@@ -131,7 +129,7 @@ class _Work:
 
     def _take(self, entry: Entry, line: Line) -> None:
         made, video = self.queue.folder_of(entry.id) / VIDEO, self.folder / line.file
-        # The JSON names the images as the user did.
+        # The JSON names the files as the user did.
         described = read_json(made.with_suffix(".json")) | line.job.describe()
         write_json(video.with_suffix(".json"), described)
         if made.is_file():  # else it was taken just before a kill
@@ -141,18 +139,16 @@ class _Work:
 
 def kind(job: Job) -> str:
     """What jobs have in common that run on the same loaded graphs and weights."""
-    images = ",".join(f"{image.frame_index}:{image.strength:g}" for image in job.images)
-    size = job.size
-    stages = "two stages" if size.two_stage else "one stage"
-    shape = f"{size.width}x{size.height}x{size.num_frames}@{size.frame_rate:g}"
-    return f"{job.recipe} {shape} {stages} {images}"[:255]
+    return f"{job.recipe} {' '.join(bucket.name for bucket in job.buckets)}"[:255]
 
 
 def line_of(job: Job) -> dict[str, Any]:
     """A line of a prompts file that says all of a job, whatever a command's own flags are."""
     said = vars(job) | vars(job.size)
     keys = ("prompt", "negative_prompt", "seed", "num_inference_steps", "upscale", "recipe")
-    keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
+    if not job.retake:  # whose file says its size
+        keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
     line = {key: said[key] for key in keys}
-    line["image"] = [[i.path, i.frame_index, i.strength, i.crf] for i in job.images]
-    return line | flags.guidance_keys(job.guidance)
+    if job.references:
+        line["ic_lora"] = [[str(lora.path.absolute()), lora.strength] for lora in job.stage_1_loras]
+    return line | job.keys | flags.guidance_keys(job)

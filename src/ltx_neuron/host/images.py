@@ -57,13 +57,14 @@ def check_image(path: str | Path, height: int = 1, width: int = 1) -> None:
 
 
 def content_digest(path: str | Path) -> str:
-    """SHA-256 of the file's bytes, which identifies a picture whatever its name is.
+    """SHA-256 of the file's bytes, which identifies what a job is given whatever its name is.
 
-    "unreadable" where the file cannot be read: `check_image` raises the error with its reason.
+    "unreadable" where the file cannot be read: the checks of a job raise the error with its reason.
     """
     try:
         check_regular(path)
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return "unreadable"
 

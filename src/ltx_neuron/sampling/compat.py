@@ -14,9 +14,9 @@ class Compat:
     positions     video positions are rounded to the run's dtype (1.1.3)
     vocoder       audio decoder and vocoder run in the run's dtype (1.1.0)
 
-    And what ltx-pipelines 1.2.0 does, where we take the earlier release's way:
+    And what ltx-pipelines 1.2.0 does differently from what came before it:
 
-    retake_noise  the kept stream of a retake begins as noise, though the model is told it is clean
+    retake_noise  the stream that a retake keeps begins as noise, and walks to what is kept
     """
 
     conditioning: bool = False

@@ -4,12 +4,13 @@ out.
 Source: ltx-core components/guiders.py, ltx-pipelines utils/{constants,helpers}.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose
 
 import torch
 from torch import Tensor
 
+from ltx_neuron.config import SUPPORTED_VERSION
 from ltx_neuron.errors import UserError
 from ltx_neuron.sampling.fields import check_fields
 
@@ -109,6 +110,12 @@ DEFAULTS = {
         video=_STREAM_2_3, audio=StreamGuidance(**{**vars(_STREAM_2_3), "cfg_scale": 7.0})
     )
 }
+# Of the sampler res_2s.
+_RES_2S_2_3 = Guidance(
+    video=StreamGuidance(cfg_scale=3.0, modality_scale=3.0, rescale_scale=0.45),
+    audio=StreamGuidance(cfg_scale=7.0, modality_scale=3.0, rescale_scale=1.0),
+)
+RES_2S_DEFAULTS = {"2.3": _RES_2S_2_3}
 DEFAULT_STEPS = {"2.3": 30}
 NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive"
@@ -125,3 +132,9 @@ NEGATIVE_PROMPT = (
     " flat lighting, inconsistent tone, cinematic oversaturation, stylized filters, or AI"
     " artifacts."
 )
+
+
+def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
+    """The model version's own; `sound`: it is given, so that nothing of it is guided."""
+    guidance = (RES_2S_DEFAULTS if sampler == "res_2s" else DEFAULTS)[SUPPORTED_VERSION]
+    return replace(guidance, audio=StreamGuidance()) if sound else guidance

@@ -136,7 +136,7 @@ def open_catalogue(args: argparse.Namespace, engine: Engine) -> "catalogue.Catal
     job = probe(found)
     if args.ray:  # the machines that run it check the rest
         for stage in job.stages:
-            engine.workspace.dit_program_for(job.size, stage, (), job.recipe)
+            engine.workspace.dit_program_for(job, stage)
     else:
         engine.preflight.check([job])
     return found

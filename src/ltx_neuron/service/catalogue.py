@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import RECIPES, Size
+from ltx_neuron.job import RECIPES, Job, Size, Stage
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
 from ltx_neuron.service.refusal import Refusal
@@ -44,6 +44,10 @@ class Offer(NamedTuple):
 
     size: Size
     recipe: str
+
+    def job(self, images: tuple[ImageCondition, ...] = ()) -> Job:
+        """What its graphs are for."""
+        return Job("", self.size, images=images, recipe=self.recipe)
 
     @property
     def shown(self) -> dict:
@@ -118,14 +122,12 @@ class Catalogue:
         return self._checked[key]
 
     def _has_graphs(self, offer: Offer, images: tuple[ImageCondition, ...]) -> bool:
-        size, names = offer.size, self._known[1]
-        for stage in size.stages(offer.recipe):
-            needed = size.bucket(stage, images).timesteps
-            rows = range(needed, needed + MAX_TIMESTEPS)
-            if not any(size.bucket(stage, images, count).name in names for count in rows):
+        job, names = offer.job(images), self._known[1]
+        for stage in job.stages:
+            if not _is_compiled(job, stage, names):
                 return False
             try:
-                self.workspace.dit_program_for(size, stage, images, offer.recipe)
+                self.workspace.dit_program_for(job, stage)
             except UserError:  # one that is damaged, or cut otherwise
                 return False
         return self._runs(offer)
@@ -260,7 +262,7 @@ def _offers(names: set[str]) -> set[Offer]:
                 for two_stage in (False, True):
                     whole = Size(size.height, size.width, size.num_frames, size.frame_rate)
                     offer = Offer(_staged(whole, two_stage), recipe)
-                    if _is_legal(offer.size) and _is_compiled(offer, names):
+                    if _is_legal(offer.size) and _all_compiled(offer, names):
                         found.add(offer)
     return found
 
@@ -277,12 +279,16 @@ def _is_legal(size: Size) -> bool:
     return True
 
 
-def _is_compiled(offer: Offer, names: set[str]) -> bool:
-    size = offer.size
-    return all(
-        any(size.bucket(stage, (), rows).name in names for rows in range(1, 1 + MAX_TIMESTEPS))
-        for stage in size.stages(offer.recipe)
-    )
+def _all_compiled(offer: Offer, names: set[str]) -> bool:
+    job = offer.job()
+    return all(_is_compiled(job, stage, names) for stage in job.stages)
+
+
+def _is_compiled(job: Job, stage: Stage, names: set[str]) -> bool:
+    """Whether there is a graph of a stage with as many timesteps as it needs, or some more."""
+    needed = job.bucket(stage).timesteps
+    rows = range(needed, needed + MAX_TIMESTEPS)
+    return any(job.bucket(stage, count).name in names for count in rows)
 
 
 def bucket_of(name: str) -> Bucket | None:

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.inputs import in_folder
 from ltx_neuron.service import picture
 from ltx_neuron.service.catalogue import Catalogue, Offer
 from ltx_neuron.service.fields import AskedImage, Request
@@ -122,10 +122,7 @@ class Intake:
     def _kind(self, job: Job) -> str:
         """What jobs have in common that run on the same loaded graphs and weights."""
         workspace = self.catalogue.workspace
-        names = [
-            workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
-            for stage in job.stages
-        ]
+        names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]
         return "+".join([job.recipe, *names])
 
     def _shown(self, job: Job, offer: Offer, notes: list[str]) -> dict[str, Any]:
@@ -167,10 +164,8 @@ def _size_keys(offer: Offer) -> dict[str, Any]:
 
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
-    """The Job of a line, as a prompts file's; images lie in the job's folder."""
-    job = _maker()(line)
-    images = tuple(replace(image, path=str(folder / Path(image.path).name)) for image in job.images)
-    return replace(job, images=images)
+    """The Job of a line, as a prompts file's; what it is given lies in the job's folder."""
+    return _maker()(in_folder(line, folder))
 
 
 def _maker() -> Callable[[dict[str, Any]], Job]:

@@ -40,7 +40,7 @@ def random_inputs(config: TransformerConfig, job: Job, stage: Stage) -> Inputs:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
 
-    bucket = job.size.bucket(stage, job.images)
+    bucket = job.bucket(stage)
     video = randn(1, bucket.video_tokens, config.in_channels)
     audio = randn(1, bucket.audio_tokens, config.audio_in_channels)
     widths = config.video.inner, config.audio.inner
@@ -118,7 +118,7 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
     """
     weights, outputs = RankSource(workspace.dit_weights(), quick=True), {}
     for stage in job.stages:
-        bucket = job.size.bucket(stage, job.images)
+        bucket = job.bucket(stage)
         program = dit_program(workspace.transformer, bucket, 1, SingleRank(), torch.float32, 1)
         on = _HostRanks(bucket.name, program, weights, layers)
         compiled = CompiledStep(bucket, program)

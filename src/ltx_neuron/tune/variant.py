@@ -69,9 +69,7 @@ class Request:
         return Job("random contexts", Size(**self.size), images=images, recipe=self.recipe)
 
 
-def request(
-    workspace: Workspace, size: Size, images: tuple[ImageCondition, ...], recipe: str
-) -> Request:
+def request(workspace: Workspace, job: Job) -> Request:
     """What every variant of a tuning is asked for."""
     return Request(
         str(workspace.checkpoint_path.absolute()),
@@ -81,9 +79,9 @@ def request(
         workspace.tp,
         workspace.dtype_name,
         [(str(lora.path.absolute()), lora.strength) for lora in workspace.loras],
-        dataclasses.asdict(size),
-        [dataclasses.asdict(image) for image in images],
-        recipe,
+        dataclasses.asdict(job.size),
+        [dataclasses.asdict(image) for image in job.images],
+        job.recipe,
         None,
         0,
         "",
@@ -97,7 +95,7 @@ def measure(request: Request) -> tuple[dict, dict[str, Tensor]]:
     workspace, job = request.workspace(), request.job()
     torch.set_num_threads(workspace.profile.host_threads)
     began = time.perf_counter()
-    buckets = [job.size.bucket(stage, job.images) for stage in job.stages]
+    buckets = job.buckets
     folders = workspace.compile_dit(buckets)
     compiled = time.perf_counter()
     if request.layers:

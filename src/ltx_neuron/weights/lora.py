@@ -39,6 +39,35 @@ class Lora:
         return TensorFile(self.path, DOWNLOAD)
 
 
+# Of an IC-LoRA's metadata: pixels and frames of the video for one of the reference's.
+_SCALES = ("reference_downscale_factor", "reference_temporal_scale_factor")
+
+
+def reference_scale(loras: tuple[Lora, ...]) -> tuple[int, int]:
+    """(space, time): what a reference is scaled down by for these IC-LoRAs, 1 where none says it.
+    UserError where two of them say it differently, or one says no whole number."""
+    return tuple(_factor(key, loras) for key in _SCALES)
+
+
+def _factor(key: str, loras: tuple[Lora, ...]) -> int:
+    said = {}
+    for lora in loras:
+        text = lora.file().metadata.get(key, "1")
+        if not text.isdecimal() or int(text) < 1:
+            raise UserError(
+                f"--ic-lora {lora.path}: its metadata's {key} is {text!r}, wanted a whole number"
+            )
+        if int(text) != 1:
+            said[int(text)] = lora.path
+    if len(said) > 1:
+        listed = ", ".join(f"{path} {factor}" for factor, path in said.items())
+        raise UserError(
+            f"--ic-lora: the metadata's {key} differs ({listed}): one reference cannot have both"
+            " scales; leave one LoRA out"
+        )
+    return next(iter(said), 1)
+
+
 class MergedSource(Source):
     """A model's tensors with LoRAs merged in.
 
