@@ -132,7 +132,7 @@ class StageRun:
         """
         self.stage, self.latent_shape = stage, latent_shape
         if job.sound:  # given sound reads the prompt in the negative pass as well
-            contexts = [replace(each, audio=contexts[0].audio) for each in contexts]
+            contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
         # What `step` runs at each number; guidance replaces it.
         self.sequence = ["main"] * self.bucket.max_steps
         # The generator draws video first.

@@ -18,6 +18,7 @@ PHASES = (
     "encode_text",
     "unload_gemma3",
     "load_transformer",
+    "encode_inputs",
     "warmup",
     "denoise_stage_1",
     "upsample",
