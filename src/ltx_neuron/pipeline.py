@@ -15,16 +15,23 @@ from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
+from ltx_neuron.host.media import footage
 from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import RECIPES, Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditioning import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.lora import Lora, reference_scale
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -129,23 +136,43 @@ class LTXPipeline:
         *,
         negative_prompt: str | None = None,
         image: str | Path | ImageCondition | list[ImageCondition] | None = None,
-        height: int = Size.height,
-        width: int = Size.width,
-        num_frames: int = Size.num_frames,
-        frame_rate: float = Size.frame_rate,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        frame_rate: float | None = None,
         two_stage: bool = False,
         num_inference_steps: int | None = None,
         guidance: Guidance | None = None,
         generator: torch.Generator | None = None,
         seed: int = Job.seed,
         upscale: str | None = None,
+        audio: str | Path | SoundCondition | None = None,
+        video: str | Path | Retake | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        regenerate: str = Retake.regenerate,
+        reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None = None,
+        attention_mask: str | Path | AttentionMask | None = None,
+        images_as_guides: bool = False,
+        skip_stage_2: bool = False,
+        sampler: str = Job.sampler,
+        ic_loras: list[tuple] = (),
         output_type: str = "np",
         output_path: str | Path | None = None,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
     ) -> LTXPipelineOutput:
-        """Generate one video.
+        """Generate one video, by default of 512x768 pixels, 121 frames at 24 a second.
 
         image                 a path held at frame 0, or one or several ImageConditions
+        audio                 a sound that the video is made for
+        video                 one of which the seconds from start_time to end_time are made anew,
+                              `regenerate` of them: "both", "video" or "audio". Its size is kept
+        reference             what ic_loras take, shown as it is, or one or several ReferenceVideos
+        attention_mask        a video of how much of the references is attended to
+        images_as_guides      an image at frame 0 is appended as the others are
+        skip_stage_2          of a two-stage run: the half-size result
+        sampler               "euler" or "res_2s"
+        ic_loras              in stage 1 alone
         generator             a CPU generator to draw noise from; else one seeded with `seed`
         output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
                               output_path
@@ -160,11 +187,22 @@ class LTXPipeline:
             example = "Give output_path='out.mp4'"
             require(output_path, "output_path", 'output_type="mp4"', example)
             check_output_path(output_path)
+        sides = {"height": height, "width": width, "num_frames": num_frames}
+        size = _size(video, sides | {"frame_rate": frame_rate}, two_stage)
+        stage_1_loras = tuple(Lora(Path(path), strength) for path, strength in ic_loras)
         job = Job(
             prompt=prompt,
-            size=Size(*map(_plain, (height, width, num_frames, frame_rate, two_stage))),
+            size=size,
             seed=_plain(seed),
             images=_conditions(image),
+            sound=_sound(audio),
+            retake=_retake(video, start_time, end_time, regenerate),
+            references=_references(reference, stage_1_loras),
+            attention_mask=_attention_mask(attention_mask),
+            images_as_guides=images_as_guides,
+            skip_stage_2=skip_stage_2,
+            sampler=sampler,
+            stage_1_loras=stage_1_loras,
             num_inference_steps=_plain(num_inference_steps),
             negative_prompt=negative_prompt,
             recipe=self.recipe,
@@ -245,6 +283,59 @@ def _conditions(
         return () if image is None else (image,)
     check_type("image", image, str | Path | ImageCondition | list | None)
     return (ImageCondition(str(image)),)
+
+
+def _size(video: str | Path | Retake | None, sides: dict, two_stage: bool) -> Size:
+    """What is given, the rest as everywhere; of a retake its file's."""
+    given = {name: _plain(value) for name, value in sides.items() if value is not None}
+    if video is None:
+        return Size(**given, two_stage=two_stage)
+    if given or two_stage:
+        names = ", ".join([*given, *(["two_stage"] if two_stage else [])])
+        raise UserError(
+            f"{names} does not go with video: it is made at the file's own size and rate, in one"
+            f" stage; leave out {names}"
+        )
+    check_type("video", video, str | Path | Retake)
+    return Size.of_video(video.path if isinstance(video, Retake) else video)
+
+
+def _sound(audio: str | Path | SoundCondition | None) -> SoundCondition | None:
+    check_type("audio", audio, str | Path | SoundCondition | None)
+    return SoundCondition(str(audio)) if isinstance(audio, str | Path) else audio
+
+
+def _retake(
+    video: str | Path | Retake | None, start: float | None, end: float | None, regenerate: str
+) -> Retake | None:
+    times = start is not None or end is not None
+    if isinstance(video, Retake) or video is None:
+        if times:
+            raise UserError("start_time and end_time go with video=a path; give that, or a Retake")
+        return video
+    if start is None or end is None:
+        raise UserError(
+            "video needs start_time and end_time: which seconds are made anew? Give for example"
+            " start_time=0.5, end_time=1.0"
+        )
+    return Retake(str(video), _plain(start), _plain(end), regenerate)
+
+
+def _references(
+    reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None, ic_loras: tuple[Lora, ...]
+) -> tuple[ReferenceVideo, ...]:
+    if isinstance(reference, list | tuple):
+        return tuple(reference)
+    check_type("reference", reference, str | Path | ReferenceVideo | list | None)
+    if reference is None or isinstance(reference, ReferenceVideo):
+        return () if reference is None else (reference,)
+    frames = footage(reference, "reference").num_frames
+    return (ReferenceVideo(str(reference), 1.0, frames, *reference_scale(ic_loras)),)
+
+
+def _attention_mask(mask: str | Path | AttentionMask | None) -> AttentionMask | None:
+    check_type("attention_mask", mask, str | Path | AttentionMask | None)
+    return AttentionMask(str(mask), 1.0) if isinstance(mask, str | Path) else mask
 
 
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:
