@@ -164,20 +164,45 @@ class LTXPipeline:
         """Generate one video, by default of 512x768 pixels, 121 frames at 24 a second.
 
         image                 a path held at frame 0, or one or several ImageConditions
+        generator             a CPU generator to draw noise from; else one seeded with `seed`
         audio                 a sound that the video is made for
-        video                 one of which the seconds from start_time to end_time are made anew,
-                              `regenerate` of them: "both", "video" or "audio". Its size is kept
-        reference             what ic_loras take, shown as it is, or one or several ReferenceVideos
+        video                 a Retake, or a path whose seconds from start_time to end_time are made
+                              anew, `regenerate` of them: "both", "video" or "audio"
+        reference             what ic_loras take, a path or one or several ReferenceVideos
         attention_mask        a video of how much of the references is attended to
         images_as_guides      an image at frame 0 is appended as the others are
-        skip_stage_2          of a two-stage run: the half-size result
-        sampler               "euler" or "res_2s"
-        ic_loras              in stage 1 alone
-        generator             a CPU generator to draw noise from; else one seeded with `seed`
+        ic_loras              [(path, strength), ...], in stage 1 alone
         output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
+        sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
+        job = Job(
+            prompt,
+            _size(video, sides, two_stage),
+            seed=_plain(seed),
+            num_inference_steps=_plain(num_inference_steps),
+            negative_prompt=negative_prompt,
+            recipe=self.recipe,
+            guidance=guidance,
+            upscale=upscale,
+            images=_conditions(image),
+            images_as_guides=images_as_guides,
+            skip_stage_2=skip_stage_2,
+            sampler=sampler,
+            **_given(audio, video, (start_time, end_time, regenerate), attention_mask),
+            **_referring(reference, ic_loras),
+        )
+        return self._generate(job, generator, output_type, output_path, callback_on_step_end)
+
+    def _generate(
+        self,
+        job: Job,
+        generator: torch.Generator | None,
+        output_type: str,
+        output_path: str | Path | None,
+        callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None,
+    ) -> LTXPipelineOutput:
         self.engine.check_process()
         _check_known("output_type", output_type, ("np", "latent", "mp4"))
         check_type("output_path", output_path, str | Path | None)
@@ -187,29 +212,6 @@ class LTXPipeline:
             example = "Give output_path='out.mp4'"
             require(output_path, "output_path", 'output_type="mp4"', example)
             check_output_path(output_path)
-        sides = {"height": height, "width": width, "num_frames": num_frames}
-        size = _size(video, sides | {"frame_rate": frame_rate}, two_stage)
-        stage_1_loras = tuple(Lora(Path(path), strength) for path, strength in ic_loras)
-        job = Job(
-            prompt=prompt,
-            size=size,
-            seed=_plain(seed),
-            images=_conditions(image),
-            sound=_sound(audio),
-            retake=_retake(video, start_time, end_time, regenerate),
-            references=_references(reference, stage_1_loras),
-            attention_mask=_attention_mask(attention_mask),
-            images_as_guides=images_as_guides,
-            skip_stage_2=skip_stage_2,
-            sampler=sampler,
-            stage_1_loras=stage_1_loras,
-            num_inference_steps=_plain(num_inference_steps),
-            negative_prompt=negative_prompt,
-            recipe=self.recipe,
-            guidance=guidance,
-            upscale=upscale,
-        )
-        if output_type == "mp4":
             inputs = self.engine.preflight.inputs([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
         on_step_end = callback_on_step_end and (
@@ -300,42 +302,43 @@ def _size(video: str | Path | Retake | None, sides: dict, two_stage: bool) -> Si
     return Size.of_video(video.path if isinstance(video, Retake) else video)
 
 
-def _sound(audio: str | Path | SoundCondition | None) -> SoundCondition | None:
+def _given(
+    audio: str | Path | SoundCondition | None,
+    video: str | Path | Retake | None,
+    part: tuple[float | None, float | None, str],
+    mask: str | Path | AttentionMask | None,
+) -> dict[str, Any]:
+    """A Job's sound, retake and attention mask; `part` of a video is its seconds and streams."""
     check_type("audio", audio, str | Path | SoundCondition | None)
-    return SoundCondition(str(audio)) if isinstance(audio, str | Path) else audio
-
-
-def _retake(
-    video: str | Path | Retake | None, start: float | None, end: float | None, regenerate: str
-) -> Retake | None:
-    times = start is not None or end is not None
-    if isinstance(video, Retake) or video is None:
-        if times:
+    check_type("attention_mask", mask, str | Path | AttentionMask | None)
+    start, end, regenerate = map(_plain, part)
+    if not isinstance(video, str | Path):
+        if (start, end) != (None, None):
             raise UserError("start_time and end_time go with video=a path; give that, or a Retake")
-        return video
-    if start is None or end is None:
+    elif start is None or end is None:
         raise UserError(
             "video needs start_time and end_time: which seconds are made anew? Give for example"
             " start_time=0.5, end_time=1.0"
         )
-    return Retake(str(video), _plain(start), _plain(end), regenerate)
+    else:
+        video = Retake(str(video), start, end, regenerate)
+    sound = SoundCondition(str(audio)) if isinstance(audio, str | Path) else audio
+    mask = AttentionMask(str(mask), 1.0) if isinstance(mask, str | Path) else mask
+    return {"sound": sound, "retake": video, "attention_mask": mask}
 
 
-def _references(
-    reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None, ic_loras: tuple[Lora, ...]
-) -> tuple[ReferenceVideo, ...]:
-    if isinstance(reference, list | tuple):
-        return tuple(reference)
-    check_type("reference", reference, str | Path | ReferenceVideo | list | None)
-    if reference is None or isinstance(reference, ReferenceVideo):
-        return () if reference is None else (reference,)
-    frames = footage(reference, "reference").num_frames
-    return (ReferenceVideo(str(reference), 1.0, frames, *reference_scale(ic_loras)),)
-
-
-def _attention_mask(mask: str | Path | AttentionMask | None) -> AttentionMask | None:
-    check_type("attention_mask", mask, str | Path | AttentionMask | None)
-    return AttentionMask(str(mask), 1.0) if isinstance(mask, str | Path) else mask
+def _referring(
+    reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None, ic_loras: list[tuple]
+) -> dict[str, Any]:
+    """A Job's references, and the LoRAs that take them."""
+    loras = tuple(Lora(Path(path), strength) for path, strength in ic_loras)
+    check_type("reference", reference, str | Path | ReferenceVideo | list | tuple | None)
+    if isinstance(reference, str | Path):
+        frames = footage(reference, "reference").num_frames
+        reference = ReferenceVideo(str(reference), 1.0, frames, *reference_scale(loras))
+    if isinstance(reference, ReferenceVideo):
+        reference = (reference,)
+    return {"references": tuple(reference or ()), "stage_1_loras": loras}
 
 
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:
