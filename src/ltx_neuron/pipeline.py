@@ -176,6 +176,7 @@ class LTXPipeline:
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
+        given = _given(audio, video, (start_time, end_time, regenerate), attention_mask)
         sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         job = Job(
             prompt,
@@ -190,7 +191,7 @@ class LTXPipeline:
             images_as_guides=images_as_guides,
             skip_stage_2=skip_stage_2,
             sampler=sampler,
-            **_given(audio, video, (start_time, end_time, regenerate), attention_mask),
+            **given,
             **_referring(reference, ic_loras),
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
