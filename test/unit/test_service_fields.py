@@ -113,11 +113,16 @@ def test_extra_params_are_fields_as_well():
     assert refused(extra_params="[1]").param == "extra_params"
 
 
-def test_every_key_of_a_prompts_file_can_be_said_but_paths():
+def test_every_key_of_a_prompts_file_can_be_said_but_paths_and_what_goes_with_them():
     sizes = {"height", "width", "num-frames", "frame-rate", "fps", "two-stage", "recipe"}
     said = {key.replace("_", "-") for key in fields.LINE_KEYS.values()}
     said |= {key.replace("_", "-") for key in fields.LINE_KEYS}
-    assert set(flags._job_flags()) - said - sizes == {"prompt", "image"}
+    paths = {"image", "audio-path", "video-path", "video-conditioning", "ic-lora"}
+    paths |= {"conditioning-attention-mask"}
+    with_them = {"audio-start-time", "audio-max-duration", "start-time", "end-time", "regenerate"}
+    # No size that is offered has the graphs or weights of these.
+    with_them |= {"images-as-guides", "skip-stage-2", "sampler"}
+    assert set(flags._job_flags()) - said - sizes == {"prompt", *paths, *with_them}
 
 
 def test_a_line_makes_the_job_that_the_command_makes(tmp_path):
