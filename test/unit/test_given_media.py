@@ -9,8 +9,9 @@ import torch
 from helpers import one_thread, randn, rel, tone, write_sound  # noqa: F401
 from safetensors import safe_open
 
-from ltx_neuron import preflight, progress
+from ltx_neuron import flags, preflight, progress
 from ltx_neuron.decode_queue import DecodeQueue
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.conditions import check, encode
 from ltx_neuron.host.media import Sound, read_sound
@@ -425,6 +426,21 @@ def test_the_models_of_a_job_are_those_that_encode_and_decode_what_it_has(files)
     reference = (ReferenceVideo("a.mp4", 1.0, 9),)
     assert "video_encoder" in names(Job("a", size, references=reference))
     assert not {"audio_encoder", "video_encoder"} & set(names(Job("a", size)))
+
+
+def test_a_file_that_does_not_do_is_said_before_anything_else_is_looked_for(files, tiny, tmp_path):
+    parser = flags.parser("", "", gemma=False)
+    flags.add_run(parser)
+    typed = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
+    typed += ["--profile", "cpu", "--host-dtype", "float32"]
+    workspace = flags.workspace(parser.parse_args(typed))
+    with Engine(workspace, Recorder()) as engine:
+        for sound, message in (
+            (SoundCondition(files / "mask.mp4"), "has no sound"),
+            (SoundCondition(files / "sound.wav", 1.5), "is shorter than the video"),
+        ):
+            with pytest.raises(UserError, match=message):
+                engine.preflight.check([Job("rain", Size(64, 96, 25), sound=sound)])
 
 
 def saved_state(files, host, folder, drop=(), **changed):
