@@ -206,16 +206,26 @@ def test_a_short_sound_is_said_with_how_long_it_must_be_and_what_to_type(files):
         check(a2v(files / "sound.wav", 25, max_duration=0.4))
 
 
+@pytest.mark.parametrize("rate", [48000, 44100, 8000])
+def test_one_picture_is_long_enough_for_a_sound(tmp_path, host, rate):
+    got = encode(host, a2v(write_wav(tmp_path / "a.wav", tone(rate, 1.0), rate), 1, 30.0))
+    assert got["audio_latent"].shape == (1, 8, 1, 16)
+
+
 def test_what_is_no_usable_sound_is_a_users_error(files, tmp_path):
     surround = write_wav(tmp_path / "5.1.wav", torch.zeros(6, 48000), 48000)
     odd = write_wav(tmp_path / "odd.wav", torch.zeros(2, 45000), 44999)
+    broken = torch.full((2, 8000), torch.nan).T.reshape(1, -1).numpy()
+    broken = write_sound(tmp_path / "nan.wav", broken, 48000, "pcm_f32le", format="flt")
     tiny_sound = write_wav(tmp_path / "tiny.wav", torch.zeros(2, 200), 48000)
     for path, settings, message in (
         (files / "mask.mp4", {}, "mask.mp4 has no sound: pass another file with --audio-path"),
         (files / "sound.wav", {"start_time": 9.0}, "ends before --audio-start-time 9"),
         (files / "film.mp4", {"start_time": 9.0}, "ends before --audio-start-time 9"),
+        (files / "sound.wav", {"start_time": 1.999999}, "got 0.00 s of sound from --audio-start"),
         (surround, {}, "6 channels of sound, wanted 1 or 2.*ffmpeg -i IN -ac 2 OUT"),
         (odd, {}, "44999 samples of sound per second.*ffmpeg -i IN -ar 48000"),
+        (broken, {}, "nan.wav has samples that are no numbers"),
         (tiny_sound, {}, "got 0.00 s of sound, wanted 0.04 s"),
         (tmp_path / "none.wav", {}, "--audio-path"),
     ):
