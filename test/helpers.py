@@ -307,6 +307,27 @@ def rewrite(source, destination, change, metadata_change=None):
     return destination
 
 
+def tone(rate: int, seconds: float, hertz: float = 440.0) -> Tensor:
+    """Two tones, float32 (2, samples): left and right."""
+    time = torch.arange(round(rate * seconds), dtype=torch.float64) / rate
+    return (0.5 * torch.stack([time * hertz, time * hertz * 1.5]).mul(2 * math.pi).sin()).float()
+
+
+def write_sound(path, samples, rate, codec, layout="stereo", format="fltp"):
+    """Write samples, laid out as PyAV has them in that format. Returns the path."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.layout = layout
+        frame = av.AudioFrame.from_ndarray(samples, format=format, layout=layout)
+        frame.sample_rate = rate
+        for part in (frame, None):
+            for packet in stream.encode(part):
+                container.mux(packet)
+    return path
+
+
 def read_video(path: str | Path) -> dict:
     """Codecs, sizes, rates, number of decoded frames, and both durations in seconds of a video
     file."""

@@ -38,11 +38,12 @@ from ltx_neuron.sampling.latents import (
     audio_latent_frames,
     sound_latent_frames,
 )
+from ltx_neuron.weights.finite import finite
 
 SOUND, RETAKE = "--audio-path", "--video-path"
 REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
 CHANNELS = 2  # of the sound that is encoded
-_SHORTEST_SOUND = 1 / 16  # seconds: more than half a frame of the spectrogram, which is reflected
+_TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, which is reflected
 
 
 def check(given: Given) -> None:
@@ -103,15 +104,15 @@ def _read_given(given: Given) -> Sound:
     duration = given.seconds if duration is None else duration
     sound = read_sound(path, SOUND, start, duration)
     if sound is None:
-        if read_sound(path, SOUND, 0.0, _SHORTEST_SOUND) is None:
+        if read_sound(path, SOUND) is None:
             raise UserError(f"{path} has no sound: pass another file with {SOUND}")
         raise UserError(
             f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
         )
-    _check_format(sound, path, SOUND)
     frames = sound_latent_frames(sound.samples.shape[1], sound.rate)
     if frames < given.audio_frames or _is_too_short(sound):
         raise _too_short(given, sound, frames)
+    _check_format(sound, path, SOUND)
     return sound
 
 
@@ -137,7 +138,7 @@ def _too_short(given: Given, sound: Sound, audio_frames: int) -> UserError:
 
 def _is_too_short(sound: Sound) -> bool:
     """Whether it is too short for a spectrogram."""
-    return sound.samples.shape[1] < _SHORTEST_SOUND * sound.rate
+    return sound.samples.shape[1] <= _TOO_SHORT * sound.rate
 
 
 def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
@@ -147,6 +148,8 @@ def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
             f"{flag} {path} has {len(sound.samples)} channels of sound, wanted 1 or 2; mix them"
             " down, for example: ffmpeg -i IN -ac 2 OUT"
         )
+    if not finite(sound.samples):
+        raise UserError(f"{flag} {path} has samples that are no numbers: pass another file")
     _check_rate(path, flag, sound.rate, SAMPLE_RATE)
 
 
