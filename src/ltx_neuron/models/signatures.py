@@ -23,8 +23,9 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
                             rank's
   denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
   clean_latent              (1, Tv, C), what images, references and the kept part of a retake hold
-  audio_timestep_mask, audio_denoise_mask, audio_clean_latent
-                            the same of the audio's tokens, where U > 1
+  audio_timestep_mask,
+  audio_denoise_mask,
+  audio_clean_latent        the same of the audio's tokens, where U > 1
   video_bias                (Tv, Tv), added to the scores of the video's self-attention: references
                             with an attention mask
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
