@@ -8,7 +8,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ltx_neuron.config import SUPPORTED_VERSION, Bucket
 from ltx_neuron.errors import UserError
@@ -224,19 +224,6 @@ class Job(Inputs):
             audio_timesteps=2 if self.retake else 1,
             biased=bool(references and self.attention_mask),
         )
-
-    @property
-    def compile_flags(self) -> list[Any]:
-        """What compile_transformer.py takes for its graphs."""
-        size, flags = self.size, []
-        if not self.retake:  # whose file says it
-            flags += ["--height", size.height, "--width", size.width]
-            flags += ["--num-frames", size.num_frames, "--frame-rate", size.frame_rate]
-        flags += [*(["--two-stage"] if size.two_stage else []), "--recipe", self.recipe]
-        # An IC-LoRA's metadata says how its references are scaled.
-        for lora in self.stage_1_loras if self.references else ():
-            flags += ["--ic-lora", lora.path, lora.strength]
-        return flags + self.shape_flags
 
     @property
     def refines(self) -> bool:

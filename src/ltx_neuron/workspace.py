@@ -559,7 +559,7 @@ class Workspace:
         profile = self.dit_profile(job.buckets)
         compiled = (bucket for bucket in candidates if self._is_compiled(bucket, profile))
         bucket = next(compiled, candidates[0])
-        command = self._command("compile/compile_transformer.py", *job.compile_flags)
+        command = self._command("compile/compile_transformer.py", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
     def compiled_buckets(self) -> set[str]:
@@ -605,6 +605,19 @@ class Workspace:
 def _from_here(path: Path) -> Path:
     """A path as it is typed in this folder."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _shape_flags(job: Job) -> list:
+    """What compile_transformer.py takes for a job's graphs."""
+    size, flags = job.size, []
+    if not job.retake:  # whose file says it
+        flags += ["--height", size.height, "--width", size.width]
+        flags += ["--num-frames", size.num_frames, "--frame-rate", size.frame_rate]
+    flags += [*(["--two-stage"] if size.two_stage else []), "--recipe", job.recipe]
+    # An IC-LoRA's metadata says how its references are scaled.
+    for lora in job.stage_1_loras if job.references else ():
+        flags += ["--ic-lora", lora.path, lora.strength]
+    return flags + job.shape_flags
 
 
 def _rank_bytes(folder: Path) -> int:
