@@ -4,6 +4,7 @@ python compile/compile_transformer.py --checkpoint-path CKPT --height 512 --widt
 """
 
 from ltx_neuron import errors, flags
+from ltx_neuron.weights.lora import reference_scale
 
 EXAMPLE = """python compile/compile_transformer.py --checkpoint-path CKPT \\
     --height 384 --width 512 --num-frames 25"""
@@ -17,12 +18,14 @@ def main() -> None:
         gemma=False,
     )
     flags.add_size(parser)
+    flags.add_ic_loras(parser)
     flags.add_graph_cut(parser)
     flags.add_tuned(parser)
     args = parser.parse_args()
     size, images = flags.size(args), flags.images(args)
     size.check()
     size.check_images(images)
+    reference_scale(flags.loras(args.ic_lora, "--ic-lora"))
     workspace = flags.workspace(args)
     recipe = flags.recipe(args)
     workspace.check_plan_fits(size, recipe, neuron_gemma=False)

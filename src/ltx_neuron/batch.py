@@ -76,7 +76,7 @@ def read_lines(
                 problems.append(f"line {number}: {error}")
                 continue
             images = [content_digest(image.path) for image in job.images]
-            lines.append(Line(number, job, digest([job.describe(), images, identity])))
+            lines.append(Line(number, job, digest([job.identity, images, identity])))
     if problems:
         raise UserError(f"{path}: nothing was run.\n" + "\n".join(problems))
     if not lines:

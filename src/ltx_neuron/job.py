@@ -33,9 +33,10 @@ from ltx_neuron.sampling.schedules import (
     ltx2_schedule,
 )
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
-from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.lora import WeightSet, identity_of
 
 RECIPES = ("distilled", "dev")
+LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
 FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
 
 
@@ -45,7 +46,7 @@ class Stage(NamedTuple):
     sigmas     the noise levels from the first step's to 0: one more than there are steps
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
-    refines    runs on the weights with --distilled-lora merged in (stage 2 of dev)
+    loras      merged into the weights that it runs on
     """
 
     name: str  # "stage_1" or "stage_2"
@@ -54,7 +55,7 @@ class Stage(NamedTuple):
     sigmas: tuple[float, ...]
     guided: bool = False
     upsampled: bool = False
-    refines: bool = False
+    loras: WeightSet = ()
 
     @property
     def key(self) -> str:
@@ -146,10 +147,7 @@ class Size:
         if not self.two_stage:
             return (Stage("stage_1", self.height, self.width, sigmas, guided),)
         half = Stage("stage_1", self.height // 2, self.width // 2, sigmas, guided)
-        full = Stage(
-            "stage_2", self.height, self.width, STAGE_2_SIGMAS, upsampled=True, refines=guided
-        )
-        return (half, full)
+        return half, Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS, upsampled=True)
 
     def buckets(self, images: tuple[ImageCondition, ...], recipe: str) -> list[Bucket]:
         """The compiled shapes of all stages."""
@@ -199,9 +197,9 @@ class Job:
     skip_stage_2: bool = False  # of a two-stage run: the half-size result is decoded
     images_as_guides: bool = False  # an image at frame 0 is a keyframe as the others are
     sampler: str = "euler"  # or "res_2s", which HQ uses
-    loras: tuple[Lora, ...] = ()  # in all stages
-    stage_1_loras: tuple[Lora, ...] = ()  # besides, an IC-LoRA or HQ's distilled one
-    stage_2_loras: tuple[Lora, ...] = ()  # besides, the distilled one
+    loras: WeightSet = ()  # in all stages
+    stage_1_loras: WeightSet = ()  # besides, an IC-LoRA or HQ's distilled one
+    stage_2_loras: WeightSet = ()  # besides, the distilled one
 
     @property
     def steps(self) -> int:
@@ -216,12 +214,14 @@ class Job:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return self.size.stages(self.recipe, self.steps)
+        stages = self.size.stages(self.recipe, self.steps)[: 1 if self.skip_stage_2 else None]
+        own = self.stage_1_loras, self.stage_2_loras
+        return tuple(s._replace(loras=self.loras + o) for s, o in zip(stages, own, strict=False))
 
     @property
-    def refines(self) -> bool:
-        """Whether a stage needs the weights with the distilled LoRA."""
-        return any(stage.refines for stage in self.stages)
+    def all_loras(self) -> WeightSet:
+        """Those that any stage may run with."""
+        return self.loras + self.stage_1_loras + self.stage_2_loras
 
     @property
     def resolved_guidance(self) -> Guidance:
@@ -290,7 +290,14 @@ class Job:
 
     def describe(self) -> dict:
         """The job as JSON: what the sidecar and the report record."""
-        return {
-            **dataclasses.asdict(self.size),
-            **{k: v for k, v in dataclasses.asdict(self).items() if k != "size"},
-        }
+        described = dataclasses.asdict(self.size) | dataclasses.asdict(self)
+        del described["size"]
+        for name in LORA_FIELDS:
+            described[name] = [[str(lora.path), lora.strength] for lora in getattr(self, name)]
+        return described
+
+    @property
+    def identity(self) -> dict:
+        """What the latents depend on: LoRAs count by their content, wherever the files lie."""
+        described = {k: v for k, v in self.describe().items() if k not in LORA_FIELDS}
+        return described | {"loras": {s.name: identity_of(s.loras) for s in self.stages}}

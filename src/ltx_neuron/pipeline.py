@@ -24,7 +24,7 @@ from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.lora import Lora, WeightSet
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -51,6 +51,8 @@ class LTXPipeline:
 
     def __init__(self, engine: Engine, recipe: str):
         self.engine, self.recipe = engine, recipe
+        self.loras: WeightSet = ()
+        self.distilled_loras: WeightSet = ()
         self._turn = _Turn()
 
     @classmethod
@@ -76,7 +78,8 @@ class LTXPipeline:
     ) -> "LTXPipeline":
         """Open a sharded and compiled checkpoint; models load at the first call.
 
-        loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded
+        loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded:
+                                of calls that do not say their own
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
         neuron_vae              decode latents there, else on the host's CPU
         profile_set             what --profile-set takes, as in ("attention=matmul",)
@@ -90,14 +93,7 @@ class LTXPipeline:
         check_type("tp_degree", tp_degree, int | None)
         resolved = resolve(profile, tuple(profile_set))
         workspace = Workspace(
-            checkpoint_path,
-            resolved,
-            artifacts_dir,
-            resolved.degree(tp_degree),
-            dtype,
-            gemma_root,
-            loras=tuple(Lora(Path(path), strength) for path, strength in loras),
-            distilled_loras=tuple(Lora(Path(path), strength) for path, strength in distilled_loras),
+            checkpoint_path, resolved, artifacts_dir, resolved.degree(tp_degree), dtype, gemma_root
         )
         if tuned:
             workspace.take_tuned()
@@ -108,7 +104,9 @@ class LTXPipeline:
             spatial_upsampler_path=spatial_upsampler_path,
             temporal_upsampler_path=temporal_upsampler_path,
         )
-        return cls(Engine(workspace, Recorder(), options), recipe)
+        pipeline = cls(Engine(workspace, Recorder(), options), recipe)
+        pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
+        return pipeline
 
     def __enter__(self) -> "LTXPipeline":
         return self
@@ -139,6 +137,9 @@ class LTXPipeline:
         generator: torch.Generator | None = None,
         seed: int = Job.seed,
         upscale: str | None = None,
+        loras: list[tuple] | None = None,
+        distilled_loras: list[tuple] | None = None,
+        ic_loras: list[tuple] = (),
         output_type: str = "np",
         output_path: str | Path | None = None,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
@@ -147,6 +148,9 @@ class LTXPipeline:
 
         image                 a path held at frame 0, or one or several ImageConditions
         generator             a CPU generator to draw noise from; else one seeded with `seed`
+        loras                 in all stages, in place of the pipeline's own; () is none
+        distilled_loras       besides, in stage 2 of dev
+        ic_loras              besides, in stage 1
         output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
@@ -170,6 +174,9 @@ class LTXPipeline:
             recipe=self.recipe,
             guidance=guidance,
             upscale=upscale,
+            loras=self.loras if loras is None else _loras(loras),
+            stage_1_loras=_loras(ic_loras),
+            stage_2_loras=self._distilled_loras(distilled_loras, two_stage),
         )
         if output_type == "mp4":
             inputs = self.engine.preflight.inputs([job])
@@ -191,6 +198,12 @@ class LTXPipeline:
             self.engine.on_step_end = on_step_end
             (result,) = self.engine.run([job], **options)
         return _output(result, output_type, output_path)
+
+    def _distilled_loras(self, given: list[tuple] | None, two_stage: bool) -> WeightSet:
+        """Those of a call; the pipeline's own only where there is a stage for them."""
+        if given is not None:
+            return _loras(given)
+        return self.distilled_loras if two_stage else ()
 
 
 class _Turn:
@@ -225,6 +238,10 @@ def _check_known(name: str, value, known: Iterable) -> None:
 def _plain(value):
     """Python's number for one of numpy's, which neither torch's generators nor JSON take."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _loras(given: list[tuple]) -> WeightSet:
+    return tuple(Lora(Path(path), strength) for path, strength in given)
 
 
 def _check_generator(generator: torch.Generator | None) -> None:

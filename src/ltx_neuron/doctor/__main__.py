@@ -74,6 +74,7 @@ def request_of(args: argparse.Namespace) -> "Request":
         recipe=args.recipe or "distilled",
         open_workspace=open_workspace,
         neuron_vae=args.neuron_vae,
+        weight_sets=flags.weight_sets(flags.lora_fields(args)),
     )
 
 

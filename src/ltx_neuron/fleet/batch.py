@@ -10,15 +10,17 @@ from typing import Any
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import Line, Results
+from ltx_neuron.config import digest
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.generate import Outputs
-from ltx_neuron.job import Job
+from ltx_neuron.job import LORA_FIELDS, Job
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, KeyUsed, NewJob, Queue
+from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
 FOLDER = ".ltx-fleet"  # of --output-dir: the queue and the files of its jobs
@@ -53,16 +55,27 @@ def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
         with closing(Queue(url, folder / "jobs")) as queue:
             work = _Work(queue, outputs.folder, results, left)
             most = min(args.replicas or len(left), len(left))
-            pool = Pool(queue, url, args, _probe(left.values()), most, _PATIENCE)
+            jobs = [_anywhere(line.job) for line in left.values()]
+            sets = list({stage.loras for job in jobs for stage in job.stages})
+            pool = Pool(queue, url, args, _probe(jobs), most, _PATIENCE, sets)
             work.run(pool)
     shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     return [results.entries[line.number] for line in lines]
 
 
-def _probe(lines) -> list[Job]:
-    """A job of every size, with whose making a replica begins. Images are not there yet."""
-    plain = [line.job for line in lines if not line.job.images]
-    return list({(job.size, job.recipe, job.upscale): job for job in plain}.values())
+def _anywhere(job: Job) -> Job:
+    """A job whose LoRAs are found from every folder."""
+    keys, fields = flags.lora_keys(vars(job)), {}
+    for field, given in zip(LORA_FIELDS, keys.values(), strict=True):
+        fields[field] = tuple(Lora(Path(path), strength) for path, strength in given)
+    return replace(job, **fields)
+
+
+def _probe(jobs: list[Job]) -> list[Job]:
+    """A job of every size and weight set, with whose making a replica begins. Images are not there
+    yet."""
+    plain = [job for job in jobs if not job.images]
+    return list({(job.size, job.recipe, job.upscale, job.stages): job for job in plain}.values())
 
 
 class _Work:
@@ -145,7 +158,8 @@ def kind(job: Job) -> str:
     size = job.size
     stages = "two stages" if size.two_stage else "one stage"
     shape = f"{size.width}x{size.height}x{size.num_frames}@{size.frame_rate:g}"
-    return f"{job.recipe} {shape} {stages} {images}"[:255]
+    loras = digest(job.identity["loras"])[:8] if job.all_loras else ""
+    return f"{job.recipe} {loras} {shape} {stages} {images}"[:255]
 
 
 def line_of(job: Job) -> dict[str, Any]:
@@ -155,4 +169,4 @@ def line_of(job: Job) -> dict[str, Any]:
     keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
     line = {key: said[key] for key in keys}
     line["image"] = [[i.path, i.frame_index, i.strength, i.crf] for i in job.images]
-    return line | flags.guidance_keys(job.guidance)
+    return line | flags.guidance_keys(job.guidance) | flags.lora_keys(vars(job))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx_neuron import flags
+from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
@@ -72,7 +73,9 @@ class Intake:
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
-            line = request.line | _size_keys(offer) | {"image": self._images(request, folder)}
+            loras = flags.lora_keys(self.catalogue.loras(request.lora_set, offer))
+            line = request.line | _size_keys(offer) | loras
+            line["image"] = self._images(request, folder)
             job = job_of(line, folder)
             job.check()
             self._check_possible(job)
@@ -126,7 +129,8 @@ class Intake:
             workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
             for stage in job.stages
         ]
-        return "+".join([job.recipe, *names])
+        loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
+        return "+".join([job.recipe, *names, *loras])
 
     def _shown(self, job: Job, offer: Offer, notes: list[str]) -> dict[str, Any]:
         return {

@@ -88,7 +88,9 @@ class Tuning:
         config = workspace.transformer.digest
         identity = chosen.identity(profile, tp, workspace.dtype_name, config)
         self.asked = dataclasses.replace(
-            request(workspace, size, images, recipe), layers=args.layers, steps=args.steps
+            request(workspace, size, images, recipe, flags.loras(args.lora, "--lora")),
+            layers=args.layers,
+            steps=args.steps,
         )
         path = chosen.file_of(workspace.artifacts, identity)
         self.chosen = chosen.load(workspace.artifacts, identity) or Chosen(path, identity)
@@ -176,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     recipe = flags.recipe(args)
     if recipe == "dev":  # with the model version's own guidance
         Job("", size).resolved_guidance.check(workspace.transformer.num_layers)
-    workspace.dit_weights()
+    workspace.dit_weights(flags.loras(args.lora, "--lora"))
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
         tune(Tuning(workspace, args, size, images, recipe))
 

@@ -27,7 +27,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.tune.step import last_step, prepared, reference
-from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.lora import Lora, WeightSet
 from ltx_neuron.workspace import Workspace
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the request's folder
@@ -61,16 +61,21 @@ class Request:
 
     def workspace(self) -> Workspace:
         profile = resolve(self.profile, tuple(self.settings))
-        loras = tuple(Lora(Path(path), strength) for path, strength in self.loras)
-        return Workspace(self.checkpoint, profile, self.artifacts, self.tp, self.dtype, loras=loras)
+        return Workspace(self.checkpoint, profile, self.artifacts, self.tp, self.dtype)
 
     def job(self) -> Job:
         images = tuple(ImageCondition(**image) for image in self.images)
-        return Job("random contexts", Size(**self.size), images=images, recipe=self.recipe)
+        loras = tuple(Lora(Path(path), strength) for path, strength in self.loras)
+        size = Size(**self.size)
+        return Job("random contexts", size, images=images, recipe=self.recipe, loras=loras)
 
 
 def request(
-    workspace: Workspace, size: Size, images: tuple[ImageCondition, ...], recipe: str
+    workspace: Workspace,
+    size: Size,
+    images: tuple[ImageCondition, ...],
+    recipe: str,
+    loras: WeightSet = (),
 ) -> Request:
     """What every variant of a tuning is asked for."""
     return Request(
@@ -80,7 +85,7 @@ def request(
         (),
         workspace.tp,
         workspace.dtype_name,
-        [(str(lora.path.absolute()), lora.strength) for lora in workspace.loras],
+        [(str(lora.path.absolute()), lora.strength) for lora in loras],
         dataclasses.asdict(size),
         [dataclasses.asdict(image) for image in images],
         recipe,
@@ -106,7 +111,7 @@ def measure(request: Request) -> tuple[dict, dict[str, Tensor]]:
     steps: dict[str, list[float]] = {}
     outputs: dict[str, Tensor] = {}
     with registry.ranks(workspace.profile, request.tp, workspace.compiler_cache) as ranks:
-        ranks.load(workspace.dit_weights(), programs, workspace.dtype)
+        ranks.load(workspace.dit_weights(job.loras), programs, workspace.dtype)
         loaded = time.perf_counter()
         for stage, bucket in zip(job.stages, buckets, strict=True):
             program = CompiledStep(bucket, programs[bucket.name])
