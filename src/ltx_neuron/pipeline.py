@@ -16,7 +16,7 @@ from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import RECIPES, Job, Size
+from ltx_neuron.job import RECIPES, Job, Size, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -161,8 +161,7 @@ class LTXPipeline:
         check_type("callback_on_step_end", callback_on_step_end, Callable | None)
         _check_generator(generator)
         if output_type == "mp4":
-            example = "Give output_path='out.mp4'"
-            require(output_path, "output_path", 'output_type="mp4"', example)
+            require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
             check_output_path(output_path)
         job = Job(
             prompt=prompt,
@@ -174,18 +173,11 @@ class LTXPipeline:
             recipe=self.recipe,
             guidance=guidance,
             upscale=upscale,
-            loras=self.loras if loras is None else _loras(loras),
-            stage_1_loras=_loras(ic_loras),
-            stage_2_loras=self._distilled_loras(distilled_loras, two_stage),
+            **self._lora_fields(loras, distilled_loras, ic_loras, two_stage),
         )
         if output_type == "mp4":
             inputs = self.engine.preflight.inputs([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
-        on_step_end = callback_on_step_end and (
-            lambda stage, step: callback_on_step_end(
-                self, step, stage.sigmas[step], {"stage": stage.name}
-            )
-        )
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}
 
         def write(clip: Clip) -> None:
@@ -195,15 +187,31 @@ class LTXPipeline:
         if output_type == "mp4":
             options["write"] = write
         with self._turn.taken("call"):
-            self.engine.on_step_end = on_step_end
+            self.engine.on_step_end = self._on_step_end(callback_on_step_end)
             (result,) = self.engine.run([job], **options)
         return _output(result, output_type, output_path)
 
-    def _distilled_loras(self, given: list[tuple] | None, two_stage: bool) -> WeightSet:
-        """Those of a call; the pipeline's own only where there is a stage for them."""
-        if given is not None:
-            return _loras(given)
-        return self.distilled_loras if two_stage else ()
+    def _lora_fields(
+        self,
+        loras: list[tuple] | None,
+        distilled: list[tuple] | None,
+        ic: list[tuple],
+        two_stage: bool,
+    ) -> dict[str, WeightSet]:
+        """A call's LoRAs as a Job's fields; the pipeline's own where it does not say, the distilled
+        ones only where there is a stage for them."""
+        own = self.distilled_loras if two_stage else ()
+        return {
+            "loras": self.loras if loras is None else _loras(loras),
+            "stage_1_loras": _loras(ic),
+            "stage_2_loras": own if distilled is None else _loras(distilled),
+        }
+
+    def _on_step_end(self, callback: Callable | None) -> Callable[[Stage, int], None] | None:
+        """The engine's callback that calls a caller's."""
+        return callback and (
+            lambda stage, step: callback(self, step, stage.sigmas[step], {"stage": stage.name})
+        )
 
 
 class _Turn:

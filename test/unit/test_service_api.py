@@ -106,7 +106,6 @@ class Service(NamedTuple):
 class Workspace(Compiled):
     """Of a machine where graphs for SMALL are compiled."""
 
-    loras = ()
     transformer = SimpleNamespace(num_layers=48)
 
     def dit_program_for(self, size, stage, images, recipe):

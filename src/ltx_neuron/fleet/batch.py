@@ -16,11 +16,10 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.generate import Outputs
-from ltx_neuron.job import LORA_FIELDS, Job
+from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.jobs import VIDEO
+from ltx_neuron.service.jobs import VIDEO, job_of
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, KeyUsed, NewJob, Queue
-from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
 FOLDER = ".ltx-fleet"  # of --output-dir: the queue and the files of its jobs
@@ -55,20 +54,13 @@ def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
         with closing(Queue(url, folder / "jobs")) as queue:
             work = _Work(queue, outputs.folder, results, left)
             most = min(args.replicas or len(left), len(left))
-            jobs = [_anywhere(line.job) for line in left.values()]
+            # As replicas read them: LoRAs are found from every folder.
+            jobs = [job_of(line_of(line.job), folder) for line in left.values()]
             sets = list({stage.loras for job in jobs for stage in job.stages})
             pool = Pool(queue, url, args, _probe(jobs), most, _PATIENCE, sets)
             work.run(pool)
     shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     return [results.entries[line.number] for line in lines]
-
-
-def _anywhere(job: Job) -> Job:
-    """A job whose LoRAs are found from every folder."""
-    keys, fields = flags.lora_keys(vars(job)), {}
-    for field, given in zip(LORA_FIELDS, keys.values(), strict=True):
-        fields[field] = tuple(Lora(Path(path), strength) for path, strength in given)
-    return replace(job, **fields)
 
 
 def _probe(jobs: list[Job]) -> list[Job]:

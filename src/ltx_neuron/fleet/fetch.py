@@ -7,11 +7,10 @@ from ltx_neuron.artifacts.choices import is_choice
 from ltx_neuron.artifacts.store import Store
 from ltx_neuron.artifacts.transfer import pull
 from ltx_neuron.engine import RunOptions
-from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import Workspace
 
 
-def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[WeightSet]) -> None:
+def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) -> None:
     """Take from a store what a workspace could use and does not have. Of processes on one machine
     that do so at once, one pulls a folder and the others wait. UserError where the store does not
     answer, or is damaged. sets: the DiT's."""
@@ -21,9 +20,7 @@ def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[We
         pull(store, workspace.artifacts, names)
 
 
-def sources(
-    workspace: Workspace, options: RunOptions, sets: Iterable[WeightSet]
-) -> dict[str, tuple]:
+def sources(workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) -> dict[str, tuple]:
     """What tells a workspace's sets from others: its degree and dtype, and by model what its
     weights are cut from."""
     weights = {"dit": list(map(workspace.dit_source, sets))}

@@ -26,7 +26,6 @@ from ltx_neuron.fleet.replica import Replica
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import resolve
 from ltx_neuron.service.queue import Queue
-from ltx_neuron.weights.lora import WeightSet
 
 _LOOK_SECONDS = 0.5  # between two looks at the cluster
 _LONG_ENOUGH = 60.0  # for a replica to have lived; one that made a video has as well
@@ -66,7 +65,7 @@ class Pool:
         probe: list[Job],
         most: int | None = None,
         patience: int | None = None,
-        sets: list[WeightSet] = (),
+        sets: list[tuple] = (),
     ):
         self.queue, self.url, self.args, self.probe = queue, url, absolute(args), probe
         self.sets = sets

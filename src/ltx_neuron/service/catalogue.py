@@ -17,7 +17,6 @@ from ltx_neuron.job import LORA_FIELDS, RECIPES, Size
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
 from ltx_neuron.service.refusal import Refusal, invalid
-from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.workspace import MAX_TIMESTEPS, Workspace
 
 FRAME_RATES = (24.0, 25.0, 30.0, 48.0, 50.0, 60.0)
@@ -91,7 +90,7 @@ class Catalogue:
         workspace: Workspace,
         default: Offer,
         upsamplers: Collection[str],
-        lora_sets: Mapping[str, dict[str, WeightSet]] = NO_LORAS,
+        lora_sets: Mapping[str, dict[str, tuple]] = NO_LORAS,
     ):
         self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
         self.lora_sets = lora_sets
@@ -125,7 +124,7 @@ class Catalogue:
         needed = "spatial" in self.upsamplers or not offer.size.two_stage
         return needed and (distilled or not offer.refines)
 
-    def loras(self, name: str | None, offer: Offer) -> dict[str, WeightSet]:
+    def loras(self, name: str | None, offer: Offer) -> dict[str, tuple]:
         """A Job's LoRAs by the name of their set: those of stage 2 only where dev has one. Raises
         Refusal for an unknown name."""
         if (name or "default") not in self.lora_sets:
