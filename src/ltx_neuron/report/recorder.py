@@ -237,8 +237,10 @@ class Recorder:
             "bytes_to_device_per_step": self.counters.bytes_to_device_per_step,
             "collectives_per_step": dict(self.counters.collectives_per_step),
             "flops_per_step": flops,
-            "weight_swaps": self.counters.weight_swaps,
-            "weight_swap_seconds": self.counters.weight_swap_seconds,
+            "weight_swaps": {
+                "count": self.counters.weight_swaps,
+                "seconds": self.counters.weight_swap_seconds,
+            },
             "percent_of_peak": (
                 100 * flops / (median / 1000) / peak if flops and median and peak else None
             ),
