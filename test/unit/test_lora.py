@@ -2,6 +2,7 @@
 weight is refused."""
 
 import argparse
+import dataclasses
 import runpy
 import shlex
 import sys
@@ -19,6 +20,8 @@ from ltx_neuron import flags
 from ltx_neuron.artifacts import finished_weights
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
+from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.preflight import _check_distilled_loras
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
@@ -479,6 +482,54 @@ def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_pa
         runpy.run_path(str(ROOT / "shards/shard_backbone_weights.py"), run_name="__main__")
     workspace.check_dit_weights(jobs)
     assert len(finished_weights(workspace.artifacts, "dit")) == 4
+
+
+def test_the_distilled_lora_is_for_stage_2_of_dev_and_that_stage_needs_it():
+    two, lora = Size(64, 64, 9, two_stage=True), (Lora(Path("d")),)
+    refining = Job("x", two, recipe="dev", stage_2_loras=lora)
+    one_stage = Job("x", Size(64, 64, 9), recipe="dev", stage_2_loras=lora)
+    _check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
+    half = dataclasses.replace(refining, stage_2_loras=(), skip_stage_2=True)
+    _check_distilled_loras([half])  # no stage 2 is run
+    for jobs in (
+        [refining, dataclasses.replace(refining, stage_2_loras=())],
+        [Job("x", two, recipe="dev")],
+    ):
+        with pytest.raises(UserError, match="needs --distilled-lora: .*\n.*hf download"):
+            _check_distilled_loras(jobs)
+    for jobs in ([one_stage], [refining, dataclasses.replace(refining, recipe="distilled")]):
+        with pytest.raises(UserError, match="--distilled-lora is for stage 2 of --recipe dev"):
+            _check_distilled_loras(jobs)
+
+
+def test_a_call_of_the_api_may_have_its_own_loras(tiny, tmp_path):
+    pipe = LTXPipeline.from_pretrained(
+        checkpoint_path=tiny.checkpoint,
+        gemma_root=tiny.gemma_root,
+        artifacts_dir=tmp_path / "artifacts",
+        profile="cpu",
+        recipe="dev",
+        loras=[("a", 1)],
+        distilled_loras=[("d", 1)],
+    )
+    asked = []
+
+    def run(jobs, **_):
+        asked.extend(jobs)
+        raise UserError("enough")
+
+    pipe.engine.run = run
+
+    def stages(**call) -> list[list]:
+        with pytest.raises(UserError, match="enough"):
+            pipe("x", **call)
+        return [[(str(lora.path), lora.strength) for lora in s.loras] for s in asked[-1].stages]
+
+    a, b, c, d = (("a", 1.0), ("b", 0.5), ("c", 2.0), ("d", 1.0))
+    assert stages() == [[a]]
+    assert stages(two_stage=True) == [[a], [a, d]]
+    assert stages(loras=[b]) == [[b]] and stages(loras=()) == [[]]
+    assert stages(two_stage=True, ic_loras=[c], distilled_loras=[b]) == [[a, c], [a, b]]
 
 
 # --- references of IC-LoRAs -----------------------------------------------------------------------

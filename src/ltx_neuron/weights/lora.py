@@ -50,11 +50,17 @@ WeightSet = tuple[Lora, ...]  # what is merged into the model, in this order; ()
 
 def identity_of(loras: WeightSet) -> list:
     """[fingerprint, strength] of each LoRA, in order: what a weight set is known by."""
-    return [[_fingerprint(lora.path), lora.strength] for lora in loras]
+    return [[_fingerprint(lora.path, _version(lora.path)), lora.strength] for lora in loras]
 
 
-@cache
-def _fingerprint(path: Path) -> str:
+def _version(path: Path) -> tuple[int, int] | None:
+    """What changes when a file does."""
+    state = path.stat() if path.is_file() else None
+    return state and (state.st_mtime_ns, state.st_size)
+
+
+@cache  # the lines of a batch name the same files again and again
+def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
     return Lora(path).file().fingerprint
 
 
