@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_folder
+from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.generate import Outputs
 from ltx_neuron.host.media import footage
-from ltx_neuron.job import Job, Size, check_guidable
+from ltx_neuron.job import LORA_FIELDS, Job, Size, check_guidable
 from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import (
@@ -33,8 +33,12 @@ from ltx_neuron.sampling.guidance import Guidance, default_guidance
 from ltx_neuron.sampling.inputs import REGENERATE, SAMPLERS
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.shard import ShardRequest
-from ltx_neuron.weights.lora import Lora, reference_scale
+from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 from ltx_neuron.workspace import Workspace
+
+HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
+_LORAS = ("lora", "ic_lora", "distilled_lora")
+_A_LORA = {"action": "append", "nargs": "+", "default": [], "metavar": ("PATH", "STRENGTH")}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,7 +104,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add("--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only")
     add("--upscale", choices=list(UPSCALES), help="after a one-stage run")
     add_size(parser)
-    add_ic_loras(parser)
+    add_loras(parser)
     add_conditions(parser)
     add_guidance(parser)
 
@@ -159,15 +163,6 @@ def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) ->
     add("--sampler", choices=SAMPLERS, default=Job.sampler, help=help)
 
 
-def add_ic_loras(parser: argparse.ArgumentParser) -> None:
-    """The LoRAs of stage 1 that take references."""
-    help = "a LoRA of stage 1 that takes --video-conditioning (strength 1.0); repeatable"
-    metavar = ("PATH", "STRENGTH")
-    parser.add_argument(
-        "--ic-lora", action="append", nargs="+", default=[], metavar=metavar, help=help
-    )
-
-
 def add_graph_cut(parser: argparse.ArgumentParser) -> None:
     """How a denoising step is cut into graphs: of the scripts that compile or run them."""
     help = "transformer blocks in one graph; 0: the whole step (default: the profile's)"
@@ -181,12 +176,23 @@ def add_tuned(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loras(parser: argparse.ArgumentParser) -> None:
-    """The LoRAs merged into a weight set; at run time they name the set."""
-    add, metavar = parser.add_argument, ("PATH", "STRENGTH")
+    """The LoRAs merged into weight sets; at run time they name the sets."""
+    group = parser.add_argument_group("LoRAs (what they name is sharded once, and chosen by a run)")
+    add = group.add_argument
     help = "a LoRA in every stage (strength 1.0); repeatable"
-    add("--lora", action="append", nargs="+", default=[], metavar=metavar, help=help)
+    add("--lora", **_A_LORA, help=help)
+    add_ic_loras(group)
     help = "dev recipe: the LoRA of stage 2 (strength 1.0); repeatable"
-    add("--distilled-lora", action="append", nargs="+", default=[], metavar=metavar, help=help)
+    add("--distilled-lora", **_A_LORA, help=help)
+    for stage, strength in zip((1, 2), HQ_STRENGTHS, strict=True):
+        help = f"of --distilled-lora in both stages, here in stage {stage} (default: {strength:g})"
+        add(f"--distilled-lora-strength-stage-{stage}", type=float, metavar="S", help=help)
+
+
+def add_ic_loras(parser: argparse._ActionsContainer) -> None:
+    """What stage 1 alone runs with, beside a reference."""
+    help = "distilled recipe: an IC-LoRA, in stage 1 alone (strength 1.0); repeatable"
+    parser.add_argument("--ic-lora", **_A_LORA, help=help)
 
 
 # Flag, the stream it is for, the field of StreamGuidance it sets, its type. Named as in
@@ -336,8 +342,6 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
         args.dtype,
         getattr(args, "gemma_root", None),
         blocks,
-        loras(getattr(args, "lora", []), "--lora"),
-        loras(getattr(args, "distilled_lora", []), "--distilled-lora"),
     )
     opened.ignores_tuned = getattr(args, "no_tuned", True)
     if not opened.ignores_tuned:
@@ -345,7 +349,59 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
     return opened
 
 
-def loras(flag_values: list[list[str]], flag: str) -> tuple[Lora, ...]:
+def lora_fields(args: argparse.Namespace) -> dict[str, WeightSet]:
+    """A Job's LoRAs, by its fields: of all stages, and of stage 1 and 2 besides."""
+    distilled = loras(args.distilled_lora, "--distilled-lora")
+    given = args.distilled_lora_strength_stage_1, args.distilled_lora_strength_stage_2
+    stage_1, stage_2 = _ic_loras(args, getattr(args, "recipe", None)), distilled
+    if given != (None, None):
+        flag = "--distilled-lora-strength-stage-" + ("1" if given[0] is not None else "2")
+        if not distilled:
+            raise UserError(f"{flag} is of --distilled-lora; type --distilled-lora PATH as well")
+        if any(len(values) > 1 for values in args.distilled_lora):
+            raise UserError(
+                f"{flag} takes the place of --distilled-lora's own strength: type"
+                " --distilled-lora PATH alone"
+            )
+        strengths = [
+            default if strength is None else strength
+            for strength, default in zip(given, HQ_STRENGTHS, strict=True)
+        ]
+        first, stage_2 = (
+            tuple(dataclasses.replace(lora, strength=strength) for lora in distilled)
+            for strength in strengths
+        )
+        stage_1 += first
+    return dict(zip(LORA_FIELDS, (loras(args.lora, "--lora"), stage_1, stage_2), strict=True))
+
+
+def lora_keys(fields: dict[str, Any]) -> dict[str, list]:
+    """The keys of a prompts file's line that ask for LoRAs, wherever it is read; the reverse of
+    `lora_fields`."""
+    return {
+        key: [[str(lora.path.absolute()), lora.strength] for lora in fields[name]]
+        for key, name in zip(_LORAS, LORA_FIELDS, strict=True)
+    }
+
+
+def lora_sets(args: argparse.Namespace) -> dict[str, dict[str, WeightSet]]:
+    """What requests may choose by name: the command's own LoRAs as "default", and those of
+    --lora-sets. Each as a Job's fields."""
+    sets, known = {"default": lora_fields(args)}, ", ".join(_LORAS).replace("_", "-")
+    for name, line in (read_json(args.lora_sets) if args.lora_sets else {}).items():
+        if not isinstance(line, dict) or {_job_flag(key).dest for key in line} - {*_LORAS}:
+            raise UserError(f"--lora-sets {args.lora_sets}: {name!r} is an object of {known}")
+        sets[name] = lora_fields(_with_line(args, line))
+    return sets
+
+
+def weight_sets(fields: dict[str, WeightSet]) -> tuple[WeightSet, ...]:
+    """The weight sets that a Job's LoRAs name: of stage 1 and of stage 2."""
+    every, first, second = fields.values()
+    return tuple(dict.fromkeys([every + first, every + second]))
+
+
+def loras(flag_values: list[list[str]], flag: str) -> WeightSet:
     """PATH [STRENGTH], for each time the flag was given."""
     parsed = []
     for values in flag_values:
@@ -442,7 +498,7 @@ def _references(args: argparse.Namespace) -> tuple[ReferenceVideo, ...]:
     )
 
 
-def _ic_loras(args: argparse.Namespace, recipe: str) -> tuple[Lora, ...]:
+def _ic_loras(args: argparse.Namespace, recipe: str | None) -> WeightSet:
     if args.ic_lora and recipe == "dev":
         raise UserError(
             "--ic-lora is for --recipe distilled; a LoRA for every stage is --lora PATH [STRENGTH]"
@@ -521,6 +577,7 @@ def shard_request(args: argparse.Namespace) -> ShardRequest:
         args.verify,
         args.from_shards,
         args.num_workers,
+        weight_sets(lora_fields(args)) if "lora" in args else ((),),
     )
 
 
@@ -587,7 +644,7 @@ def job(args: argparse.Namespace) -> Job:
         recipe=args.recipe,
         guidance=guidance(args, args.recipe),
         upscale=args.upscale,
-        stage_1_loras=_ic_loras(args, args.recipe),
+        **lora_fields(args),
         **inputs(args),
     )
 
@@ -626,19 +683,20 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     flag several times; false and null are a flag that is not given.
     """
 
-    def make(line: dict[str, Any]) -> Job:
-        values, given = dict(vars(args)), {}
-        for key, value in line.items():
-            action = _job_flag(key)
-            if value is not None and value is not False:
-                if (other := given.setdefault(action.dest, key)) != key:
-                    raise UserError(f"{other!r} and {key!r} are the same flag; leave one out")
-                values[action.dest] = _flag_value(action, value, values[action.dest])
-        if "video_path" in given:  # it takes the place of the command's own size
-            values |= {name: None for name in _SIZES if name not in given}
-        return job(argparse.Namespace(**values))
+    return lambda line: job(_with_line(args, line))
 
-    return make
+
+def _with_line(args: argparse.Namespace, line: dict[str, Any]) -> argparse.Namespace:
+    values, given = dict(vars(args)), {}
+    for key, value in line.items():
+        action = _job_flag(key)
+        if value is not None and value is not False:
+            if (other := given.setdefault(action.dest, key)) != key:
+                raise UserError(f"{other!r} and {key!r} are the same flag; leave one out")
+            values[action.dest] = _flag_value(action, value, values[action.dest])
+    if "video_path" in given:  # it takes the place of the command's own size
+        values |= {name: None for name in _SIZES if name not in given}
+    return argparse.Namespace(**values)
 
 
 @cache
@@ -664,10 +722,12 @@ def _flag_value(action: argparse.Action, value: Any, before: Any) -> Any:
         if value is not True:
             raise UserError(f"{flag}: got {value!r}, wanted true or false")
         return True
-    if action.nargs == "+":  # --image: repeatable, each with several values
+    if action.nargs == "+":  # --image and --lora: repeatable, each with several values
         nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
         repeats = value if nested else [value]
         each = [one if isinstance(one, list) else [one] for one in repeats]
+        # A line's LoRAs take the place of the command's: [] is none.
+        before = [] if action.dest in _LORAS else before
         return [*before, *([_scalar(action, one) for one in values] for values in each if values)]
     if action.nargs == "*":
         return [_scalar(action, one) for one in (value if isinstance(value, list) else [value])]

@@ -38,10 +38,11 @@ from ltx_neuron.sampling.schedules import (
     ltx2_schedule,
 )
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
-from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.lora import WeightSet, identity_of
 
 _RETAKE_STEPS, _RES_2S_STEPS = 40, 15  # of the dev recipe, where --num-inference-steps is left out
 RECIPES = ("distilled", "dev")
+LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
 FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
 
 
@@ -51,7 +52,7 @@ class Stage(NamedTuple):
     sigmas     the noise levels from the first step's to 0: one more than there are steps
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
-    refines    runs on the weights with --distilled-lora merged in (stage 2 of dev)
+    loras      merged into the weights that it runs on
     """
 
     name: str  # "stage_1" or "stage_2"
@@ -60,7 +61,7 @@ class Stage(NamedTuple):
     sigmas: tuple[float, ...]
     guided: bool = False
     upsampled: bool = False
-    refines: bool = False
+    loras: WeightSet = ()
 
     @property
     def key(self) -> str:
@@ -148,10 +149,7 @@ class Size:
         if not self.two_stage:
             return (Stage("stage_1", self.height, self.width, sigmas, guided),)
         half = Stage("stage_1", self.height // 2, self.width // 2, sigmas, guided)
-        full = Stage(
-            "stage_2", self.height, self.width, STAGE_2_SIGMAS, upsampled=True, refines=guided
-        )
-        return (half, full)
+        return half, Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS, upsampled=True)
 
 
 def check_guidable(what: str, recipe: str) -> None:
@@ -176,9 +174,9 @@ class Job(Inputs):
     recipe: str = "distilled"
     guidance: Guidance | None = None  # dev recipe: the model version's own where None
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
-    loras: tuple[Lora, ...] = ()  # in all stages
-    stage_1_loras: tuple[Lora, ...] = ()  # besides, an IC-LoRA or HQ's distilled one
-    stage_2_loras: tuple[Lora, ...] = ()  # besides, the distilled one
+    loras: WeightSet = ()  # in all stages
+    stage_1_loras: WeightSet = ()  # besides, an IC-LoRA or HQ's distilled one
+    stage_2_loras: WeightSet = ()  # besides, the distilled one
 
     @property
     def steps(self) -> int:
@@ -193,8 +191,9 @@ class Job(Inputs):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        stages = self.size.stages(self.recipe, self.steps)
-        return stages[:1] if self.skip_stage_2 else stages
+        stages = self.size.stages(self.recipe, self.steps)[: 1 if self.skip_stage_2 else None]
+        own = self.stage_1_loras, self.stage_2_loras
+        return tuple(s._replace(loras=self.loras + o) for s, o in zip(stages, own, strict=False))
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -226,9 +225,9 @@ class Job(Inputs):
         )
 
     @property
-    def refines(self) -> bool:
-        """Whether a stage needs the weights with the distilled LoRA."""
-        return any(stage.refines for stage in self.stages)
+    def all_loras(self) -> WeightSet:
+        """Those that any stage may run with."""
+        return self.loras + self.stage_1_loras + self.stage_2_loras
 
     @property
     def given(self) -> Given:
@@ -328,4 +327,12 @@ class Job(Inputs):
         """The job as JSON: what the sidecar and the report record."""
         described = dataclasses.asdict(self)
         described = described.pop("size") | described
+        for name in LORA_FIELDS:
+            described[name] = [[str(lora.path), lora.strength] for lora in getattr(self, name)]
         return json.loads(json.dumps(described, default=os.fspath))
+
+    @property
+    def identity(self) -> dict:
+        """What the latents depend on: LoRAs count by their content, wherever the files lie."""
+        described = {k: v for k, v in self.describe().items() if k not in LORA_FIELDS}
+        return described | {"loras": {s.name: identity_of(s.loras) for s in self.stages}}

@@ -17,7 +17,7 @@ from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.host.media import footage
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import RECIPES, Job, Size
+from ltx_neuron.job import RECIPES, Job, Size, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -31,7 +31,7 @@ from ltx_neuron.sampling.conditioning import (
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.weights.lora import Lora, reference_scale
+from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -58,6 +58,8 @@ class LTXPipeline:
 
     def __init__(self, engine: Engine, recipe: str):
         self.engine, self.recipe = engine, recipe
+        self.loras: WeightSet = ()
+        self.distilled_loras: WeightSet = ()
         self._turn = _Turn()
 
     @classmethod
@@ -83,7 +85,8 @@ class LTXPipeline:
     ) -> "LTXPipeline":
         """Open a sharded and compiled checkpoint; models load at the first call.
 
-        loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded
+        loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded:
+                                of calls that do not say their own
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
         neuron_vae              decode latents there, else on the host's CPU
         profile_set             what --profile-set takes, as in ("attention=matmul",)
@@ -97,14 +100,7 @@ class LTXPipeline:
         check_type("tp_degree", tp_degree, int | None)
         resolved = resolve(profile, tuple(profile_set))
         workspace = Workspace(
-            checkpoint_path,
-            resolved,
-            artifacts_dir,
-            resolved.degree(tp_degree),
-            dtype,
-            gemma_root,
-            loras=tuple(Lora(Path(path), strength) for path, strength in loras),
-            distilled_loras=tuple(Lora(Path(path), strength) for path, strength in distilled_loras),
+            checkpoint_path, resolved, artifacts_dir, resolved.degree(tp_degree), dtype, gemma_root
         )
         if tuned:
             workspace.take_tuned()
@@ -115,7 +111,9 @@ class LTXPipeline:
             spatial_upsampler_path=spatial_upsampler_path,
             temporal_upsampler_path=temporal_upsampler_path,
         )
-        return cls(Engine(workspace, Recorder(), options), recipe)
+        pipeline = cls(Engine(workspace, Recorder(), options), recipe)
+        pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
+        return pipeline
 
     def __enter__(self) -> "LTXPipeline":
         return self
@@ -146,6 +144,8 @@ class LTXPipeline:
         generator: torch.Generator | None = None,
         seed: int = Job.seed,
         upscale: str | None = None,
+        loras: list[tuple] | None = None,
+        distilled_loras: list[tuple] | None = None,
         audio: str | Path | SoundCondition | None = None,
         video: str | Path | Retake | None = None,
         start_time: float | None = None,
@@ -165,13 +165,15 @@ class LTXPipeline:
 
         image                 a path held at frame 0, or one or several ImageConditions
         generator             a CPU generator to draw noise from; else one seeded with `seed`
+        loras                 in all stages, in place of the pipeline's own; () is none
+        distilled_loras       besides, in stage 2 of dev
+        ic_loras              besides, in stage 1
         audio                 a sound that the video is made for
         video                 a Retake, or a path whose seconds from start_time to end_time are made
                               anew, `regenerate` of them: "both", "video" or "audio"
         reference             what ic_loras take, a path or one or several ReferenceVideos
         attention_mask        a video of how much of the references is attended to
         images_as_guides      an image at frame 0 is appended as the others are
-        ic_loras              [(path, strength), ...], in stage 1 alone
         output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
@@ -191,8 +193,9 @@ class LTXPipeline:
             images_as_guides=images_as_guides,
             skip_stage_2=skip_stage_2,
             sampler=sampler,
+            references=_references(reference, ic_loras),
             **given,
-            **_referring(reference, ic_loras),
+            **self._lora_fields(loras, distilled_loras, ic_loras, two_stage),
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
 
@@ -210,16 +213,10 @@ class LTXPipeline:
         check_type("callback_on_step_end", callback_on_step_end, Callable | None)
         _check_generator(generator)
         if output_type == "mp4":
-            example = "Give output_path='out.mp4'"
-            require(output_path, "output_path", 'output_type="mp4"', example)
+            require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
             check_output_path(output_path)
             inputs = self.engine.preflight.inputs([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
-        on_step_end = callback_on_step_end and (
-            lambda stage, step: callback_on_step_end(
-                self, step, stage.sigmas[step], {"stage": stage.name}
-            )
-        )
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}
 
         def write(clip: Clip) -> None:
@@ -229,9 +226,31 @@ class LTXPipeline:
         if output_type == "mp4":
             options["write"] = write
         with self._turn.taken("call"):
-            self.engine.on_step_end = on_step_end
+            self.engine.on_step_end = self._on_step_end(callback_on_step_end)
             (result,) = self.engine.run([job], **options)
         return _output(result, output_type, output_path)
+
+    def _lora_fields(
+        self,
+        loras: list[tuple] | None,
+        distilled: list[tuple] | None,
+        ic: list[tuple],
+        two_stage: bool,
+    ) -> dict[str, WeightSet]:
+        """A call's LoRAs as a Job's fields; the pipeline's own where it does not say, the distilled
+        ones only where there is a stage for them."""
+        own = self.distilled_loras if two_stage else ()
+        return {
+            "loras": self.loras if loras is None else _loras(loras),
+            "stage_1_loras": _loras(ic),
+            "stage_2_loras": own if distilled is None else _loras(distilled),
+        }
+
+    def _on_step_end(self, callback: Callable | None) -> Callable[[Stage, int], None] | None:
+        """The engine's callback that calls a caller's."""
+        return callback and (
+            lambda stage, step: callback(self, step, stage.sigmas[step], {"stage": stage.name})
+        )
 
 
 class _Turn:
@@ -266,6 +285,10 @@ def _check_known(name: str, value, known: Iterable) -> None:
 def _plain(value):
     """Python's number for one of numpy's, which neither torch's generators nor JSON take."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _loras(given: list[tuple]) -> WeightSet:
+    return tuple(Lora(Path(path), strength) for path, strength in given)
 
 
 def _check_generator(generator: torch.Generator | None) -> None:
@@ -328,18 +351,17 @@ def _given(
     return {"sound": sound, "retake": video, "attention_mask": mask}
 
 
-def _referring(
+def _references(
     reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None, ic_loras: list[tuple]
-) -> dict[str, Any]:
-    """A Job's references, and the LoRAs that take them."""
-    loras = tuple(Lora(Path(path), strength) for path, strength in ic_loras)
+) -> tuple[ReferenceVideo, ...]:
+    """A Job's references, scaled as the LoRAs that take them say."""
     check_type("reference", reference, str | Path | ReferenceVideo | list | tuple | None)
     if isinstance(reference, str | Path):
         frames = footage(reference, "reference").num_frames
-        reference = ReferenceVideo(str(reference), 1.0, frames, *reference_scale(loras))
+        reference = ReferenceVideo(str(reference), 1.0, frames, *reference_scale(_loras(ic_loras)))
     if isinstance(reference, ReferenceVideo):
         reference = (reference,)
-    return {"references": tuple(reference or ()), "stage_1_loras": loras}
+    return tuple(reference or ())
 
 
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:

@@ -11,9 +11,10 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from ltx_neuron.host.calibration import CHOSEN_FIELDS
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.turns import order_of_sets
 
 SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".failure.log"
 _SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # by which one is known
@@ -67,14 +70,38 @@ class JobRun:
         """The stages that are still to be run."""
         return [stage for stage in self.job.stages if f"{stage.key}_video" not in self.tensors]
 
-    def stages_left_on(self, refines: bool) -> list[Stage]:
-        """Those that run on the plain weights, or on those with the distilled LoRA."""
-        return [stage for stage in self.stages_left if stage.refines == refines]
-
     def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
         """Take a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         self.tensors[f"{stage.key}_video"] = video
         self.tensors[f"{stage.key}_audio"] = audio
+
+
+class Turn(NamedTuple):
+    """Stages of a job that run one after the other, on one weight set; none where its latents are
+    there."""
+
+    run: JobRun
+    stages: list[Stage]
+
+
+def turns_of(
+    runs: list[JobRun], weights_of: Callable[[WeightSet], Path], loaded: Path | None
+) -> list[Turn]:
+    """The order of work: jobs as they come, but for the fewest swaps of weights.
+
+    weights_of  the folder of a weight set
+    loaded      the one whose weights are there already
+    """
+    left = {run: run.stages_left for run in runs}
+    turns = [Turn(run, []) for run in runs if not left[run]]
+    needed = [[weights_of(stage.loras) for stage in stages] for stages in left.values()]
+    for weights in order_of_sets(needed, loaded):
+        for run, stages in left.items():
+            turn = Turn(run, [])
+            while stages and weights_of(stages[0].loras) == weights:
+                turn.stages.append(stages.pop(0))
+            turns += [turn] if turn.stages else []
+    return turns
 
 
 def state_path(output_path: Path) -> Path:

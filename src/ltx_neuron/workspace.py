@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -61,7 +62,7 @@ from ltx_neuron.text.encoders import HostTextEncoder
 from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
-from ltx_neuron.weights.lora import Lora, MergedSource
+from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.rankfiles import check_whole, rank_file, verify
 from ltx_neuron.weights.sharder import (
     Layout,
@@ -91,8 +92,6 @@ class Workspace:
         dtype: str,
         gemma_root: Path | None = None,
         blocks_per_graph: int | None = None,
-        loras: tuple[Lora, ...] = (),
-        distilled_loras: tuple[Lora, ...] = (),
     ):
         self.checkpoint_path = Path(checkpoint_path)
         self.gemma_root = gemma_root and Path(gemma_root)
@@ -103,11 +102,12 @@ class Workspace:
         self._typed = profile.settings
         self.chosen: chosen.Chosen | None = None
         self.ignores_tuned, self._said = False, ""
-        self.loras, self.distilled_loras = loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
         self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
+        self._dit_sources: dict[WeightSet, MergedSource] = {}
+        self._dit_folders: dict[WeightSet, Path] = {}
 
     def take_tuned(self) -> None:
         """Take what python -m ltx_neuron.tune chose for this device and model, if it did. What was
@@ -138,16 +138,12 @@ class Workspace:
         check_gemma_fits(config, self.transformer, self.gemma_root, projection and projection[1])
         return config
 
-    @cached_property
-    def dit_source(self) -> MergedSource:
-        """The DiT's weights, with --lora merged in."""
-        return MergedSource(MODELS["dit"], [self.checkpoint], self.loras, self.transformer.heads)
-
-    @cached_property
-    def refining_source(self) -> MergedSource:
-        """The weights of the dev recipe's stage 2: --distilled-lora on top of --lora."""
-        loras = self.loras + self.distilled_loras
-        return MergedSource(MODELS["dit"], [self.checkpoint], loras, self.transformer.heads)
+    def dit_source(self, loras: WeightSet = ()) -> MergedSource:
+        """The DiT's weights, with LoRAs merged in. UserError where one is not of this model."""
+        if loras not in self._dit_sources:
+            files, heads = [self.checkpoint], self.transformer.heads
+            self._dit_sources[loras] = MergedSource(MODELS["dit"], files, loras, heads)
+        return self._dit_sources[loras]
 
     @cached_property
     def gemma_source(self) -> Source:
@@ -188,7 +184,6 @@ class Workspace:
             "model_version": self.checkpoint.model_version,
             "config": self.transformer.digest,
             "dtype": self.dtype_name,
-            "loras": self.refining_source.lora_identity,
             "profile_set": list(self.profile.settings),
             "host_threads": self.profile.host_threads,
             **self.arithmetic.describe(),
@@ -291,13 +286,12 @@ class Workspace:
 
     # --- cutting rank files -----------------------------------------------------------------------
 
-    def shard_dit(self, workers: int | None = None) -> list[Path]:
-        """Write the DiT's rank files, once more with --distilled-lora if one is given; returns the
-        folders."""
-        return [
-            self._shard("dit", source, self._dit_specs(source), workers)
-            for source in self._dit_sources
-        ]
+    def shard_dit(
+        self, sets: Iterable[WeightSet] = ((),), workers: int | None = None
+    ) -> list[Path]:
+        """Write the DiT's rank files, once for every set of LoRAs; returns the folders."""
+        sources = list(map(self.dit_source, sets))  # one that does not fit is refused first
+        return [self._shard("dit", s, self._dit_specs(s), workers) for s in sources]
 
     def shard_gemma3(self, workers: int | None = None) -> Path:
         """Write the text encoder's, its projections' and the connectors' rank files; returns the
@@ -308,15 +302,13 @@ class Workspace:
         """Write the video decoder's rank files, which are all alike; returns the folder."""
         return self._shard("vae", self.vae_source, self._vae_specs(), workers)
 
-    def shard(self, model: str, workers: int | None = None) -> list[Path]:
-        """Write the rank files of a model, one of MODELS; returns the folders."""
+    def shard(
+        self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
+    ) -> list[Path]:
+        """Write the rank files of a model, one of MODELS; returns the folders. sets: the DiT's."""
         if model == "dit":
-            return self.shard_dit(workers)
+            return self.shard_dit(sets, workers)
         return [self.shard_vae(workers) if model == "vae" else self.shard_gemma3(workers)]
-
-    @property
-    def _dit_sources(self) -> list[MergedSource]:
-        return [self.dit_source, *([self.refining_source] if self.distilled_loras else [])]
 
     def _shard(
         self, model: str, source: Source, specs: list[ShardSpec], workers: int | None
@@ -361,15 +353,15 @@ class Workspace:
 
     # --- verifying rank files ---------------------------------------------------------------------
 
-    def verify_dit(self) -> list[Path]:
-        """Compare the DiT's finished rank files with their manifests and bit for bit with the
-        checkpoint. Raises UserError that lists what differs; returns the folders."""
-        paths = [self.dit_weights()]
-        if self.distilled_loras:
-            paths.append(self.dit_weights(refines=True))
-        for path, source in zip(paths, self._dit_sources, strict=True):
+    def verify_dit(self, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
+        """Compare the DiT's finished rank files, of every set of LoRAs, with their manifests and
+        bit for bit with the checkpoint. Raises UserError that lists what differs; returns the
+        folders."""
+        paths = {loras: self.dit_weights(loras) for loras in sets}
+        for loras, path in paths.items():
+            source = self.dit_source(loras)
             self._verify(path, source, self._dit_specs(source))
-        return paths
+        return list(paths.values())
 
     def verify_gemma3(self) -> list[Path]:
         """Compare the text encoder's finished rank files with their manifest and bit for bit with
@@ -378,10 +370,10 @@ class Workspace:
         self._verify(path, self.gemma_source, self._gemma3_specs())
         return [path]
 
-    def verify(self, model: str) -> list[Path]:
+    def verify(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
         """Compare the finished rank files of a model, one of MODELS, as verify_dit does."""
         if model != "vae":
-            return self.verify_dit() if model == "dit" else self.verify_gemma3()
+            return self.verify_dit(sets) if model == "dit" else self.verify_gemma3()
         path = self.vae_weights()
         self._verify(path, self.vae_source, self._vae_specs())
         return [path]
@@ -489,12 +481,17 @@ class Workspace:
         check_fits(self.checkpoint, profile, job, self.tp, self.dtype_name, gemma)
 
     def compiled_memory(
-        self, manifests: list[Manifest], neuron_gemma: bool, tiles: list[Manifest]
+        self,
+        manifests: list[Manifest],
+        neuron_gemma: bool,
+        tiles: list[Manifest],
+        loras: WeightSet = (),
     ) -> CoreMemory:
         """What a generation needs of a core, by what was counted when its graphs were compiled and
-        by the sizes of its rank files. tiles: manifests of a video decoder on the ranks."""
+        by the sizes of its rank files. tiles: manifests of a video decoder on the ranks. loras: of
+        any of its weight sets, which are of one size."""
         return CoreMemory(
-            _rank_bytes(self.dit_weights()),
+            _rank_bytes(self.dit_weights(loras)),
             _rank_bytes(self.gemma3_weights()) if neuron_gemma else 0,
             compiled_activations(manifests),
             _rank_bytes(self.vae_weights()) if tiles else 0,
@@ -512,15 +509,38 @@ class Workspace:
 
     # --- finding what was made --------------------------------------------------------------------
 
-    def dit_weights(self, refines: bool = False) -> Path:
-        """The folder of the DiT's rank files; `refines`: with --distilled-lora merged in."""
-        flags = []
-        for flag, loras in (("--lora", self.loras), ("--distilled-lora", self.distilled_loras)):
-            for lora in loras:
-                flags += [flag, lora.path, lora.strength]
-        command = self._command("shards/shard_backbone_weights.py", *flags)
-        source = self.refining_source if refines else self.dit_source
-        return self._find(self._weights_identity("dit", source), command)
+    def dit_weights(self, loras: WeightSet = (), command: str = "") -> Path:
+        """The folder of the DiT's rank files with these LoRAs merged in. command: what makes them,
+        where more than this set alone is to be made."""
+        if loras not in self._dit_folders:
+            identity = self._weights_identity("dit", self.dit_source(loras))
+            command = command or self._shard_command({"--lora": loras})
+            self._dit_folders[loras] = self._find(identity, command)
+        return self._dit_folders[loras]
+
+    def check_dit_weights(self, jobs: Iterable[Job]) -> None:
+        """Raise UserError where a stage's weight set is missing, with the commands that make all
+        that are."""
+        different = {tuple(stage.loras for stage in job.stages): job for job in jobs}
+        commands = {}
+        for sets, job in different.items():
+            if not all(map(self._is_sharded, sets)):
+                given = job.loras, job.stage_1_loras, job.stage_2_loras
+                given = given if len(sets) > 1 else (*sets, (), ())
+                named = dict(zip(("--lora", "--ic-lora", "--distilled-lora"), given, strict=True))
+                commands[self._shard_command(named)] = None
+        for loras in chain.from_iterable(different):
+            self.dit_weights(loras, "\n".join(commands))
+
+    def _is_sharded(self, loras: WeightSet) -> bool:
+        identity = self._weights_identity("dit", self.dit_source(loras))
+        return (artifacts.folder(self.artifacts, identity) / artifacts.MANIFEST).is_file()
+
+    def _shard_command(self, loras: dict[str, WeightSet]) -> str:
+        """What makes the weight sets that LoRAs name, given by their flags."""
+        given = [(flag, lora) for flag, several in loras.items() for lora in several]
+        words = [word for flag, lora in given for word in (flag, lora.path, lora.strength)]
+        return self._command("shards/shard_backbone_weights.py", *words)
 
     def gemma3_weights(self) -> Path:
         """The folder of the text encoder's rank files."""

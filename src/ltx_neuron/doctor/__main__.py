@@ -73,6 +73,7 @@ def request_of(args: argparse.Namespace) -> "Request":
         job=Job("", flags.size(args), images=flags.images(args), recipe=args.recipe or Job.recipe),
         open_workspace=open_workspace,
         neuron_vae=args.neuron_vae,
+        weight_sets=flags.weight_sets(flags.lora_fields(args)),
     )
 
 

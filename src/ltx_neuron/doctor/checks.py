@@ -22,6 +22,7 @@ from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
@@ -49,6 +50,7 @@ class Request:
     tp_degree        None: the profile's
     open_workspace   makes the workspace for the resolved profile; raises UserError
     neuron_vae       whether the ranks decode
+    weight_sets      of the DiT, which the LoRAs name
     """
 
     checkpoint_path: Path | None
@@ -63,6 +65,7 @@ class Request:
     job: Job
     open_workspace: Callable[[Profile], Workspace]
     neuron_vae: bool = False
+    weight_sets: tuple[WeightSet, ...] = ((),)
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,8 @@ def weight_bytes(examination: Examination) -> dict[str, int]:
 def _rank_files_exist(examination: Examination) -> bool:
     try:
         workspace = examination.workspace()
-        workspace.dit_weights()
+        for loras in examination.request.weight_sets:
+            workspace.dit_weights(loras)
         if examination.request.gemma_root:
             workspace.gemma3_weights()
         if examination.request.neuron_vae:
@@ -299,7 +303,8 @@ def files(examination: Examination) -> Iterator[Finding]:
 
 def _checkpoint(examination: Examination) -> str:
     workspace = examination.workspace()
-    _ = workspace.dit_source  # raises UserError unless every tensor of the DiT is there
+    for loras in examination.request.weight_sets:
+        workspace.dit_source(loras)  # raises UserError unless every tensor of the DiT is there
     models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
     config = workspace.transformer
@@ -367,7 +372,10 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         _, manifest = workspace.dit_program_for(request.job, stage)
         return str(manifest.folder)
 
-    yield attempt("DiT weights", lambda: str(workspace.dit_weights()), "todo")
+    def weights() -> str:
+        return ", ".join(str(workspace.dit_weights(loras)) for loras in request.weight_sets)
+
+    yield attempt("DiT weights", weights, "todo")
     for stage in request.job.stages:
         yield attempt(f"DiT graphs, {stage.name}", partial(graphs, stage), "todo")
     if request.gemma_root:

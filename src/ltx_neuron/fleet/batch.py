@@ -9,6 +9,7 @@ from typing import Any
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import Line, Results
+from ltx_neuron.config import digest
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json
@@ -16,7 +17,7 @@ from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.jobs import VIDEO
+from ltx_neuron.service.jobs import VIDEO, job_of
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, KeyUsed, NewJob, Queue
 from ltx_neuron.workspace import Workspace
 
@@ -52,16 +53,20 @@ def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
         with closing(Queue(url, folder / "jobs")) as queue:
             work = _Work(queue, outputs.folder, results, left)
             most = min(args.replicas or len(left), len(left))
-            pool = Pool(queue, url, args, _probe(left.values()), most, _PATIENCE)
+            # As replicas read them: LoRAs are found from every folder.
+            jobs = [job_of(line_of(line.job), folder) for line in left.values()]
+            sets = list({stage.loras for job in jobs for stage in job.stages})
+            pool = Pool(queue, url, args, _probe(jobs), most, _PATIENCE, sets)
             work.run(pool)
     shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     return [results.entries[line.number] for line in lines]
 
 
-def _probe(lines) -> list[Job]:
-    """A job of every size, with whose making a replica begins. Files are not there yet."""
-    plain = [line.job for line in lines if not line.job.files]
-    return list({(job.size, job.recipe, job.upscale): job for job in plain}.values())
+def _probe(jobs: list[Job]) -> list[Job]:
+    """A job of every size and weight set, with whose making a replica begins. Files are not there
+    yet."""
+    plain = [job for job in jobs if not job.files]
+    return list({(job.size, job.recipe, job.upscale, job.stages): job for job in plain}.values())
 
 
 class _Work:
@@ -139,7 +144,8 @@ class _Work:
 
 def kind(job: Job) -> str:
     """What jobs have in common that run on the same loaded graphs and weights."""
-    return f"{job.recipe} {' '.join(bucket.name for bucket in job.buckets)}"[:255]
+    loras = f"{digest(job.identity['loras'])[:8]} " if job.all_loras else ""
+    return f"{job.recipe} {loras}{' '.join(bucket.name for bucket in job.buckets)}"[:255]
 
 
 def line_of(job: Job) -> dict[str, Any]:
@@ -149,6 +155,4 @@ def line_of(job: Job) -> dict[str, Any]:
     if not job.retake:  # whose file says its size
         keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
     line = {key: said[key] for key in keys}
-    if job.references:
-        line["ic_lora"] = [[str(lora.path.absolute()), lora.strength] for lora in job.stage_1_loras]
-    return line | job.keys | flags.guidance_keys(job)
+    return line | job.keys | flags.guidance_keys(job) | flags.lora_keys(vars(job))

@@ -5,7 +5,7 @@ rates, whose tokens some graph has: portrait and landscape share one.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import RECIPES, Job, Size, Stage
+from ltx_neuron.job import LORA_FIELDS, RECIPES, Job, Size, Stage
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
-from ltx_neuron.service.refusal import Refusal
+from ltx_neuron.service.refusal import Refusal, invalid
 from ltx_neuron.workspace import MAX_TIMESTEPS, Workspace
 
 FRAME_RATES = (24.0, 25.0, 30.0, 48.0, 50.0, 60.0)
+NO_LORAS = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LATENT_FRAMES = 129  # 1025 frames
 _MAX_ASPECT = 2.5
 _NAME = re.compile(r"v(\d+)-a(\d+)-t(\d+)-s(\d+)(-guided)?")
@@ -48,6 +49,11 @@ class Offer(NamedTuple):
     def job(self, images: tuple[ImageCondition, ...] = ()) -> Job:
         """What its graphs are for."""
         return Job("", self.size, images=images, recipe=self.recipe)
+
+    @property
+    def refines(self) -> bool:
+        """Whether stage 2 needs the distilled LoRA."""
+        return self.size.two_stage and self.recipe == "dev"
 
     @property
     def shown(self) -> dict:
@@ -79,10 +85,19 @@ class Catalogue:
 
     default     the size and recipe of a request that does not say
     upsamplers  kinds of latent upsamplers that there are: two stages need the spatial one
+    lora_sets   the LoRAs that a request may choose by a name, as a Job's fields; "default" are
+                those of one that does not say
     """
 
-    def __init__(self, workspace: Workspace, default: Offer, upsamplers: Collection[str]):
+    def __init__(
+        self,
+        workspace: Workspace,
+        default: Offer,
+        upsamplers: Collection[str],
+        lora_sets: Mapping[str, dict[str, tuple]] = NO_LORAS,
+    ):
         self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
+        self.lora_sets = lora_sets
         self._folder = Path(workspace.artifacts) / "graphs"
         # The folder's time, the compiled buckets and what they offer; all of one look.
         self._known: tuple[float, set[str], list[Offer]] = (-1.0, set(), [])
@@ -108,10 +123,19 @@ class Catalogue:
 
     def _runs(self, offer: Offer) -> bool:
         """Whether the command's own files are those of a size: two stages need an upsampler, those
-        of dev a distilled LoRA as well, which preflight refuses for anything else."""
-        refines = offer.size.two_stage and offer.recipe == "dev"
+        of dev a distilled LoRA as well."""
+        distilled = all(fields["stage_2_loras"] for fields in self.lora_sets.values())
         needed = "spatial" in self.upsamplers or not offer.size.two_stage
-        return needed and refines == bool(self.workspace.distilled_loras)
+        return needed and (distilled or not offer.refines)
+
+    def loras(self, name: str | None, offer: Offer) -> dict[str, tuple]:
+        """A Job's LoRAs by the name of their set: those of stage 2 only where dev has one. Raises
+        Refusal for an unknown name."""
+        if (name or "default") not in self.lora_sets:
+            known = ", ".join(map(repr, self.lora_sets))
+            raise invalid("lora_set", f"lora_set {name[:64]!r} is not there; known: {known}")
+        fields = self.lora_sets[name or "default"]
+        return fields if offer.refines else fields | {"stage_2_loras": ()}
 
     def fits(self, offer: Offer, images: tuple[ImageCondition, ...] = ()) -> bool:
         """Whether every stage of a size, which is legal, has its graph."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx_neuron import flags
+from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
@@ -72,7 +73,9 @@ class Intake:
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
-            line = request.line | _size_keys(offer) | {"image": self._images(request, folder)}
+            loras = flags.lora_keys(self.catalogue.loras(request.lora_set, offer))
+            line = request.line | _size_keys(offer) | loras
+            line["image"] = self._images(request, folder)
             job = job_of(line, folder)
             job.check()
             self._check_possible(job)
@@ -123,7 +126,8 @@ class Intake:
         """What jobs have in common that run on the same loaded graphs and weights."""
         workspace = self.catalogue.workspace
         names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]
-        return "+".join([job.recipe, *names])
+        loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
+        return "+".join([job.recipe, *names, *loras])
 
     def _shown(self, job: Job, offer: Offer, notes: list[str]) -> dict[str, Any]:
         return {

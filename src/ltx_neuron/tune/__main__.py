@@ -172,10 +172,11 @@ def main(argv: list[str] | None = None) -> None:
     workspace = flags.workspace(args)
     require_runtime(workspace.profile, workspace.tp)
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
-    job = dataclasses.replace(shape, recipe=flags.recipe(args))
+    loras = flags.loras(args.lora, "--lora")
+    job = dataclasses.replace(shape, recipe=flags.recipe(args), loras=loras)
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)
-    workspace.dit_weights()
+    workspace.dit_weights(loras)
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
         tune(Tuning(workspace, args, job))
 

@@ -62,7 +62,7 @@ def prepared(
     stage: Stage,
 ) -> StageRun:
     """A stage on ranks that have its program, with random inputs."""
-    host = open_host_file(workspace.dit_weights())
+    host = open_host_file(workspace.dit_weights(job.loras))
     adaln = {name: host.read(name).to(dtype) for name in host.shapes}
     run = StageRun(on, compiled, workspace.transformer, dtype, adaln, COMPAT[None])
     return with_inputs(run, job, stage, random_inputs(workspace.transformer, job, stage))
@@ -116,7 +116,7 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
 
     layers  the first so many blocks; None: all of them
     """
-    weights, outputs = RankSource(workspace.dit_weights(), quick=True), {}
+    weights, outputs = RankSource(workspace.dit_weights(job.loras), quick=True), {}
     for stage in job.stages:
         bucket = job.bucket(stage)
         program = dit_program(workspace.transformer, bucket, 1, SingleRank(), torch.float32, 1)

@@ -61,12 +61,13 @@ class Request:
 
     def workspace(self) -> Workspace:
         profile = resolve(self.profile, tuple(self.settings))
-        loras = tuple(Lora(Path(path), strength) for path, strength in self.loras)
-        return Workspace(self.checkpoint, profile, self.artifacts, self.tp, self.dtype, loras=loras)
+        return Workspace(self.checkpoint, profile, self.artifacts, self.tp, self.dtype)
 
     def job(self) -> Job:
         images = tuple(ImageCondition(**image) for image in self.images)
-        return Job("random contexts", Size(**self.size), images=images, recipe=self.recipe)
+        loras = tuple(Lora(Path(path), strength) for path, strength in self.loras)
+        size = Size(**self.size)
+        return Job("random contexts", size, images=images, recipe=self.recipe, loras=loras)
 
 
 def request(workspace: Workspace, job: Job) -> Request:
@@ -78,7 +79,7 @@ def request(workspace: Workspace, job: Job) -> Request:
         (),
         workspace.tp,
         workspace.dtype_name,
-        [(str(lora.path.absolute()), lora.strength) for lora in workspace.loras],
+        [(str(lora.path.absolute()), lora.strength) for lora in job.loras],
         dataclasses.asdict(job.size),
         [dataclasses.asdict(image) for image in job.images],
         job.recipe,
@@ -104,7 +105,7 @@ def measure(request: Request) -> tuple[dict, dict[str, Tensor]]:
     steps: dict[str, list[float]] = {}
     outputs: dict[str, Tensor] = {}
     with registry.ranks(workspace.profile, request.tp, workspace.compiler_cache) as ranks:
-        ranks.load(workspace.dit_weights(), programs, workspace.dtype)
+        ranks.load(workspace.dit_weights(job.loras), programs, workspace.dtype)
         loaded = time.perf_counter()
         for stage, bucket in zip(job.stages, buckets, strict=True):
             program = CompiledStep(bucket, programs[bucket.name])
