@@ -174,8 +174,10 @@ class DecodeQueue:
             with self.recorder.phase("upsample"):
                 for kind in UPSCALES[job.upscale]:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
+        if job.sampler == "res_2s":
+            tensors["final_audio"] = tensors[job.heard].clone()
         if self.decode:
-            with self._decoding(job, video, tensors[f"{last}_audio"]) as clip:
+            with self._decoding(job, video, tensors[job.heard]) as clip:
                 if self.write:
                     self.write(clip)
                 else:

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ltx_neuron.config import SUPPORTED_VERSION
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
@@ -23,7 +22,8 @@ from ltx_neuron.job import Job, Size, check_guidable
 from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import ImageCondition
-from ltx_neuron.sampling.guidance import DEFAULTS, Guidance
+from ltx_neuron.sampling.guidance import Guidance, default_guidance
+from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.shard import ShardRequest
 from ltx_neuron.weights.lora import Lora
@@ -92,8 +92,15 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=Job.seed)
     add("--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only")
     add("--upscale", choices=list(UPSCALES), help="after a one-stage run")
+    add_sampler(parser)
     add_size(parser)
     add_guidance(parser)
+
+
+def add_sampler(parser: argparse.ArgumentParser) -> None:
+    """Which sampler: of what makes or times a generation. It changes no graph."""
+    help = "res_2s: HQ, of --two-stage --recipe dev (default: euler)"
+    parser.add_argument("--sampler", choices=list(SAMPLERS), default=Job.sampler, help=help)
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -383,7 +390,7 @@ def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:
     if not given:
         return None
     check_guidable(", ".join(given), recipe)
-    defaults = DEFAULTS[SUPPORTED_VERSION]
+    defaults = default_guidance(getattr(args, "sampler", Job.sampler))
     return Guidance(
         video=dataclasses.replace(defaults.video, **changes["video"]),
         audio=dataclasses.replace(defaults.audio, **changes["audio"]),
@@ -411,6 +418,7 @@ def job(args: argparse.Namespace) -> Job:
         recipe=args.recipe,
         guidance=guidance(args, args.recipe),
         upscale=args.upscale,
+        sampler=args.sampler,
     )
 
 

@@ -2,10 +2,11 @@
 in."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ltx_neuron.config import SUPPORTED_VERSION, Bucket
+from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.sampling.conditioning import (
@@ -18,17 +19,19 @@ from ltx_neuron.sampling.conditioning import (
     token_count,
 )
 from ltx_neuron.sampling.fields import check_fields
-from ltx_neuron.sampling.guidance import DEFAULT_STEPS, DEFAULTS, NEGATIVE_PROMPT, Guidance
+from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT, Guidance, default_guidance, default_steps
 from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
     TIME_SCALE,
     audio_latent_frames,
     video_latent_shape,
 )
+from ltx_neuron.sampling.res_2s import SAMPLERS, steps_of_evaluations
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
     GUIDED_MAX_STEPS,
+    SCHEDULE_TOKENS,
     STAGE_2_SIGMAS,
     ltx2_schedule,
 )
@@ -46,6 +49,7 @@ class Stage(NamedTuple):
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
     refines    runs on the weights with --distilled-lora merged in (stage 2 of dev)
+    sampler    "euler", or "res_2s", whose steps are of two evaluations of the model
     """
 
     name: str  # "stage_1" or "stage_2"
@@ -55,6 +59,7 @@ class Stage(NamedTuple):
     guided: bool = False
     upsampled: bool = False
     refines: bool = False
+    sampler: str = "euler"
 
     @property
     def key(self) -> str:
@@ -64,6 +69,14 @@ class Stage(NamedTuple):
     @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
+
+    @property
+    def evaluations(self) -> tuple[int, ...]:
+        """The stage's evaluations of the model, in order: each the number of the step that guidance
+        takes it for. They are the rows of the compiled graph's schedule tables that are used."""
+        if self.sampler == "res_2s":
+            return steps_of_evaluations(self.steps)
+        return tuple(range(self.steps))
 
     @property
     def max_steps(self) -> int:
@@ -136,20 +149,24 @@ class Size:
                     f"{flag}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
                 )
 
-    def stages(self, recipe: str = "distilled", steps: int = 1) -> tuple[Stage, ...]:
+    def stages(
+        self, recipe: str = "distilled", steps: int = 1, sampler: str = "euler"
+    ) -> tuple[Stage, ...]:
         """One stage at the full size, or one at half of it and a distilled one at the full size.
 
         Distilled: 8 steps (and 3). Dev: a guided first stage of `steps` steps.
         """
-        guided = recipe == "dev"
-        sigmas = ltx2_schedule(steps) if guided else DISTILLED_SIGMAS
-        if not self.two_stage:
-            return (Stage("stage_1", self.height, self.width, sigmas, guided),)
-        half = Stage("stage_1", self.height // 2, self.width // 2, sigmas, guided)
-        full = Stage(
-            "stage_2", self.height, self.width, STAGE_2_SIGMAS, upsampled=True, refines=guided
-        )
-        return (half, full)
+        guided, halves = recipe == "dev", 2 if self.two_stage else 1
+        first = self.height // halves, self.width // halves
+        tokens = SCHEDULE_TOKENS
+        if sampler == "res_2s":  # HQ alone counts them
+            tokens = math.prod(video_latent_shape(*first, self.num_frames))
+        sigmas = ltx2_schedule(steps, tokens) if guided else DISTILLED_SIGMAS
+        stages = [Stage("stage_1", *first, sigmas, guided, sampler=sampler)]
+        if self.two_stage:
+            full = Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS, sampler=sampler)
+            stages.append(full._replace(upsampled=True, refines=guided))
+        return tuple(stages)
 
     def buckets(self, images: tuple[ImageCondition, ...], recipe: str) -> list[Bucket]:
         """The compiled shapes of all stages."""
@@ -208,15 +225,20 @@ class Job:
         """Steps of stage 1."""
         if self.recipe == "distilled":
             return DISTILLED_MAX_STEPS
-        return (
-            DEFAULT_STEPS[SUPPORTED_VERSION]
-            if self.num_inference_steps is None
-            else self.num_inference_steps
-        )
+        if self.num_inference_steps is not None:
+            return self.num_inference_steps
+        return default_steps(self.sampler)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return self.size.stages(self.recipe, self.steps)
+        return self.size.stages(self.recipe, self.steps, self.sampler)
+
+    @property
+    def heard(self) -> str:
+        """The name of the latents whose sound is the video's: the last stage's or, of HQ, whose
+        second stage is for the picture alone, the first's."""
+        stage = self.stages[0 if self.sampler == "res_2s" else -1]
+        return f"{stage.key}_audio"
 
     @property
     def refines(self) -> bool:
@@ -225,7 +247,7 @@ class Job:
 
     @property
     def resolved_guidance(self) -> Guidance:
-        return self.guidance or DEFAULTS[SUPPORTED_VERSION]
+        return self.guidance or default_guidance(self.sampler)
 
     @property
     def upsamplers(self) -> dict[str, str]:
@@ -269,11 +291,21 @@ class Job:
         check_upscale(self.upscale, self.size.two_stage)
         if self.recipe not in RECIPES:
             raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
+        self._check_sampler()
+        # A graph's rows are evaluations: res_2s has two a step, and one more.
+        most = (GUIDED_MAX_STEPS - 1) // 2 if self.sampler == "res_2s" else GUIDED_MAX_STEPS
         if self.recipe == "distilled":
             self._check_unguided()
-        elif not 1 <= self.steps <= GUIDED_MAX_STEPS:
+        elif not 1 <= self.steps <= most:
+            raise UserError(f"--num-inference-steps {self.steps}: type a number from 1 to {most}")
+
+    def _check_sampler(self) -> None:
+        if self.sampler not in SAMPLERS:
+            raise UserError(f"sampler {self.sampler!r} is not known; known: {', '.join(SAMPLERS)}")
+        if self.sampler == "res_2s" and not (self.size.two_stage and self.recipe == "dev"):
             raise UserError(
-                f"--num-inference-steps {self.steps}: type a number from 1 to {GUIDED_MAX_STEPS}"
+                "--sampler res_2s is of the dev recipe in two stages; type --two-stage --recipe"
+                " dev, or leave it out"
             )
 
     def _check_unguided(self) -> None:

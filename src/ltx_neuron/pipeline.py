@@ -258,5 +258,5 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
         last = result.job.stages[-1].key
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
         output.video_latent = result.tensors[upscaled[-1] if upscaled else f"{last}_video"]
-        output.audio_latent = result.tensors[f"{last}_audio"]
+        output.audio_latent = result.tensors[result.job.heard]
     return output

@@ -1,14 +1,11 @@
 """The res_2s sampler is ltx-pipelines' own loop, bit for bit, with a predictor made up for it; its
 schedule and its run over ranks."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from helpers import STREAMS, one_thread, randn, rel  # noqa: F401
 
-from ltx_neuron.sampling import res_2s
-from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs, steps_of_evaluations
+from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS, ltx2_schedule
 
 TOKENS = {"video": 12, "audio": 7}
@@ -84,12 +81,7 @@ def theirs(schedule, masks, dtype, **options):
         for stream, (latent, clean) in starts(dtype).items()
     ]
     states = res2s_audio_video_denoising_loop(
-        torch.tensor(schedule),
-        *states,
-        Res2sDiffusionStep(),
-        denoise,
-        model_dtype=dtype,
-        **options,
+        torch.tensor(schedule), *states, Res2sDiffusionStep(), denoise, model_dtype=dtype, **options
     )
     return [state.latent for state in states], seen, steps
 
@@ -99,7 +91,9 @@ def theirs(schedule, masks, dtype, **options):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_sampler_is_that_of_ltx_pipelines_bit_for_bit(schedule, masks, dtype):
     wanted, sigmas, _ = theirs(SCHEDULES[schedule], MASKS[masks], dtype)
-    got, _ = ours(SCHEDULES[schedule], MASKS[masks], dtype, torch.tensor(sigmas, dtype=torch.float64))
+    got, _ = ours(
+        SCHEDULES[schedule], MASKS[masks], dtype, torch.tensor(sigmas, dtype=torch.float64)
+    )
     for stream, ours_, theirs_ in zip(STREAMS, got, wanted, strict=True):
         assert ours_.dtype == theirs_.dtype == dtype
         assert torch.equal(ours_, theirs_), (stream, rel(ours_, theirs_))

@@ -152,6 +152,7 @@ def line_of(job: Job) -> dict[str, Any]:
     """A line of a prompts file that says all of a job, whatever a command's own flags are."""
     said = vars(job) | vars(job.size)
     keys = ("prompt", "negative_prompt", "seed", "num_inference_steps", "upscale", "recipe")
+    keys += ("sampler",)
     keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
     line = {key: said[key] for key in keys}
     line["image"] = [[i.path, i.frame_index, i.strength, i.crf] for i in job.images]

@@ -61,6 +61,7 @@ class StagePlan:
     height: int
     width: int
     steps: int
+    evaluations: int  # of the model: res_2s has two a step and one more
     video_tokens: int
     audio_tokens: int
     flops_per_step: int
@@ -244,6 +245,7 @@ def plan(
     recipe: str = "distilled",
     steps: int = 30,
     upscale: str | None = None,
+    sampler: str = "euler",
 ) -> Plan:
     """Plan a generation. Raises UserError for sizes and degrees that do not fit the model.
 
@@ -261,7 +263,7 @@ def plan(
         with fake_process_group(tp):
             return [
                 _stage(config, of, stage, profile, tp, torch_dtype)
-                for stage in of.stages(recipe, steps)
+                for stage in of.stages(recipe, steps, sampler)
             ]
 
     stages, weights = stage_plans(size), _dit_bytes(checkpoint, tp, torch_dtype)
@@ -377,6 +379,7 @@ def _stage(
         height=stage.height,
         width=stage.width,
         steps=stage.steps,
+        evaluations=len(stage.evaluations),
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         flops_per_step=flops * tp,

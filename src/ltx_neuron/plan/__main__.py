@@ -20,6 +20,7 @@ from ltx_neuron.plan import Plan, plan, rates, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.guidance import default_steps
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint
@@ -36,7 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     help = "its config.json is read (default: Gemma3-12B's sizes)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
-    add("--num-inference-steps", type=int, default=30, metavar="N", help="dev recipe only")
+    add("--num-inference-steps", type=int, metavar="N", help="dev recipe only")
+    flags.add_sampler(parser)
     add("--neuron-gemma", action="store_true", help="time the prompt's encoding on the ranks")
     add("--neuron-vae", action="store_true", help="time the video's decoding on the ranks")
     help = "time the latent upsamplers, and the decoding of what they return"
@@ -61,9 +63,12 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     profile = resolve(args.profile, tuple(args.profile_set))
     checkpoint, size = Checkpoint(args.checkpoint_path), flags.size(args)
     gemma = gemma_config(args.gemma_root) if args.gemma_root else GEMMA_3_12B
-    recipe, steps = args.recipe or "distilled", args.num_inference_steps
+    recipe, sampler = args.recipe or "distilled", args.sampler
+    steps = args.num_inference_steps or default_steps(sampler)
     tp = profile.degree(args.tp_degree)
-    result = plan(checkpoint, profile, size, tp, args.dtype, gemma, recipe, steps, args.upscale)
+    result = plan(
+        checkpoint, profile, size, tp, args.dtype, gemma, recipe, steps, args.upscale, sampler
+    )
     config = transformer_config(checkpoint.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)

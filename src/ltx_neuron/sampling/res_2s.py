@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+SAMPLERS = ("euler", "res_2s")
 # The noise is the same for every job: its seeds are these, whatever the job's.
 _STEP_SEED, _SUBSTEP_SEED = -1, 9999
 _LAST_SIGMA = 0.0011  # in the place of 0, whose logarithm the steps' sizes would need
@@ -138,9 +139,7 @@ class Res2s:
 
     def _predicted(self, predict: Predict, evaluation: int) -> list[tuple[Stream, Tensor]]:
         video, audio = self.streams
-        return list(
-            zip(self.streams, predict(video.latent, audio.latent, evaluation), strict=True)
-        )
+        return list(zip(self.streams, predict(video.latent, audio.latent, evaluation), strict=True))
 
 
 def _refined(anchor: Tensor, middle: Tensor, x0: Tensor, size: float) -> Tensor:

@@ -23,9 +23,10 @@ GUIDED_MAX_STEPS = 64  # rows of a guided graph's schedule tables
 _TERMINAL = 0.1
 # The shift grows with the tokens, by a straight line through these two points.
 _TOKENS, _SHIFTS = (1024, 4096), (0.95, 2.05)
+SCHEDULE_TOKENS = _TOKENS[1]
 
 
-def ltx2_schedule(steps: int, tokens: int = _TOKENS[1]) -> tuple[float, ...]:
+def ltx2_schedule(steps: int, tokens: int = SCHEDULE_TOKENS) -> tuple[float, ...]:
     """Sigmas of the dev recipe, from 1 to 0, the last nonzero 0.1. Source: ltx-core LTX2Scheduler.
 
     The pipelines give it no latent, so the shift is always that of 4096 tokens, whatever the
