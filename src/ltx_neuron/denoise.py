@@ -259,6 +259,13 @@ class StageRun:
         video = self.res_2s.streams[0].latent if self.res_2s else self._read(LATENTS[0])[0]
         return latents.unpatchify_video(video, self.latent_shape)
 
+    def predicted_video(self) -> Tensor | None:
+        """What a sampler that keeps it predicted last, (1, 128, F, h, w); None of Euler's steps,
+        whose latents tell. Those of res_2s hold new noise."""
+        if not self.res_2s:
+            return None
+        return latents.unpatchify_video(self.res_2s.streams[0].denoised, self.latent_shape)
+
     def result(self) -> tuple[Tensor, Tensor]:
         """The latents (1, 128, F, h, w) and (1, 8, Ta, 16).
 
