@@ -184,8 +184,8 @@ class Recipe(oracle.Denoising):
         )
         names = [*passes(*job.guidance), "guided"]
 
-        def first_step_kept(video_state, audio_state, sigmas, step):
-            guided = denoise(video_state, audio_state, sigmas, step)
+        def first_step_kept(video_state, audio_state, sigmas, step_index):
+            guided = denoise(video_state, audio_state, sigmas, step_index)
             if not self.step0:
                 for name, predictions in zip(names, [*calls, guided], strict=True):
                     self.step0 |= {

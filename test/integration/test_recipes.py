@@ -338,7 +338,7 @@ def hq_job(assets) -> recipes_oracle.Job:
     a stream that skips, which substeps never do."""
     return replace(
         GUIDED,
-        height=64,
+        height=192,
         width=128,
         two_stage=True,
         sampler="res_2s",
@@ -351,20 +351,18 @@ def hq_job(assets) -> recipes_oracle.Job:
 
 def test_hq_equals_ltx_pipelines_and_sounds_as_stage_1(opened, wanted, assets):
     job = hq_job(assets)
-    engine = opened(2, 2, loras=job.loras, refining=job.refining_loras)
+    engine = opened(1, 1, loras=job.loras, refining=job.refining_loras)
     got = generate(engine, told(job, sampler="res_2s"), decode=True)
     want = {name: tensor for name, tensor in wanted(job).items() if "step0" not in name}
     assert_equals_the_oracle(got, want | {"final_audio": want["s1_audio"]})
     assert_differs(got, wanted(replace(job, sampler="euler")), "s1_video", "s1_audio", "s2_video")
-    assert torch.equal(got["waveform"], engine.host.decode_audio(want["s1_audio"])) or (
-        rel(got["waveform"], engine.host.decode_audio(want["s1_audio"])) < SHOWS
-    )
+    assert torch.equal(got["waveform"], engine.host.decode_audio(got["s1_audio"]))
 
 
 def test_hq_goes_on_after_stage_1_and_after_a_warm_up_to_the_same_bits(opened, assets, tmp_path):
     job = told(hq_job(assets), sampler="res_2s")
     given = hq_job(assets)
-    engine = opened(2, 2, loras=given.loras, refining=given.refining_loras)
+    engine = opened(1, 1, loras=given.loras, refining=given.refining_loras)
     states = iter(tmp_path / name for name in ("first", "second"))
     engine.on_stage_end = lambda run: progress.save_state(next(states), run, {})
     whole = generate(engine, job)
