@@ -307,6 +307,11 @@ class Job:
                 "--sampler res_2s is of the dev recipe in two stages; type --two-stage --recipe"
                 " dev, or leave it out"
             )
+        if self.sampler == "res_2s" and (self.sound or self.retake or self.references):
+            raise UserError(
+                "--sampler res_2s makes picture and sound from a prompt and images alone; leave it"
+                " out where a sound, a video or a reference is given"
+            )
 
     def _check_unguided(self) -> None:
         if self.negative_prompt is not None or self.guidance is not None:

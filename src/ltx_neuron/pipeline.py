@@ -139,12 +139,14 @@ class LTXPipeline:
         generator: torch.Generator | None = None,
         seed: int = Job.seed,
         upscale: str | None = None,
+        sampler: str = Job.sampler,
         output_type: str = "np",
         output_path: str | Path | None = None,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
     ) -> LTXPipelineOutput:
         """Generate one video.
 
+        sampler               "res_2s" is HQ, of the dev recipe in two stages
         image                 a path held at frame 0, or one or several ImageConditions
         generator             a CPU generator to draw noise from; else one seeded with `seed`
         output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
@@ -170,6 +172,7 @@ class LTXPipeline:
             recipe=self.recipe,
             guidance=guidance,
             upscale=upscale,
+            sampler=sampler,
         )
         if output_type == "mp4":
             inputs = self.engine.preflight.inputs([job])

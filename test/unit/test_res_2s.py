@@ -15,6 +15,7 @@ from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.dit import next_latents
+from ltx_neuron.sampling.conditioning import SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import (
@@ -333,6 +334,7 @@ MISTAKES = {
     "--sampler res_2s is of the dev recipe in two stages": dict(recipe="distilled"),
     "type --two-stage --recipe dev": dict(size=Size(64, 64, 9)),
     "--num-inference-steps 32: type a number from 1 to 31": dict(num_inference_steps=32),
+    "leave it out where a sound": dict(sound=SoundCondition("a.wav")),
     "sampler 'heun' is not known; known: euler, res_2s": dict(sampler="heun"),
 }
 

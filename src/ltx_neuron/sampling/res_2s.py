@@ -39,8 +39,8 @@ def extended(sigmas: tuple[float, ...]) -> Tensor:
 
 
 def evaluation_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
-    """(max_steps, 2) fp32: the sigma of each of the 2n + 1 evaluations, in order, and 0. Rows beyond
-    them repeat the last one, and are never chosen.
+    """(max_steps, 2) fp32: the sigma of each of the 2n + 1 evaluations, in order, and 0. Rows
+    beyond them repeat the last one, and are never chosen.
 
     A graph that is not guided returns no prediction, only the latents after an Euler step; after
     one to 0 they are the prediction, but for the velocity's rounding to their dtype. In fp32 that
