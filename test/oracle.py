@@ -136,9 +136,7 @@ class Denoising:
     ) -> tuple[Tensor, Tensor]:
         """From noise, or from latents noised to the first sigma, to the latents at the end of the
         schedule."""
-        from ltx_core.components.diffusion_steps import EulerDiffusionStep
         from ltx_core.types import VideoPixelShape
-        from ltx_pipelines.utils import euler_denoising_loop
         from ltx_pipelines.utils.args import ImageConditioningInput
         from ltx_pipelines.utils.helpers import combined_image_conditionings, denoise_audio_video
         from ltx_pipelines.utils.types import PipelineComponents
@@ -155,8 +153,8 @@ class Denoising:
             ),
             noiser=self.noiser,
             sigmas=sigmas,
-            stepper=EulerDiffusionStep(),
-            denoising_loop_fn=lambda *state: euler_denoising_loop(*state, denoise_fn=self.predict),
+            stepper=None,  # the loop has its own
+            denoising_loop_fn=self._loop,
             components=PipelineComponents(self.dtype, CPU),
             dtype=self.dtype,
             device=CPU,
@@ -166,6 +164,12 @@ class Denoising:
         )
         video, audio = (state.latent for state in states)
         return video, audio
+
+    def _loop(self, sigmas: Tensor, video, audio, _):
+        from ltx_core.components.diffusion_steps import EulerDiffusionStep
+        from ltx_pipelines.utils import euler_denoising_loop
+
+        return euler_denoising_loop(sigmas, video, audio, EulerDiffusionStep(), self.predict)
 
 
 @torch.no_grad()

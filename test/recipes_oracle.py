@@ -32,7 +32,7 @@ class Job(oracle.Job):
     distilled recipe.
 
     LoRAs are (path, strength); `refining_loras` are those of stage 2 only. `release` is "later" or
-    "1.0.0".
+    "1.0.0". `sampler` "res_2s" is HQ, of which later releases decode s1_audio.
     """
 
     two_stage: bool = False
@@ -43,6 +43,7 @@ class Job(oracle.Job):
     loras: tuple = ()
     refining_loras: tuple = ()
     release: str = "later"
+    sampler: str = "euler"
 
     @property
     def guidance(self) -> tuple[dict, dict]:
@@ -126,14 +127,26 @@ class Recipe(oracle.Denoising):
             *contexts(self.assets, self.job.prompt), self._transformer(loras)
         )
 
+    def _loop(self, sigmas: Tensor, video, audio, _):
+        from ltx_core.components.diffusion_steps import Res2sDiffusionStep
+        from ltx_pipelines.utils.samplers import res2s_audio_video_denoising_loop as res_2s
+
+        if self.job.sampler == "euler":
+            return super()._loop(sigmas, video, audio, _)
+        stepper, dtype = Res2sDiffusionStep(), torch.float32
+        return res_2s(sigmas, video, audio, stepper, self.predict, model_dtype=dtype)
+
     def run_guided(self) -> dict[str, Tensor]:
         from ltx_core.components.schedulers import LTX2Scheduler
         from ltx_core.model.upsampler import upsample_video
         from ltx_pipelines.utils.constants import STAGE_2_DISTILLED_SIGMA_VALUES
 
-        job, sigmas = self.job, LTX2Scheduler().execute(steps=self.job.steps)
+        job, factor = self.job, 2 if self.job.two_stage else 1
+        first = (1, 128, (job.num_frames + 7) // 8, job.height // factor // 32)
+        latent = torch.empty(*first, job.width // factor // 32)
+        counted = latent if job.sampler == "res_2s" else None  # HQ alone counts the tokens
+        sigmas = LTX2Scheduler().execute(steps=job.steps, latent=counted)
         self.predict = self._guided()
-        factor = 2 if job.two_stage else 1
         video, audio = self._stage(job.height // factor, job.width // factor, sigmas)
         tensors = {"s1_video": video, "s1_audio": audio, **self.step0}
         if job.two_stage:
@@ -171,9 +184,9 @@ class Recipe(oracle.Denoising):
         )
         names = [*passes(*job.guidance), "guided"]
 
-        def first_step_kept(video_state, audio_state, sigmas, step):
-            guided = denoise(video_state, audio_state, sigmas, step)
-            if step == 0:
+        def first_step_kept(video_state, audio_state, sigmas, step_index):
+            guided = denoise(video_state, audio_state, sigmas, step_index)
+            if not self.step0:
                 for name, predictions in zip(names, [*calls, guided], strict=True):
                     self.step0 |= {
                         f"step0.{name}.{s}": p for s, p in zip(STREAMS, predictions, strict=True)

@@ -174,10 +174,12 @@ class DecodeQueue:
             with self.recorder.phase("upsample"):
                 for kind in UPSCALES[job.upscale]:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
+        if job.sampler == "res_2s":
+            tensors["final_audio"] = tensors[job.heard].clone()
         if job.sound:  # what was given is what is heard
             sound, rate = partial(tensors.get, "waveform"), int(tensors["waveform_rate"])
         else:
-            sound, rate = partial(self._sound, tensors[f"{last}_audio"]), self.host.sample_rate
+            sound, rate = partial(self._sound, tensors[job.heard]), self.host.sample_rate
         if self.decode:
             with self._decoding(job, video, sound, rate) as clip:
                 if self.write:

@@ -1,6 +1,7 @@
 """One stage on the ranks: what is uploaded once, the steps that follow, and what comes back.
 
-A step runs on the device from latents to next latents. All that the steps share (contexts, RoPE
+A step runs on the device from latents to next latents; of res_2s, whose state is the host's, an
+evaluation does, to the prediction. All that the steps share (contexts, RoPE
 tables, one modulation table per schedule, what images hold, the steps' numbers) is uploaded by
 `prepare`; after that the host names a step's number.
 
@@ -26,7 +27,8 @@ from ltx_neuron.sampling.attention_mask import attention_bias
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import ImageCondition, LatentState
 from ltx_neuron.sampling.guidance import Guidance
-from ltx_neuron.sampling.schedules import stream_sigmas
+from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
+from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
 _STREAMS = ("video", "audio")
@@ -101,8 +103,11 @@ def _with_references(
 class StageRun:
     """One stage on the ranks: `prepare`, `start`, a `step` for each number, `result`.
 
-    adaln  the weight set's host tensors, which the modulation table is computed from
+    adaln   the weight set's host tensors, which the modulation table is computed from
+    res_2s  that sampler of a stage that has it
     """
+
+    res_2s: Res2s | None = None
 
     def __init__(
         self,
@@ -137,7 +142,7 @@ class StageRun:
         self.sequence = ["main"] * self.bucket.max_steps
         # The generator draws video first.
         self.video, self.audio = (self._noised(state, generator) for state in states)
-        video, audio = states
+        self.states = video, audio = states
         masks, video_choice = self._timesteps(video, self.bucket.timesteps)
         audio_masks, audio_choice = self._timesteps(audio, self.bucket.audio_timesteps)
         shared = {
@@ -157,7 +162,7 @@ class StageRun:
         if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
             shared["rank_one_hot"] = torch.eye(self.ranks.tp)
         self.ranks.put(self.bucket.name, **shared)
-        self.ranks.put_numbers(self.bucket.name, "step", stage.steps)
+        self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
             self._prepare_guidance(job.resolved_guidance, stage, contexts)
 
@@ -188,7 +193,8 @@ class StageRun:
         """The sigmas (S, 2, 2) and the modulation tables, (S, U, 17, D) of each stream."""
         max_steps = self.bucket.max_steps
         still = tuple(state.frozen and not state.frozen_noise for state in states)
-        pairs = stream_sigmas(stage.sigmas, max_steps, still)
+        pairs_of = evaluation_pairs if stage.sampler == "res_2s" else sigma_pairs
+        pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), still)
         # A frozen stream is clean to the model, in its own layers and to those that listen to it.
         own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {
@@ -236,7 +242,7 @@ class StageRun:
         combination. Where a pass is not run, its predictions are read from "cond": their weight
         is 0."""
         name, max_steps = self.bucket.name, self.bucket.max_steps
-        enabled = guidance.enabled_steps(stage.steps, max_steps)
+        enabled = guidance.enabled_steps(stage.evaluations, max_steps)
         self.ranks.put(name, guidance=guidance.weights(), enabled_steps=enabled)
         passes, aliases = [], {}
         for kind in PASSES:
@@ -253,7 +259,7 @@ class StageRun:
         self.ranks.define(name, "guided", [*passes, ("guide", aliases, {})])
         self.ranks.define(name, "repeat", [("guide", aliases, {})])
         computed = [
-            any(stream.computes(step) for stream in guidance.streams) for step in range(stage.steps)
+            any(stream.computes(step) for stream in guidance.streams) for step in stage.evaluations
         ]
         self.sequence = ["guided" if any_stream else "repeat" for any_stream in computed]
 
@@ -281,12 +287,20 @@ class StageRun:
 
     def start(self) -> None:
         """Put the noised latents where the steps find them."""
-        self.ranks.put(self.bucket.name, video_latent=self.video, audio_latent=self.audio)
+        self._upload(self.video, self.audio)
+        if self.stage.sampler == "res_2s":
+            noised = zip((self.video, self.audio), self.states, strict=True)
+            streams = [Stream(x, held.clean_latent, held.denoise_mask) for x, held in noised]
+            self.res_2s = Res2s(self.stage.sigmas, *streams)
+
+    def _upload(self, video: Tensor, audio: Tensor) -> None:
+        self.ranks.put(self.bucket.name, video_latent=video, audio_latent=audio)
 
     def step(self, number: int) -> float:
-        """One step, latents to next latents on the ranks; returns the device's milliseconds."""
+        """One step, from latents to next latents; returns the device's milliseconds."""
+        take = self._double_step if self.res_2s else self._run
         try:
-            return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
+            return take(number)
         except NotFiniteError as error:
             sigma, sigma_next = self.stage.sigmas[number : number + 2]
             dtype = str(self.dtype).removeprefix("torch.")
@@ -296,10 +310,41 @@ class StageRun:
                 f" {dtype} is too narrow for them"
             ) from None
 
+    def _run(self, number: int) -> float:
+        return self.ranks.run(self.bucket.name, self.sequence[number], step=number)
+
+    def _double_step(self, number: int) -> float:
+        """A step of res_2s: each evaluation goes from the host's latents to a prediction there."""
+        times, guided = [], self.bucket.guided
+
+        def predict(video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
+            self._upload(video, audio)
+            times.append(self._run(evaluation))
+            predictions = self._read(*(f"guided_{s}" for s in _STREAMS) if guided else LATENTS)
+            if not guided:
+                # The graph's Euler step to sigma 0 leaves them, held tokens put back. Twice is
+                # once too often for a token that is held in part.
+                return predictions
+            streams = zip(self.res_2s.streams, predictions, strict=True)
+            return tuple(stream.held(prediction) for stream, prediction in streams)
+
+        self.res_2s.step(number, predict)
+        return sum(times)
+
+    def _read(self, *names: str) -> tuple[Tensor, ...]:
+        return tuple(self.ranks.get(self.bucket.name, name) for name in names)
+
     def video_latent(self) -> Tensor:
         """The video's latents between two steps, (1, 128, F, h, w): read back for whoever asks."""
-        video = self.ranks.get(self.bucket.name, LATENTS[0])
+        video = self.res_2s.streams[0].latent if self.res_2s else self._read(LATENTS[0])[0]
         return latents.unpatchify_video(video, self.latent_shape)
+
+    def predicted_video(self) -> Tensor | None:
+        """What a sampler that keeps it predicted last, (1, 128, F, h, w); None of Euler's steps,
+        whose latents tell. Those of res_2s hold new noise."""
+        if not self.res_2s:
+            return None
+        return latents.unpatchify_video(self.res_2s.streams[0].denoised, self.latent_shape)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The latents (1, 128, F, h, w) and (1, 8, Ta, 16).
@@ -309,5 +354,7 @@ class StageRun:
         digests = self.ranks.hashes(*LATENTS)
         if len(set(digests)) != 1:
             raise RunError(f"the ranks ended with different latents: {digests}")
-        video, audio = (self.ranks.get(self.bucket.name, name) for name in LATENTS)
+        video, audio = self._read(*LATENTS)
+        if self.res_2s:
+            video, audio = (stream.latent for stream in self.res_2s.streams)
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)

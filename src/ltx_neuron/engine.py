@@ -389,14 +389,16 @@ class Engine:
         """Keep a stage's latents, and record what its steps cost."""
         run.finish(stage_run.stage, video, audio)
         self.stage_run = None
-        self._count(stage_run.compiled, run.job)
+        self._count(stage_run, run.job)
         if self.on_stage_end:
             self.on_stage_end(run)
 
-    def _count(self, compiled: CompiledStep, job: Job) -> None:
+    def _count(self, stage_run: StageRun, job: Job) -> None:
         """Record a step's collectives and FLOPs, as counted in its graphs when compiled."""
+        compiled, stage = stage_run.compiled, stage_run.stage
         guided, tp, counters = compiled.bucket.guided, self.workspace.tp, self.recorder.counters
         passes = len(job.resolved_guidance.passes()) if guided else 1
+        passes *= len(stage.evaluations) // stage.steps
         cost = compiled.manifest.cost("pass" if guided else "main")
         counters.collectives_per_step = {
             "count": cost["collectives"] * passes,

@@ -30,7 +30,8 @@ from ltx_neuron.sampling.conditioning import (
     SoundCondition,
 )
 from ltx_neuron.sampling.guidance import Guidance, default_guidance
-from ltx_neuron.sampling.inputs import REGENERATE, SAMPLERS
+from ltx_neuron.sampling.inputs import REGENERATE
+from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.shard import ShardRequest
 from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
@@ -103,10 +104,17 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=Job.seed)
     add("--num-inference-steps", "--num-steps", type=int, metavar="N", help="dev recipe only")
     add("--upscale", choices=list(UPSCALES), help="after a one-stage run")
+    add_sampler(parser)
     add_size(parser)
     add_loras(parser)
     add_conditions(parser)
     add_guidance(parser)
+
+
+def add_sampler(parser: argparse.ArgumentParser) -> None:
+    """Which sampler: of what makes or times a generation. It changes no graph."""
+    help = "res_2s: HQ, of --two-stage --recipe dev (default: euler)"
+    parser.add_argument("--sampler", choices=list(SAMPLERS), default=Job.sampler, help=help)
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -159,8 +167,6 @@ def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) ->
         add(flag, type=float, metavar=metavar, help=help)
     help = "what of --video-path is made anew (default: both)"
     add("--regenerate", choices=REGENERATE, help=help)
-    help = "res_2s: two predictions a step (dev recipe, two stages)"
-    add("--sampler", choices=SAMPLERS, default=Job.sampler, help=help)
 
 
 def add_graph_cut(parser: argparse.ArgumentParser) -> None:

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ltx_neuron.config import SUPPORTED_VERSION, Bucket
+from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.host.media import footage
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.guidance import (
-    DEFAULT_STEPS,
     NEGATIVE_PROMPT,
     Guidance,
     StreamGuidance,
     default_guidance,
+    default_steps,
 )
 from ltx_neuron.sampling.inputs import Inputs, check_together
 from ltx_neuron.sampling.latents import (
@@ -30,17 +30,19 @@ from ltx_neuron.sampling.latents import (
     audio_latent_frames,
     video_latent_shape,
 )
+from ltx_neuron.sampling.res_2s import steps_of_evaluations
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
     GUIDED_MAX_STEPS,
+    SCHEDULE_TOKENS,
     STAGE_2_SIGMAS,
     ltx2_schedule,
 )
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
 from ltx_neuron.weights.lora import WeightSet, identity_of
 
-_RETAKE_STEPS, _RES_2S_STEPS = 40, 15  # of the dev recipe, where --num-inference-steps is left out
+_RETAKE_STEPS = 40  # of the dev recipe, where --num-inference-steps is left out
 RECIPES = ("distilled", "dev")
 LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
 FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
@@ -53,6 +55,7 @@ class Stage(NamedTuple):
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
     loras      merged into the weights that it runs on
+    sampler    "euler", or "res_2s", whose steps are of two evaluations of the model
     """
 
     name: str  # "stage_1" or "stage_2"
@@ -62,6 +65,7 @@ class Stage(NamedTuple):
     guided: bool = False
     upsampled: bool = False
     loras: WeightSet = ()
+    sampler: str = "euler"
 
     @property
     def key(self) -> str:
@@ -71,6 +75,14 @@ class Stage(NamedTuple):
     @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
+
+    @property
+    def evaluations(self) -> tuple[int, ...]:
+        """The stage's evaluations of the model, in order: each the number of the step that guidance
+        takes it for. They are the rows of the compiled graph's schedule tables that are used."""
+        if self.sampler == "res_2s":
+            return steps_of_evaluations(self.steps)
+        return tuple(range(self.steps))
 
     @property
     def max_steps(self) -> int:
@@ -139,17 +151,24 @@ class Size:
             )
         return cls(height, width, num_frames, frame_rate)
 
-    def stages(self, recipe: str = "distilled", steps: int = 1) -> tuple[Stage, ...]:
+    def stages(
+        self, recipe: str = "distilled", steps: int = 1, sampler: str = "euler"
+    ) -> tuple[Stage, ...]:
         """One stage at the full size, or one at half of it and a distilled one at the full size.
 
         Distilled: 8 steps (and 3). Dev: a guided first stage of `steps` steps.
         """
-        guided = recipe == "dev"
-        sigmas = ltx2_schedule(steps) if guided else DISTILLED_SIGMAS
-        if not self.two_stage:
-            return (Stage("stage_1", self.height, self.width, sigmas, guided),)
-        half = Stage("stage_1", self.height // 2, self.width // 2, sigmas, guided)
-        return half, Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS, upsampled=True)
+        guided, halves = recipe == "dev", 2 if self.two_stage else 1
+        first = self.height // halves, self.width // halves
+        tokens = SCHEDULE_TOKENS
+        if sampler == "res_2s":  # HQ alone counts them
+            tokens = math.prod(video_latent_shape(*first, self.num_frames))
+        sigmas = ltx2_schedule(steps, tokens) if guided else DISTILLED_SIGMAS
+        stages = [Stage("stage_1", *first, sigmas, guided, sampler=sampler)]
+        if self.two_stage:
+            full = Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS, sampler=sampler)
+            stages.append(full._replace(upsampled=True))
+        return tuple(stages)
 
 
 def check_guidable(what: str, recipe: str) -> None:
@@ -185,15 +204,21 @@ class Job(Inputs):
             return DISTILLED_MAX_STEPS
         if self.num_inference_steps is not None:
             return self.num_inference_steps
-        if self.sampler == "res_2s":
-            return _RES_2S_STEPS
-        return _RETAKE_STEPS if self.retake else DEFAULT_STEPS[SUPPORTED_VERSION]
+        return _RETAKE_STEPS if self.retake else default_steps(self.sampler)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        stages = self.size.stages(self.recipe, self.steps)[: 1 if self.skip_stage_2 else None]
+        stages = self.size.stages(self.recipe, self.steps, self.sampler)
+        stages = stages[: 1 if self.skip_stage_2 else None]
         own = self.stage_1_loras, self.stage_2_loras
         return tuple(s._replace(loras=self.loras + o) for s, o in zip(stages, own, strict=False))
+
+    @property
+    def heard(self) -> str:
+        """The name of the latents whose sound is the video's: the last stage's or, of HQ, whose
+        second stage is for the picture alone, the first's."""
+        stage = self.stages[0 if self.sampler == "res_2s" else -1]
+        return f"{stage.key}_audio"
 
     @property
     def buckets(self) -> list[Bucket]:

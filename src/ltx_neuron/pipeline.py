@@ -163,6 +163,7 @@ class LTXPipeline:
     ) -> LTXPipelineOutput:
         """Generate one video, by default of 512x768 pixels, 121 frames at 24 a second.
 
+        sampler               "res_2s" is HQ, of the dev recipe in two stages
         image                 a path held at frame 0, or one or several ImageConditions
         generator             a CPU generator to draw noise from; else one seeded with `seed`
         loras                 in all stages, in place of the pipeline's own; () is none
@@ -375,5 +376,5 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
         last = result.job.stages[-1].key
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
         output.video_latent = result.tensors[upscaled[-1] if upscaled else f"{last}_video"]
-        output.audio_latent = result.tensors[f"{last}_audio"]
+        output.audio_latent = result.tensors[result.job.heard]
     return output

@@ -15,6 +15,7 @@ import torch
 from helpers import rel
 from recipes_oracle import OFF, STREAMS
 
+from ltx_neuron import progress
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
@@ -327,6 +328,52 @@ def test_images_of_other_crf_equal_ltx_core(opened, wanted, assets):
     assert_equals_the_oracle(got, wanted(job))
     default = replace(job, images=tuple(image[:3] for image in job.images))
     assert_differs(got, wanted(default), "s2_video")
+
+
+# --- HQ ------------------------------------------------------------------------------------------
+def hq_job(assets) -> recipes_oracle.Job:
+    """The distilled LoRA at .25, and in stage 2 at .5; a first frame and a keyframe held in part;
+    a stream that skips, which substeps never do."""
+    return replace(
+        GUIDED,
+        height=192,
+        width=128,
+        two_stage=True,
+        sampler="res_2s",
+        video=(*VIDEO, ("skip_step", 1)),
+        images=((assets.image, 0, 0.7), (assets.image, 8, 0.5)),
+        loras=((assets.lora, 0.25),),
+        refining_loras=((assets.lora, 0.25),),
+    )
+
+
+def test_hq_equals_ltx_pipelines_and_sounds_as_stage_1(opened, wanted, assets):
+    job = hq_job(assets)
+    engine = opened(1, 1, loras=job.loras, refining=job.refining_loras)
+    got = generate(engine, told(job, sampler="res_2s"), decode=True)
+    want = {name: tensor for name, tensor in wanted(job).items() if "step0" not in name}
+    assert_equals_the_oracle(got, want | {"final_audio": want["s1_audio"]})
+    assert_differs(got, wanted(replace(job, sampler="euler")), "s1_video", "s1_audio", "s2_video")
+    assert torch.equal(got["waveform"], engine.host.decode_audio(got["s1_audio"]))
+
+
+def test_hq_goes_on_after_stage_1_and_after_a_warm_up_to_the_same_bits(opened, assets, tmp_path):
+    job = told(hq_job(assets), sampler="res_2s")
+    given = hq_job(assets)
+    engine = opened(1, 1, loras=given.loras, refining=given.refining_loras)
+    states = iter(tmp_path / name for name in ("first", "second"))
+    engine.on_stage_end = lambda run: progress.save_state(next(states), run, {})
+    whole = generate(engine, job)
+    engine.on_stage_end, engine.options = None, replace(engine.options, warmup=True)
+
+    def resume(job):
+        return progress.restore_state(tmp_path / "first", job, {}, torch.float32)
+
+    assert [stage.name for stage in resume(job).stages_left] == ["stage_2"]
+    (result,) = engine.run([job], keep=True, decode=False, resume=resume)
+    engine.options = replace(engine.options, warmup=False)
+    for name in ("s1_audio", "s2_video", "s2_audio", "final_audio"):
+        assert torch.equal(result.tensors[name], whole[name]), name
 
 
 # --- the dev recipe in two stages, by the scripts ------------------------------------------------

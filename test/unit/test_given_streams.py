@@ -28,7 +28,7 @@ from ltx_neuron.models.programs import dit_program
 from ltx_neuron.sampling.attention_mask import attention_bias
 from ltx_neuron.sampling.conditioning import audio_state, timestep_choice, video_state
 from ltx_neuron.sampling.latents import audio_positions, audio_seconds, unpatchify_audio
-from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS, stream_sigmas
+from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS, sigma_pairs, stream_sigmas
 from ltx_neuron.tiny.config import TinySizes
 
 SHAPE, FPS, AUDIO_TOKENS = (3, 2, 3), 24.0, 18
@@ -52,7 +52,7 @@ def values_of(model, held_audio=None, still=(False, False), bias=None):
     rows, choice = timestep_choice(state.denoise_mask, (1.0,), 1, torch.float32)
     held = Held(state.denoise_mask, state.clean_latent, rows, choice)
     values = step_inputs(config, weights, STAGE_2_SIGMAS, state.positions, AUDIO_TOKENS, held)
-    sigmas = stream_sigmas(STAGE_2_SIGMAS, STEPS, still)
+    sigmas = stream_sigmas(sigma_pairs(STAGE_2_SIGMAS, STEPS), still)
     own = [sigmas[:, i, 0] * (not frozen) for i, frozen in enumerate(still)]
     masks = torch.ones(1)
     if held_audio is not None:

@@ -268,11 +268,22 @@ def clip(released):
     run = dict(profile=TRN2, arithmetic=Arithmetic(torch.bfloat16, 8), rates={})
     run |= dict(neuron_gemma=False, neuron_vae=False)
 
-    def timed(**changed):
+    def timed(of=made, size=size, **changed):
         job = Job("", size, upscale=changed.pop("upscale", None))
-        return Clip(made, config, weights, job=job, **(run | changed)).planned()
+        return Clip(of, config, weights, job=job, **(run | changed)).planned()
 
     return timed
+
+
+def test_a_step_of_hq_is_timed_as_the_evaluations_that_it_has(released, clip):
+    size, given = Size(128, 128, 9, two_stage=True), dict(recipe="dev", steps=15)
+    hq = plan.plan(released, TRN2, size, 4, "bfloat16", **given, sampler="res_2s")
+    assert [(stage.steps, stage.evaluations) for stage in hq.stages] == [(15, 31), (3, 7)]
+    assert "15 steps of 31 evaluations in all" in table(hq)
+    assert "the latents twice in a step" in table(hq)
+    texts = {row.name: row.rate for row in clip(of=hq, size=size).rows}
+    assert texts["denoise_stage_1"].startswith("31 x ")
+    assert texts["denoise_stage_2"].startswith("7 x ")
 
 
 def test_a_clip_s_phases_have_the_names_and_the_order_of_a_latency_report(clip):

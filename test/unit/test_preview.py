@@ -65,7 +65,10 @@ class Engine:
         self.host = SimpleNamespace(encode_image=self.encode_image)
         latent = torch.randn(1, 128, 2, 2, 3)
         self.stage_run = SimpleNamespace(
-            video=patchify_video(latent), latent_shape=(2, 2, 3), video_latent=self.video_latent
+            video=patchify_video(latent),
+            latent_shape=(2, 2, 3),
+            video_latent=self.video_latent,
+            predicted_video=lambda: None,
         )
 
     def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class StagePlan:
     height: int
     width: int
     steps: int
+    evaluations: int  # of the model: res_2s has two a step and one more
     video_tokens: int
     audio_tokens: int
     flops_per_step: int
@@ -364,6 +365,7 @@ def _stage(
         height=stage.height,
         width=stage.width,
         steps=stage.steps,
+        evaluations=len(stage.evaluations),
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         flops_per_step=flops * tp,

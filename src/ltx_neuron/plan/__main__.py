@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     help = "its config.json is read (default: Gemma3-12B's sizes)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
     add("--num-inference-steps", type=int, metavar="N", help="dev recipe only")
+    flags.add_sampler(parser)
     add("--neuron-gemma", action="store_true", help="time the prompt's encoding on the ranks")
     add("--neuron-vae", action="store_true", help="time the video's decoding on the ranks")
     help = "time the latent upsamplers, and the decoding of what they return"

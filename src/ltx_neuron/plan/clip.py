@@ -155,8 +155,8 @@ class Clip:
         if ms is None:
             return Row(name, "device", None, source)
         upload = size / self._rate("copy").value
-        what = f"{stage.steps} x {ms:.0f} ms, {source}; {size / 1e9:.2f} GB uploaded once"
-        return Row(name, "device", stage.steps * ms / 1e3 + upload, what)
+        what = f"{stage.evaluations} x {ms:.0f} ms, {source}; {size / 1e9:.2f} GB uploaded once"
+        return Row(name, "device", stage.evaluations * ms / 1e3 + upload, what)
 
     def _step_ms(self, stage: StagePlan) -> tuple[float | None, str]:
         if self.tuned_step_ms:

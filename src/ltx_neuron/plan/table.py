@@ -16,10 +16,20 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} ms"
 
 
+def _steps(stage: StagePlan) -> str:
+    if stage.evaluations == stage.steps:
+        return f"{stage.steps} steps"
+    return f"{stage.steps} steps of {stage.evaluations} evaluations in all"
+
+
+def _sent(stage: StagePlan) -> str:
+    return "nothing" if stage.evaluations == stage.steps else "the latents twice"
+
+
 def _stage_lines(stage: StagePlan) -> list[str]:
     reduced, whole = stage.collectives_per_step, stage.whole
     lines = [
-        f"{stage.name}: {stage.height}x{stage.width}, {stage.steps} steps,"
+        f"{stage.name}: {stage.height}x{stage.width}, {_steps(stage)},"
         f" {stage.video_tokens:,} video and {stage.audio_tokens} audio tokens",
         f"  FLOPs per step        {stage.flops_per_step / 1e12:.1f} T",
         f"  ideal step            {_ms(stage.ideal_step_ms)} "
@@ -37,7 +47,7 @@ def _stage_lines(stage: StagePlan) -> list[str]:
         )
     return lines + [
         f"  activations a core    {_gb(stage.activation_bytes_per_core)}",
-        f"  to the device         {_gb(stage.upload_bytes)} a rank once, nothing in a step",
+        f"  to the device         {_gb(stage.upload_bytes)} a rank once, {_sent(stage)} in a step",
     ]
 
 

@@ -4,6 +4,7 @@ out.
 Source: ltx-core components/guiders.py, ltx-pipelines utils/{constants,helpers}.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isclose
 
@@ -93,11 +94,12 @@ class Guidance:
             kept[:, 2:] = 0  # both directions, every block
         return kept.to(dtype)
 
-    def enabled_steps(self, steps: int, max_steps: int) -> Tensor:
-        """(max_steps, 2) fp32: which streams a step computes; rows beyond `steps` are not read."""
+    def enabled_steps(self, steps: Iterable[int], max_steps: int) -> Tensor:
+        """(max_steps, 2) fp32: which streams each evaluation computes, by the numbers of the steps
+        that they are of; rows beyond them are not read."""
         enabled = torch.ones(max_steps, 2)
-        for step in range(steps):
-            enabled[step] = torch.tensor([float(stream.computes(step)) for stream in self.streams])
+        for row, step in enumerate(steps):
+            enabled[row] = torch.tensor([float(stream.computes(step)) for stream in self.streams])
         return enabled
 
 
@@ -110,13 +112,23 @@ DEFAULTS = {
         video=_STREAM_2_3, audio=StreamGuidance(**{**vars(_STREAM_2_3), "cfg_scale": 7.0})
     )
 }
-# Of the sampler res_2s.
-_RES_2S_2_3 = Guidance(
-    video=StreamGuidance(cfg_scale=3.0, modality_scale=3.0, rescale_scale=0.45),
-    audio=StreamGuidance(cfg_scale=7.0, modality_scale=3.0, rescale_scale=1.0),
-)
-RES_2S_DEFAULTS = {"2.3": _RES_2S_2_3}
 DEFAULT_STEPS = {"2.3": 30}
+# Of HQ, whose sampler is res_2s: sharper, without STG.
+_HQ_STREAM_2_3 = StreamGuidance(cfg_scale=3.0, modality_scale=3.0, rescale_scale=0.45)
+HQ_DEFAULTS = {
+    "2.3": Guidance(
+        video=_HQ_STREAM_2_3,
+        audio=StreamGuidance(**{**vars(_HQ_STREAM_2_3), "cfg_scale": 7.0, "rescale_scale": 1.0}),
+    )
+}
+HQ_STEPS = {"2.3": 15}
+
+
+def default_steps(sampler: str) -> int:
+    """The supported version's."""
+    return (HQ_STEPS if sampler == "res_2s" else DEFAULT_STEPS)[SUPPORTED_VERSION]
+
+
 NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive"
     " noise, grainy texture, poor lighting, flickering, motion blur, distorted proportions,"
@@ -136,5 +148,5 @@ NEGATIVE_PROMPT = (
 
 def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
     """The model version's own; `sound`: it is given, so that nothing of it is guided."""
-    guidance = (RES_2S_DEFAULTS if sampler == "res_2s" else DEFAULTS)[SUPPORTED_VERSION]
+    guidance = (HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS)[SUPPORTED_VERSION]
     return replace(guidance, audio=StreamGuidance()) if sound else guidance

@@ -20,8 +20,8 @@ from ltx_neuron.sampling.conditioning import (
 )
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE
+from ltx_neuron.sampling.res_2s import SAMPLERS
 
-SAMPLERS = ("euler", "res_2s")
 REGENERATE = ("both", "video", "audio")
 # Flag -> those that it goes with.
 _NEEDS = {

@@ -19,28 +19,29 @@ def sigma_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
     return torch.cat([pairs, pairs[-1:].expand(max_steps - len(pairs), 2)])
 
 
-def stream_sigmas(
-    sigmas: tuple[float, ...], max_steps: int, still: tuple[bool, bool] = (False, False)
-) -> Tensor:
-    """(max_steps, 2, 2) fp32: the sigma_pairs of video and of audio. One that stays as it is has
-    each step's sigma twice: Euler then adds nothing to it."""
-    pairs = sigma_pairs(sigmas, max_steps)
-    streams = [pairs[:, [0, 0]] if stays else pairs for stays in still]
-    return torch.stack(streams, dim=1)
+def stream_sigmas(pairs: Tensor, still: tuple[bool, bool] = (False, False)) -> Tensor:
+    """(max_steps, 2, 2) fp32: sigma_pairs of video and of audio. One that stays as it is has each
+    step's sigma twice: Euler then adds nothing to it."""
+    return torch.stack([pairs[:, [0, 0]] if stays else pairs for stays in still], dim=1)
 
 
 GUIDED_MAX_STEPS = 64  # rows of a guided graph's schedule tables
-_SHIFT, _TERMINAL = 2.05, 0.1
+_TERMINAL = 0.1
+# The shift grows with the tokens, by a straight line through these two points.
+_TOKENS, _SHIFTS = (1024, 4096), (0.95, 2.05)
+SCHEDULE_TOKENS = _TOKENS[1]
 
 
-def ltx2_schedule(steps: int) -> tuple[float, ...]:
+def ltx2_schedule(steps: int, tokens: int = SCHEDULE_TOKENS) -> tuple[float, ...]:
     """Sigmas of the dev recipe, from 1 to 0, the last nonzero 0.1. Source: ltx-core LTX2Scheduler.
 
     The pipelines give it no latent, so the shift is always that of 4096 tokens, whatever the
-    video's size.
+    video's size; HQ alone gives it stage 1's, F * h * w `tokens`, keyframes not counted.
     """
+    slope = (_SHIFTS[1] - _SHIFTS[0]) / (_TOKENS[1] - _TOKENS[0])
+    shift = tokens * slope + (_SHIFTS[0] - slope * _TOKENS[0])
     sigmas = torch.linspace(1.0, 0.0, steps + 1)
-    shifted = math.exp(_SHIFT) / (math.exp(_SHIFT) + (1 / sigmas[:-1] - 1))
+    shifted = math.exp(shift) / (math.exp(shift) + (1 / sigmas[:-1] - 1))
     remaining = 1.0 - shifted
     stretched = 1.0 - remaining / (remaining[-1] / (1.0 - _TERMINAL))
     return (*stretched.tolist(), 0.0)

@@ -53,6 +53,9 @@ class Previews:
         run, before = self.engine.stage_run, self._before
         if number == 0:  # what the steps begin with is on the host
             before = stage, -1, middle(unpatchify_video(run.video, run.latent_shape))
+        if (clean := run.predicted_video()) is not None:
+            self._shown = self.clock()
+            return picture(middle(clean), self.matrix)
         latent = middle(run.video_latent())
         self._before = stage, number, latent
         if not before or before[:2] != (stage, number - 1):
