@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
-from ltx_neuron.denoise import CompiledStep, StageRun, initial_states
+from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import calibration, conditions
 from ltx_neuron.host.background import BackgroundTask
@@ -29,7 +29,8 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.states import initial_states
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
@@ -327,9 +328,9 @@ class Engine:
         )
         with self.recorder.phase(f"denoise_{stage.name}"):
             images, shape = self._encode_images(job, stage), tuple(start[0].shape[2:])
-            states = initial_states(
-                job, stage, run.tensors, start, images, self.compat, workspace.dtype
-            )
+            held = stage.upsampled, run.tensors, start, images
+            rate, dtype = job.size.frame_rate, workspace.dtype
+            states = initial_states(job, rate, *held, self.compat, dtype)
             stage_run.prepare(job, stage, run.contexts, shape, states, run.generator)
         return stage_run
 

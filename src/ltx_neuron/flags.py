@@ -18,18 +18,18 @@ from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.generate import Outputs
-from ltx_neuron.host.media import footage
-from ltx_neuron.job import LORA_FIELDS, Job, Size, check_guidable
+from ltx_neuron.host.media import footage, video_size
+from ltx_neuron.job import LORA_FIELDS, Job, Size
 from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,
     Retake,
     SoundCondition,
 )
-from ltx_neuron.sampling.guidance import Guidance, default_guidance
+from ltx_neuron.sampling.guidance import Guidance, check_guidable, default_guidance
 from ltx_neuron.sampling.inputs import REGENERATE
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.upscaling import UPSCALES
@@ -440,7 +440,7 @@ def size(args: argparse.Namespace) -> Size:
             f"{flags} does not go with --video-path: the video is made at the file's own size and"
             f" rate, in one stage; leave out {flags}"
         )
-    return Size.of_video(path)
+    return video_size(path, "--video-path")
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:

@@ -15,13 +15,13 @@ from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.host.media import footage
+from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import RECIPES, Job, Size, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,
@@ -324,7 +324,7 @@ def _size(video: str | Path | Retake | None, sides: dict, two_stage: bool) -> Si
             f" stage; leave out {names}"
         )
     check_type("video", video, str | Path | Retake)
-    return Size.of_video(video.path if isinstance(video, Retake) else video)
+    return video_size(video.path if isinstance(video, Retake) else video, "--video-path")
 
 
 def _given(

@@ -34,7 +34,7 @@ from ltx_neuron.fleet.desk import STATE
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
 from ltx_neuron.service.jobs import VIDEO, job_of
 from ltx_neuron.service.queue import NewJob, Queue

@@ -23,7 +23,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,

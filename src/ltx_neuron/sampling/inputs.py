@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,
