@@ -195,6 +195,7 @@ def test_a_line_of_a_job_says_all_of_it(tmp_path):
         Job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
         Job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
         Job("a", recipe="dev", guidance=DEFAULTS["2.3"]),
+        Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
     ):
         assert job_of(json.loads(json.dumps(line_of(job))), tmp_path) == job
 

@@ -103,6 +103,18 @@ def test_of_fast_steps_two_are_read_back_for_a_picture(tmp_path):
     assert engine.reads == 4  # steps 1, 4, 5 and 8
 
 
+def test_of_a_sampler_that_keeps_its_prediction_that_is_shown_and_nothing_is_read_back(tmp_path):
+    """Latents of res_2s hold new noise: an Euler step to 0 from two of them would show that."""
+    clock, engine = [0.0], Engine(tmp_path)
+    previews = Previews(engine, lambda: clock[0])
+    clean = torch.randn(1, 128, 2, 2, 3)
+    engine.stage_run.predicted_video = lambda: clean
+    clock[0] = 1.0
+    wanted = preview.picture(preview.middle(clean), previews.matrix)
+    assert previews.after_step(STAGE, 5) == wanted and engine.reads == 0
+    assert previews.after_step(STAGE, 6) is None  # too soon
+
+
 def test_a_step_of_another_stage_is_not_compared_with(tmp_path):
     clock, engine = [0.0], Engine(tmp_path)
     previews = Previews(engine, lambda: clock[0])
