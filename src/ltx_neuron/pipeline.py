@@ -213,6 +213,7 @@ class LTXPipeline:
             example = "Give output_path='out.mp4'"
             require(output_path, "output_path", 'output_type="mp4"', example)
             check_output_path(output_path)
+            job.check()  # before its files are looked at
             inputs = self.engine.preflight.inputs([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
         on_step_end = callback_on_step_end and (

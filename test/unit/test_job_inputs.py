@@ -579,3 +579,11 @@ def test_a_call_that_cannot_be_is_refused_in_words(text):
     with pytest.raises(UserError) as error:
         LTXPipeline(Jobs(), "distilled")("rain", **WRONG_CALLS[text])
     assert text in str(error.value)
+
+
+def test_a_call_for_a_file_says_a_wrong_condition_in_words_too(tmp_path):
+    path = tmp_path / "out.mp4"
+    with pytest.raises(UserError, match=r"images\[0\]='a.png' is of type str"):
+        LTXPipeline(Jobs(), "distilled")(
+            "rain", image=["a.png"], output_type="mp4", output_path=path
+        )
