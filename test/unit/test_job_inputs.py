@@ -14,14 +14,16 @@ from safetensors.torch import save_file
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
 from ltx_neuron.config import Bucket
-from ltx_neuron.engine import RunOptions
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.fleet.batch import line_of
 from ltx_neuron.generate import run_identity
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.preflight import _decoded_latent as decoded_latent
 from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import (
     AttentionMask,
@@ -509,6 +511,19 @@ def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path):
         *("--image", "--audio-path", "--video-conditioning", "--conditioning-attention-mask"),
         "--video-path",
     }
+
+
+def test_no_output_may_lie_on_what_any_job_of_a_run_reads(tiny, tmp_path):
+    engine = Engine(workspace(tiny, tmp_path), Recorder())
+    other = SoundCondition("b.wav")
+    named = engine.preflight.inputs([job(sound=SOUND), job(sound=other), job(retake=RETAKE)])
+    assert named[f"--audio-path {FILE}"] == Path(FILE) == named[f"--video-path {FILE}"]
+    assert named["--audio-path b.wav"] == Path("b.wav")
+
+
+def test_without_stage_2_half_the_size_is_decoded():
+    assert decoded_latent(job(TWO)) == (3, 4, 6)
+    assert decoded_latent(job(TWO, skip_stage_2=True)) == (3, 2, 3)
 
 
 def test_compat_of_the_pipelines_1_2_0_is_the_noise_of_what_a_retake_keeps():
