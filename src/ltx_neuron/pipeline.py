@@ -216,6 +216,7 @@ class LTXPipeline:
         if output_type == "mp4":
             require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
             check_output_path(output_path)
+            job.check()  # before its files are looked at
             inputs = self.engine.preflight.inputs([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}

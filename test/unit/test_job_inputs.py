@@ -14,14 +14,16 @@ from safetensors.torch import save_file
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
 from ltx_neuron.config import Bucket
-from ltx_neuron.engine import RunOptions
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.fleet.batch import line_of
 from ltx_neuron.generate import run_identity
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.preflight import _decoded_latent as decoded_latent
 from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -511,6 +513,19 @@ def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path):
     }
 
 
+def test_no_output_may_lie_on_what_any_job_of_a_run_reads(tiny, tmp_path):
+    engine = Engine(workspace(tiny, tmp_path), Recorder())
+    other = SoundCondition("b.wav")
+    named = engine.preflight.inputs([job(sound=SOUND), job(sound=other), job(retake=RETAKE)])
+    assert named[f"--audio-path {FILE}"] == Path(FILE) == named[f"--video-path {FILE}"]
+    assert named["--audio-path b.wav"] == Path("b.wav")
+
+
+def test_without_stage_2_half_the_size_is_decoded():
+    assert decoded_latent(job(TWO)) == (3, 4, 6)
+    assert decoded_latent(job(TWO, skip_stage_2=True)) == (3, 2, 3)
+
+
 def test_compat_of_the_pipelines_1_2_0_is_the_noise_of_what_a_retake_keeps():
     ours, later = COMPAT[None], COMPAT["ltx-pipelines-1.2.0"]
     assert later == replace(ours, retake_noise=True) != ours
@@ -579,3 +594,11 @@ def test_a_call_that_cannot_be_is_refused_in_words(text):
     with pytest.raises(UserError) as error:
         LTXPipeline(Jobs(), "distilled")("rain", **WRONG_CALLS[text])
     assert text in str(error.value)
+
+
+def test_a_call_for_a_file_says_a_wrong_condition_in_words_too(tmp_path):
+    path = tmp_path / "out.mp4"
+    with pytest.raises(UserError, match=r"images\[0\]='a.png' is of type str"):
+        LTXPipeline(Jobs(), "distilled")(
+            "rain", image=["a.png"], output_type="mp4", output_path=path
+        )
