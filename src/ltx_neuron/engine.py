@@ -314,23 +314,16 @@ class Engine:
         """A stage with all that its steps share uploaded."""
         job, workspace = run.job, self.workspace
         adaln = self.residency.use_weights(stage.loras)
-        if not stage.upsampled:
+        if job.has_media and not stage.upsampled:
             with self.recorder.phase("encode_inputs"):
                 run.tensors |= conditions.encode(self.host, job.given)
         start = self._initial_latents(run, stage)
-        stage_run = StageRun(
-            self.residency.ranks,
-            compiled,
-            workspace.transformer,
-            workspace.dtype,
-            adaln,
-            self.compat,
-        )
+        ranks, dtype = self.residency.ranks, workspace.dtype
+        stage_run = StageRun(ranks, compiled, workspace.transformer, dtype, adaln, self.compat)
         with self.recorder.phase(f"denoise_{stage.name}"):
             images, shape = self._encode_images(job, stage), tuple(start[0].shape[2:])
             held = stage.upsampled, run.tensors, start, images
-            rate, dtype = job.size.frame_rate, workspace.dtype
-            states = initial_states(job, rate, *held, self.compat, dtype)
+            states = initial_states(job, job.size.frame_rate, *held, self.compat, dtype)
             stage_run.prepare(job, stage, run.contexts, shape, states, run.generator)
         return stage_run
 

@@ -179,7 +179,6 @@ class LTXPipeline:
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
-        given = _given(audio, video, (start_time, end_time, regenerate), attention_mask)
         sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         job = Job(
             prompt,
@@ -195,7 +194,7 @@ class LTXPipeline:
             skip_stage_2=skip_stage_2,
             sampler=sampler,
             references=_references(reference, ic_loras),
-            **given,
+            **_given(audio, video, (start_time, end_time, regenerate), attention_mask),
             **self._lora_fields(loras, distilled_loras, ic_loras, two_stage),
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
