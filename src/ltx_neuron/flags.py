@@ -359,7 +359,7 @@ def lora_fields(args: argparse.Namespace) -> dict[str, WeightSet]:
     """A Job's LoRAs, by its fields: of all stages, and of stage 1 and 2 besides."""
     distilled = loras(args.distilled_lora, "--distilled-lora")
     given = args.distilled_lora_strength_stage_1, args.distilled_lora_strength_stage_2
-    stage_1, stage_2 = _ic_loras(args, getattr(args, "recipe", None)), distilled
+    stage_1, stage_2 = loras(args.ic_lora, "--ic-lora"), distilled
     if given != (None, None):
         flag = "--distilled-lora-strength-stage-" + ("1" if given[0] is not None else "2")
         if not distilled:
@@ -450,7 +450,9 @@ def shape(args: argparse.Namespace, recipe: str) -> Job:
     if args.video_path is not None:  # whichever seconds of it: the graphs are the same
         seconds = {"start_time": 0.0, "end_time": of.num_frames / of.frame_rate}
         args = argparse.Namespace(**vars(args) | seconds)
-    return Job("", of, recipe=recipe, stage_1_loras=_ic_loras(args, recipe), **inputs(args))
+    return Job(
+        "", of, recipe=recipe, stage_1_loras=loras(args.ic_lora, "--ic-lora"), **inputs(args)
+    )
 
 
 def inputs(args: argparse.Namespace) -> dict[str, Any]:
@@ -502,14 +504,6 @@ def _references(args: argparse.Namespace) -> tuple[ReferenceVideo, ...]:
         ReferenceVideo(path, strength, footage(path, flag).num_frames, *scales)
         for path, strength in given
     )
-
-
-def _ic_loras(args: argparse.Namespace, recipe: str | None) -> WeightSet:
-    if args.ic_lora and recipe == "dev":
-        raise UserError(
-            "--ic-lora is for --recipe distilled; a LoRA for every stage is --lora PATH [STRENGTH]"
-        )
-    return loras(args.ic_lora, "--ic-lora")
 
 
 def _with_strength(flag_values: list[list[str]], flag: str) -> list[tuple[str, float]]:

@@ -33,7 +33,7 @@ from ltx_neuron.sampling.schedules import (
 )
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
-from ltx_neuron.weights.lora import WeightSet, identity_of
+from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
 _RETAKE_STEPS = 40  # of the dev recipe, where --num-inference-steps is left out
 RECIPES = ("distilled", "dev")
@@ -245,6 +245,8 @@ class Job(Inputs):
             and (self.recipe == "distilled" or bool(self.references)),
         }
         check_together(self.asked | asked)
+        if self.recipe == "dev":
+            check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs(
             size.height // stages, size.width // stages, size.num_frames, size.frame_rate
         )

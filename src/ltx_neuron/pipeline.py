@@ -179,14 +179,15 @@ class LTXPipeline:
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
+        given = _given(audio, video, (start_time, end_time, regenerate), attention_mask)
         sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         job = Job(
             prompt,
             _size(video, sides, two_stage),
+            recipe=self.recipe,
             seed=_plain(seed),
             num_inference_steps=_plain(num_inference_steps),
             negative_prompt=negative_prompt,
-            recipe=self.recipe,
             guidance=guidance,
             upscale=upscale,
             images=_conditions(image),
@@ -194,7 +195,7 @@ class LTXPipeline:
             skip_stage_2=skip_stage_2,
             sampler=sampler,
             references=_references(reference, ic_loras),
-            **_given(audio, video, (start_time, end_time, regenerate), attention_mask),
+            **given,
             **self._lora_fields(loras, distilled_loras, ic_loras, two_stage),
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)

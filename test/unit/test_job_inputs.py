@@ -329,7 +329,7 @@ def test_loras_that_scale_references_differently_are_refused(ic_lora):
     assert reference_scale((plain,)) == (1, 1) and reference_scale((plain, half)) == (2, 1)
     with pytest.raises(UserError, match="different reference_downscale_factor: 2 of .*, 3 of "):
         reference_scale((half, third))
-    with pytest.raises(UserError, match="is 'half', wanted a whole number"):
+    with pytest.raises(UserError, match="factor 'half', wanted a whole number"):
         reference_scale((ic_lora(downscale_factor="half"),))
 
 

@@ -64,6 +64,16 @@ def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
     return Lora(path).file().fingerprint
 
 
+def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
+    """Raise UserError unless what stage 1 of dev has besides is stage 2's, as HQ has it."""
+    others = [lora for lora in stage_1 if lora.path not in {each.path for each in stage_2}]
+    if others:
+        raise UserError(
+            f"--ic-lora {others[0].path} is for --recipe distilled; a LoRA for every stage is --lora"
+            " PATH [STRENGTH]"
+        )
+
+
 def reference_scale(loras: WeightSet) -> tuple[int, int]:
     """How often a reference video's sides and frames go into those of stage 1, by the metadata of
     the IC-LoRAs that it is for. UserError where that is no whole number, or not one for all."""
