@@ -103,7 +103,7 @@ class Case:
         self.model, self.size = model, size
         self.job = Job("contexts are given", size)
         self.stage = self.job.stages[0]
-        self.bucket = size.bucket(self.stage, (), 1)
+        self.bucket = self.job.bucket(self.stage)
         # The last step, to sigma 0, leaves the prediction itself.
         self.number = len(self.stage.sigmas) - 2
         config = model.config

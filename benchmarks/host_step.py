@@ -132,9 +132,7 @@ class Ours:
         )
         host = open_host_file(self.weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
-        self.buckets = {
-            case: job.size.bucket(job.stages[0], job.images) for case, job in cases.items()
-        }
+        self.buckets = {case: job.buckets[0] for case, job in cases.items()}
         for bucket in set(self.buckets.values()):
             path = folder / bucket.name
             registry.compile_program(

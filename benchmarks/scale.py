@@ -93,15 +93,13 @@ class Running:
         self.workspace = Workspace(checkpoint, PROFILES["cpu"], artifacts, tp, "float32")
         self.tp = tp
         self.workspace.shard_dit()
-        self.workspace.compile_dit([size.bucket(size.stages()[0], ()) for size in sizes])
+        self.workspace.compile_dit([Job("", size).buckets[0] for size in sizes])
         weights = self.workspace.dit_weights()
         host = open_host_file(weights)
         self.adaln = {name: host.read(name) for name in host.shapes}
         self.steps = {
-            size: CompiledStep(
-                *self.workspace.dit_program_for(size, size.stages()[0], (), "distilled")
-            )
-            for size in sizes
+            size: CompiledStep(*self.workspace.dit_program_for(job, job.stages[0]))
+            for size, job in ((size, Job("", size)) for size in sizes)
         }
         others = set(active_children())
         self.ranks = registry.ranks(self.workspace.profile, tp, self.workspace.compiler_cache)
@@ -202,7 +200,8 @@ def planned(folder: Path, sizes: list[Size], degrees: list[int]) -> list[dict]:
     rows = []
     for tp in degrees:
         for size in sizes:
-            estimate = plan(checkpoint, PROFILES["trn2.3xlarge"], size, tp, "bfloat16", gemma=None)
+            trn2, job = PROFILES["trn2.3xlarge"], Job("", size)
+            estimate = plan(checkpoint, trn2, job, tp, "bfloat16", gemma=None)
             stage = estimate.stages[-1]
             rows.append(
                 {

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ltx_neuron.denoise import StageRun
-from ltx_neuron.job import Size
+from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import TinySizes, make_tiny
@@ -47,7 +47,7 @@ def prepare(folder: Path, tp: int):
     workspace.shard_dit()
     workspace.shard_gemma3()
     workspace.compile_text()
-    workspace.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages()])
+    workspace.compile_dit(Job("", SIZE).buckets)
     return assets
 
 

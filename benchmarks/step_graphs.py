@@ -15,7 +15,7 @@ import torch
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.config import Bucket, TransformerConfig, transformer_config
-from ltx_neuron.job import Size
+from ltx_neuron.job import Job, Size
 from ltx_neuron.lint import lower
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import resolve
@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     profile, config = resolve(args.profile), transformer_config(released_config())
     size = Size(args.height, args.width, args.num_frames)
-    bucket = size.bucket(size.stages("distilled")[0], ())
+    bucket = Job("", size).buckets[0]
     print(
         f"{args.height}x{args.width}, {args.num_frames} frames: {bucket.video_tokens} video and"
         f" {bucket.audio_tokens} audio tokens, {config.num_layers} blocks, bf16, tp {profile.tp},"

@@ -12,27 +12,23 @@ EXAMPLE = """python compile/compile_transformer.py --checkpoint-path CKPT \\
 def main() -> None:
     parser = flags.parser(
         "Trace the DiT step for the size of a generation. Without --image the graphs serve text to"
-        " video and an image at frame 0; with --image, exactly those images.",
+        " video and an image at frame 0; with --image, exactly those images. A sound needs none of"
+        " its own.",
         EXAMPLE,
         gemma=False,
     )
     flags.add_size(parser)
+    flags.add_ic_loras(parser)
+    flags.add_conditions(parser, shape_only=True)
     flags.add_graph_cut(parser)
     flags.add_tuned(parser)
     args = parser.parse_args()
-    size, images = flags.size(args), flags.images(args)
-    size.check()
-    size.check_images(images)
+    job = flags.shape(args, flags.recipe(args))
+    job.check_shape()
     workspace = flags.workspace(args)
-    recipe = flags.recipe(args)
-    workspace.check_plan_fits(size, recipe, neuron_gemma=False)
-    # Text to video has one timestep per step, an image at frame 0 a second one; either is its own,
-    # faster graph.
-    timesteps = [None] if images else [1, 2]
-    stages = size.stages(recipe)
-    buckets = [size.bucket(stage, images, count) for stage in stages for count in timesteps]
-    workspace.say_tuned(buckets)
-    for path in workspace.compile_dit(buckets):
+    workspace.check_plan_fits(job, neuron_gemma=False)
+    workspace.say_tuned(job.buckets_to_compile)
+    for path in workspace.compile_dit(job.buckets_to_compile):
         print(f"graphs: {path}")
 
 

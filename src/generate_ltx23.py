@@ -20,7 +20,6 @@ def arguments() -> argparse.Namespace:
     flags.add_job(parser)
     flags.add_graph_cut(parser)
     flags.add_tuned(parser)
-    flags.add_loras(parser)
     flags.add_run(parser)
     flags.add_outputs(parser)
     args = parser.parse_args()

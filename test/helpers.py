@@ -158,7 +158,7 @@ def step_inputs(
     cross_max, audio = (max(video_max[0], audio_max[0]),), audio_positions(audio_tokens)
     values = {
         "step_numbers": torch.arange(len(pairs), dtype=torch.int32),
-        "sigmas": pairs,
+        "sigmas": pairs[:, None].expand(-1, 2, 2),
         "video_modulation": modulation_table(
             weights, config, "video", pairs[:, 0], held.masks, cross_sigma
         ),
@@ -305,6 +305,27 @@ def rewrite(source, destination, change, metadata_change=None):
     change(tensors)
     save_file(tensors, destination, metadata | {"config": json.dumps(config)})
     return destination
+
+
+def tone(rate: int, seconds: float, hertz: float = 440.0) -> Tensor:
+    """Two tones, float32 (2, samples): left and right."""
+    time = torch.arange(round(rate * seconds), dtype=torch.float64) / rate
+    return (0.5 * torch.stack([time * hertz, time * hertz * 1.5]).mul(2 * math.pi).sin()).float()
+
+
+def write_sound(path, samples, rate, codec, layout="stereo", format="fltp"):
+    """Write samples, laid out as PyAV has them in that format. Returns the path."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.layout = layout
+        frame = av.AudioFrame.from_ndarray(samples, format=format, layout=layout)
+        frame.sample_rate = rate
+        for part in (frame, None):
+            for packet in stream.encode(part):
+                container.mux(packet)
+    return path
 
 
 def read_video(path: str | Path) -> dict:

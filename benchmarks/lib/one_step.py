@@ -36,7 +36,8 @@ def write_inputs(path: Path, checkpoint: Path, size: Size) -> None:
     """Write random noise (1, tokens, channels) and contexts (1, 1024, width) for a step. bf16 holds
     the numbers exactly, so runs of every dtype start from equal ones."""
     config = transformer_config(Checkpoint(checkpoint).config)
-    given = random_inputs(config, Job("contexts are given", size), size.stages()[0])
+    job = Job("contexts are given", size)
+    given = random_inputs(config, job, job.stages[0])
     context = {f"{name}_context": getattr(given.contexts[0], name) for name in ("video", "audio")}
     save_file({"video": given.video, "audio": given.audio, **context}, path)
 
@@ -52,7 +53,7 @@ def take_step(request: dict) -> None:
     )
     dtype, stage = workspace.dtype, job.stages[0]
     torch.set_num_threads(profile.host_threads)
-    bucket, manifest = workspace.dit_program_for(job.size, stage, (), job.recipe)
+    bucket, manifest = workspace.dit_program_for(job, stage)
     weights = workspace.dit_weights()
     host = open_host_file(weights)
     adaln = {name: host.read(name) for name in host.shapes}

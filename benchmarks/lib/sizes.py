@@ -1,7 +1,7 @@
 """Sizes of videos as benchmarks take them on the command line."""
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Size
+from ltx_neuron.job import Job, Size
 
 
 def parse_size(text: str) -> Size:
@@ -17,4 +17,4 @@ def parse_size(text: str) -> Size:
 
 def video_tokens(size: Size) -> int:
     """Video tokens of a one-stage generation of that size."""
-    return size.bucket(size.stages()[0], ()).video_tokens
+    return Job("", size).buckets[0].video_tokens

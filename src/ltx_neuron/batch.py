@@ -72,11 +72,10 @@ def read_lines(
             try:
                 job = job_of_line(_parse(raw))
                 job.check()
+                files = [content_digest(path) for path in job.files.values()]
+                lines.append(Line(number, job, digest([job.identity, files, identity])))
             except UserError as error:
                 problems.append(f"line {number}: {error}")
-                continue
-            images = [content_digest(image.path) for image in job.images]
-            lines.append(Line(number, job, digest([job.describe(), images, identity])))
     if problems:
         raise UserError(f"{path}: nothing was run.\n" + "\n".join(problems))
     if not lines:

@@ -176,8 +176,12 @@ class DecodeQueue:
                     video = tensors[UPSCALED[kind]] = self.host.upsample(video, kind)
         if job.sampler == "res_2s":
             tensors["final_audio"] = tensors[job.heard].clone()
+        if job.sound:  # what was given is what is heard
+            sound, rate = partial(tensors.get, "waveform"), int(tensors["waveform_rate"])
+        else:
+            sound, rate = partial(self._sound, tensors[job.heard]), self.host.sample_rate
         if self.decode:
-            with self._decoding(job, video, tensors[job.heard]) as clip:
+            with self._decoding(job, video, sound, rate) as clip:
                 if self.write:
                     self.write(clip)
                 else:
@@ -188,7 +192,7 @@ class DecodeQueue:
             tensors.get("frames"),
             job.output_frame_rate,
             tensors.get("waveform"),
-            self.host.sample_rate,
+            rate,
             tensors,
         )
         if self.hand_over:
@@ -196,10 +200,12 @@ class DecodeQueue:
         return result
 
     @contextmanager
-    def _decoding(self, job: Job, video: Tensor, audio: Tensor) -> Iterator[Clip]:
+    def _decoding(
+        self, job: Job, video: Tensor, sound: Callable[[], Tensor], rate: int
+    ) -> Iterator[Clip]:
         """A job's clip. Where cores are free for it, pictures are decoded ahead of who takes them,
         and sound beside them; else each when it is asked for."""
-        chunks, sound = self._pictures(video), cache(partial(self._sound, audio))
+        chunks, sound = self._pictures(video), cache(sound)
         task = None
         with ExitStack() as ending:
             ending.enter_context(closing(chunks))
@@ -214,7 +220,7 @@ class DecodeQueue:
             def ready() -> bool:
                 return task is not None and task.done
 
-            yield Clip(job, self._awaited(chunks), waveform, self.host.sample_rate, ready)
+            yield Clip(job, self._awaited(chunks), waveform, rate, ready)
 
     def _pictures(self, video: Tensor) -> Iterator[Tensor]:
         chunks = self.decode_video(video)

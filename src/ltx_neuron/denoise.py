@@ -5,11 +5,11 @@ evaluation does, to the prediction. All that the steps share (contexts, RoPE
 tables, one modulation table per schedule, what images hold, the steps' numbers) is uploaded by
 `prepare`; after that the host names a step's number.
 
-Shapes: Tv video tokens (keyframe tokens included), Ta audio tokens, U distinct timesteps of a step,
+Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct timesteps of a step,
 S rows of the compiled graph's schedule tables (at least as many as there are steps).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import Rope, split_rope
-from ltx_neuron.models.signatures import LATENTS, PASSES
+from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES
 from ltx_neuron.sampling import conditioning, latents
+from ltx_neuron.sampling.attention_mask import attention_bias
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import ImageCondition, VideoState
+from ltx_neuron.sampling.conditioning import ImageCondition, LatentState
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
-from ltx_neuron.sampling.schedules import sigma_pairs
+from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
 _STREAMS = ("video", "audio")
@@ -39,6 +40,64 @@ class CompiledStep:
 
     bucket: Bucket
     manifest: Manifest
+
+
+def initial_states(
+    job: Job,
+    stage: Stage,
+    tensors: dict[str, Tensor],
+    start: tuple[Tensor, Tensor],
+    images: list[tuple[ImageCondition, Tensor]],
+    compat: Compat,
+    dtype: torch.dtype,
+) -> tuple[LatentState, LatentState]:
+    """What video and audio of a stage begin with, and what of them is held.
+
+    tensors  the job's encoded inputs, by their names in --save-tensors
+    start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's, or the stage before's latents
+    images   each with its latent (1, 128, 1, h, w) at this stage's size
+    """
+    frame_rate, frames = job.size.frame_rate, start[0].shape[2]
+    # fp32 positions since ltx-core 1.1.3: bf16 ones put sound up to 28 ms off the picture.
+    positions = dtype if compat.positions else torch.float32
+    video = conditioning.video_state(
+        start[0], frame_rate, images, compat.conditioning, positions, job.images_as_guides
+    )
+    audio = conditioning.audio_state(start[1])
+    if job.references and not stage.upsampled:
+        video = _with_references(job, video, start[0].shape[2:].numel(), tensors)
+    if retake := job.retake:
+        times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)
+        audio_seconds = latents.audio_seconds(start[1].shape[2])
+        video = video.retake(latents.video_seconds(frames, frame_rate), *times)
+        if retake.regenerate == "audio":
+            video = video.freeze(noise)
+        if "audio_latent" in tensors:  # without sound in the file, all of it is new
+            audio = audio.retake(audio_seconds, *times)
+            if retake.regenerate == "video":
+                audio = audio.freeze(noise)
+    return video, audio.freeze() if job.sound else audio
+
+
+def _with_references(
+    job: Job, video: LatentState, own_tokens: int, tensors: dict[str, Tensor]
+) -> LatentState:
+    """The video's state with its references, and with their mask as a bias.
+
+    own_tokens  how many of the state's are the clip's
+    """
+    guides = len(video.denoise_mask) - own_tokens
+    groups, weights = [(guides, None)], tensors.get("reference_attention")
+    for number, reference in enumerate(job.references):
+        latent = tensors[f"reference_latent_{number}" if number else "reference_latent"]
+        video = conditioning.with_reference(video, reference, latent, job.size.frame_rate)
+        count = latent.shape[2:].numel()
+        if weights is not None:
+            groups.append((count, weights[0, :count]))
+            weights = weights[:, count:]
+    if weights is None:
+        return video
+    return replace(video, bias=attention_bias(own_tokens, groups, video.latent.dtype))
 
 
 class StageRun:
@@ -67,78 +126,99 @@ class StageRun:
         job: Job,
         stage: Stage,
         contexts: list[Contexts],
-        video: Tensor,
-        audio: Tensor,
+        latent_shape: tuple[int, int, int],
+        states: tuple[LatentState, LatentState],
         generator: torch.Generator,
-        images: list[tuple[ImageCondition, Tensor]],
     ) -> None:
-        """Noise the initial latents and upload all that the steps share.
+        """Noise the streams and upload all that the steps share.
 
-        video, audio  (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, or the stage before's latents
-        images        each with its latent (1, 128, 1, h, w) at this stage's size
+        latent_shape  (F, h, w) of the video that the stage makes
+        states        of video and audio
         """
-        self.stage, self.latent_shape = stage, tuple(video.shape[2:])
+        self.stage, self.latent_shape = stage, latent_shape
+        if job.sound:  # given sound reads the prompt in the negative pass as well
+            contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
         # What `step` runs at each number; guidance replaces it.
         self.sequence = ["main"] * self.bucket.max_steps
-        compat_1_0_0 = self.compat.conditioning
-        # fp32 positions since ltx-core 1.1.3: bf16 ones put sound up to 28 ms off the picture.
-        positions_dtype = self.dtype if self.compat.positions else torch.float32
-        state = conditioning.video_state(
-            video, job.size.frame_rate, images, compat_1_0_0, positions_dtype
-        )
-        self._noise(state, audio, generator, compat_1_0_0)
-        self.state = state
-        masks = conditioning.distinct_masks(job.images)
-        row_masks, choice = conditioning.timestep_choice(
-            state.denoise_mask, masks, self.bucket.timesteps, self.dtype
-        )
+        # The generator draws video first.
+        self.video, self.audio = (self._noised(state, generator) for state in states)
+        self.states = video, audio = states
+        masks, video_choice = self._timesteps(video, self.bucket.timesteps)
+        audio_masks, audio_choice = self._timesteps(audio, self.bucket.audio_timesteps)
+        shared = {
+            **self._schedule(stage, states, (masks, audio_masks)),
+            **self._rope_tables(video.positions, audio.positions),
+            "timestep_mask": video_choice,  # (Tv, U) one-hot
+            "denoise_mask": video.denoise_mask,  # (Tv, 1)
+            "clean_latent": video.clean_latent,  # (1, Tv, 128)
+            "video_context": contexts[0].video,  # (1, 1024, Dv)
+            "audio_context": contexts[0].audio,  # (1, 1024, Da)
+        }
+        if self.bucket.audio_timesteps > 1:
+            masked = audio_choice, audio.denoise_mask, audio.clean_latent
+            shared |= dict(zip(AUDIO_MASKS, masked, strict=True))
+        if self.bucket.biased:
+            shared["video_bias"] = video.bias
         if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
-            self.ranks.put(self.bucket.name, rank_one_hot=torch.eye(self.ranks.tp))
-        self.ranks.put(
-            self.bucket.name,
-            **self._schedule(stage, row_masks),
-            **self._rope_tables(state.positions, audio.shape[2]),
-            timestep_mask=choice,  # (Tv, U) one-hot
-            denoise_mask=state.denoise_mask,  # (Tv, 1)
-            clean_latent=state.clean_latent,  # (1, Tv, 128)
-            video_context=contexts[0].video,  # (1, 1024, Dv)
-            audio_context=contexts[0].audio,  # (1, 1024, Da)
-        )
+            shared["rank_one_hot"] = torch.eye(self.ranks.tp)
+        self.ranks.put(self.bucket.name, **shared)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
             self._prepare_guidance(job.resolved_guidance, stage, contexts)
 
-    def _noise(
-        self, state: VideoState, audio: Tensor, generator: torch.Generator, compat_1_0_0: bool
-    ) -> None:
-        """Noised tokens, (1, Tv, 128) and (1, Ta, 128); the generator draws video first."""
-        sigma = self.stage.sigmas[0]
-        self.video = conditioning.noised(
-            state.latent, generator, sigma, state.clean_latent, state.denoise_mask, compat_1_0_0
+    def _noised(self, state: LatentState, generator: torch.Generator) -> Tensor:
+        """Tokens (1, T, 128) at the first step's sigma. Noise is drawn for a frozen stream as well,
+        though it begins clean: what is drawn next depends on it."""
+        compat = self.compat.conditioning
+        if state.frozen:
+            scale = state.frozen_noise
+            return conditioning.noised(state.latent, generator, scale, compat_1_0_0=compat)
+        return conditioning.noised(
+            state.latent,
+            generator,
+            self.stage.sigmas[0],
+            state.clean_latent,
+            state.denoise_mask,
+            compat,
         )
-        tokens = latents.patchify_audio(audio)
-        self.audio = conditioning.noised(tokens, generator, sigma, compat_1_0_0=compat_1_0_0)
 
-    def _schedule(self, stage: Stage, row_masks: Tensor) -> dict[str, Tensor]:
-        """The sigmas (S, 2) and the modulation tables: (S, U, 17, Dv) and (S, 1, 17, Da)."""
+    def _timesteps(self, state: LatentState, count: int) -> tuple[Tensor, Tensor]:
+        """The denoise masks of `count` timesteps (U,), and which of them each token has, (T, U)."""
+        masks = state.masks if count > 1 else (1.0,)
+        return conditioning.timestep_choice(state.denoise_mask, masks, count, self.dtype)
+
+    def _schedule(
+        self, stage: Stage, states: tuple[LatentState, LatentState], masks: tuple[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
+        """The sigmas (S, 2, 2) and the modulation tables, (S, U, 17, D) of each stream."""
+        max_steps = self.bucket.max_steps
+        still = tuple(state.frozen and not state.frozen_noise for state in states)
         pairs_of = evaluation_pairs if stage.sampler == "res_2s" else sigma_pairs
-        pairs = pairs_of(stage.sigmas, self.bucket.max_steps)
+        pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), still)
+        # A frozen stream is clean to the model, in its own layers and to those that listen to it.
+        own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {
             f"{stream}_modulation": modulation_table(
-                self.adaln, self.config, stream, pairs[:, 0], masks, self.compat.cross_sigma
+                self.adaln,
+                self.config,
+                stream,
+                own[i],
+                masks[i],
+                self.compat.cross_sigma,
+                own[1 - i],
             )
-            for stream, masks in (("video", row_masks), ("audio", torch.ones(1)))
+            for i, stream in enumerate(_STREAMS)
         }
-        step_numbers = torch.arange(self.bucket.max_steps, dtype=torch.int32)
+        step_numbers = torch.arange(max_steps, dtype=torch.int32)
         return {"sigmas": pairs, "step_numbers": step_numbers, **tables}
 
-    def _rope_tables(self, video_positions: Tensor, audio_tokens: int) -> dict[str, Tensor]:
+    def _rope_tables(self, video_positions: Tensor, audio_positions: Tensor) -> dict[str, Tensor]:
         """Cosines and sines of the self attentions and of the audio-video attentions.
 
         video_positions  (1, 3, Tv): seconds, pixel row, pixel column. Video and audio attend to
-        each other by time alone, at the audio's head size.
+        each other by time alone, at the audio's head size; audio_positions (1, 1, Ta).
         """
-        config, audio_positions = self.config, latents.audio_positions(audio_tokens)
+        config = self.config
         video_max = config.positional_embedding_max_pos
         audio_max = config.audio_positional_embedding_max_pos
         cross_max = (max(video_max[0], audio_max[0]),)
@@ -209,9 +289,9 @@ class StageRun:
         """Put the noised latents where the steps find them."""
         self._upload(self.video, self.audio)
         if self.stage.sampler == "res_2s":
-            held, free = self.state, torch.ones(self.audio.shape[1], 1)
-            video = Stream(self.video, held.clean_latent, held.denoise_mask)
-            self.res_2s = Res2s(self.stage.sigmas, video, Stream(self.audio, self.audio, free))
+            noised = zip((self.video, self.audio), self.states, strict=True)
+            streams = [Stream(x, held.clean_latent, held.denoise_mask) for x, held in noised]
+            self.res_2s = Res2s(self.stage.sigmas, *streams)
 
     def _upload(self, video: Tensor, audio: Tensor) -> None:
         self.ranks.put(self.bucket.name, video_latent=video, audio_latent=audio)

@@ -16,15 +16,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
-from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.denoise import CompiledStep, StageRun, initial_states
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import calibration
+from ltx_neuron.host import calibration, conditions
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.preflight import Preflight
-from ltx_neuron.progress import JobRun
+from ltx_neuron.progress import JobRun, Turn, turns_of
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
 from ltx_neuron.sampling import latents
@@ -132,8 +132,8 @@ class Engine:
         hand_over: Callable[[Result], None] | None = None,
         more: Callable[[], list[Job]] = list,
     ) -> Iterator[Result | Failure]:
-        """Generate every job. Jobs finish in order, but those that need the weights with the
-        distilled LoRA after those that do not, so that weights are swapped once.
+        """Generate every job. Jobs finish in order, but for the fewest swaps of weights: all stages
+        of one weight set follow one another.
 
         An error that concerns all jobs, as a failed rank's, ends the run at once: a job that is
         still being decoded is cancelled. Its latents were handed to `on_stage_end`.
@@ -153,10 +153,11 @@ class Engine:
         with self._session(keep), self._decode_queue(decode, isolate, write, hand_over) as queue:
             while jobs:
                 runs = self._encode_prompts(jobs, resume, generator)
-                self._load_transformer(runs, compiled)
+                turns = turns_of(runs, self.workspace.dit_weights, self.residency.weights)
+                self._load_transformer(turns, compiled)
                 # Not before: a run that is refused leaves the folder as it was.
                 calibration.store(self.workspace.artifacts)
-                yield from self._denoise(runs, compiled, queue, isolate, keep)
+                yield from self._denoise(turns, compiled, queue, isolate, keep)
                 # The ranks decode before other jobs are looked at; the host meanwhile.
                 yield from queue.drain(wait=bool(queue.on_ranks))
                 while not (jobs := more()) and queue.pause():
@@ -171,29 +172,28 @@ class Engine:
 
     def _denoise(
         self,
-        runs: list[JobRun],
+        turns: list[Turn],
         compiled: dict[tuple[int, Stage], CompiledStep],
         queue: DecodeQueue,
         isolate: bool,
         keep: bool,
     ) -> Iterator[Result | Failure]:
         """Run the stages of all jobs, and hand each job to the queue after its last one."""
-        turns = _turns(runs)
-        for run, refines in turns:
-            self.job = run.job
+        for turn in turns:
+            run, self.job = turn.run, turn.run.job
             if run.error:
-                continue  # its plain stages failed
+                continue  # an earlier stage failed
             try:
                 with isolated(run, isolate):
-                    for stage in run.stages_left_on(refines):
+                    for stage in turn.stages:
                         stage_run = self._prepare(run, stage, compiled[id(run.job), stage])
                         video, audio = self._steps(stage_run)
                         self._finish(run, stage_run, video, audio)
             except Exception:  # all jobs end: what is done is handed out first
                 yield from queue.drain(wait=False)
                 raise
-            if run.error or run.job.stages[-1].refines == refines:
-                if (run, refines) == turns[-1] and not (keep or self.options.neuron_vae):
+            if run.error or not run.stages_left:
+                if turn is turns[-1] and not (keep or self.options.neuron_vae):
                     self.residency.unload_transformer()
                 yield from queue.submit(run)
 
@@ -303,17 +303,20 @@ class Engine:
 
     # --- prepare, steps, finish -------------------------------------------------------------------
 
-    def _load_transformer(self, runs: list[JobRun], compiled: dict) -> None:
+    def _load_transformer(self, turns: list[Turn], compiled: dict) -> None:
         """Have the transformer on the ranks, unless every run has its latents already."""
-        if any(run.stages_left for run in runs):
+        for stage in [stage for turn in turns for stage in turn.stages][:1]:
             programs = {step.bucket.name: step.manifest for step in compiled.values()}
-            self.residency.load_transformer(programs)
+            self.residency.load_transformer(programs, stage.loras)
 
     def _prepare(self, run: JobRun, stage: Stage, compiled: CompiledStep) -> StageRun:
         """A stage with all that its steps share uploaded."""
         job, workspace = run.job, self.workspace
-        adaln = self.residency.use_weights(stage.refines)
-        video, audio = self._initial_latents(run, stage)
+        adaln = self.residency.use_weights(stage.loras)
+        if not stage.upsampled:
+            with self.recorder.phase("encode_inputs"):
+                run.tensors |= conditions.encode(self.host, job.given)
+        start = self._initial_latents(run, stage)
         stage_run = StageRun(
             self.residency.ranks,
             compiled,
@@ -323,13 +326,16 @@ class Engine:
             self.compat,
         )
         with self.recorder.phase(f"denoise_{stage.name}"):
-            images = self._encode_images(job, stage)
-            stage_run.prepare(job, stage, run.contexts, video, audio, run.generator, images)
+            images, shape = self._encode_images(job, stage), tuple(start[0].shape[2:])
+            states = initial_states(
+                job, stage, run.tensors, start, images, self.compat, workspace.dtype
+            )
+            stage_run.prepare(job, stage, run.contexts, shape, states, run.generator)
         return stage_run
 
     def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:
-        """(1, 128, F, h, w) and (1, 8, Ta, 16): the stage before's, its video upsampled, or zeros,
-        which the noise of a first stage replaces."""
+        """(1, 128, F, h, w) and (1, 8, Ta, 16): the stage before's, its video upsampled, those of
+        a file, or zeros, which the noise of a first stage replaces."""
         if stage.upsampled:
             tensors = run.tensors
             upsample = partial(self.host.upsample, tensors["s1_video"], "spatial")
@@ -341,7 +347,8 @@ class Engine:
         frames = latents.audio_latent_frames(size.num_frames, size.frame_rate)
         video = torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype)
         audio = torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype)
-        return video, audio
+        given = run.tensors
+        return given.get("video_latent", video), given.get("audio_latent", audio)
 
     def _encode_images(self, job: Job, stage: Stage) -> list[tuple[ImageCondition, Tensor]]:
         """The job's images with their latents (1, 128, 1, h, w) at the stage's size."""
@@ -399,14 +406,3 @@ class Engine:
         }
         counters.flops_per_step = cost["flops"] * passes * tp
         counters.peak_flops = self.workspace.profile.flops(tp)
-
-
-def _turns(runs: list[JobRun]) -> list[tuple[JobRun, bool]]:
-    """The order of work: each run with whether its stages that refine are meant. Stages on the
-    plain weights come first, of all runs, so that weights are swapped once."""
-    return [
-        (run, refines)
-        for refines in (False, True)
-        for run in runs
-        if any(stage.refines == refines for stage in run.job.stages)
-    ]

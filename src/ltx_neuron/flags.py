@@ -16,18 +16,30 @@ from typing import Any, NoReturn
 
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_folder
+from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.generate import Outputs
-from ltx_neuron.job import Job, Size, check_guidable
+from ltx_neuron.host.media import footage
+from ltx_neuron.job import LORA_FIELDS, Job, Size, check_guidable
 from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditioning import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.sampling.guidance import Guidance, default_guidance
+from ltx_neuron.sampling.inputs import REGENERATE
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.shard import ShardRequest
-from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 from ltx_neuron.workspace import Workspace
+
+HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
+_LORAS = ("lora", "ic_lora", "distilled_lora")
+_A_LORA = {"action": "append", "nargs": "+", "default": [], "metavar": ("PATH", "STRENGTH")}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,6 +106,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add("--upscale", choices=list(UPSCALES), help="after a one-stage run")
     add_sampler(parser)
     add_size(parser)
+    add_loras(parser)
+    add_conditions(parser)
     add_guidance(parser)
 
 
@@ -107,17 +121,52 @@ def add_size(parser: argparse.ArgumentParser) -> None:
     """The size of the video that comes out, in how many stages, and the images it holds."""
     group = parser.add_argument_group("size")
     add = group.add_argument
-    add("--height", type=int, default=Size.height, help="pixels (default: 512)")
-    add("--width", type=int, default=Size.width, help="pixels (default: 768)")
-    add("--num-frames", type=int, default=Size.num_frames, help="8k+1 (default: 121)")
-    help = "frames per second (default: 24)"
-    add("--frame-rate", "--fps", type=float, default=Size.frame_rate, help=help)
+    add("--height", type=int, help=f"pixels (default: {Size.height})")
+    add("--width", type=int, help=f"pixels (default: {Size.width})")
+    add("--num-frames", type=int, help=f"8k+1 (default: {Size.num_frames})")
+    help = f"frames per second (default: {Size.frame_rate:g})"
+    add("--frame-rate", "--fps", type=float, help=help)
     add("--two-stage", action="store_true", help="half size first, then upsample x2 and refine")
     metavar = ("PATH", "FRAME_IDX [STRENGTH [CRF]]")
     help = "hold an image at a frame (defaults: 0, 1.0, 33); repeatable"
     add("--image", action="append", nargs="+", default=[], metavar=metavar, help=help)
     help = "sampling the checkpoint was made for (default: from the file's name, else distilled)"
     add("--recipe", choices=["distilled", "dev"], help=help)
+
+
+# Flag, the name of its value, what it says: of the conditions that no graph depends on.
+_DETAILS = (
+    ("--audio-start-time", "SECONDS", "where in the sound the video begins (default: 0)"),
+    ("--audio-max-duration", "SECONDS", "of the sound (default: the video's)"),
+    ("--start-time", "SECONDS", "of --video-path: where what is made anew begins"),
+    ("--end-time", "SECONDS", "and where it ends"),
+)
+
+
+def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) -> None:
+    """What a video is made from besides its prompt and images. shape_only: the flags that graphs
+    depend on, of the scripts that compile them."""
+    add = parser.add_argument_group("sound, video and guides").add_argument
+    add("--audio-path", metavar="FILE", help="make the video for this sound")
+    help = "make part of this video anew, at its own size"
+    add("--video-path", metavar="FILE", help=help)
+    metavar = ("PATH", "STRENGTH")
+    help = "a reference of --ic-lora; repeatable"
+    several = dict(action="append", nargs="+", default=[], metavar=metavar)
+    add("--video-conditioning", help=help, **several)
+    help = "a video, black to white, of how much of the references is attended to"
+    add("--conditioning-attention-mask", help=help, **several)
+    add("--skip-stage-2", action="store_true", help="of --two-stage: stop at half the size")
+    help = "append the image at frame 0 as the others are (dev recipe, two stages)"
+    add("--images-as-guides", action="store_true", help=help)
+    if shape_only:
+        names = [flag for flag, _, _ in _DETAILS]
+        parser.set_defaults(**dict.fromkeys(map(_dest, names)), regenerate=None, sampler="euler")
+        return
+    for flag, metavar, help in _DETAILS:
+        add(flag, type=float, metavar=metavar, help=help)
+    help = "what of --video-path is made anew (default: both)"
+    add("--regenerate", choices=REGENERATE, help=help)
 
 
 def add_graph_cut(parser: argparse.ArgumentParser) -> None:
@@ -133,12 +182,23 @@ def add_tuned(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loras(parser: argparse.ArgumentParser) -> None:
-    """The LoRAs merged into a weight set; at run time they name the set."""
-    add, metavar = parser.add_argument, ("PATH", "STRENGTH")
+    """The LoRAs merged into weight sets; at run time they name the sets."""
+    group = parser.add_argument_group("LoRAs (what they name is sharded once, and chosen by a run)")
+    add = group.add_argument
     help = "a LoRA in every stage (strength 1.0); repeatable"
-    add("--lora", action="append", nargs="+", default=[], metavar=metavar, help=help)
+    add("--lora", **_A_LORA, help=help)
+    add_ic_loras(group)
     help = "dev recipe: the LoRA of stage 2 (strength 1.0); repeatable"
-    add("--distilled-lora", action="append", nargs="+", default=[], metavar=metavar, help=help)
+    add("--distilled-lora", **_A_LORA, help=help)
+    for stage, strength in zip((1, 2), HQ_STRENGTHS, strict=True):
+        help = f"of --distilled-lora in both stages, here in stage {stage} (default: {strength:g})"
+        add(f"--distilled-lora-strength-stage-{stage}", type=float, metavar="S", help=help)
+
+
+def add_ic_loras(parser: argparse._ActionsContainer) -> None:
+    """What stage 1 alone runs with, beside a reference."""
+    help = "distilled recipe: an IC-LoRA, in stage 1 alone (strength 1.0); repeatable"
+    parser.add_argument("--ic-lora", **_A_LORA, help=help)
 
 
 # Flag, the stream it is for, the field of StreamGuidance it sets, its type. Named as in
@@ -288,8 +348,6 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
         args.dtype,
         getattr(args, "gemma_root", None),
         blocks,
-        loras(getattr(args, "lora", []), "--lora"),
-        loras(getattr(args, "distilled_lora", []), "--distilled-lora"),
     )
     opened.ignores_tuned = getattr(args, "no_tuned", True)
     if not opened.ignores_tuned:
@@ -297,7 +355,59 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
     return opened
 
 
-def loras(flag_values: list[list[str]], flag: str) -> tuple[Lora, ...]:
+def lora_fields(args: argparse.Namespace) -> dict[str, WeightSet]:
+    """A Job's LoRAs, by its fields: of all stages, and of stage 1 and 2 besides."""
+    distilled = loras(args.distilled_lora, "--distilled-lora")
+    given = args.distilled_lora_strength_stage_1, args.distilled_lora_strength_stage_2
+    stage_1, stage_2 = _ic_loras(args, getattr(args, "recipe", None)), distilled
+    if given != (None, None):
+        flag = "--distilled-lora-strength-stage-" + ("1" if given[0] is not None else "2")
+        if not distilled:
+            raise UserError(f"{flag} is of --distilled-lora; type --distilled-lora PATH as well")
+        if any(len(values) > 1 for values in args.distilled_lora):
+            raise UserError(
+                f"{flag} takes the place of --distilled-lora's own strength: type"
+                " --distilled-lora PATH alone"
+            )
+        strengths = [
+            default if strength is None else strength
+            for strength, default in zip(given, HQ_STRENGTHS, strict=True)
+        ]
+        first, stage_2 = (
+            tuple(dataclasses.replace(lora, strength=strength) for lora in distilled)
+            for strength in strengths
+        )
+        stage_1 += first
+    return dict(zip(LORA_FIELDS, (loras(args.lora, "--lora"), stage_1, stage_2), strict=True))
+
+
+def lora_keys(fields: dict[str, Any]) -> dict[str, list]:
+    """The keys of a prompts file's line that ask for LoRAs, wherever it is read; the reverse of
+    `lora_fields`."""
+    return {
+        key: [[str(lora.path.absolute()), lora.strength] for lora in fields[name]]
+        for key, name in zip(_LORAS, LORA_FIELDS, strict=True)
+    }
+
+
+def lora_sets(args: argparse.Namespace) -> dict[str, dict[str, WeightSet]]:
+    """What requests may choose by name: the command's own LoRAs as "default", and those of
+    --lora-sets. Each as a Job's fields."""
+    sets, known = {"default": lora_fields(args)}, ", ".join(_LORAS).replace("_", "-")
+    for name, line in (read_json(args.lora_sets) if args.lora_sets else {}).items():
+        if not isinstance(line, dict) or {_job_flag(key).dest for key in line} - {*_LORAS}:
+            raise UserError(f"--lora-sets {args.lora_sets}: {name!r} is an object of {known}")
+        sets[name] = lora_fields(_with_line(args, line))
+    return sets
+
+
+def weight_sets(fields: dict[str, WeightSet]) -> tuple[WeightSet, ...]:
+    """The weight sets that a Job's LoRAs name: of stage 1 and of stage 2."""
+    every, first, second = fields.values()
+    return tuple(dict.fromkeys([every + first, every + second]))
+
+
+def loras(flag_values: list[list[str]], flag: str) -> WeightSet:
     """PATH [STRENGTH], for each time the flag was given."""
     parsed = []
     for values in flag_values:
@@ -313,8 +423,119 @@ def loras(flag_values: list[list[str]], flag: str) -> tuple[Lora, ...]:
     return tuple(parsed)
 
 
+_SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags are named
+
+
 def size(args: argparse.Namespace) -> Size:
-    return Size(args.height, args.width, args.num_frames, args.frame_rate, args.two_stage)
+    """What was typed, or what the file of --video-path has."""
+    values = {name: getattr(args, name) for name in _SIZES}
+    typed = {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }
+    if (path := getattr(args, "video_path", None)) is None:
+        return Size(**typed)
+    if typed:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in typed)
+        raise UserError(
+            f"{flags} does not go with --video-path: the video is made at the file's own size and"
+            f" rate, in one stage; leave out {flags}"
+        )
+    return Size.of_video(path)
+
+
+def shape(args: argparse.Namespace, recipe: str) -> Job:
+    """The job of the flags of `add_size`, `add_ic_loras` and `add_conditions(shape_only=True)`:
+    what graphs are compiled for. Its prompt is empty."""
+    of = size(args)
+    if args.video_path is not None:  # whichever seconds of it: the graphs are the same
+        seconds = {"start_time": 0.0, "end_time": of.num_frames / of.frame_rate}
+        args = argparse.Namespace(**vars(args) | seconds)
+    return Job("", of, recipe=recipe, stage_1_loras=_ic_loras(args, recipe), **inputs(args))
+
+
+def inputs(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Job that `add_conditions` and --image say."""
+    masks = _with_strength(args.conditioning_attention_mask, "--conditioning-attention-mask")
+    if len(masks) > 1:
+        raise UserError(
+            f"--conditioning-attention-mask is there {len(masks)} times; one is for all references"
+        )
+    return {
+        "images": images(args),
+        "sound": _sound(args),
+        "retake": _retake(args),
+        "references": _references(args),
+        "attention_mask": AttentionMask(*masks[0]) if masks else None,
+        "skip_stage_2": args.skip_stage_2,
+        "images_as_guides": args.images_as_guides,
+        "sampler": args.sampler,
+    }
+
+
+def _sound(args: argparse.Namespace) -> SoundCondition | None:
+    _check_owner(args, "--audio-path", ("--audio-start-time", "--audio-max-duration"))
+    if args.audio_path is None:
+        return None
+    return SoundCondition(args.audio_path, args.audio_start_time or 0.0, args.audio_max_duration)
+
+
+def _retake(args: argparse.Namespace) -> Retake | None:
+    _check_owner(args, "--video-path", ("--start-time", "--end-time", "--regenerate"))
+    if args.video_path is None:
+        return None
+    for flag in ("--start-time", "--end-time"):
+        if getattr(args, _dest(flag)) is None:
+            raise UserError(
+                f"--video-path needs {flag}: which seconds are made anew? Type for example"
+                " --start-time 0.5 --end-time 1"
+            )
+    regenerate = args.regenerate or Retake.regenerate
+    return Retake(args.video_path, args.start_time, args.end_time, regenerate)
+
+
+def _references(args: argparse.Namespace) -> tuple[ReferenceVideo, ...]:
+    """The references, with what their files and the IC-LoRAs' metadata say of them."""
+    flag = "--video-conditioning"
+    given = _with_strength(args.video_conditioning, flag)
+    scales = reference_scale(loras(args.ic_lora, "--ic-lora")) if given else ()
+    return tuple(
+        ReferenceVideo(path, strength, footage(path, flag).num_frames, *scales)
+        for path, strength in given
+    )
+
+
+def _ic_loras(args: argparse.Namespace, recipe: str | None) -> WeightSet:
+    if args.ic_lora and recipe == "dev":
+        raise UserError(
+            "--ic-lora is for --recipe distilled; a LoRA for every stage is --lora PATH [STRENGTH]"
+        )
+    return loras(args.ic_lora, "--ic-lora")
+
+
+def _with_strength(flag_values: list[list[str]], flag: str) -> list[tuple[str, float]]:
+    """PATH STRENGTH, for each time the flag was given."""
+    parsed = []
+    for values in flag_values:
+        try:
+            path, strength = values
+            parsed.append((path, float(strength)))
+        except ValueError:
+            raise UserError(
+                f"{flag} {' '.join(values)}: wanted PATH STRENGTH, as in {flag} {values[0]} 1.0"
+            ) from None
+    return parsed
+
+
+def _check_owner(args: argparse.Namespace, owner: str, flags: tuple[str, ...]) -> None:
+    """Raise UserError for flags that say something of another one that is not there."""
+    given = [flag for flag in flags if getattr(args, _dest(flag)) is not None]
+    if given and getattr(args, _dest(owner)) is None:
+        raise UserError(f"{' '.join(given)} goes with {owner} FILE, which is not there")
+
+
+def _dest(flag: str) -> str:
+    """Where argparse keeps a flag's value."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def images(args: argparse.Namespace) -> tuple[ImageCondition, ...]:
@@ -362,6 +583,7 @@ def shard_request(args: argparse.Namespace) -> ShardRequest:
         args.verify,
         args.from_shards,
         args.num_workers,
+        weight_sets(lora_fields(args)) if "lora" in args else ((),),
     )
 
 
@@ -383,25 +605,36 @@ def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:
     """The guidance the flags ask for on top of the version's defaults; None without any."""
     changes, given = {"video": {}, "audio": {}}, []
     for flag, stream, field, _ in _GUIDANCE_FLAGS:
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        value = getattr(args, _dest(flag))
         if value is not None:
             changes[stream][field] = tuple(value) if field == "stg_blocks" else value
             given.append(flag)
     if not given:
         return None
     check_guidable(", ".join(given), recipe)
-    defaults = default_guidance(getattr(args, "sampler", Job.sampler))
+    if args.audio_path is not None and changes["audio"]:
+        wrong = ", ".join(
+            flag for flag, stream, _, _ in _GUIDANCE_FLAGS if stream == "audio" and flag in given
+        )
+        raise UserError(
+            f"{wrong} does not go with --audio-path: the sound is given, so nothing of it is"
+            " guided; leave it out (the --video-* and --a2v-* scales guide the video)"
+        )
+    defaults = default_guidance(args.sampler, args.audio_path is not None)
     return Guidance(
         video=dataclasses.replace(defaults.video, **changes["video"]),
         audio=dataclasses.replace(defaults.audio, **changes["audio"]),
     )
 
 
-def guidance_keys(guidance: Guidance | None) -> dict[str, Any]:
-    """The keys of a prompts file's line that ask for a guidance; the reverse of `guidance`."""
+def guidance_keys(job: Job) -> dict[str, Any]:
+    """The keys of a prompts file's line that ask for a job's guidance; the reverse of
+    `guidance`."""
     keys = {}
-    for flag, stream, field, _ in _GUIDANCE_FLAGS if guidance else ():
-        value = getattr(getattr(guidance, stream), field)
+    for flag, stream, field, _ in _GUIDANCE_FLAGS if job.guidance else ():
+        if stream == "audio" and job.sound:
+            continue  # it has none
+        value = getattr(getattr(job.guidance, stream), field)
         keys[flag.removeprefix("--")] = list(value) if field == "stg_blocks" else value
     return keys
 
@@ -412,13 +645,13 @@ def job(args: argparse.Namespace) -> Job:
         prompt=args.prompt or "",
         size=size(args),
         seed=args.seed,
-        images=images(args),
         num_inference_steps=args.num_inference_steps,
         negative_prompt=args.negative_prompt,
         recipe=args.recipe,
         guidance=guidance(args, args.recipe),
         upscale=args.upscale,
-        sampler=args.sampler,
+        **lora_fields(args),
+        **inputs(args),
     )
 
 
@@ -456,17 +689,20 @@ def job_of_line(args: argparse.Namespace) -> Callable[[dict[str, Any]], Job]:
     flag several times; false and null are a flag that is not given.
     """
 
-    def make(line: dict[str, Any]) -> Job:
-        values, given = dict(vars(args)), {}
-        for key, value in line.items():
-            action = _job_flag(key)
-            if value is not None and value is not False:
-                if (other := given.setdefault(action.dest, key)) != key:
-                    raise UserError(f"{other!r} and {key!r} are the same flag; leave one out")
-                values[action.dest] = _flag_value(action, value, values[action.dest])
-        return job(argparse.Namespace(**values))
+    return lambda line: job(_with_line(args, line))
 
-    return make
+
+def _with_line(args: argparse.Namespace, line: dict[str, Any]) -> argparse.Namespace:
+    values, given = dict(vars(args)), {}
+    for key, value in line.items():
+        action = _job_flag(key)
+        if value is not None and value is not False:
+            if (other := given.setdefault(action.dest, key)) != key:
+                raise UserError(f"{other!r} and {key!r} are the same flag; leave one out")
+            values[action.dest] = _flag_value(action, value, values[action.dest])
+    if "video_path" in given:  # it takes the place of the command's own size
+        values |= {name: None for name in _SIZES if name not in given}
+    return argparse.Namespace(**values)
 
 
 @cache
@@ -492,10 +728,12 @@ def _flag_value(action: argparse.Action, value: Any, before: Any) -> Any:
         if value is not True:
             raise UserError(f"{flag}: got {value!r}, wanted true or false")
         return True
-    if action.nargs == "+":  # --image: repeatable, each with several values
+    if action.nargs == "+":  # --image and --lora: repeatable, each with several values
         nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
         repeats = value if nested else [value]
         each = [one if isinstance(one, list) else [one] for one in repeats]
+        # A line's LoRAs take the place of the command's: [] is none.
+        before = [] if action.dest in _LORAS else before
         return [*before, *([_scalar(action, one) for one in values] for values in each if values)]
     if action.nargs == "*":
         return [_scalar(action, one) for one in (value if isinstance(value, list) else [value])]

@@ -181,11 +181,11 @@ def generate_batch(
 def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
     """Everything that the latents depend on: a run is resumed only where all of it is the same."""
     return {
-        **job.describe(),
-        "images_sha256": [content_digest(image.path) for image in job.images],
+        **job.identity,
+        "files_sha256": [content_digest(path) for path in job.files.values()],
         "profile": workspace.profile.name,
         "tp": workspace.tp,
-        **workspace.graphs_of(job.size, job.images, job.recipe),
+        **workspace.graphs_of(job),
         "neuron_gemma": options.neuron_gemma,
         "compat": options.compat,
         **code_identity(workspace),
@@ -244,6 +244,7 @@ def sidecar(job: Job, report: dict) -> dict:
     return {
         **report["job"],
         "sigmas": {stage.name: list(stage.sigmas) for stage in job.stages},
+        "weight_sets": job.identity["loras"],
         **{key: report[key] for key in ("profile", "tp", "versions", "identity")},
         "seconds": seconds,
         "torch_threads": torch.get_num_threads(),

@@ -2,31 +2,35 @@
 in."""
 
 import dataclasses
+import json
 import math
+import os
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable
-from ltx_neuron.sampling.conditioning import (
-    AttentionMask,
-    ImageCondition,
-    ReferenceVideo,
-    Retake,
-    SoundCondition,
-    distinct_masks,
-    token_count,
-)
+from ltx_neuron.host.media import footage
 from ltx_neuron.sampling.fields import check_fields
-from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT, Guidance, default_guidance, default_steps
+from ltx_neuron.sampling.given import Given
+from ltx_neuron.sampling.guidance import (
+    NEGATIVE_PROMPT,
+    Guidance,
+    StreamGuidance,
+    default_guidance,
+    default_steps,
+)
+from ltx_neuron.sampling.inputs import Inputs, check_together
 from ltx_neuron.sampling.latents import (
     SPACE_SCALE,
     TIME_SCALE,
     audio_latent_frames,
     video_latent_shape,
 )
-from ltx_neuron.sampling.res_2s import SAMPLERS, steps_of_evaluations
+from ltx_neuron.sampling.res_2s import steps_of_evaluations
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
     DISTILLED_SIGMAS,
@@ -36,9 +40,11 @@ from ltx_neuron.sampling.schedules import (
     ltx2_schedule,
 )
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
-from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.lora import WeightSet, identity_of
 
+_RETAKE_STEPS = 40  # of the dev recipe, where --num-inference-steps is left out
 RECIPES = ("distilled", "dev")
+LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
 FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
 
 
@@ -48,7 +54,7 @@ class Stage(NamedTuple):
     sigmas     the noise levels from the first step's to 0: one more than there are steps
     guided     each step runs several passes and combines their predictions (stage 1 of dev)
     upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
-    refines    runs on the weights with --distilled-lora merged in (stage 2 of dev)
+    loras      merged into the weights that it runs on
     sampler    "euler", or "res_2s", whose steps are of two evaluations of the model
     """
 
@@ -58,7 +64,7 @@ class Stage(NamedTuple):
     sigmas: tuple[float, ...]
     guided: bool = False
     upsampled: bool = False
-    refines: bool = False
+    loras: WeightSet = ()
     sampler: str = "euler"
 
     @property
@@ -126,28 +132,24 @@ class Size:
                 " any sound; lower the frame rate or raise --num-frames"
             )
 
-    def check_images(self, images: tuple[ImageCondition, ...]) -> None:
-        """Raise UserError for an image that is not there or cannot be held where it is asked to
-        be."""
-        for index, image in enumerate(images):
-            check_fields(image, f"images[{index}].")
-            flag = f"--image {image.path}"
-            advice = "; pass an image as --image FILE [FRAME_IDX [STRENGTH [CRF]]]"
-            check_readable(image.path, "--image", advice)
-            if not 0 <= image.frame_index < self.num_frames:
-                raise UserError(
-                    f"{flag}: frame {image.frame_index} is outside the clip's"
-                    f" 0..{self.num_frames - 1}"
-                )
-            if not 0 <= image.strength <= 1:
-                raise UserError(
-                    f"{flag}: strength {image.strength:g} is outside 0..1 (1 keeps the image, 0"
-                    " ignores it)"
-                )
-            if not 0 <= image.crf <= 51:
-                raise UserError(
-                    f"{flag}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
-                )
+    @classmethod
+    def of_video(cls, path: str | Path) -> "Size":
+        """A video file's, whose seconds are made anew. UserError with the command that cuts and
+        scales one of which the model cannot have the size."""
+        flag = "--video-path"
+        check_readable(path, flag, f"; pass a video as {flag} FILE")
+        num_frames, height, width, frame_rate = footage(path, flag)
+        frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+        sides = [max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in (height, width)]
+        if [num_frames, height, width] != [frames, *sides]:
+            name = f"{Path(path).stem}-{sides[0]}x{sides[1]}x{frames}.mp4"
+            scaled = ("ffmpeg", "-i", path, "-vf", f"scale={sides[1]}:{sides[0]}")
+            command = shlex.join(map(str, (*scaled, "-frames:v", frames, name)))
+            raise UserError(
+                f"{flag} {path} has {num_frames} frames of {height}x{width}; wanted 8k+1 frames and"
+                f" sides that are multiples of {SPACE_SCALE}.\nType: {command}"
+            )
+        return cls(height, width, num_frames, frame_rate)
 
     def stages(
         self, recipe: str = "distilled", steps: int = 1, sampler: str = "euler"
@@ -165,25 +167,8 @@ class Size:
         stages = [Stage("stage_1", *first, sigmas, guided, sampler=sampler)]
         if self.two_stage:
             full = Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS, sampler=sampler)
-            stages.append(full._replace(upsampled=True, refines=guided))
+            stages.append(full._replace(upsampled=True))
         return tuple(stages)
-
-    def buckets(self, images: tuple[ImageCondition, ...], recipe: str) -> list[Bucket]:
-        """The compiled shapes of all stages."""
-        return [self.bucket(stage, images) for stage in self.stages(recipe)]
-
-    def bucket(
-        self, stage: Stage, images: tuple[ImageCondition, ...], timesteps: int | None = None
-    ) -> Bucket:
-        """The compiled shape a stage needs."""
-        shape = video_latent_shape(stage.height, stage.width, self.num_frames)
-        return Bucket(
-            video_tokens=token_count(shape, images),
-            audio_tokens=audio_latent_frames(self.num_frames, self.frame_rate),
-            timesteps=timesteps or len(distinct_masks(images)),
-            max_steps=stage.max_steps,
-            guided=stage.guided,
-        )
 
 
 def check_guidable(what: str, recipe: str) -> None:
@@ -197,28 +182,20 @@ def check_guidable(what: str, recipe: str) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Inputs):
     """What one generation is asked to make."""
 
     prompt: str
     size: Size = Size()
     seed: int = 10
-    images: tuple[ImageCondition, ...] = ()
     num_inference_steps: int | None = None
     negative_prompt: str | None = None
     recipe: str = "distilled"
     guidance: Guidance | None = None  # dev recipe: the model version's own where None
     upscale: str | None = None  # after a one-stage run: "spatial", "temporal" or "both"
-    sound: SoundCondition | None = None
-    retake: Retake | None = None
-    references: tuple[ReferenceVideo, ...] = ()
-    attention_mask: AttentionMask | None = None
-    skip_stage_2: bool = False  # of a two-stage run: the half-size result is decoded
-    images_as_guides: bool = False  # an image at frame 0 is a keyframe as the others are
-    sampler: str = "euler"  # or "res_2s", which HQ uses
-    loras: tuple[Lora, ...] = ()  # in all stages
-    stage_1_loras: tuple[Lora, ...] = ()  # besides, an IC-LoRA or HQ's distilled one
-    stage_2_loras: tuple[Lora, ...] = ()  # besides, the distilled one
+    loras: WeightSet = ()  # in all stages
+    stage_1_loras: WeightSet = ()  # besides, an IC-LoRA or HQ's distilled one
+    stage_2_loras: WeightSet = ()  # besides, the distilled one
 
     @property
     def steps(self) -> int:
@@ -227,11 +204,14 @@ class Job:
             return DISTILLED_MAX_STEPS
         if self.num_inference_steps is not None:
             return self.num_inference_steps
-        return default_steps(self.sampler)
+        return _RETAKE_STEPS if self.retake else default_steps(self.sampler)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return self.size.stages(self.recipe, self.steps, self.sampler)
+        stages = self.size.stages(self.recipe, self.steps, self.sampler)
+        stages = stages[: 1 if self.skip_stage_2 else None]
+        own = self.stage_1_loras, self.stage_2_loras
+        return tuple(s._replace(loras=self.loras + o) for s, o in zip(stages, own, strict=False))
 
     @property
     def heard(self) -> str:
@@ -241,18 +221,54 @@ class Job:
         return f"{stage.key}_audio"
 
     @property
-    def refines(self) -> bool:
-        """Whether a stage needs the weights with the distilled LoRA."""
-        return any(stage.refines for stage in self.stages)
+    def buckets(self) -> list[Bucket]:
+        """The compiled shapes of all stages."""
+        return [self.bucket(stage) for stage in self.stages]
+
+    @property
+    def buckets_to_compile(self) -> list[Bucket]:
+        """Those that jobs of this kind need, whose values differ: text to video has one timestep
+        per step, an image at frame 0 a second one, and either is its own, faster graph."""
+        counts = [None] if self.fixes_timesteps else [1, 2]
+        return [self.bucket(stage, count) for stage in self.stages for count in counts]
+
+    def bucket(self, stage: Stage, timesteps: int | None = None) -> Bucket:
+        """The compiled shape a stage needs."""
+        size, sides = self.size, (stage.height, stage.width)
+        references = self.appended_references(stage.upsampled)
+        frames, rows, columns = video_latent_shape(*sides, size.num_frames)
+        tokens = (frames + self.keyframes) * rows * columns
+        tokens += sum(math.prod(r.latent_shape(*sides, size.num_frames)) for r in references)
+        return Bucket(
+            video_tokens=tokens,
+            audio_tokens=audio_latent_frames(size.num_frames, size.frame_rate),
+            timesteps=timesteps or self.timesteps(stage.upsampled),
+            max_steps=stage.max_steps,
+            guided=stage.guided,
+            audio_timesteps=2 if self.retake else 1,
+            biased=bool(references and self.attention_mask),
+        )
+
+    @property
+    def all_loras(self) -> WeightSet:
+        """Those that any stage may run with."""
+        return self.loras + self.stage_1_loras + self.stage_2_loras
+
+    @property
+    def given(self) -> Given:
+        """The sound and the videos that its first stage is conditioned on."""
+        size, first = self.size, self.stages[0]
+        shape = first.height, first.width, size.num_frames, size.frame_rate
+        return Given(*shape, self.sound, self.retake, self.references, self.attention_mask)
 
     @property
     def resolved_guidance(self) -> Guidance:
-        return self.guidance or default_guidance(self.sampler)
+        return self.guidance or default_guidance(self.sampler, self.sound is not None)
 
     @property
     def upsamplers(self) -> dict[str, str]:
         """The latent upsamplers this job needs, each with the flag that needs it."""
-        kinds = {"spatial": "--two-stage"} if self.size.two_stage else {}
+        kinds = {"spatial": "--two-stage"} if self.size.two_stage and not self.skip_stage_2 else {}
         return kinds | dict.fromkeys(UPSCALES.get(self.upscale, ()), f"--upscale {self.upscale}")
 
     @property
@@ -272,7 +288,7 @@ class Job:
 
     def check(self) -> None:
         """Raise UserError for whatever can be known to be wrong before a model loads."""
-        check_fields(self)
+        self.check_shape()
         if not self.prompt.strip():
             raise UserError(
                 "--prompt is empty; type for example --prompt 'a golden retriever runs across a"
@@ -286,32 +302,39 @@ class Job:
             ) from None
         if not -(2**63) <= self.seed < 2**64:
             raise UserError(f"--seed {self.seed} has more than 64 bits; type a smaller number")
-        self.size.check()
-        self.size.check_images(self.images)
-        check_upscale(self.upscale, self.size.two_stage)
-        if self.recipe not in RECIPES:
-            raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
-        self._check_sampler()
-        # A graph's rows are evaluations: res_2s has two a step, and one more.
-        most = (GUIDED_MAX_STEPS - 1) // 2 if self.sampler == "res_2s" else GUIDED_MAX_STEPS
         if self.recipe == "distilled":
             self._check_unguided()
-        elif not 1 <= self.steps <= most:
+            return
+        # res_2s predicts twice a step, and once more at the end.
+        most = (GUIDED_MAX_STEPS - 1) // 2 if self.sampler == "res_2s" else GUIDED_MAX_STEPS
+        if not 1 <= self.steps <= most:
             raise UserError(f"--num-inference-steps {self.steps}: type a number from 1 to {most}")
+        if self.sound and self.guidance and self.guidance.audio != StreamGuidance():
+            raise UserError(
+                "guidance.audio of a given sound: nothing of it is predicted, so nothing is guided;"
+                " give audio=StreamGuidance()"
+            )
 
-    def _check_sampler(self) -> None:
-        if self.sampler not in SAMPLERS:
-            raise UserError(f"sampler {self.sampler!r} is not known; known: {', '.join(SAMPLERS)}")
-        if self.sampler == "res_2s" and not (self.size.two_stage and self.recipe == "dev"):
-            raise UserError(
-                "--sampler res_2s is of the dev recipe in two stages; type --two-stage --recipe"
-                " dev, or leave it out"
-            )
-        if self.sampler == "res_2s" and (self.sound or self.retake or self.references):
-            raise UserError(
-                "--sampler res_2s makes picture and sound from a prompt and images alone; leave it"
-                " out where a sound, a video or a reference is given"
-            )
+    def check_shape(self) -> None:
+        """Raise UserError for what no graph can be compiled for, which the prompt is no part of."""
+        check_fields(self)
+        self.size.check()
+        if self.recipe not in RECIPES:
+            raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
+        check_upscale(self.upscale, self.size.two_stage)
+        size, stages = self.size, 1 + self.size.two_stage
+        asked = {
+            "--two-stage": size.two_stage,
+            f"--recipe {self.recipe}": True,
+            "--upscale": self.upscale is not None,
+            # HQ's distilled LoRA, of the dev recipe, is in stage 1 as well.
+            "--ic-lora": bool(self.stage_1_loras)
+            and (self.recipe == "distilled" or bool(self.references)),
+        }
+        check_together(self.asked | asked)
+        self.check_inputs(
+            size.height // stages, size.width // stages, size.num_frames, size.frame_rate
+        )
 
     def _check_unguided(self) -> None:
         if self.negative_prompt is not None or self.guidance is not None:
@@ -327,7 +350,14 @@ class Job:
 
     def describe(self) -> dict:
         """The job as JSON: what the sidecar and the report record."""
-        return {
-            **dataclasses.asdict(self.size),
-            **{k: v for k, v in dataclasses.asdict(self).items() if k != "size"},
-        }
+        described = dataclasses.asdict(self)
+        described = described.pop("size") | described
+        for name in LORA_FIELDS:
+            described[name] = [[str(lora.path), lora.strength] for lora in getattr(self, name)]
+        return json.loads(json.dumps(described, default=os.fspath))
+
+    @property
+    def identity(self) -> dict:
+        """What the latents depend on: LoRAs count by their content, wherever the files lie."""
+        described = {k: v for k, v in self.describe().items() if k not in LORA_FIELDS}
+        return described | {"loras": {s.name: identity_of(s.loras) for s in self.stages}}

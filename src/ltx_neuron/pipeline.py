@@ -15,16 +15,23 @@ from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
+from ltx_neuron.host.media import footage
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import RECIPES, Job, Size
+from ltx_neuron.job import RECIPES, Job, Size, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditioning import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.weights.lora import Lora
+from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -51,6 +58,8 @@ class LTXPipeline:
 
     def __init__(self, engine: Engine, recipe: str):
         self.engine, self.recipe = engine, recipe
+        self.loras: WeightSet = ()
+        self.distilled_loras: WeightSet = ()
         self._turn = _Turn()
 
     @classmethod
@@ -76,7 +85,8 @@ class LTXPipeline:
     ) -> "LTXPipeline":
         """Open a sharded and compiled checkpoint; models load at the first call.
 
-        loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded
+        loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded:
+                                of calls that do not say their own
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
         neuron_vae              decode latents there, else on the host's CPU
         profile_set             what --profile-set takes, as in ("attention=matmul",)
@@ -90,14 +100,7 @@ class LTXPipeline:
         check_type("tp_degree", tp_degree, int | None)
         resolved = resolve(profile, tuple(profile_set))
         workspace = Workspace(
-            checkpoint_path,
-            resolved,
-            artifacts_dir,
-            resolved.degree(tp_degree),
-            dtype,
-            gemma_root,
-            loras=tuple(Lora(Path(path), strength) for path, strength in loras),
-            distilled_loras=tuple(Lora(Path(path), strength) for path, strength in distilled_loras),
+            checkpoint_path, resolved, artifacts_dir, resolved.degree(tp_degree), dtype, gemma_root
         )
         if tuned:
             workspace.take_tuned()
@@ -108,7 +111,9 @@ class LTXPipeline:
             spatial_upsampler_path=spatial_upsampler_path,
             temporal_upsampler_path=temporal_upsampler_path,
         )
-        return cls(Engine(workspace, Recorder(), options), recipe)
+        pipeline = cls(Engine(workspace, Recorder(), options), recipe)
+        pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
+        return pipeline
 
     def __enter__(self) -> "LTXPipeline":
         return self
@@ -129,59 +134,90 @@ class LTXPipeline:
         *,
         negative_prompt: str | None = None,
         image: str | Path | ImageCondition | list[ImageCondition] | None = None,
-        height: int = Size.height,
-        width: int = Size.width,
-        num_frames: int = Size.num_frames,
-        frame_rate: float = Size.frame_rate,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        frame_rate: float | None = None,
         two_stage: bool = False,
         num_inference_steps: int | None = None,
         guidance: Guidance | None = None,
         generator: torch.Generator | None = None,
         seed: int = Job.seed,
         upscale: str | None = None,
+        loras: list[tuple] | None = None,
+        distilled_loras: list[tuple] | None = None,
+        audio: str | Path | SoundCondition | None = None,
+        video: str | Path | Retake | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        regenerate: str = Retake.regenerate,
+        reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None = None,
+        attention_mask: str | Path | AttentionMask | None = None,
+        images_as_guides: bool = False,
+        skip_stage_2: bool = False,
         sampler: str = Job.sampler,
+        ic_loras: list[tuple] = (),
         output_type: str = "np",
         output_path: str | Path | None = None,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
     ) -> LTXPipelineOutput:
-        """Generate one video.
+        """Generate one video, by default of 512x768 pixels, 121 frames at 24 a second.
 
         sampler               "res_2s" is HQ, of the dev recipe in two stages
         image                 a path held at frame 0, or one or several ImageConditions
         generator             a CPU generator to draw noise from; else one seeded with `seed`
+        loras                 in all stages, in place of the pipeline's own; () is none
+        distilled_loras       besides, in stage 2 of dev
+        ic_loras              besides, in stage 1
+        audio                 a sound that the video is made for
+        video                 a Retake, or a path whose seconds from start_time to end_time are made
+                              anew, `regenerate` of them: "both", "video" or "audio"
+        reference             what ic_loras take, a path or one or several ReferenceVideos
+        attention_mask        a video of how much of the references is attended to
+        images_as_guides      an image at frame 0 is appended as the others are
         output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
+        given = _given(audio, video, (start_time, end_time, regenerate), attention_mask)
+        sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
+        job = Job(
+            prompt,
+            _size(video, sides, two_stage),
+            seed=_plain(seed),
+            num_inference_steps=_plain(num_inference_steps),
+            negative_prompt=negative_prompt,
+            recipe=self.recipe,
+            guidance=guidance,
+            upscale=upscale,
+            images=_conditions(image),
+            images_as_guides=images_as_guides,
+            skip_stage_2=skip_stage_2,
+            sampler=sampler,
+            references=_references(reference, ic_loras),
+            **given,
+            **self._lora_fields(loras, distilled_loras, ic_loras, two_stage),
+        )
+        return self._generate(job, generator, output_type, output_path, callback_on_step_end)
+
+    def _generate(
+        self,
+        job: Job,
+        generator: torch.Generator | None,
+        output_type: str,
+        output_path: str | Path | None,
+        callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None,
+    ) -> LTXPipelineOutput:
         self.engine.check_process()
         _check_known("output_type", output_type, ("np", "latent", "mp4"))
         check_type("output_path", output_path, str | Path | None)
         check_type("callback_on_step_end", callback_on_step_end, Callable | None)
         _check_generator(generator)
         if output_type == "mp4":
-            example = "Give output_path='out.mp4'"
-            require(output_path, "output_path", 'output_type="mp4"', example)
+            require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
             check_output_path(output_path)
-        job = Job(
-            prompt=prompt,
-            size=Size(*map(_plain, (height, width, num_frames, frame_rate, two_stage))),
-            seed=_plain(seed),
-            images=_conditions(image),
-            num_inference_steps=_plain(num_inference_steps),
-            negative_prompt=negative_prompt,
-            recipe=self.recipe,
-            guidance=guidance,
-            upscale=upscale,
-            sampler=sampler,
-        )
-        if output_type == "mp4":
             inputs = self.engine.preflight.inputs([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
-        on_step_end = callback_on_step_end and (
-            lambda stage, step: callback_on_step_end(
-                self, step, stage.sigmas[step], {"stage": stage.name}
-            )
-        )
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}
 
         def write(clip: Clip) -> None:
@@ -191,9 +227,31 @@ class LTXPipeline:
         if output_type == "mp4":
             options["write"] = write
         with self._turn.taken("call"):
-            self.engine.on_step_end = on_step_end
+            self.engine.on_step_end = self._on_step_end(callback_on_step_end)
             (result,) = self.engine.run([job], **options)
         return _output(result, output_type, output_path)
+
+    def _lora_fields(
+        self,
+        loras: list[tuple] | None,
+        distilled: list[tuple] | None,
+        ic: list[tuple],
+        two_stage: bool,
+    ) -> dict[str, WeightSet]:
+        """A call's LoRAs as a Job's fields; the pipeline's own where it does not say, the distilled
+        ones only where there is a stage for them."""
+        own = self.distilled_loras if two_stage else ()
+        return {
+            "loras": self.loras if loras is None else _loras(loras),
+            "stage_1_loras": _loras(ic),
+            "stage_2_loras": own if distilled is None else _loras(distilled),
+        }
+
+    def _on_step_end(self, callback: Callable | None) -> Callable[[Stage, int], None] | None:
+        """The engine's callback that calls a caller's."""
+        return callback and (
+            lambda stage, step: callback(self, step, stage.sigmas[step], {"stage": stage.name})
+        )
 
 
 class _Turn:
@@ -230,6 +288,10 @@ def _plain(value):
     return value.item() if isinstance(value, np.generic) else value
 
 
+def _loras(given: list[tuple]) -> WeightSet:
+    return tuple(Lora(Path(path), strength) for path, strength in given)
+
+
 def _check_generator(generator: torch.Generator | None) -> None:
     check_type("generator", generator, torch.Generator | None)
     if generator is not None and generator.device.type != "cpu":
@@ -248,6 +310,59 @@ def _conditions(
         return () if image is None else (image,)
     check_type("image", image, str | Path | ImageCondition | list | None)
     return (ImageCondition(str(image)),)
+
+
+def _size(video: str | Path | Retake | None, sides: dict, two_stage: bool) -> Size:
+    """What is given, the rest as everywhere; of a retake its file's."""
+    given = {name: _plain(value) for name, value in sides.items() if value is not None}
+    if video is None:
+        return Size(**given, two_stage=two_stage)
+    if given or two_stage:
+        names = ", ".join([*given, *(["two_stage"] if two_stage else [])])
+        raise UserError(
+            f"{names} does not go with video: it is made at the file's own size and rate, in one"
+            f" stage; leave out {names}"
+        )
+    check_type("video", video, str | Path | Retake)
+    return Size.of_video(video.path if isinstance(video, Retake) else video)
+
+
+def _given(
+    audio: str | Path | SoundCondition | None,
+    video: str | Path | Retake | None,
+    part: tuple[float | None, float | None, str],
+    mask: str | Path | AttentionMask | None,
+) -> dict[str, Any]:
+    """A Job's sound, retake and attention mask; `part` of a video is its seconds and streams."""
+    check_type("audio", audio, str | Path | SoundCondition | None)
+    check_type("attention_mask", mask, str | Path | AttentionMask | None)
+    start, end, regenerate = map(_plain, part)
+    if not isinstance(video, str | Path):
+        if (start, end) != (None, None):
+            raise UserError("start_time and end_time go with video=a path; give that, or a Retake")
+    elif start is None or end is None:
+        raise UserError(
+            "video needs start_time and end_time: which seconds are made anew? Give for example"
+            " start_time=0.5, end_time=1.0"
+        )
+    else:
+        video = Retake(str(video), start, end, regenerate)
+    sound = SoundCondition(str(audio)) if isinstance(audio, str | Path) else audio
+    mask = AttentionMask(str(mask), 1.0) if isinstance(mask, str | Path) else mask
+    return {"sound": sound, "retake": video, "attention_mask": mask}
+
+
+def _references(
+    reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None, ic_loras: list[tuple]
+) -> tuple[ReferenceVideo, ...]:
+    """A Job's references, scaled as the LoRAs that take them say."""
+    check_type("reference", reference, str | Path | ReferenceVideo | list | tuple | None)
+    if isinstance(reference, str | Path):
+        frames = footage(reference, "reference").num_frames
+        reference = ReferenceVideo(str(reference), 1.0, frames, *reference_scale(_loras(ic_loras)))
+    if isinstance(reference, ReferenceVideo):
+        reference = (reference,)
+    return tuple(reference or ())
 
 
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:

@@ -6,6 +6,7 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import upsampler_download
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
+from ltx_neuron.host import conditions
 from ltx_neuron.host.images import check_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
@@ -42,9 +43,8 @@ class Preflight:
             "--gemma-root": workspace.gemma_root,
             "--artifacts-dir": workspace.artifacts,
             **{f"--{kind}-upsampler-path": path for kind, path in upsamplers.items()},
-            **{f"--lora {lora.path}": lora.path for lora in workspace.loras},
-            **{f"--distilled-lora {lora.path}": lora.path for lora in workspace.distilled_loras},
-            **{f"--image {image.path}": image.path for job in jobs for image in job.images},
+            **{f"--lora {each.path}": each.path for job in jobs for each in job.all_loras},
+            **{flag: path for job in jobs for flag, path in job.files.items()},
         }
         return {name: Path(path) for name, path in named.items() if path}
 
@@ -60,20 +60,22 @@ class Preflight:
         for job in jobs:
             for image in job.images:
                 check_image(image.path, job.size.height, job.size.width)
+            conditions.check(job.given)
         self._check_host_models([name for job in jobs for name in _host_models(job)])
-        self._check_weight_files()
+        self._check_weight_files(jobs)
         try:
             compiled = self._find_artifacts(jobs)
         except UserError:
             # What does not fit the device need not be made: say that instead.
-            for size, recipe in dict.fromkeys((job.size, job.recipe) for job in jobs):
-                workspace.check_plan_fits(size, recipe, self.neuron_gemma)
+            for job in {tuple(job.buckets): job for job in jobs}.values():
+                workspace.check_plan_fits(job, self.neuron_gemma)
             raise
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
             tiles = [*self.tiles.values()]
-            memory = workspace.compiled_memory(manifests, self.neuron_gemma, tiles)
-            workspace.check_compiled_fits(memory, job.size, job.recipe, self.neuron_gemma)
+            loras = job.stages[0].loras
+            memory = workspace.compiled_memory(manifests, self.neuron_gemma, tiles, loras)
+            workspace.check_compiled_fits(memory, job, self.neuron_gemma)
             self.decoder_stays = memory.decoder_stays(workspace.profile)
         return compiled
 
@@ -93,17 +95,7 @@ class Preflight:
             for kind, flag in job.upsamplers.items():
                 download = f"Download it: {upsampler_download(kind)}"
                 require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
-        refines = any(job.refines for job in jobs)
-        if refines and not workspace.distilled_loras:
-            raise UserError(
-                "--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps, which"
-                f" only the distilled LoRA makes enough\nDownload it: {lora.DOWNLOAD}"
-            )
-        if workspace.distilled_loras and not refines:
-            raise UserError(
-                "--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs"
-                " that; a LoRA for every stage is --lora PATH [STRENGTH]"
-            )
+        _check_distilled_loras(jobs)
 
     def _check_host_models(self, names: list[str]) -> None:
         """Compare the files of host models with what their configs describe, once an engine."""
@@ -111,14 +103,15 @@ class Preflight:
         self.host.check(unchecked)
         self._checked_models.update(unchecked)
 
-    def _check_weight_files(self) -> None:
+    def _check_weight_files(self, jobs: list[Job]) -> None:
         """Read the headers of the checkpoint, of the LoRAs and of Gemma's files, and the tokenizer,
         once an engine. Each raises UserError where it is not whole."""
+        workspace = self.workspace
+        for loras in {stage.loras: None for job in jobs for stage in job.stages}:
+            workspace.dit_source(loras)
         if self._checked_weight_files:
             return
-        workspace = self.workspace
         for read in (
-            lambda: workspace.refining_source,
             lambda: workspace.gemma,
             lambda: workspace.gemma_source,
             lambda: workspace.tokenizer,
@@ -137,11 +130,8 @@ class Preflight:
         workspace, compiled = self.workspace, {}
         for job in jobs:
             for stage in job.stages:
-                bucket, manifest = workspace.dit_program_for(
-                    job.size, stage, job.images, job.recipe
-                )
-                compiled[id(job), stage] = CompiledStep(bucket, manifest)
-                workspace.dit_weights(stage.refines)
+                compiled[id(job), stage] = CompiledStep(*workspace.dit_program_for(job, stage))
+        workspace.check_dit_weights(jobs)
         if self.neuron_gemma:
             workspace.gemma3_weights()
             workspace.text_programs(workspace.profile.text_buckets)
@@ -155,17 +145,36 @@ class Preflight:
         return compiled
 
 
+def _check_distilled_loras(jobs: list[Job]) -> None:
+    """Raise UserError where stage 2 of dev lacks the distilled LoRA, or nothing is for one."""
+    refining = [job for job in jobs if job.recipe == "dev" and len(job.stages) > 1]
+    if not all(job.stage_2_loras for job in refining):
+        raise UserError(
+            "--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps, which"
+            f" only the distilled LoRA makes enough\nDownload it: {lora.DOWNLOAD}"
+        )
+    given = [job for job in jobs if job.stage_2_loras]
+    # Of several jobs those in one stage may have it from the command's own flags.
+    if any(job.recipe == "distilled" for job in given) or given and not refining:
+        raise UserError(
+            "--distilled-lora is for stage 2 of --recipe dev --two-stage, and nothing here runs"
+            " that; a LoRA for every stage is --lora PATH [STRENGTH]"
+        )
+
+
 def _decoded_latent(job: Job) -> tuple[int, int, int]:
     """(F, h, w) of the video latent that is decoded."""
-    size = job.size
-    latent = video_latent_shape(size.height, size.width, size.num_frames)
+    stage = job.stages[-1]
+    latent = video_latent_shape(stage.height, stage.width, job.size.num_frames)
     return upscaled(latent, job.upscale)
 
 
 def _host_models(job: Job) -> list[str]:
     """Names of the host models a job runs."""
-    names = ["video_decoder", "audio_decoder", "vocoder"]
+    names = ["video_decoder"]
+    names += [] if job.sound else ["audio_decoder", "vocoder"]  # what is given is not decoded
     names += [f"{kind}_upsampler" for kind in job.upsamplers]
-    names += ["video_encoder"] if job.images else []
+    names += ["video_encoder"] if job.images or job.retake or job.references else []
+    names += ["audio_encoder"] if job.sound or job.retake else []
     names += ["video_statistics"] if job.upsamplers else []
     return names

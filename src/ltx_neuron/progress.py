@@ -11,9 +11,10 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from ltx_neuron.host.calibration import CHOSEN_FIELDS
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.turns import order_of_sets
 
 SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".failure.log"
 _SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # by which one is known
@@ -34,6 +37,8 @@ _STAGE_TENSORS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")
 _CONTEXTS = ("video_context", "audio_context")
 _NEGATIVE_CONTEXTS = ("negative_video_context", "negative_audio_context")
 _KEPT = ("attention_mask", *_CONTEXTS, *_STAGE_TENSORS)
+# Of a job that was given its sound: for its second stage and its MP4.
+_GIVEN_SOUND = ("audio_latent", "waveform", "waveform_rate")
 
 
 class JobRun:
@@ -65,14 +70,38 @@ class JobRun:
         """The stages that are still to be run."""
         return [stage for stage in self.job.stages if f"{stage.key}_video" not in self.tensors]
 
-    def stages_left_on(self, refines: bool) -> list[Stage]:
-        """Those that run on the plain weights, or on those with the distilled LoRA."""
-        return [stage for stage in self.stages_left if stage.refines == refines]
-
     def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
         """Take a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         self.tensors[f"{stage.key}_video"] = video
         self.tensors[f"{stage.key}_audio"] = audio
+
+
+class Turn(NamedTuple):
+    """Stages of a job that run one after the other, on one weight set; none where its latents are
+    there."""
+
+    run: JobRun
+    stages: list[Stage]
+
+
+def turns_of(
+    runs: list[JobRun], weights_of: Callable[[WeightSet], Path], loaded: Path | None
+) -> list[Turn]:
+    """The order of work: jobs as they come, but for the fewest swaps of weights.
+
+    weights_of  the folder of a weight set
+    loaded      the one whose weights are there already
+    """
+    left = {run: run.stages_left for run in runs}
+    turns = [Turn(run, []) for run in runs if not left[run]]
+    needed = [[weights_of(stage.loras) for stage in stages] for stages in left.values()]
+    for weights in order_of_sets(needed, loaded):
+        for run, stages in left.items():
+            turn = Turn(run, [])
+            while stages and weights_of(stages[0].loras) == weights:
+                turn.stages.append(stages.pop(0))
+            turns += [turn] if turn.stages else []
+    return turns
 
 
 def state_path(output_path: Path) -> Path:
@@ -134,9 +163,14 @@ def write_run_tensors(path: Path, tensors: dict[str, Tensor], identity: dict) ->
     write_tensors(path, tensors, {_IDENTITY: json.dumps(identity)})
 
 
+def _kept(job: Job) -> tuple[str, ...]:
+    """Names of a job's tensors that go on in another process."""
+    return (*_KEPT, *_GIVEN_SOUND) if job.sound else _KEPT
+
+
 def save_state(path: Path, run: JobRun, identity: dict) -> None:
     """Write what `restore_state` needs."""
-    tensors = {name: run.tensors[name] for name in _KEPT if name in run.tensors}
+    tensors = {name: run.tensors[name] for name in _kept(run.job) if name in run.tensors}
     for names, contexts in zip((_CONTEXTS, _NEGATIVE_CONTEXTS), run.contexts, strict=False):
         tensors |= dict(zip(names, (contexts.video, contexts.audio), strict=True))
     write_run_tensors(path, tensors | {_GENERATOR: run.generator.get_state()}, identity)
@@ -152,7 +186,7 @@ def restore_state(
     """
     file = TensorFile(path, "leave --resume out to begin anew")
     _check_identity(path, file, identity, () if exact else CHOSEN_FIELDS)
-    names = (*_KEPT, *_NEGATIVE_CONTEXTS, _GENERATOR)
+    names = (*_kept(job), *_NEGATIVE_CONTEXTS, _GENERATOR)
     tensors = {name: file.read(name) for name in names if name in file.shapes}
     _check_tensors(path, tensors, job, dtype)
     # A finished run's --save-tensors file lacks the negative prompt and the generator, which only
@@ -163,7 +197,7 @@ def restore_state(
         if video in tensors
     ]
     run = JobRun(job, contexts)
-    run.tensors |= {name: tensors[name] for name in _KEPT if name in tensors}
+    run.tensors |= {name: tensors[name] for name in _kept(job) if name in tensors}
     if _GENERATOR in tensors:
         run.generator.set_state(tensors[_GENERATOR])
     elif run.stages_left:
@@ -199,19 +233,24 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
     """Refuse tensors of other shapes or dtypes than the job's: somebody may have changed them."""
-    shapes = {}
+    wanted, needed = {}, ("attention_mask", *_CONTEXTS, "s1_video", "s1_audio")
+    frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
+    audio = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
     for stage in job.stages:
-        video = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
-        frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
-        shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *video)
-        shapes[f"{stage.key}_audio"] = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
-    needed = ("attention_mask", *_CONTEXTS, "s1_video", "s1_audio")
+        shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
+        wanted[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *shape), dtype
+        wanted[f"{stage.key}_audio"] = audio, dtype
+    if job.sound:
+        needed += _GIVEN_SOUND
+        samples = tensors["waveform"].numel() // 2 if "waveform" in tensors else 0
+        wanted |= {"audio_latent": (audio, dtype), "waveform": ((2, samples), torch.float32)}
+        wanted["waveform_rate"] = (), torch.int64
     problems = [f"{name}: missing" for name in needed if name not in tensors]
-    for name, shape in shapes.items():
+    for name, (shape, kind) in wanted.items():
         tensor = tensors.get(name)
-        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, kind):
             problems.append(
-                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {dtype}"
+                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {kind}"
             )
     if problems:
         listed = "\n  ".join(problems)

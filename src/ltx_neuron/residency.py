@@ -2,9 +2,10 @@
 the ranks decode: one at a time unless the profile keeps all, or the decoder fits besides.
 
 The ranks start when the first model is needed. Both stages and all jobs share one copy of the
-transformer's weights; the weights with the distilled LoRA take the place of the plain ones.
+transformer's weights; a weight set with other LoRAs takes the place of the one that is there.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from ltx_neuron.files import check_readable
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text import inputs
 from ltx_neuron.text.encoders import RankTextEncoder
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
 
@@ -31,7 +33,7 @@ class Residency:
         self.workspace, self.recorder = workspace, recorder
         self.ranks: Ranks | None = None
         # What of the transformer is on the ranks: its weight set, and its programs by name.
-        self._weights: Path | None = None
+        self.weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
         self._tiles: frozenset[str] = frozenset()  # the video decoder's programs there
         self.decoder_stays = False  # whether it fits beside the transformer
@@ -46,7 +48,7 @@ class Residency:
         workspace = self.workspace
         with self.recorder.phase("load_gemma3"):
             self._start()
-            if (self._weights or self._tiles) and not workspace.profile.resident:
+            if (self.weights or self._tiles) and not workspace.profile.resident:
                 self._unload()
             groups = [group for job in prompts for group in inputs.pack_prompts(job)]
             known = workspace.profile.text_buckets
@@ -67,42 +69,52 @@ class Residency:
             if not workspace.profile.resident:
                 self._unload()
 
-    def load_transformer(self, programs: dict[str, Manifest]) -> None:
-        """Have the transformer on the ranks with at least these programs, by bucket name."""
-        if self._weights and programs.keys() <= self._programs:
+    def load_transformer(self, programs: dict[str, Manifest], loras: WeightSet) -> None:
+        """Have the transformer on the ranks with at least these programs, by bucket name. loras: of
+        the weights that are used first."""
+        if self.weights and programs.keys() <= self._programs:
             return
-        weights = self.workspace.dit_weights()
+        weights = self.workspace.dit_weights(loras)
         with self.recorder.phase("load_transformer"):
             self._start()
             if self._tiles and not self.decoder_stays:
                 self._unload()
-            with _remedy(weights):
+            with self._swapping(weights), _remedy(weights):
                 self.ranks.load(weights, programs, self.workspace.dtype)
-        if self._weights != weights:
-            self._host_tensors = {}
-        self._weights, self._programs = weights, frozenset(programs)
+        self._programs = frozenset(programs)
 
-    def use_weights(self, refines: bool) -> dict[str, Tensor]:
-        """Have the plain weights, or those with the distilled LoRA, in the loaded transformer.
+    def use_weights(self, loras: WeightSet) -> dict[str, Tensor]:
+        """Have the weights with these LoRAs in the loaded transformer.
 
         Returns the set's host tensors (AdaLN), which never go to a device.
         """
-        weights = self.workspace.dit_weights(refines)
-        if self._weights != weights:
-            with self.recorder.phase("load_transformer"), _remedy(weights):
+        weights = self.workspace.dit_weights(loras)
+        if self.weights != weights:
+            with self.recorder.phase("load_transformer"), self._swapping(weights), _remedy(weights):
                 self.ranks.replace_weights(weights)
-            self._weights, self._host_tensors = weights, {}
         if not self._host_tensors:
             file = open_host_file(weights)
             self._host_tensors = {name: file.read(name) for name in file.shapes}
         return self._host_tensors
+
+    @contextmanager
+    def _swapping(self, weights: Path) -> Iterator[None]:
+        """While a weight set is loaded: counted where it takes another's place."""
+        began, swapped = time.perf_counter(), self.weights not in (None, weights)
+        yield
+        if self.weights != weights:
+            self._host_tensors = {}
+        if swapped:
+            self.recorder.counters.weight_swaps += 1
+            self.recorder.counters.weight_swap_seconds += time.perf_counter() - began
+        self.weights = weights
 
     def video_decoder(self, programs: dict[str, Manifest]) -> RankTiles:
         """The video decoder with the programs of these tiles: beside the transformer, or in its
         place."""
         if not programs.keys() <= self._tiles:
             weights = self.workspace.vae_weights()
-            if self._weights and not self.decoder_stays:
+            if self.weights and not self.decoder_stays:
                 with self.recorder.phase("unload_transformer"):
                     self._unload()
             with self.recorder.phase("load_vae"), _remedy(weights):
@@ -139,7 +151,7 @@ class Residency:
         self._forget()
 
     def _forget(self) -> None:
-        self._weights, self._programs, self._host_tensors = None, frozenset(), {}
+        self.weights, self._programs, self._host_tensors = None, frozenset(), {}
         self._tiles = frozenset()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ltx_neuron import artifacts
 from ltx_neuron.errors import UserError
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.rankfiles import RankSource, check_whole, verify
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -19,6 +20,7 @@ class ShardRequest:
     verify       check finished folders instead of writing
     from_shards  a finished folder to be cut anew, instead of a checkpoint
     workers      writing threads; one a file where None
+    sets         the DiT's weight sets
     """
 
     artifacts_dir: Path
@@ -27,6 +29,7 @@ class ShardRequest:
     verify: bool = False
     from_shards: Path | None = None
     workers: int | None = None
+    sets: tuple[WeightSet, ...] = ((),)
 
 
 def shard(model: str, workspace: Workspace | None, request: ShardRequest) -> None:
@@ -41,10 +44,10 @@ def shard(model: str, workspace: Workspace | None, request: ShardRequest) -> Non
     elif not workspace:
         _verify_finished(model, request.artifacts_dir)
     elif request.verify:
-        for path in workspace.verify(model):
+        for path in workspace.verify(model, request.sets):
             print(f"whole, and bit for bit the source: {path}")
     else:
-        for path in workspace.shard(model, request.workers):
+        for path in workspace.shard(model, request.sets, request.workers):
             print(f"weights: {path}")
 
 

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from ltx_neuron.config import (
 )
 from ltx_neuron.files import exclusive
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
-from ltx_neuron.job import Size, Stage
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
 from ltx_neuron.models.programs import (
@@ -51,7 +52,6 @@ from ltx_neuron.plan import (
     does_not_fit,
 )
 from ltx_neuron.profiles import Profile, require_runtime
-from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.text.cache import (
     HOST_ENCODER_CODE,
     RANK_ENCODER_CODE,
@@ -62,7 +62,7 @@ from ltx_neuron.text.encoders import HostTextEncoder
 from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
-from ltx_neuron.weights.lora import Lora, MergedSource
+from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.rankfiles import check_whole, rank_file, verify
 from ltx_neuron.weights.sharder import (
     Layout,
@@ -92,8 +92,6 @@ class Workspace:
         dtype: str,
         gemma_root: Path | None = None,
         blocks_per_graph: int | None = None,
-        loras: tuple[Lora, ...] = (),
-        distilled_loras: tuple[Lora, ...] = (),
     ):
         self.checkpoint_path = Path(checkpoint_path)
         self.gemma_root = gemma_root and Path(gemma_root)
@@ -104,11 +102,12 @@ class Workspace:
         self._typed = profile.settings
         self.chosen: chosen.Chosen | None = None
         self.ignores_tuned, self._said = False, ""
-        self.loras, self.distilled_loras = loras, distilled_loras
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
         self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
+        self._dit_sources: dict[WeightSet, MergedSource] = {}
+        self._dit_folders: dict[WeightSet, Path] = {}
 
     def take_tuned(self) -> None:
         """Take what python -m ltx_neuron.tune chose for this device and model, if it did. What was
@@ -139,16 +138,12 @@ class Workspace:
         check_gemma_fits(config, self.transformer, self.gemma_root, projection and projection[1])
         return config
 
-    @cached_property
-    def dit_source(self) -> MergedSource:
-        """The DiT's weights, with --lora merged in."""
-        return MergedSource(MODELS["dit"], [self.checkpoint], self.loras, self.transformer.heads)
-
-    @cached_property
-    def refining_source(self) -> MergedSource:
-        """The weights of the dev recipe's stage 2: --distilled-lora on top of --lora."""
-        loras = self.loras + self.distilled_loras
-        return MergedSource(MODELS["dit"], [self.checkpoint], loras, self.transformer.heads)
+    def dit_source(self, loras: WeightSet = ()) -> MergedSource:
+        """The DiT's weights, with LoRAs merged in. UserError where one is not of this model."""
+        if loras not in self._dit_sources:
+            files, heads = [self.checkpoint], self.transformer.heads
+            self._dit_sources[loras] = MergedSource(MODELS["dit"], files, loras, heads)
+        return self._dit_sources[loras]
 
     @cached_property
     def gemma_source(self) -> Source:
@@ -189,7 +184,6 @@ class Workspace:
             "model_version": self.checkpoint.model_version,
             "config": self.transformer.digest,
             "dtype": self.dtype_name,
-            "loras": self.refining_source.lora_identity,
             "profile_set": list(self.profile.settings),
             "host_threads": self.profile.host_threads,
             **self.arithmetic.describe(),
@@ -251,11 +245,9 @@ class Workspace:
             return self.profile
         return self.chosen.profile_of_size(self.profile, buckets, used)
 
-    def graphs_of(
-        self, size: Size, images: tuple[ImageCondition, ...], recipe: str
-    ) -> dict[str, object]:
-        """What of a size's graphs its latents depend on."""
-        profile = self.dit_profile(size.buckets(images, recipe))
+    def graphs_of(self, job: Job) -> dict[str, object]:
+        """What of a job's graphs its latents depend on."""
+        profile = self.dit_profile(job.buckets)
         return {
             "blocks_per_graph": self.cut(profile),
             "attention": profile.attention,
@@ -294,13 +286,12 @@ class Workspace:
 
     # --- cutting rank files -----------------------------------------------------------------------
 
-    def shard_dit(self, workers: int | None = None) -> list[Path]:
-        """Write the DiT's rank files, once more with --distilled-lora if one is given; returns the
-        folders."""
-        return [
-            self._shard("dit", source, self._dit_specs(source), workers)
-            for source in self._dit_sources
-        ]
+    def shard_dit(
+        self, sets: Iterable[WeightSet] = ((),), workers: int | None = None
+    ) -> list[Path]:
+        """Write the DiT's rank files, once for every set of LoRAs; returns the folders."""
+        sources = list(map(self.dit_source, sets))  # one that does not fit is refused first
+        return [self._shard("dit", s, self._dit_specs(s), workers) for s in sources]
 
     def shard_gemma3(self, workers: int | None = None) -> Path:
         """Write the text encoder's, its projections' and the connectors' rank files; returns the
@@ -311,15 +302,13 @@ class Workspace:
         """Write the video decoder's rank files, which are all alike; returns the folder."""
         return self._shard("vae", self.vae_source, self._vae_specs(), workers)
 
-    def shard(self, model: str, workers: int | None = None) -> list[Path]:
-        """Write the rank files of a model, one of MODELS; returns the folders."""
+    def shard(
+        self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
+    ) -> list[Path]:
+        """Write the rank files of a model, one of MODELS; returns the folders. sets: the DiT's."""
         if model == "dit":
-            return self.shard_dit(workers)
+            return self.shard_dit(sets, workers)
         return [self.shard_vae(workers) if model == "vae" else self.shard_gemma3(workers)]
-
-    @property
-    def _dit_sources(self) -> list[MergedSource]:
-        return [self.dit_source, *([self.refining_source] if self.distilled_loras else [])]
 
     def _shard(
         self, model: str, source: Source, specs: list[ShardSpec], workers: int | None
@@ -332,7 +321,7 @@ class Workspace:
 
     def _dit_specs(self, source: Source) -> list[ShardSpec]:
         specs = shard_specs(source, self.tp, {})
-        bucket = Size().bucket(Size().stages("distilled")[0], ())
+        (bucket,) = Job("").buckets
         program = dit_program(
             self.transformer, bucket, self.tp, TorchDistComm(self.tp), self.dtype, 1
         )
@@ -364,15 +353,15 @@ class Workspace:
 
     # --- verifying rank files ---------------------------------------------------------------------
 
-    def verify_dit(self) -> list[Path]:
-        """Compare the DiT's finished rank files with their manifests and bit for bit with the
-        checkpoint. Raises UserError that lists what differs; returns the folders."""
-        paths = [self.dit_weights()]
-        if self.distilled_loras:
-            paths.append(self.dit_weights(refines=True))
-        for path, source in zip(paths, self._dit_sources, strict=True):
+    def verify_dit(self, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
+        """Compare the DiT's finished rank files, of every set of LoRAs, with their manifests and
+        bit for bit with the checkpoint. Raises UserError that lists what differs; returns the
+        folders."""
+        paths = {loras: self.dit_weights(loras) for loras in sets}
+        for loras, path in paths.items():
+            source = self.dit_source(loras)
             self._verify(path, source, self._dit_specs(source))
-        return paths
+        return list(paths.values())
 
     def verify_gemma3(self) -> list[Path]:
         """Compare the text encoder's finished rank files with their manifest and bit for bit with
@@ -381,10 +370,10 @@ class Workspace:
         self._verify(path, self.gemma_source, self._gemma3_specs())
         return [path]
 
-    def verify(self, model: str) -> list[Path]:
+    def verify(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
         """Compare the finished rank files of a model, one of MODELS, as verify_dit does."""
         if model != "vae":
-            return self.verify_dit() if model == "dit" else self.verify_gemma3()
+            return self.verify_dit(sets) if model == "dit" else self.verify_gemma3()
         path = self.vae_weights()
         self._verify(path, self.vae_source, self._vae_specs())
         return [path]
@@ -484,48 +473,74 @@ class Workspace:
 
     # --- whether a generation fits the device -----------------------------------------------------
 
-    def check_plan_fits(self, size: Size, recipe: str, neuron_gemma: bool) -> None:
+    def check_plan_fits(self, job: Job, neuron_gemma: bool) -> None:
         """Raise UserError where a generation does not fit, by the plan: its graphs are exported for
         that. neuron_gemma: whether the prompt is encoded on the ranks."""
         gemma = self.gemma if neuron_gemma else None
-        profile = self.dit_profile(size.buckets((), recipe), used=False)
-        check_fits(self.checkpoint, profile, size, self.tp, self.dtype_name, gemma, recipe)
+        profile = self.dit_profile(job.buckets, used=False)
+        check_fits(self.checkpoint, profile, job, self.tp, self.dtype_name, gemma)
 
     def compiled_memory(
-        self, manifests: list[Manifest], neuron_gemma: bool, tiles: list[Manifest]
+        self,
+        manifests: list[Manifest],
+        neuron_gemma: bool,
+        tiles: list[Manifest],
+        loras: WeightSet = (),
     ) -> CoreMemory:
         """What a generation needs of a core, by what was counted when its graphs were compiled and
-        by the sizes of its rank files. tiles: manifests of a video decoder on the ranks."""
+        by the sizes of its rank files. tiles: manifests of a video decoder on the ranks. loras: of
+        any of its weight sets, which are of one size."""
         return CoreMemory(
-            _rank_bytes(self.dit_weights()),
+            _rank_bytes(self.dit_weights(loras)),
             _rank_bytes(self.gemma3_weights()) if neuron_gemma else 0,
             compiled_activations(manifests),
             _rank_bytes(self.vae_weights()) if tiles else 0,
             compiled_tile(tiles),
         )
 
-    def check_compiled_fits(
-        self, memory: CoreMemory, size: Size, recipe: str, neuron_gemma: bool
-    ) -> None:
+    def check_compiled_fits(self, memory: CoreMemory, job: Job, neuron_gemma: bool) -> None:
         """Raise UserError where a generation does not fit, by its compiled_memory: nothing is
         exported."""
         limit, needed = self.profile.memory_bytes_per_core, memory.needed(self.profile)
         if limit is not None and needed > limit:
-            self.check_plan_fits(size, recipe, neuron_gemma)  # names a size that fits
+            self.check_plan_fits(job, neuron_gemma)  # names a size that fits
             advice = "Type a smaller size, a larger --tp-degree, or --dtype bfloat16"
-            raise does_not_fit(self.profile, size, self.tp, needed, advice)
+            raise does_not_fit(self.profile, job.size, self.tp, needed, advice)
 
     # --- finding what was made --------------------------------------------------------------------
 
-    def dit_weights(self, refines: bool = False) -> Path:
-        """The folder of the DiT's rank files; `refines`: with --distilled-lora merged in."""
-        flags = []
-        for flag, loras in (("--lora", self.loras), ("--distilled-lora", self.distilled_loras)):
-            for lora in loras:
-                flags += [flag, lora.path, lora.strength]
-        command = self._command("shards/shard_backbone_weights.py", *flags)
-        source = self.refining_source if refines else self.dit_source
-        return self._find(self._weights_identity("dit", source), command)
+    def dit_weights(self, loras: WeightSet = (), command: str = "") -> Path:
+        """The folder of the DiT's rank files with these LoRAs merged in. command: what makes them,
+        where more than this set alone is to be made."""
+        if loras not in self._dit_folders:
+            identity = self._weights_identity("dit", self.dit_source(loras))
+            command = command or self._shard_command({"--lora": loras})
+            self._dit_folders[loras] = self._find(identity, command)
+        return self._dit_folders[loras]
+
+    def check_dit_weights(self, jobs: Iterable[Job]) -> None:
+        """Raise UserError where a stage's weight set is missing, with the commands that make all
+        that are."""
+        different = {tuple(stage.loras for stage in job.stages): job for job in jobs}
+        commands = {}
+        for sets, job in different.items():
+            if not all(map(self._is_sharded, sets)):
+                given = job.loras, job.stage_1_loras, job.stage_2_loras
+                given = given if len(sets) > 1 else (*sets, (), ())
+                named = dict(zip(("--lora", "--ic-lora", "--distilled-lora"), given, strict=True))
+                commands[self._shard_command(named)] = None
+        for loras in chain.from_iterable(different):
+            self.dit_weights(loras, "\n".join(commands))
+
+    def _is_sharded(self, loras: WeightSet) -> bool:
+        identity = self._weights_identity("dit", self.dit_source(loras))
+        return (artifacts.folder(self.artifacts, identity) / artifacts.MANIFEST).is_file()
+
+    def _shard_command(self, loras: dict[str, WeightSet]) -> str:
+        """What makes the weight sets that LoRAs name, given by their flags."""
+        given = [(flag, lora) for flag, several in loras.items() for lora in several]
+        words = [word for flag, lora in given for word in (flag, lora.path, lora.strength)]
+        return self._command("shards/shard_backbone_weights.py", *words)
 
     def gemma3_weights(self) -> Path:
         """The folder of the text encoder's rank files."""
@@ -556,25 +571,15 @@ class Workspace:
         command = self._command("compile/compile_gemma3.py", gemma=True)
         return {name: Manifest(self._find(i, command)) for name, i in identities.items()}
 
-    def dit_program_for(
-        self, size: Size, stage: Stage, images: tuple[ImageCondition, ...], recipe: str
-    ) -> tuple[Bucket, Manifest]:
+    def dit_program_for(self, job: Job, stage: Stage) -> tuple[Bucket, Manifest]:
         """The compiled step for a stage: the graph with the fewest distinct timesteps that are
         enough. Raises UserError with the command that compiles it."""
-        needed = size.bucket(stage, images).timesteps
-        candidates = [
-            size.bucket(stage, images, timesteps)
-            for timesteps in range(needed, needed + MAX_TIMESTEPS)
-        ]
-        profile = self.dit_profile(size.buckets(images, recipe))
+        needed = job.bucket(stage).timesteps
+        candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
+        profile = self.dit_profile(job.buckets)
         compiled = (bucket for bucket in candidates if self._is_compiled(bucket, profile))
         bucket = next(compiled, candidates[0])
-        flags = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
-        flags += ["--frame-rate", size.frame_rate, *(["--two-stage"] if size.two_stage else [])]
-        flags += ["--recipe", recipe]
-        for image in images:
-            flags += ["--image", image.path, image.frame_index, image.strength]
-        command = self._command("compile/compile_transformer.py", *flags)
+        command = self._command("compile/compile_transformer.py", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
     def compiled_buckets(self) -> set[str]:
@@ -620,6 +625,19 @@ class Workspace:
 def _from_here(path: Path) -> Path:
     """A path as it is typed in this folder."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _shape_flags(job: Job) -> list:
+    """What compile_transformer.py takes for a job's graphs."""
+    size, flags = job.size, []
+    if not job.retake:  # whose file says it
+        flags += ["--height", size.height, "--width", size.width]
+        flags += ["--num-frames", size.num_frames, "--frame-rate", size.frame_rate]
+    flags += [*(["--two-stage"] if size.two_stage else []), "--recipe", job.recipe]
+    # An IC-LoRA's metadata says how its references are scaled.
+    for lora in job.stage_1_loras if job.references else ():
+        flags += ["--ic-lora", lora.path, lora.strength]
+    return flags + job.shape_flags
 
 
 def _rank_bytes(folder: Path) -> int:

@@ -65,16 +65,17 @@ def recipe(request):
 @pytest.fixture(scope="module")
 def events(recipe, tiny, tmp_path_factory) -> list[Event]:
     """What a batch of two-stage jobs loads, and the phases it goes through, in order."""
-    jobs = [Job(prompt, SIZE, seed, **RECIPES[recipe]) for seed, prompt in enumerate(PROMPTS)]
     refining = (Lora(tiny.lora, 0.8),) if recipe == "dev" else ()
+    jobs = [
+        Job(prompt, SIZE, seed, stage_2_loras=refining, **RECIPES[recipe])
+        for seed, prompt in enumerate(PROMPTS)
+    ]
     folder, threads = tmp_path_factory.mktemp("artifacts"), torch.get_num_threads()
-    workspace = Workspace(
-        tiny.checkpoint, resolve("cpu"), folder, TP, "float32", tiny.gemma_root, None, (), refining
-    )
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, TP, "float32", tiny.gemma_root)
     workspace.shard_gemma3()
-    workspace.shard_dit()
+    workspace.shard_dit({stage.loras for stage in jobs[0].stages})
     workspace.compile_text()
-    workspace.compile_dit([SIZE.bucket(stage, ()) for stage in jobs[0].stages])
+    workspace.compile_dit(jobs[0].buckets)
 
     events = []
     recorder, call, read = Watched(events), Ranks._call, TensorFile.read

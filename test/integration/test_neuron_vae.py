@@ -124,7 +124,7 @@ def prepared(tiny, folder):
         workspace = opened(tiny, folder, 2, "float32", *settings)
         workspace.shard_dit()
         workspace.shard_vae()
-        workspace.compile_dit([SIZE.bucket(stage, ()) for stage in JOBS[0].stages])
+        workspace.compile_dit(JOBS[0].buckets)
         workspace.compile_vae(CLIP)
         return workspace
 

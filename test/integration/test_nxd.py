@@ -66,6 +66,7 @@ FP32 = 1e-4
 SHOWS = 1e-3  # what a mistake on one rank must leave at least
 PROMPT = "waves crash on the shore"
 SIZE = Size(height=64, width=64, num_frames=9, frame_rate=24, two_stage=True)
+SHAPE = Job("", SIZE)
 CUT, WHOLE = "blocks_per_graph=1", "blocks_per_graph=0"
 PER_BLOCK = 7  # grouped sums of a block, each one all-reduce of several tensors
 LATENTS = ("s1_video", "s1_audio", "s2_video", "s2_audio")
@@ -105,7 +106,7 @@ def workspace(assets, tmp_path_factory):
     workspace.shard_dit()
     workspace.shard_gemma3()
     workspace.compile_text()
-    workspace.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
+    workspace.compile_dit(SHAPE.buckets)
     return workspace
 
 
@@ -148,7 +149,7 @@ def test_every_context_and_latent_of_a_two_stage_job_is_the_reference_s_in_fp32(
 
 
 def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, assets, wanted):
-    whole.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
+    whole.compile_dit(SHAPE.buckets)
     with Engine(
         whole, Recorder(), RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
     ) as engine:
@@ -163,7 +164,7 @@ def test_the_whole_step_in_one_graph_is_the_reference_s_in_fp32_too(whole, asset
 def test_ranks_that_share_the_videos_tokens_are_the_reference_s_in_fp32(assets, workspace, wanted):
     """Stage 2, whose 8 tokens divide; stage 1 has 2 and stays whole."""
     divided = open_workspace(assets, workspace.artifacts, CUT, "sequence_parallel=true")
-    divided.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
+    divided.compile_dit(SHAPE.buckets)
     options = RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
     with Engine(divided, Recorder(), options) as engine:
         (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
@@ -303,7 +304,7 @@ def test_no_step_uploads_anything(generated):
 def test_the_kernel_of_the_profile_is_in_the_graphs(workspace, assets, tmp_path):
     """Six attentions in a block go through NKI, on both cores of a logical one; `matmul` has none
     of them."""
-    bucket, launched = SIZE.bucket(SIZE.stages("distilled")[0], ()), {}
+    bucket, launched = SHAPE.buckets[0], {}
     for kernel in ("nki", "matmul"):
         before = nxd_stubs.NkiKernel.launched
         open_workspace(assets, tmp_path, CUT, f"attention={kernel}").compile_dit([bucket])
@@ -321,7 +322,7 @@ def test_a_block_has_seven_all_reduces_and_the_manifest_counts_them(generated, w
 def test_a_step_moves_the_bytes_and_does_the_flops_of_the_other_backend_s_in_fewer_collectives(
     generated, workspace
 ):
-    bucket, manifest = workspace.dit_program_for(SIZE, SIZE.stages("distilled")[1], (), "distilled")
+    bucket, manifest = workspace.dit_program_for(SHAPE, SHAPE.stages[1])
     with fake_process_group(TP):
         program = dit_program(
             workspace.transformer, bucket, TP, TorchDistComm(TP), torch.float32, 1, "nki"
@@ -395,7 +396,7 @@ def test_compiling_again_traces_and_compiles_nothing(workspace, monkeypatch):
     monkeypatch.setattr(nxd_compile, "trace", lambda *_: pytest.fail("traced again"))
     before = graphs_of(workspace)
     workspace.compile_text()
-    workspace.compile_dit([SIZE.bucket(stage, ()) for stage in SIZE.stages("distilled")])
+    workspace.compile_dit(SHAPE.buckets)
     assert graphs_of(workspace) == before
 
 
@@ -434,7 +435,7 @@ def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_pat
         functions, "neuron_xla_compile", lambda module_bytes, **k: said.append(k) or module_bytes
     )
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
-    workspace.compile_dit([SIZE.bucket(SIZE.stages("distilled")[0], ())])
+    workspace.compile_dit([SHAPE.buckets[0]])
     assert len(said) == 3
     for options in said:
         assert options["compiler_flags"].startswith(workspace.profile.flags("dit"))
@@ -443,7 +444,7 @@ def test_flags_reach_the_compiler_without_layout_optimisation(workspace, tmp_pat
 
 def program_for(config, workspace, blocks_per_graph: int) -> Program:
     """The distilled step of stage 1, as compile_dit makes it for NxD."""
-    bucket, comm = SIZE.bucket(SIZE.stages("distilled")[0], ()), nxd_compile.XlaComm(TP)
+    bucket, comm = SHAPE.buckets[0], nxd_compile.XlaComm(TP)
     kernel = workspace.profile.attention
     return dit_program(config, bucket, TP, comm, workspace.dtype, blocks_per_graph, kernel)
 
@@ -494,7 +495,7 @@ def test_a_weight_that_became_a_constant_is_refused(workspace, cut, name, said):
 
 def test_in_bf16_activations_travel_as_bf16_and_statistics_as_fp32(assets, workspace):
     """Sums in fp32 would move twice the bytes."""
-    bucket = SIZE.bucket(SIZE.stages("distilled")[1], ())
+    bucket = SHAPE.buckets[1]
     sent = {}
     for dtype in (torch.float32, torch.bfloat16):
         with inside_nxd():
@@ -539,10 +540,7 @@ def test_a_rank_file_that_is_not_the_model_s_is_refused_though_nxd_would_take_it
 
 
 def dit_manifests(workspace) -> dict:
-    stages = [
-        workspace.dit_program_for(SIZE, stage, (), "distilled")
-        for stage in SIZE.stages("distilled")
-    ]
+    stages = [workspace.dit_program_for(SHAPE, stage) for stage in SHAPE.stages]
     return {bucket.name: manifest for bucket, manifest in stages}
 
 
@@ -687,10 +685,10 @@ def test_a_failure_of_the_compiler_says_what_to_do_and_leaves_its_log(
     monkeypatch.setattr(workspace, "artifacts", tmp_path)
     monkeypatch.setattr(workspace, "_found", {})  # what it found elsewhere
     with pytest.raises(DeviceFailure, match="NCC_EBVF030.*\n.*--blocks-per-graph"):
-        workspace.compile_dit([SIZE.bucket(SIZE.stages("distilled")[0], ())])
+        workspace.compile_dit([SHAPE.buckets[0]])
     assert [*tmp_path.glob("graphs/*/neuronx-cc/*/*/model/graph.hlo")]
     with pytest.raises(UserError, match="never finished"):
-        workspace.dit_program_for(SIZE, SIZE.stages("distilled")[0], (), "distilled")
+        workspace.dit_program_for(SHAPE, SHAPE.stages[0])
 
 
 @pytest.mark.timeout(900)
@@ -794,7 +792,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace, wanted_gui
         negative_prompt="grey",
         guidance=Guidance(StreamGuidance(**GUIDANCE), StreamGuidance(**GUIDANCE)),
     )
-    workspace.compile_dit([job.size.bucket(stage, ()) for stage in job.stages])
+    workspace.compile_dit(job.buckets)
     with Engine(workspace, Recorder()) as engine:
         (result,) = engine.run([job], decode=False)
     distances = {name: rel(result.tensors[name], wanted_guided[name]) for name in LATENTS[:2]}

@@ -79,16 +79,11 @@ def opened(assets, tmp_path_factory):
         tp: int,
         blocks: int | None = None,
         loras: tuple = (),
-        refining: tuple = (),
         compat: str | None = None,
         settings: tuple[str, ...] = (),
     ):
-        key = (tp, blocks, loras, refining, compat, settings)
+        key = (tp, blocks, loras, compat, settings)
         if key not in made:
-            merged = [
-                tuple(Lora(path, strength) for path, strength in given)
-                for given in (loras, refining)
-            ]
             workspace = Workspace(
                 assets.checkpoint,
                 resolve("cpu", settings),
@@ -97,9 +92,8 @@ def opened(assets, tmp_path_factory):
                 "float32",
                 assets.gemma_root,
                 blocks,
-                *merged,
             )
-            workspace.shard_dit()
+            workspace.shard_dit([merged(loras)])
             options = RunOptions(
                 compat=compat,
                 spatial_upsampler_path=assets.spatial_upsampler,
@@ -129,7 +123,11 @@ def told(job: recipes_oracle.Job, **more) -> Job:
         guided |= dict(negative_prompt=job.negative_prompt)
     size = Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage)
     images = tuple(ImageCondition(str(path), *how) for path, *how in job.images)
-    return Job(job.prompt, size, job.seed, images, **guided, **more)
+    return Job(job.prompt, size, job.seed, images, loras=merged(job.loras), **guided, **more)
+
+
+def merged(loras: tuple) -> tuple[Lora, ...]:
+    return tuple(Lora(path, strength) for path, strength in loras)
 
 
 def generate(engine: Engine, job: Job, decode: bool = False) -> dict[str, torch.Tensor]:
@@ -137,12 +135,12 @@ def generate(engine: Engine, job: Job, decode: bool = False) -> dict[str, torch.
     there yet."""
     workspace, first = engine.workspace, {}
     for stage in job.stages:
-        workspace.compile_dit([job.size.bucket(stage, job.images)])
+        workspace.compile_dit([job.bucket(stage)])
 
     def read(stage, step):
         if step or not stage.guided:
             return
-        name = workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
+        name = workspace.dit_program_for(job, stage)[0].name
         for kind in (*job.resolved_guidance.passes(), "guided"):
             first.update(
                 {

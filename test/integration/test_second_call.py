@@ -48,7 +48,7 @@ def pipe(tiny, tmp_path_factory):
     workspace.shard_gemma3()
     workspace.compile_text()
     size = Size(**SIZE)
-    workspace.compile_dit([size.bucket(stage, ()) for stage in size.stages()])
+    workspace.compile_dit(Job("", size).buckets)
     threads = torch.get_num_threads()
     with LTXPipeline.from_pretrained(
         checkpoint_path=tiny.checkpoint,
@@ -124,5 +124,5 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
         profile = dataclasses.replace(workspace.profile, chip=chip)
         monkeypatch.setattr(workspace, "profile", profile)
         with pytest.raises(UserError, match="needs .* GB a core") if exports else nullcontext():
-            workspace.check_compiled_fits(memory, job.size, job.recipe, neuron_gemma=True)
+            workspace.check_compiled_fits(memory, job, neuron_gemma=True)
         assert bool(counted["export"]) == exports

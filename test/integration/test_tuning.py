@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
 
-from ltx_neuron.job import Size
+from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.workspace import Workspace
 
@@ -92,5 +92,6 @@ def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path
     workspace.take_tuned()
     size = Size(64, 64, 9)
     # Its graphs are compiled already.
-    _, manifest = workspace.dit_program_for(size, size.stages()[0], (), "distilled")
+    job = Job("", size)
+    _, manifest = workspace.dit_program_for(job, job.stages[0])
     assert list(manifest.graphs) == ["step"]

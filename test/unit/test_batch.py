@@ -7,7 +7,9 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import locked, said_to_an_ordinary_user
+from safetensors.torch import save_file
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import RESULTS, read_lines
@@ -393,6 +395,28 @@ def test_a_results_file_that_is_none_is_not_overwritten(tmp_path):
         with pytest.raises(UserError, match="is not a results file; delete it"):
             ran(prompts(tmp_path, "a"), tmp_path)
         assert (tmp_path / RESULTS).read_text() == content
+
+
+def test_a_lora_is_known_by_its_content_wherever_it_lies(tmp_path):
+    path, line = (
+        tmp_path / "a.safetensors",
+        {"prompt": "a", "lora": str(tmp_path / "a.safetensors")},
+    )
+    save_file({"x": torch.zeros(2)}, path)
+    ran(read(tmp_path, line), tmp_path / "out")
+    moved = path.rename(tmp_path / "moved.safetensors")
+    elsewhere = {"prompt": "a", "lora": [str(moved), 1]}
+    assert ran(read(tmp_path, elsewhere), tmp_path / "out")[1] == []
+    assert ran(read(tmp_path, elsewhere | {"lora": [str(moved), 0.5]}), tmp_path / "out")[1] == [
+        "a"
+    ]
+    save_file({"x": torch.ones(2)}, path)
+    assert ran(read(tmp_path, line), tmp_path / "out")[1] == ["a"]
+
+
+def test_a_lora_that_is_missing_is_said_with_its_line(tmp_path):
+    said = refused(tmp_path, {"prompt": "a"}, {"prompt": "b", "lora": str(tmp_path / "absent")})
+    assert "nothing was run" in said and f"line 2: no such file: {tmp_path}/absent" in said
 
 
 def test_an_image_of_other_content_under_the_same_name_runs_again(tmp_path):

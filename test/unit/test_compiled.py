@@ -165,7 +165,7 @@ def a_step(ranks, dit, seed: int) -> dict:
         field: random_value(manifest.fields[field], TP, seed + i)
         for i, field in enumerate(sorted(inputs))
     }
-    values["sigmas"] = torch.tensor([[1.0, 0.7], [0.7, 0.1 * seed]])
+    values["sigmas"] = torch.tensor([[1.0, 0.7], [0.7, 0.1 * seed]])[:, None].expand(-1, 2, 2)
     values["step_numbers"] = torch.arange(BUCKET.max_steps, dtype=torch.int32)
     ranks.put(name, **values)
     ranks.put_numbers(name, "step", BUCKET.max_steps)

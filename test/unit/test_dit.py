@@ -287,7 +287,7 @@ def test_one_element_that_is_not_finite_shows_in_the_one_number_of_a_step(stream
     """Wherever it lies, and +Inf beside -Inf too."""
     pair = SimpleNamespace(video_latent=randn(1, 24, 128), audio_latent=randn(1, 18, 128))
     pair = SimpleNamespace(**{name: value.to(dtype) for name, value in vars(pair).items()})
-    sigmas = torch.tensor([0.7, 0.5])
+    sigmas = torch.tensor([[0.7, 0.5], [0.7, 0.5]])
 
     def number(**planted: str):
         latents = {s: getattr(pair, f"{s}_latent").clone() for s in STREAMS}

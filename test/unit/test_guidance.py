@@ -134,7 +134,7 @@ def guide(video, audio, enabled=(1.0, 1.0), **changed) -> dict[str, torch.Tensor
         | step_number(STEP)
         | {
             "step_numbers": torch.arange(GUIDED_MAX_STEPS, dtype=torch.int32),
-            "sigmas": pairs,
+            "sigmas": pairs[:, None].expand(-1, 2, 2),
             "enabled_steps": computed,
             "guidance": guidance_of(video, audio).weights(),
             "denoise_mask": state()[0].denoise_mask,
@@ -344,7 +344,7 @@ def ltx_pass(perturbed=(), enabled=(True, True)) -> dict[str, torch.Tensor]:
             torch.zeros_like(given["audio_latent"]),
         ),
     )
-    sigma = given["sigmas"][STEP, 0]
+    sigma = given["sigmas"][STEP, 0, 0]
     modalities = [
         modality_from_latent_state(one, given[f"{stream}_context"], sigma, on)
         for one, stream, on in zip(states, STREAMS, enabled, strict=True)

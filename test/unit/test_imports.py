@@ -37,7 +37,7 @@ BASE = {"config", "errors", "files", "machine", "profiles"}  # modules at the to
 # What each subpackage may import of ltx_neuron besides itself: subpackages, and modules at the top.
 ALLOWED = {
     "models": {"config"},
-    "sampling": {"config", "errors"},
+    "sampling": {"config", "errors", "files"},
     "weights": {"config", "errors", "files"},
     "host": {"sampling", "weights", *BASE},
     "text": {"models", "weights", "host", *BASE},

@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from helpers import one_thread, randn, rel  # noqa: F401
+from helpers import one_thread, randn, rel, tone, write_sound  # noqa: F401
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.encoding import encode_tiled, parts
@@ -21,23 +21,6 @@ SIZES = MelSizes(rate=16000, bins=64, hop=160, window=1024)
 # float32 against float64: the filters' own rounding (measured 2.4e-6), and that of a sum of 1024.
 RESAMPLED, SPECTRUM = 5e-6, 1e-5
 FLAG = "--audio-path"
-
-
-def tone(rate, seconds, hertz=440.0):
-    time = torch.arange(round(rate * seconds), dtype=torch.float64) / rate
-    return (0.5 * torch.stack([time * hertz, time * hertz * 1.5]).mul(2 * math.pi).sin()).float()
-
-
-def write_sound(path, samples, rate, codec, layout="stereo", format="fltp"):
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
-        stream.layout = layout
-        frame = av.AudioFrame.from_ndarray(samples, format=format, layout=layout)
-        frame.sample_rate = rate
-        for part in (frame, None):
-            for packet in stream.encode(part):
-                container.mux(packet)
-    return path
 
 
 @pytest.fixture(scope="module")

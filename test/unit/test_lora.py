@@ -1,19 +1,30 @@
 """A LoRA merged while the weights are cut gives the very bits of ltx-core's loader; what fits no
 weight is refused."""
 
+import argparse
+import dataclasses
+import runpy
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from helpers import one_thread, randn  # noqa: F401
 from recipes_oracle import fused_state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ltx_neuron import flags
+from ltx_neuron.artifacts import finished_weights
 from ltx_neuron.errors import UserError
+from ltx_neuron.job import Job, Size
+from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.preflight import _check_distilled_loras
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
-from ltx_neuron.weights.lora import Lora, MergedSource
+from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
 from ltx_neuron.weights.rankfiles import HOST_FILE, rank_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW, rule
@@ -350,29 +361,204 @@ def test_weight_sets_are_told_apart_by_file_strength_and_order(tiny, other_lora)
 
 
 def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(tiny, tmp_path):
-    def workspace(*loras, refining=()):
-        given = (
-            tuple(Lora(Path(path), strength) for path, strength in each)
-            for each in (loras, refining)
-        )
-        return Workspace(
-            tiny.checkpoint,
-            resolve("cpu"),
-            tmp_path / "artifacts",
-            2,
-            "bfloat16",
-            None,
-            None,
-            *given,
-        )
+    def workspace() -> Workspace:
+        artifacts = tmp_path / "artifacts"
+        return Workspace(tiny.checkpoint, resolve("cpu"), artifacts, 2, "bfloat16")
+
+    def sets(path) -> list[tuple[Lora, ...]]:
+        return [(Lora(path, 0.5),), (Lora(path, 0.5), Lora(path, 0.25))]
 
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(tiny.lora.read_bytes())
-    made = workspace((tiny.lora, 0.5), refining=((tiny.lora, 0.25),)).shard_dit()
+    made = workspace().shard_dit(sets(tiny.lora))
     assert len(set(made)) == 2
-    found = workspace((copy, 0.5), refining=((copy, 0.25),))
-    assert [found.dit_weights(), found.dit_weights(refines=True)] == made
+    assert [workspace().dit_weights(loras) for loras in sets(copy)] == made
     with pytest.raises(
         UserError, match=r"shard_backbone_weights\.py .*--lora .* 0\.75 .*--tp-degree 2"
     ):
-        workspace((tiny.lora, 0.75)).dit_weights()
+        workspace().dit_weights((Lora(tiny.lora, 0.75),))
+
+
+# --- what a command or a job names ----------------------------------------------------------------
+def weight_sets(words: str) -> list[list]:
+    """The sets that flags name, each LoRA as its file's name and strength."""
+    parser = argparse.ArgumentParser()
+    flags.add_loras(parser)
+    sets = flags.weight_sets(flags.lora_fields(parser.parse_args(words.split())))
+    return [[(lora.path.name, lora.strength) for lora in loras] for loras in sets]
+
+
+def test_flags_name_the_weight_sets_of_both_stages():
+    style, distilled, ic = ("style", 0.8), ("distilled", 1.0), ("ic", 0.9)
+    assert weight_sets("") == [[]]
+    assert weight_sets("--lora style .8") == [[style]]
+    assert weight_sets("--distilled-lora distilled") == [[], [distilled]]
+    assert weight_sets("--distilled-lora distilled --lora style .8") == [
+        [style],
+        [style, distilled],
+    ]
+    assert weight_sets("--lora style .8 --ic-lora ic .9") == [[style, ic], [style]]
+
+
+def test_either_strength_of_hq_makes_its_two_sets():
+    def hq(words: str) -> list[list]:
+        return weight_sets(f"--distilled-lora d --distilled-lora-strength-stage-{words}")
+
+    assert hq("1 .25") == hq("2 .5") == [[("d", 0.25)], [("d", 0.5)]]
+    assert hq("1 .3 --distilled-lora-strength-stage-2 .6") == [[("d", 0.3)], [("d", 0.6)]]
+    assert hq("2 .75 --lora s") == [[("s", 1.0), ("d", 0.25)], [("s", 1.0), ("d", 0.75)]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--distilled-lora d .5 --distilled-lora-strength-stage-1 .3",
+            "takes the place of .* own strength",
+        ),
+        ("--distilled-lora-strength-stage-2 .3", "stage-2 is of --distilled-lora"),
+        ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "not a finite number"),
+        ("--ic-lora ic much", "--ic-lora ic much: STRENGTH is a number"),
+    ],
+)
+def test_strengths_that_cannot_be_are_refused(words, said):
+    with pytest.raises(UserError, match=said):
+        weight_sets(words)
+
+
+def test_a_lines_loras_take_the_place_of_the_commands(tmp_path):
+    parser = argparse.ArgumentParser()
+    flags.add_job(parser)
+    command = "--recipe distilled --two-stage --lora a .5 --ic-lora i"
+    job_of = flags.job_of_line(parser.parse_args(command.split()))
+
+    def names(**line) -> list[list]:
+        job = job_of({"prompt": "x"} | line)
+        return [[(str(lora.path), lora.strength) for lora in s.loras] for s in job.stages]
+
+    assert names() == [[("a", 0.5), ("i", 1.0)], [("a", 0.5)]]
+    assert names(lora=["b", 2]) == [[("b", 2.0), ("i", 1.0)], [("b", 2.0)]]
+    assert names(lora=[["b"], ["c", 0.1]], ic_lora=[]) == [[("b", 1.0), ("c", 0.1)]] * 2
+    assert names(lora=None) == names()
+    two = {"distilled-lora-strength-stage-1": 0.2, "distilled-lora": "d", "ic-lora": [], "lora": []}
+    assert names(**two) == [[("d", 0.2)], [("d", 0.5)]]
+
+
+def test_the_keys_of_a_jobs_loras_make_the_same_weight_sets(tmp_path):
+    parser = argparse.ArgumentParser()
+    flags.add_job(parser)
+    made = flags.job_of_line(parser.parse_args(["--recipe", "dev", "--two-stage"]))
+    job = made(
+        {
+            "prompt": "x",
+            "lora": ["/a", 0.5],
+            "distilled-lora": "/d",
+            "distilled-lora-strength-stage-2": 0.6,
+        }
+    )
+    again = made({"prompt": "x"} | flags.lora_keys(vars(job)))
+    assert again == job and len({stage.loras for stage in job.stages}) == 2
+
+
+def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_path, monkeypatch):
+    """Typed as it is said, it makes the missing sets and no other."""
+    lora = Lora(tiny.lora, 0.5)
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path / "artifacts", 1, "bfloat16")
+    two = Size(64, 64, 9, two_stage=True)
+    jobs = [
+        Job("plain", Size(64, 64, 9)),
+        Job("hq", two, recipe="dev", stage_1_loras=(lora,), stage_2_loras=(Lora(tiny.lora, 2),)),
+        Job("ic", two, stage_1_loras=(Lora(tiny.lora, 0.75),)),
+        Job("style", Size(64, 64, 9), loras=(lora,)),  # stage 1 of hq is that set
+    ]
+    workspace.shard_dit()
+    with pytest.raises(UserError) as error:
+        workspace.check_dit_weights(jobs)
+    commands = [line for line in str(error.value).splitlines() if "shard_backbone" in line]
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command[command.index("shards/") :])[1:]
+        monkeypatch.setattr(sys, "argv", ["shard", *words])
+        runpy.run_path(str(ROOT / "shards/shard_backbone_weights.py"), run_name="__main__")
+    workspace.check_dit_weights(jobs)
+    assert len(finished_weights(workspace.artifacts, "dit")) == 4
+
+
+def test_the_distilled_lora_is_for_stage_2_of_dev_and_that_stage_needs_it():
+    two, lora = Size(64, 64, 9, two_stage=True), (Lora(Path("d")),)
+    refining = Job("x", two, recipe="dev", stage_2_loras=lora)
+    one_stage = Job("x", Size(64, 64, 9), recipe="dev", stage_2_loras=lora)
+    _check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
+    half = dataclasses.replace(refining, stage_2_loras=(), skip_stage_2=True)
+    _check_distilled_loras([half])  # no stage 2 is run
+    for jobs in (
+        [refining, dataclasses.replace(refining, stage_2_loras=())],
+        [Job("x", two, recipe="dev")],
+    ):
+        with pytest.raises(UserError, match="needs --distilled-lora: .*\n.*hf download"):
+            _check_distilled_loras(jobs)
+    for jobs in ([one_stage], [refining, dataclasses.replace(refining, recipe="distilled")]):
+        with pytest.raises(UserError, match="--distilled-lora is for stage 2 of --recipe dev"):
+            _check_distilled_loras(jobs)
+
+
+def test_a_call_of_the_api_may_have_its_own_loras(tiny, tmp_path):
+    pipe = LTXPipeline.from_pretrained(
+        checkpoint_path=tiny.checkpoint,
+        gemma_root=tiny.gemma_root,
+        artifacts_dir=tmp_path / "artifacts",
+        profile="cpu",
+        recipe="dev",
+        loras=[("a", 1)],
+        distilled_loras=[("d", 1)],
+    )
+    asked = []
+
+    def run(jobs, **_):
+        asked.extend(jobs)
+        raise UserError("enough")
+
+    pipe.engine.run = run
+
+    def stages(**call) -> list[list]:
+        with pytest.raises(UserError, match="enough"):
+            pipe("x", **call)
+        return [[(str(lora.path), lora.strength) for lora in s.loras] for s in asked[-1].stages]
+
+    a, b, c, d = (("a", 1.0), ("b", 0.5), ("c", 2.0), ("d", 1.0))
+    assert stages() == [[a]]
+    assert stages(two_stage=True) == [[a], [a, d]]
+    assert stages(loras=[b]) == [[b]] and stages(loras=()) == [[]]
+    assert stages(two_stage=True, ic_loras=[c], distilled_loras=[b]) == [[a, c], [a, b]]
+
+
+# --- references of IC-LoRAs -----------------------------------------------------------------------
+def ic_lora(tiny, folder, name: str, **metadata: str) -> Lora:
+    save_file(load_file(tiny.lora), folder / name, metadata)
+    return Lora(folder / name)
+
+
+def test_the_scale_of_references_is_of_the_files_metadata(tiny, tmp_path):
+    space = ic_lora(tiny, tmp_path, "space", reference_downscale_factor="2")
+    both = ic_lora(
+        tiny, tmp_path, "both", reference_downscale_factor="2", reference_temporal_scale_factor="4"
+    )
+    one = ic_lora(tiny, tmp_path, "one", reference_downscale_factor="1")
+    plain = Lora(tiny.lora)
+    assert reference_scale(()) == reference_scale((plain, one)) == (1, 1)
+    assert reference_scale((plain, space)) == reference_scale((one, space)) == (2, 1)
+    assert reference_scale((both, space)) == (2, 4)
+
+
+@pytest.mark.parametrize("factor", ["0", "-2", "1.5", "two", "", "\u00b2"])
+def test_a_scale_that_is_no_whole_number_is_refused_with_its_file(tiny, tmp_path, factor):
+    lora = ic_lora(tiny, tmp_path, "odd", reference_temporal_scale_factor=factor)
+    with pytest.raises(UserError, match="odd: its metadata has reference_temporal_scale_factor"):
+        reference_scale((lora,))
+
+
+def test_two_different_scales_are_refused(tiny, tmp_path):
+    two = ic_lora(tiny, tmp_path, "half", reference_downscale_factor="2")
+    three = ic_lora(tiny, tmp_path, "third", reference_downscale_factor="3")
+    with pytest.raises(UserError, match="2 of .*half, 3 of .*third"):
+        reference_scale((two, three))

@@ -7,11 +7,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import read_video
+from helpers import read_video, tone
 from PIL import Image
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.images import content_digest, load_image
+from ltx_neuron.host.media import read_sound
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.video import (
     BT709,
@@ -153,6 +154,26 @@ def test_a_video_and_its_sound_last_equally_long(tmp_path, frames, frame_rate, s
         2,
         48000,
     )
+
+
+@pytest.mark.parametrize(
+    "rate, written",
+    [(48000, 48000), (44100, 44100), (22050, 22050), (96000, 96000), (8000, 8000)]
+    # AAC has none of these: the next one above, or its highest.
+    + [(37800, 44100), (6000, 7350), (192000, 96000)],
+)
+def test_a_sound_of_any_rate_is_written_at_a_rate_that_aac_has(tmp_path, rate, written):
+    given = tone(rate, 1.0)
+    write_video(tmp_path / "out.mp4", [clip(24)], 24.0, lambda: given, rate)
+    properties = read_video(tmp_path / "out.mp4")
+    assert properties["sample_rate"] == written
+    assert properties["audio_seconds"] == pytest.approx(1, abs=DURATION_TOLERANCE)
+    heard = read_sound(tmp_path / "out.mp4", "--video-path", duration=1.0).samples
+    wanted = tone(written, 1.0)
+    for side in range(2):
+        # AAC's frames begin and end inside a second of 7350 samples.
+        ours, theirs = heard[side, 1024:-1024], wanted[side, 1024 : heard.shape[1] - 1024]
+        assert np.corrcoef(ours, theirs)[0, 1] > SOUND_CORRELATION, side
 
 
 def test_a_video_shows_the_frames_and_sounds_the_waveform(tmp_path):

@@ -16,7 +16,7 @@ from conftest import ROOT
 from helpers import one_thread  # noqa: F401
 
 from ltx_neuron.backends import nxd
-from ltx_neuron.job import Size
+from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
@@ -127,7 +127,7 @@ def workspace(library, tmp_path_factory):
     workspace.shard_dit()
     workspace.shard_gemma3()
     workspace.compile_text()
-    workspace.compile_dit([SIZE.bucket(SIZE.stages()[0], ())])
+    workspace.compile_dit(Job("", SIZE).buckets)
     return workspace
 
 

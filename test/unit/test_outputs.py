@@ -389,12 +389,10 @@ def place(path: Path) -> str:
 
 
 @cache
-def opened(folder: Path, artifacts: Path, lora: Path) -> Workspace:
+def opened(folder: Path, artifacts: Path) -> Workspace:
     """A workspace of these paths; it reads the checkpoint, which is always the same."""
     model, gemma = folder / "model.safetensors", folder / "gemma"
-    return Workspace(
-        model, resolve("cpu"), artifacts, 1, "float32", gemma, loras=(Lora(lora, 1.0),)
-    )
+    return Workspace(model, resolve("cpu"), artifacts, 1, "float32", gemma)
 
 
 def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
@@ -410,11 +408,12 @@ def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
     spelled = chance.choice(("in", "linked", "out/../in", "./in"))
     artifacts = root / chance.choice(("in", "linked")) / "artifacts"
     lora = root / chance.choice(("in/lora.safetensors", "out/hard.json"))
-    workspace = opened(root / spelled, artifacts, lora)
+    workspace = opened(root / spelled, artifacts)
     options = RunOptions(spatial_upsampler_path=sometimes(root / "in" / "up.safetensors", 0.5))
     images = tuple(ImageCondition(str(root / chance.choice(IMAGES))) for _ in range(2))
     preflight = Engine(workspace, Recorder(), options).preflight
-    read = preflight.inputs([Job("rain", images=images[: chance.randrange(3)])])
+    held = images[: chance.randrange(3)]
+    read = preflight.inputs([Job("rain", images=held, loras=(Lora(lora, 1.0),))])
     if chance.random() < 0.2:
         folder = root / chance.choice(FOLDERS)
         return Outputs(folder=folder, report=sometimes(path())), read | {

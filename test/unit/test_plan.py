@@ -62,7 +62,9 @@ def released(tmp_path_factory):
 
 
 def planned(checkpoint, height, width, frames, profile=TRN2, **size):
-    return plan.plan(checkpoint, profile, Size(height, width, frames, **size), 4, "bfloat16")
+    return plan.plan(
+        checkpoint, profile, Job("", Size(height, width, frames, **size)), 4, "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("size", IDEAL_MS)
@@ -79,7 +81,7 @@ def test_a_step_has_at_most_eleven_all_reduces_a_block(released):
 
 
 def test_flops_of_four_ranks_are_those_of_one(released):
-    one = plan.plan(released, TRN2, Size(384, 512, 25), 1, "bfloat16")
+    one = plan.plan(released, TRN2, Job("", Size(384, 512, 25)), 1, "bfloat16")
     four = planned(released, 384, 512, 25)
     # What every rank computes in full, the latent projections and the text modulation, is below 1
     # %.
@@ -96,14 +98,14 @@ def test_two_stages_are_planned_one_after_the_other_and_the_second_decides(relea
 def test_what_does_not_fit_names_a_size_that_does(released):
     chip = dataclasses.replace(TRN2.chip, memory_bytes=4 * int(12.0e9))
     small = dataclasses.replace(TRN2, chip=chip)
-    made = plan.plan(released, small, Size(1024, 1536, 121), 4, "bfloat16")
+    made = plan.plan(released, small, Job("", Size(1024, 1536, 121)), 4, "bfloat16")
     assert made.fits is False
     height, width, frames = (
         int(part) for part in made.nearest_that_fits.replace("x", " ").replace(",", "").split()[:3]
     )
-    assert plan.plan(released, small, Size(height, width, frames), 4, "bfloat16").fits
+    assert plan.plan(released, small, Job("", Size(height, width, frames)), 4, "bfloat16").fits
     assert frames < 121 and "does not fit; the nearest that does" in table(made)
-    none = plan.plan(released, TRN2, SMALL, 1, "bfloat16")
+    none = plan.plan(released, TRN2, Job("", SMALL), 1, "bfloat16")
     assert none.nearest_that_fits is None and "does not fit; no length of that size does" in table(
         none
     )
@@ -147,7 +149,7 @@ def test_the_disk_s_room_is_that_of_the_rank_files_that_were_written(released):
 
 
 def test_a_profile_without_documented_limits_gets_no_verdict(released):
-    made = plan.plan(released, PROFILES["cpu"], Size(384, 512, 25), 4, "bfloat16")
+    made = plan.plan(released, PROFILES["cpu"], Job("", Size(384, 512, 25)), 4, "bfloat16")
     assert made.fits is None and made.ideal_step_ms is None and made.flops_per_step > 0
 
 
@@ -171,7 +173,7 @@ def test_decoding_in_bfloat16_is_planned_with_less_of_the_host_s_memory(released
 
 
 def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):
-    made = plan.plan(released, PROFILES["cpu"], Size(64, 64, 9), 4, "bfloat16")
+    made = plan.plan(released, PROFILES["cpu"], Job("", Size(64, 64, 9)), 4, "bfloat16")
     assert made.host_bytes_to_load == 0
     assert made.host_bytes_mapped == 4 * made.dit_weight_bytes_per_rank
     assert "37.17 GB: what memory has no room for is read from the disk again" in table(made)
@@ -183,13 +185,13 @@ def test_illegal_sizes_and_degrees_are_refused(released):
     with pytest.raises(UserError, match="not a multiple of 32"):
         planned(released, 500, 768, 121)
     with pytest.raises(UserError, match="does not divide"):
-        plan.plan(released, TRN2, Size(384, 512, 25), 5, "bfloat16")
+        plan.plan(released, TRN2, Job("", Size(384, 512, 25)), 5, "bfloat16")
 
 
 def refusal(released, profile, size, tp=4, gemma=plan.GEMMA_3_12B, dtype="bfloat16") -> str | None:
     """What is said before anything loads, or nothing."""
     try:
-        plan.check_fits(released, profile, size, tp, dtype, gemma, "distilled")
+        plan.check_fits(released, profile, Job("", size), tp, dtype, gemma)
     except UserError as error:
         return str(error)
     return None
@@ -267,7 +269,8 @@ def clip(released):
     run |= dict(neuron_gemma=False, neuron_vae=False)
 
     def timed(of=made, size=size, **changed):
-        return Clip(of, config, weights, size=size, **(run | changed)).planned()
+        job = Job("", size, upscale=changed.pop("upscale", None))
+        return Clip(of, config, weights, job=job, **(run | changed)).planned()
 
     return timed
 
@@ -345,19 +348,19 @@ def test_upscaling_a_clip_is_timed_with_the_decoding_of_what_comes_out(clip):
 
 def test_the_host_s_memory_is_that_of_the_upscaled_video(released):
     size = Size(512, 768, 121)
-    plain = plan.plan(released, TRN2, size, 4, "bfloat16")
-    larger = plan.plan(released, TRN2, size, 4, "bfloat16", upscale="spatial")
+    plain = plan.plan(released, TRN2, Job("", size), 4, "bfloat16")
+    larger = plan.plan(released, TRN2, Job("", size, upscale="spatial"), 4, "bfloat16")
     assert larger.host_bytes_to_decode > 1.5 * plain.host_bytes_to_decode
 
 
 def test_upscaling_after_two_stages_is_refused_by_the_plan_as_by_a_run(released):
     size = Size(512, 768, 121, two_stage=True)
     with pytest.raises(UserError, match="--upscale is for one-stage runs"):
-        plan.plan(released, TRN2, size, 4, "bfloat16", upscale="spatial")
+        plan.plan(released, TRN2, Job("", size, upscale="spatial"), 4, "bfloat16")
 
 
 def test_a_step_that_was_tuned_counts_as_it_was_measured(clip, tmp_path):
-    buckets = [Size(512, 768, 121).bucket(stage, ()) for stage in Size(512, 768, 121).stages()]
+    buckets = Job("", Size(512, 768, 121)).buckets
     sizes = {chosen.size_key(buckets): {"step_ms": 500.0}}
     ms = chosen.Chosen(tmp_path, {}, {}, sizes).step_ms(buckets)
     (steps,) = (row for row in clip(tuned_step_ms=ms).rows if row.name == "denoise_stage_1")

@@ -288,6 +288,7 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
         "bytes_to_device_per_step",
         "collectives_per_step",
         "flops_per_step",
+        "weight_swaps",
         "percent_of_peak",
         "end_to_end_seconds",
         "residual_seconds",
@@ -307,6 +308,19 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
     assert report["bytes_to_device_per_step"] == 2_000_000
     latency.validate(report)
     latency.validate(Recorder().report({}, "cpu", 1, {}, {}))
+
+
+def test_weight_swaps_and_their_seconds_are_reported_and_shown():
+    recorder = Recorder()
+    recorder.counters.weight_swaps, recorder.counters.weight_swap_seconds = 3, 41.5
+    report = recorder.report(JOB, "cpu", 4, {}, {})
+    assert report["weight_swaps"] == {"count": 3, "seconds": 41.5}
+    assert "weight swaps              3, 41.500 s" in latency.table(report)
+    assert latency.numbers(report)["weight_swaps.seconds"] == 41.5
+    del report["weight_swaps"]  # as a report of before has none
+    latency.validate(report)
+    for none in (report, recorded()):
+        assert "weight swaps" not in latency.table(none)
 
 
 def test_the_cold_step_is_kept_in_the_list_and_stays_out_of_the_warm_numbers():

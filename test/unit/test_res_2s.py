@@ -319,8 +319,8 @@ def test_hq_runs_on_the_graphs_of_the_dev_recipe_in_two_stages():
     most = dataclasses.replace(HQ, num_inference_steps=31)
     most.check()
     dev = dataclasses.replace(most, sampler="euler")
-    assert [most.size.bucket(stage, ()) for stage in most.stages] == [
-        dev.size.bucket(stage, ()) for stage in dev.stages
+    assert [most.bucket(stage) for stage in most.stages] == [
+        dev.bucket(stage) for stage in dev.stages
     ]
     assert [len(stage.evaluations) for stage in most.stages] == [63, 7]
     assert GUIDED_MAX_STEPS >= 63 and DISTILLED_MAX_STEPS >= 7

@@ -12,7 +12,9 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 pytest.importorskip("sqlalchemy", reason="the extra is not installed: pip install -e .[serve]")
@@ -24,9 +26,10 @@ from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.service import guard
 from ltx_neuron.service.app import Settings, create_app
 from ltx_neuron.service.catalogue import Catalogue, Offer
-from ltx_neuron.service.jobs import Intake
+from ltx_neuron.service.jobs import Intake, job_of
 from ltx_neuron.service.queue import Queue
 from ltx_neuron.service.tokens import Tokens, new_token
+from ltx_neuron.weights.lora import Lora
 
 MUTATED, SEED = 5000, 15
 LONGEST_SECONDS = 20  # of one request; a picture takes a process of its own
@@ -93,6 +96,7 @@ class Service(NamedTuple):
     app: object
     queue: Queue
     token: bytes
+    catalogue: Catalogue
 
     def ask(self, sent: Sent, **more) -> Got:
         return asyncio.run(answer(self.app, sent, **more))
@@ -106,11 +110,10 @@ class Service(NamedTuple):
 class Workspace(Compiled):
     """Of a machine where graphs for SMALL are compiled."""
 
-    loras = ()
     transformer = SimpleNamespace(num_layers=48)
 
-    def dit_program_for(self, size, stage, images, recipe):
-        super().dit_program_for(size, stage, images, recipe)
+    def dit_program_for(self, job, stage):
+        super().dit_program_for(job, stage)
         return Bucket(1, 1, 1, 1), None
 
 
@@ -128,7 +131,7 @@ def opened(tmp_path, page=None, tokens: bool = True):
         settings = Settings(most_body_bytes=MOST_BODY, per_minute=1e9)
         owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)
         app = create_app(intake, owners, settings, page)
-        yield Service(app, queue, token.encode())
+        yield Service(app, queue, token.encode(), catalogue)
 
 
 @pytest.fixture
@@ -413,6 +416,28 @@ def test_a_waiting_video_says_how_many_are_before_it_and_the_queue_how_many_wait
     wanted = {"object": "queue", "waiting": 2, "in_progress": 0, "workers": 0}
     assert json.loads(get(service, "/v1/queue").body) == wanted
     assert get(service, "/v1/queue", authorization=b"").status == 401
+
+
+def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):
+    style = tmp_path / "style.safetensors"
+    save_file({"x": torch.zeros(2)}, style)
+    none = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
+    sets = {"default": none, "anime": none | {"loras": (Lora(style, 0.8),)}}
+    service.catalogue.lora_sets = sets
+    (model,) = json.loads(get(service, "/v1/models").body)["data"]
+    assert model["lora_sets"] == {
+        "default": [],
+        "anime": [{"name": "style.safetensors", "strength": 0.8}],
+    }
+    for name, loras in (("anime", sets["anime"]["loras"]), ("default", ()), (None, ())):
+        fields = {"prompt": "waves crash"} | ({"lora_set": name} if name else {})
+        id = json.loads(post(service, fields).body)["id"]
+        entry = service.queue.get("ada", id)
+        assert job_of(entry.line, tmp_path).loras == loras
+    kinds = {entry.kind for entry in service.queue.page("ada")[0]}
+    assert len(kinds) == 2  # jobs of one set are made together
+    refused = post(service, {"prompt": "waves crash", "lora_set": "noir"})
+    assert (refused.status, refused.error["param"]) == (400, "lora_set")
 
 
 def test_the_model_says_what_a_request_gets_that_says_nothing(service):

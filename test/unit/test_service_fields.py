@@ -113,11 +113,19 @@ def test_extra_params_are_fields_as_well():
     assert refused(extra_params="[1]").param == "extra_params"
 
 
-def test_every_key_of_a_prompts_file_can_be_said_but_paths():
+def test_every_key_of_a_prompts_file_can_be_said_but_paths_and_what_goes_with_them():
     sizes = {"height", "width", "num-frames", "frame-rate", "fps", "two-stage", "recipe"}
     said = {key.replace("_", "-") for key in fields.LINE_KEYS.values()}
     said |= {key.replace("_", "-") for key in fields.LINE_KEYS}
-    assert set(flags._job_flags()) - said - sizes == {"prompt", "image"}
+    paths = {"image", "audio-path", "video-path", "video-conditioning"}
+    paths |= {"conditioning-attention-mask"}
+    with_them = {"audio-start-time", "audio-max-duration", "start-time", "end-time", "regenerate"}
+    # No size that is offered has the graphs or weights of these.
+    with_them |= {"images-as-guides", "skip-stage-2", "sampler"}
+    loras = {"lora", "ic-lora", "distilled-lora"}  # a lora_set names them
+    loras |= {f"distilled-lora-strength-stage-{stage}" for stage in (1, 2)}
+    got = set(flags._job_flags()) - said - sizes - loras
+    assert got == {"prompt", *paths, *with_them}
 
 
 def test_a_line_makes_the_job_that_the_command_makes(tmp_path):
@@ -179,16 +187,20 @@ LARGE = Size(1024, 1536, 121, two_stage=True)
 class Compiled:
     """The workspace of a machine on which buckets are compiled, by their names alone."""
 
-    distilled_loras, artifacts = (), "/nonexistent"
+    artifacts = "/nonexistent"
 
     def __init__(self, *sizes: Size, images=(), recipe="distilled"):
-        self.names = {b.name for size in sizes for b in size.buckets(images, recipe)}
+        self.names = {
+            bucket.name
+            for size in sizes
+            for bucket in Job("", size, images=images, recipe=recipe).buckets
+        }
 
     def compiled_buckets(self) -> set[str]:
         return self.names
 
-    def dit_program_for(self, size, stage, images, recipe):
-        if size.bucket(stage, images).name not in self.names:
+    def dit_program_for(self, job, stage):
+        if job.bucket(stage).name not in self.names:
             raise UserError("not compiled")
 
 
@@ -278,11 +290,25 @@ def test_two_stages_are_offered_where_there_is_an_upsampler():
 def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
     workspace = Compiled(LARGE, recipe="dev")
     workspace.names |= Compiled(LARGE).names  # and for one distilled stage of that size
-    for loras in ((), ("lora",)):
-        workspace.distilled_loras = loras
-        offers = Catalogue(workspace, Offer(SMALL, "dev"), upsamplers={"spatial"}).offers
-        refining = {offer.recipe == "dev" and offer.size.two_stage for offer in offers}
-        assert refining == {bool(loras)}
+    for distilled in ((), ("lora",)):
+        sets = {"default": {"loras": (), "stage_1_loras": (), "stage_2_loras": distilled}}
+        found = Catalogue(workspace, Offer(SMALL, "dev"), {"spatial"}, sets)
+        assert {offer.refines for offer in found.offers} == {False} | {bool(distilled)}
+        for offer in found.offers:
+            assert found.loras(None, offer)["stage_2_loras"] == (distilled if offer.refines else ())
+
+
+def test_a_set_of_loras_is_chosen_by_its_name():
+    plain = {"loras": (), "stage_1_loras": (), "stage_2_loras": ()}
+    sets = {"default": plain, "anime": plain | {"loras": ("style",)}}
+    found = Catalogue(Compiled(SMALL), Offer(SMALL, "distilled"), (), sets)
+    offer = found.choose(Wanted())[0]
+    assert found.loras(read(lora_set="anime").lora_set, offer)["loras"] == ("style",)
+    assert found.loras(read().lora_set, offer) == found.loras("default", offer) == plain
+    with pytest.raises(Refusal, match="lora_set 'noir' is not there; known: 'default', 'anime'"):
+        found.loras("noir", offer)
+    assert refused(lora_set=["anime"]).param == "lora_set"
+    assert read(lora_set="anime").digest != read().digest
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from ltx_neuron.tiny.config import released_config
 TP, DTYPE = 4, torch.bfloat16
 BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
 GUIDED = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3, guided=True)
+HELD = Bucket(24, 18, timesteps=2, max_steps=8, audio_timesteps=2, biased=True)
 # All-reduces of a block: q/k norms of three stages; two streams x (three attentions, feed-forward)
 STATISTICS, ACTIVATIONS = 3, 8
 COLLECTIVES = {
@@ -85,6 +86,7 @@ def manifests(gemma, tmp_path_factory):
         "divided": partial(
             dit_program, config, BUCKET, blocks_per_graph=1, sequence_parallel=True, **common
         ),
+        "held audio and a bias": partial(dit_program, config, HELD, blocks_per_graph=1, **common),
         "gemma3": partial(gemma3_program, gemma, config, 128, states=True, **common),
         "connectors": partial(connector_program, config, **common),
         "video decoder": partial(

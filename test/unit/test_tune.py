@@ -180,7 +180,7 @@ def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
 
 
 def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():
-    cpu, buckets = resolve("cpu"), Size(96, 96, 9).buckets((), "distilled")  # 18 tokens
+    cpu, buckets = resolve("cpu"), Job("", Size(96, 96, 9)).buckets  # 18 tokens
     assert choices("sequence_parallel", cpu, 2, 48, buckets=buckets) == ["true"]
     assert choices("sequence_parallel", cpu, 4, 48, buckets=buckets) == []
     on = resolve("cpu", ("sequence_parallel=true",))
@@ -243,7 +243,7 @@ def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, ca
 
 def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path, tiny):
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 2, "float32")
-    asked = request(workspace, SIZE, (), "distilled")
+    asked = request(workspace, Job("", SIZE))
     save_file({"s1_video": torch.ones(1)}, tmp_path / "reference.safetensors")
     journal = Journal(tmp_path / "a.journal", ASKED, {})
     trials = Trials(replace(asked, steps=1), OWN, (), 0.3, tmp_path, journal, lambda row: None)
@@ -275,7 +275,7 @@ def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
 
 # --- the file that scripts take -------------------------------------------------------------------
 
-SHAPES = SIZE.buckets((), "distilled")
+SHAPES = Job("", SIZE).buckets
 
 
 def opened(tiny, folder: Path, *typed: str) -> Workspace:
@@ -289,14 +289,14 @@ def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> 
     path = chosen.file_of(workspace.artifacts, identity)
     kept = chosen.load(workspace.artifacts, identity) or Chosen(path, identity)
     kept.run = run
-    key = chosen.size_key(size.buckets((), "distilled"))
+    key = chosen.size_key(Job("", size).buckets)
     kept.sizes[key] = {"settings": graphs, "run": run}
     kept.write()
     return kept
 
 
 def dit_identity(workspace: Workspace, size: Size = SIZE) -> dict:
-    buckets = size.buckets((), "distilled")
+    buckets = Job("", size).buckets
     return workspace._dit_identity(buckets[0], workspace.dit_profile(buckets))
 
 
@@ -315,12 +315,12 @@ def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_pat
 
 def test_a_size_is_found_by_its_shapes_whatever_its_timesteps(tiny, tmp_path):
     portrait, two = Size(96, 64, 9), Size(128, 128, 9, two_stage=True)
-    key = chosen.size_key(portrait.buckets((), "distilled"))
-    assert key == chosen.size_key(Size(64, 96, 9).buckets((), "distilled"))
-    stages = two.buckets((), "distilled")
+    key = chosen.size_key(Job("", portrait).buckets)
+    assert key == chosen.size_key(Job("", Size(64, 96, 9)).buckets)
+    stages = Job("", two).buckets
     both = [replace(bucket, timesteps=count) for bucket in stages for count in (1, 2)]
     assert chosen.size_key(both) == chosen.size_key(stages) == "v8-a9+v32-a9"
-    assert chosen.size_key(two.buckets((), "dev")) != chosen.size_key(stages)
+    assert chosen.size_key(Job("", two, recipe="dev").buckets) != chosen.size_key(stages)
 
 
 def test_what_is_typed_wins_key_by_key(tiny, tmp_path):
@@ -429,7 +429,7 @@ def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp
     other = dit_identity(workspace) | {"bucket": "v1-a1-t1-s8"}  # as near, and of another size
     write_json(artifacts.folder(tmp_path, other) / "manifest.json", {"identity": other})
     with pytest.raises(UserError) as error:
-        workspace.dit_program_for(SIZE, SIZE.stages()[0], (), "distilled")
+        workspace.dit_program_for(Job("", SIZE), Job("", SIZE).stages[0])
     _, make, tuned_line = str(error.value).splitlines()
     assert "attention: got sdpa, wanted matmul" in str(error.value)
     assert "compile/compile_transformer.py" in make and "attention" not in make
@@ -440,7 +440,7 @@ def test_a_command_says_no_tuned_where_that_was_typed(tiny, tmp_path):
     choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
     workspace = flags.workspace(arguments(tiny, tmp_path, "--no-tuned"))
     with pytest.raises(UserError, match="compile_transformer.py .*--no-tuned$"):
-        workspace.dit_program_for(SIZE, SIZE.stages()[0], (), "distilled")
+        workspace.dit_program_for(Job("", SIZE), Job("", SIZE).stages[0])
     with pytest.raises(UserError) as error:
         workspace.dit_weights()
     assert "--no-tuned" not in str(error.value)  # the shard scripts have no such flag

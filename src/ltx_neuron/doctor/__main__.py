@@ -54,6 +54,7 @@ def request_of(args: argparse.Namespace) -> "Request":
     """The parsed flags as a Request. Raises UserError for a wrong value."""
     from ltx_neuron import flags
     from ltx_neuron.doctor.checks import Request
+    from ltx_neuron.job import Job
 
     def open_workspace(profile: "Profile") -> "Workspace":
         resolved = argparse.Namespace(**vars(args) | {"profile": profile.name})
@@ -69,11 +70,10 @@ def request_of(args: argparse.Namespace) -> "Request":
         profile_changes=tuple(args.profile_set),
         tp_degree=args.tp_degree,
         dtype=args.dtype,
-        size=flags.size(args),
-        images=flags.images(args),
-        recipe=args.recipe or "distilled",
+        job=Job("", flags.size(args), images=flags.images(args), recipe=args.recipe or Job.recipe),
         open_workspace=open_workspace,
         neuron_vae=args.neuron_vae,
+        weight_sets=flags.weight_sets(flags.lora_fields(args)),
     )
 
 

@@ -16,13 +16,13 @@ from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Size, Stage
+from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
-from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
+from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
@@ -50,6 +50,7 @@ class Request:
     tp_degree        None: the profile's
     open_workspace   makes the workspace for the resolved profile; raises UserError
     neuron_vae       whether the ranks decode
+    weight_sets      of the DiT, which the LoRAs name
     """
 
     checkpoint_path: Path | None
@@ -61,11 +62,10 @@ class Request:
     profile_changes: tuple[str, ...]
     tp_degree: int | None
     dtype: str
-    size: Size
-    images: tuple[ImageCondition, ...]
-    recipe: str
+    job: Job
     open_workspace: Callable[[Profile], Workspace]
     neuron_vae: bool = False
+    weight_sets: tuple[WeightSet, ...] = ((),)
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,8 @@ def weight_bytes(examination: Examination) -> dict[str, int]:
 def _rank_files_exist(examination: Examination) -> bool:
     try:
         workspace = examination.workspace()
-        workspace.dit_weights()
+        for loras in examination.request.weight_sets:
+            workspace.dit_weights(loras)
         if examination.request.gemma_root:
             workspace.gemma3_weights()
         if examination.request.neuron_vae:
@@ -302,7 +303,8 @@ def files(examination: Examination) -> Iterator[Finding]:
 
 def _checkpoint(examination: Examination) -> str:
     workspace = examination.workspace()
-    _ = workspace.dit_source  # raises UserError unless every tensor of the DiT is there
+    for loras in examination.request.weight_sets:
+        workspace.dit_source(loras)  # raises UserError unless every tensor of the DiT is there
     models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
     config = workspace.transformer
@@ -344,7 +346,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
 
     def check_memory() -> str:
         text = request.gemma_root is not None
-        examination.workspace().check_plan_fits(request.size, request.recipe, text)
+        examination.workspace().check_plan_fits(request.job, text)
         return (
             f"fits the {gb(limit)} of a core, by the plan's arithmetic (python -m ltx_neuron.plan)"
         )
@@ -357,7 +359,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
     request = examination.request
     if not request.checkpoint_path:
         return
-    size = request.size
+    size = request.job.size
     try:
         workspace = examination.workspace()
         size.check()
@@ -367,11 +369,14 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         return
 
     def graphs(stage: Stage) -> str:
-        _, manifest = workspace.dit_program_for(size, stage, request.images, request.recipe)
+        _, manifest = workspace.dit_program_for(request.job, stage)
         return str(manifest.folder)
 
-    yield attempt("DiT weights", lambda: str(workspace.dit_weights()), "todo")
-    for stage in size.stages(request.recipe):
+    def weights() -> str:
+        return ", ".join(str(workspace.dit_weights(loras)) for loras in request.weight_sets)
+
+    yield attempt("DiT weights", weights, "todo")
+    for stage in request.job.stages:
         yield attempt(f"DiT graphs, {stage.name}", partial(graphs, stage), "todo")
     if request.gemma_root:
         buckets = examination.profile.text_buckets

@@ -4,12 +4,12 @@ cluster's replicas make them. What lands in --output-dir is what one machine wri
 import shutil
 from argparse import Namespace
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import Line, Results
+from ltx_neuron.config import digest
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json
@@ -17,7 +17,7 @@ from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.jobs import VIDEO
+from ltx_neuron.service.jobs import VIDEO, job_of
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, KeyUsed, NewJob, Queue
 from ltx_neuron.workspace import Workspace
 
@@ -53,16 +53,20 @@ def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
         with closing(Queue(url, folder / "jobs")) as queue:
             work = _Work(queue, outputs.folder, results, left)
             most = min(args.replicas or len(left), len(left))
-            pool = Pool(queue, url, args, _probe(left.values()), most, _PATIENCE)
+            # As replicas read them: LoRAs are found from every folder.
+            jobs = [job_of(line_of(line.job), folder) for line in left.values()]
+            sets = list({stage.loras for job in jobs for stage in job.stages})
+            pool = Pool(queue, url, args, _probe(jobs), most, _PATIENCE, sets)
             work.run(pool)
     shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     return [results.entries[line.number] for line in lines]
 
 
-def _probe(lines) -> list[Job]:
-    """A job of every size, with whose making a replica begins. Images are not there yet."""
-    plain = [line.job for line in lines if not line.job.images]
-    return list({(job.size, job.recipe, job.upscale): job for job in plain}.values())
+def _probe(jobs: list[Job]) -> list[Job]:
+    """A job of every size and weight set, with whose making a replica begins. Files are not there
+    yet."""
+    plain = [job for job in jobs if not job.files]
+    return list({(job.size, job.recipe, job.upscale, job.stages): job for job in plain}.values())
 
 
 class _Work:
@@ -104,14 +108,13 @@ class _Work:
         return next(entry for entry in entries if entry.key == str(number))
 
     def _submit(self, line: Line) -> Entry:
-        id, images = self.queue.new_id(), []
+        id, names = self.queue.new_id(), {}
         folder = self.queue.folder_of(id)
         folder.mkdir()
-        for number, image in enumerate(line.job.images):
-            name = f"image-{number}{Path(image.path).suffix}"
-            shutil.copyfile(image.path, folder / name)
-            images.append(replace(image, path=name))
-        said = line_of(replace(line.job, images=tuple(images)))
+        for number, path in enumerate(dict.fromkeys(line.job.files.values())):
+            names[path] = f"file-{number}{path.suffix}"
+            shutil.copyfile(path, folder / names[path])
+        said = line_of(line.job.with_paths(names.__getitem__))
         shown = {"line": line.number}
         new = NewJob(id, OWNER, line.digest, kind(line.job), said, shown, str(line.number))
         entry, _ = self.queue.submit(new)
@@ -131,7 +134,7 @@ class _Work:
 
     def _take(self, entry: Entry, line: Line) -> None:
         made, video = self.queue.folder_of(entry.id) / VIDEO, self.folder / line.file
-        # The JSON names the images as the user did.
+        # The JSON names the files as the user did.
         described = read_json(made.with_suffix(".json")) | line.job.describe()
         write_json(video.with_suffix(".json"), described)
         if made.is_file():  # else it was taken just before a kill
@@ -141,19 +144,15 @@ class _Work:
 
 def kind(job: Job) -> str:
     """What jobs have in common that run on the same loaded graphs and weights."""
-    images = ",".join(f"{image.frame_index}:{image.strength:g}" for image in job.images)
-    size = job.size
-    stages = "two stages" if size.two_stage else "one stage"
-    shape = f"{size.width}x{size.height}x{size.num_frames}@{size.frame_rate:g}"
-    return f"{job.recipe} {shape} {stages} {images}"[:255]
+    loras = f"{digest(job.identity['loras'])[:8]} " if job.all_loras else ""
+    return f"{job.recipe} {loras}{' '.join(bucket.name for bucket in job.buckets)}"[:255]
 
 
 def line_of(job: Job) -> dict[str, Any]:
     """A line of a prompts file that says all of a job, whatever a command's own flags are."""
     said = vars(job) | vars(job.size)
     keys = ("prompt", "negative_prompt", "seed", "num_inference_steps", "upscale", "recipe")
-    keys += ("sampler",)
-    keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
+    if not job.retake:  # whose file says its size
+        keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
     line = {key: said[key] for key in keys}
-    line["image"] = [[i.path, i.frame_index, i.strength, i.crf] for i in job.images]
-    return line | flags.guidance_keys(job.guidance)
+    return line | job.keys | flags.guidance_keys(job) | flags.lora_keys(vars(job))

@@ -1,6 +1,8 @@
 """The weights and graphs that a machine lacks, from where `python -m ltx_neuron.artifacts push` has
 sent them."""
 
+from collections.abc import Iterable
+
 from ltx_neuron.artifacts.choices import is_choice
 from ltx_neuron.artifacts.store import Store
 from ltx_neuron.artifacts.transfer import pull
@@ -8,20 +10,20 @@ from ltx_neuron.engine import RunOptions
 from ltx_neuron.workspace import Workspace
 
 
-def fetch(url: str, workspace: Workspace, options: RunOptions) -> None:
+def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) -> None:
     """Take from a store what a workspace could use and does not have. Of processes on one machine
     that do so at once, one pulls a folder and the others wait. UserError where the store does not
-    answer, or is damaged."""
-    store, used = Store(url), sources(workspace, options)
+    answer, or is damaged. sets: the DiT's."""
+    store, used = Store(url), sources(workspace, options, sets)
     names = [name for name in store.names() if is_choice(name) or _fits(store, name, used)]
     if names:
         pull(store, workspace.artifacts, names)
 
 
-def sources(workspace: Workspace, options: RunOptions) -> dict[str, tuple]:
+def sources(workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) -> dict[str, tuple]:
     """What tells a workspace's sets from others: its degree and dtype, and by model what its
     weights are cut from."""
-    weights = {"dit": [workspace.dit_source, workspace.refining_source]}
+    weights = {"dit": list(map(workspace.dit_source, sets))}
     weights |= {"gemma3": [workspace.gemma_source]} if options.neuron_gemma else {}
     weights |= {"vae": [workspace.vae_source]} if options.neuron_vae else {}
     made_from = {

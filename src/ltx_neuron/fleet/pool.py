@@ -54,6 +54,7 @@ class Pool:
     most       replicas; None: one a chip
     patience   so many replicas may end at once without a video while none works, and there must be
                room for one at the beginning; None: it waits for better times
+    sets       weight sets of the DiT that jobs need, besides those of the probe
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Pool:
         probe: list[Job],
         most: int | None = None,
         patience: int | None = None,
+        sets: list[tuple] = (),
     ):
         self.queue, self.url, self.args, self.probe = queue, url, absolute(args), probe
+        self.sets = sets
         self.most, self.patience = most or 10**6, patience
         self.stop = threading.Event()
         self.members: dict[str, _Member] = {}
@@ -117,7 +120,9 @@ class Pool:
         asked = cluster.options(self.needed) | {"max_concurrency": 2}
         actor = ray.remote(Replica).options(**asked)
         made = actor.remote(name, self.desk, self.queue.lease, self.args)
-        self.members[name] = _Member(name, made, made.run.remote(self.probe), time.monotonic())
+        self.members[name] = _Member(
+            name, made, made.run.remote(self.probe, self.sets), time.monotonic()
+        )
 
     def _wait(self) -> None:
         """Wait a little, and take note of the replicas that ended meanwhile."""
@@ -189,6 +194,6 @@ def absolute(args: Namespace) -> Namespace:
     }
     if values["artifacts_from"] and "://" not in values["artifacts_from"]:
         values["artifacts_from"] = os.path.abspath(values["artifacts_from"])
-    for key in ("lora", "distilled_lora"):
+    for key in ("lora", "ic_lora", "distilled_lora"):
         values[key] = [[os.path.abspath(path), *rest] for path, *rest in values.get(key) or []]
     return Namespace(**values)

@@ -29,10 +29,11 @@ class Replica:
         if self.worker:
             self.worker.stop.set()
 
-    def run(self, probe: list) -> None:
+    def run(self, probe: list, sets: list = ()) -> None:
         """Make videos until `stop` is called. UserError where this machine cannot.
 
         probe  jobs that it must be able to make
+        sets   weight sets that other jobs need
         """
         from ltx_neuron import flags
         from ltx_neuron.engine import Engine
@@ -48,7 +49,8 @@ class Replica:
         cores = check_cores(workspace.profile, workspace.tp)
         if args.artifacts_from:
             try:
-                fetch(args.artifacts_from, workspace, options)
+                needed = {stage.loras for job in probe for stage in job.stages} | {*sets}
+                fetch(args.artifacts_from, workspace, options, needed)
             except UserError as error:  # all that is needed may be here
                 print(f"{self.name}: nothing was fetched: {error}", flush=True)
         scratch = tempfile.TemporaryDirectory(prefix="ltx-neuron-")

@@ -34,14 +34,14 @@ def load_image(
     image = _decode_image(path)
     if crf != 0:
         image = _h264_round_trip(image, crf)
-    _check_filling(path, image, height, width)
+    check_filling(path, image.shape[:2], height, width)
     return fill(image, height, width).to(dtype)
 
 
 def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
     """A picture, uint8 (H, W, 3), scaled to fill height x width and cropped around its centre, as
     pixels (1, 3, 1, height, width) in [-1, 1], float32."""
-    size = _filling_size(image, height, width)
+    size = _filling_size(image.shape[:2], height, width)
     pixels = torch.tensor(image, dtype=torch.float32).permute(2, 0, 1)[None]
     pixels = torch.nn.functional.interpolate(
         pixels, size=size, mode="bilinear", align_corners=False
@@ -53,17 +53,18 @@ def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
 
 def check_image(path: str | Path, height: int = 1, width: int = 1) -> None:
     """Raise UserError where `load_image(path, height, width)` would; nothing is returned."""
-    _check_filling(path, _decode_image(path), height, width)
+    check_filling(path, _decode_image(path).shape[:2], height, width)
 
 
 def content_digest(path: str | Path) -> str:
-    """SHA-256 of the file's bytes, which identifies a picture whatever its name is.
+    """SHA-256 of the file's bytes, which identifies what a job is given whatever its name is.
 
-    "unreadable" where the file cannot be read: `check_image` raises the error with its reason.
+    "unreadable" where the file cannot be read: the checks of a job raise the error with its reason.
     """
     try:
         check_regular(path)
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return "unreadable"
 
@@ -100,18 +101,21 @@ def _decode_image(path: str | Path) -> np.ndarray:
     return picture
 
 
-def _filling_size(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
-    """Height and width of the image when scaled, in its own shape, to cover height x width."""
-    scale = max(height / image.shape[0], width / image.shape[1])
-    return math.ceil(image.shape[0] * scale), math.ceil(image.shape[1] * scale)
+def _filling_size(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """Height and width of a picture when scaled, in its own shape, to cover height x width."""
+    scale = max(height / size[0], width / size[1])
+    return math.ceil(size[0] * scale), math.ceil(size[1] * scale)
 
 
-def _check_filling(path: str | Path, image: np.ndarray, height: int, width: int) -> None:
-    if math.prod(_filling_size(image, height, width)) > MAX_IMAGE_PIXELS:
+def check_filling(
+    path: str | Path, size: tuple[int, int], height: int, width: int, flag: str = "--image"
+) -> None:
+    """Raise UserError for a picture of `size`, its height and width, that would be too large when
+    scaled to fill height x width."""
+    if math.prod(_filling_size(size, height, width)) > MAX_IMAGE_PIXELS:
         raise UserError(
-            f"{path} is too narrow to fill {width}x{height}: got {image.shape[1]}x{image.shape[0]}"
-            " pixels, wanted a shape closer to the video's; crop it and pass it again with --image"
-            " FILE"
+            f"{path} is too narrow to fill {width}x{height}: got {size[1]}x{size[0]} pixels, wanted"
+            f" a shape closer to the video's; crop it and pass it again with {flag} FILE"
         )
 
 

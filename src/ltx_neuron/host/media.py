@@ -114,6 +114,17 @@ def footage(path: str | Path, flag: str) -> Footage:
         return Footage(number, context.height, context.width, float(stream.average_rate))
 
 
+def timed_frames(path: str | Path, flag: str, start: float, duration: float) -> int | None:
+    """How many frames `frames_between` gives, by the file's packets; None where it has no times."""
+    with _opened(path, flag) as container:
+        stream = _video_stream(container, path, flag)
+        times = [packet.pts for packet in container.demux(stream) if packet.size]
+        if not times or None in times:
+            return None
+        base = float(stream.time_base)
+        return sum(start <= time * base < start + duration for time in times)
+
+
 def frames_between(
     path: str | Path, flag: str, start: float, duration: float
 ) -> Iterator[np.ndarray]:

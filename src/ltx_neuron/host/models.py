@@ -4,7 +4,7 @@ ltx-core's modules."""
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -104,10 +104,11 @@ class HostModels:
         return self.video_encoder(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()
-    def encode_video(self, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_video(self, pixels: torch.Tensor, whole: bool = False) -> torch.Tensor:
         """Encode pixels (1, 3, 8F-7, 32h, 32w) in [-1, 1] as a latent (1, 128, F, h, w) in
-        `self.dtype`; long and large clips in tiles."""
-        return encode_tiled(self.video_encoder, pixels.to(self.latent_dtype)).to(self.dtype)
+        `self.dtype`; long and large clips in tiles, unless they are to be encoded `whole`."""
+        encode = self.video_encoder if whole else partial(encode_tiled, self.video_encoder)
+        return encode(pixels.to(self.latent_dtype)).to(self.dtype)
 
     @torch.no_grad()
     def encode_audio(self, sound: Sound) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from ltx_neuron import files
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.host.spectrogram import resample
 
 # x264's bytes depend on its thread count, so that is fixed. Its macroblock tree reads memory it
 # never wrote where the width is not a multiple of 256 (seen with PyAV 18.1): switched off, the same
@@ -22,6 +24,8 @@ X264_OPTIONS = {"mbtree": "0"}
 # AVColorSpace, AVColorPrimaries and AVColorTransferCharacteristic of ITU-R BT.709; AVColorRange of
 # 16..235.
 BT709, LIMITED_RANGE = 1, 1
+# Samples per second that AAC has.
+AAC_RATES = 7350, 8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000
 FRAME_NAME = re.compile(r"frame_[0-9]{5}\.png")
 # The text chunk by which a frame is known as ours. It lies right behind the PNG's header.
 _SOFTWARE, _MARKED = "Software", f"tEXtSoftware\0{files.MARK}".encode()
@@ -52,6 +56,11 @@ def exact_frame_rate(frame_rate: float) -> Fraction:
     return Fraction(frame_rate).limit_denominator(1001)
 
 
+def aac_rate(rate: int) -> int:
+    """The rate itself, or the next one above it that AAC has, or its highest."""
+    return min((each for each in AAC_RATES if each >= rate), default=AAC_RATES[-1])
+
+
 def write_video(
     path: str | Path,
     chunks: Iterable[torch.Tensor],
@@ -72,13 +81,16 @@ def write_video(
                  returns float32 (2, samples) in [-1, 1]; cut, or filled with silence, to the
                  length of the video, as the lengths of decoded video and sound differ by some
                  milliseconds
-    sample_rate  samples of `waveform` per second
+    sample_rate  samples of `waveform` per second; resampled where AAC has no such rate
     sound_is_ready  whether `waveform` returns at once: a picture that is encoded stays in memory
                  until the sound beside it is
     """
     import av
 
     rate, count, samples = exact_frame_rate(frame_rate), 0, 0
+    if (given := sample_rate) not in AAC_RATES:
+        sample_rate, decoded = aac_rate(given), waveform
+        waveform = cache(lambda: resample(decoded(), given, sample_rate))
 
     def mux_sound() -> None:
         """The sound beside the frames so far, from where it ended before."""

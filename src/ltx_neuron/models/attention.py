@@ -17,10 +17,14 @@ from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, ShardedRMS
 from ltx_neuron.models.rope import Rope, rotate
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """PyTorch's own kernel, (B, H, T, D) and (B, H, S, D) twice -> (B, H, T, D). On CPU and CUDA it
     never holds the T x S scores."""
-    return nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+    return nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale
+    )
 
 
 def matmul(
@@ -43,9 +47,13 @@ def matmul(
     return torch.bmm(weights, value.flatten(0, -3)).view(query.shape)
 
 
-def nki(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def nki(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """nkilib's flash kernel, which a backend puts in the place of `attention_cte`: (B, H, T, D) and
-    (B, H, S, D) twice -> (B, H, T, D). Head sizes to 128."""
+    (B, H, S, D) twice -> (B, H, T, D). Head sizes to 128. It takes no mask: `matmul` does."""
+    if mask is not None:
+        return matmul(query, key, value, scale, mask)
     heads = (x.flatten(0, -3) for x in (query, key, value))  # the kernel's batch is B H
     return attention_cte(*heads, scale).view(query.shape)
 
@@ -74,10 +82,11 @@ def _(query: tuple, key: tuple, value: tuple, scale: float, **_) -> int:
     return 4 * heads * queries * key[1] * size
 
 
-# Kernels of the DiT and the connectors, query, key, value (B, H, T|S, D) -> (B, H, T, D); a profile
-# names one, and a program is built with it. Gemma3's heads of 256 are larger than a kernel takes:
-# its attention is always `matmul`.
-Kernel = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# Kernels of the DiT and the connectors, query, key, value (B, H, T|S, D) -> (B, H, T, D), with a
+# mask that is added to the scores, broadcast to (B, H, T, S), or None; a profile names one, and a
+# program is built with it. Gemma3's heads of 256 are larger than a kernel takes: its attention is
+# always `matmul`.
+Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "matmul": matmul, "nki": nki}
 
 
@@ -130,7 +139,7 @@ class Attention(nn.Module):
         if call.rope is not None:
             query, key = rotate(query, call.rope), rotate(key, call.key_rope or call.rope)
         value = self.split_heads(value)
-        out = self.kernel(query, key, value, self.head_dim**-0.5)  # (B, H, T, D)
+        out = self.kernel(query, key, value, self.head_dim**-0.5, call.bias)  # (B, H, T, D)
         if call.keep is not None:
             # Spatio-temporal guidance: without attention each token keeps its own value.
             out = out * call.keep + value * (1 - call.keep)
@@ -148,6 +157,7 @@ class AttentionCall(NamedTuple):
     rope      tables of the queries, and of the keys where key_rope is None
     key_rope  tables of the keys, where they have other positions
     keep      (), guided graphs: 1 attends, 0 passes the values through (needs T = S)
+    bias      (T, S), added to the scores of all heads
 
     x_divided, context_divided: a rank has T / tp of these tokens (sequence parallelism)
     """
@@ -158,6 +168,7 @@ class AttentionCall(NamedTuple):
     rope: Rope | None = None
     key_rope: Rope | None = None
     keep: Tensor | None = None
+    bias: Tensor | None = None
     x_divided: bool = False
     context_divided: bool = False
 

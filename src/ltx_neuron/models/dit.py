@@ -11,7 +11,7 @@ Shapes (the batch is always 1; models/signatures.py lists every input and output
 
   Tv, Ta  tokens of the video and audio stream     Dv, Da  widths of the streams (4096, 2048)
   S       text tokens (1024)                       C       channels of a latent token (128)
-  U       distinct timesteps of the video tokens, 1 without images; audio has one
+  U       distinct timesteps of a stream's tokens: 1 where none is held
   steps   rows of the schedule, max_steps of the bucket
   T, D    tokens and width of either stream
 
@@ -50,6 +50,7 @@ from ltx_neuron.models.signatures import (
     TailInputs,
     TailOutputs,
     X0Outputs,
+    optional,
 )
 
 
@@ -57,10 +58,10 @@ class Modulation:
     """The AdaLN rows of one stream at one step.
 
     rows           (U, MODULATION_ROWS, D)
-    timestep_mask  (T, U), one-hot: which of the U timesteps a token has
+    timestep_mask  (T, U), one-hot: which of the U timesteps a token has; not read where U = 1
     """
 
-    def __init__(self, rows: Tensor, timestep_mask: Tensor):
+    def __init__(self, rows: Tensor, timestep_mask: Tensor | None):
         self.rows, self.timestep_mask = rows, timestep_mask
 
     def per_token(self, table: Tensor, group: AdaLNRows) -> tuple[Tensor, ...]:
@@ -82,6 +83,15 @@ class Modulation:
         # A gather of rows would be slow or refused by the compilers. There is one summand for each
         # strength of an image and one more; all but one of them are zero, so the sum is exact.
         return sum(self.timestep_mask[:, u, None] * values[u] for u in range(values.shape[0]))
+
+
+def _modulations(inputs: BlockInputs | TailInputs) -> tuple[Modulation, Modulation]:
+    """Of video and of audio."""
+    audio_mask = optional(inputs, "audio_timestep_mask")
+    return (
+        Modulation(inputs.video_rows, inputs.timestep_mask),
+        Modulation(inputs.audio_rows, audio_mask),
+    )
 
 
 class Perturbations:
@@ -153,10 +163,7 @@ class TransformerBlock(nn.Module):
 
         With perturbations it is the block of a guided graph, another graph than one without.
         """
-        v_modulation = Modulation(inputs.video_rows, inputs.timestep_mask)
-        # Audio has one timestep (U = 1), so this mask, which is of the video's tokens, is not read.
-        a_modulation = Modulation(inputs.audio_rows, inputs.timestep_mask)
-        modulations = v_modulation, a_modulation
+        modulations = _modulations(inputs)
         start = video, audio
         video, audio = self._self_attention(comm, video, audio, *modulations, inputs, perturbations)
         video, audio = self._text_attention(comm, video, audio, *modulations, inputs)
@@ -196,7 +203,15 @@ class TransformerBlock(nn.Module):
         a_keep = None if perturbations is None else perturbations.audio_self
         v, a = attend(
             comm,
-            AttentionCall(self.attn1, v_norm, v_norm, v_rope, keep=v_keep, x_divided=self.divided),
+            AttentionCall(
+                self.attn1,
+                v_norm,
+                v_norm,
+                v_rope,
+                keep=v_keep,
+                bias=optional(inputs, "video_bias"),
+                x_divided=self.divided,
+            ),
             AttentionCall(self.audio_attn1, a_norm, a_norm, a_rope, keep=a_keep),
         )
         return video + v * v_gate, audio + a * a_gate
@@ -335,7 +350,7 @@ class Head(nn.Module):
             audio_hidden=self.audio_patchify_proj(inputs.audio_latent),
             video_rows=rows[0],
             audio_rows=rows[1],
-            sigma_pair=(one_hot[:, None] * inputs.sigmas).sum(0),
+            sigma_pairs=(one_hot[:, None, None] * inputs.sigmas).sum(0),
         )
 
 
@@ -388,8 +403,7 @@ class X0Tail(nn.Module):
         self.audio_proj_out = nn.Linear(config.audio.inner, config.audio_in_channels)
 
     def forward(self, inputs: TailInputs) -> X0Outputs:
-        v_modulation = Modulation(inputs.video_rows, inputs.timestep_mask)
-        a_modulation = Modulation(inputs.audio_rows, inputs.timestep_mask)
+        v_modulation, a_modulation = _modulations(inputs)
         v_velocity = self._velocity(
             inputs.video_hidden, v_modulation, self.scale_shift_table, self.proj_out
         )
@@ -399,12 +413,14 @@ class X0Tail(nn.Module):
         a_velocity = self._velocity(
             inputs.audio_hidden, a_modulation, self.audio_scale_shift_table, self.audio_proj_out
         )
-        sigma = inputs.sigma_pair[0]
-        # With images the video's timestep is a token's own, (Tv, 1); audio is never held.
-        timestep = sigma if inputs.video_rows.shape[0] == 1 else inputs.denoise_mask * sigma
+        v_sigma, a_sigma = inputs.sigma_pairs[:, 0].unbind(0)
+        # Where tokens are held, a timestep is a token's own, (T, 1).
+        v_timestep = v_sigma if inputs.video_rows.shape[0] == 1 else inputs.denoise_mask * v_sigma
+        a_mask = optional(inputs, "audio_denoise_mask")
+        a_timestep = a_sigma if a_mask is None else a_mask * a_sigma
         return X0Outputs(
-            _denoised(inputs.video_latent, v_velocity, timestep),
-            _denoised(inputs.audio_latent, a_velocity, sigma),
+            _denoised(inputs.video_latent, v_velocity, v_timestep),
+            _denoised(inputs.audio_latent, a_velocity, a_timestep),
         )
 
     def _velocity(
@@ -420,30 +436,36 @@ class X0Tail(nn.Module):
 
 
 class Tail(X0Tail):
-    """x0, image blend and Euler update: the next latents, rounded where the reference rounds."""
+    """x0, blend with what is held, Euler update: the next latents, rounded where the reference
+    rounds."""
 
     def forward(self, inputs: TailInputs) -> TailOutputs:
         video, audio = super().forward(inputs)
-        # One timestep means that no image holds a token: nothing is to be put back.
+        # One timestep means that no video token is held: nothing is to be put back.
         if inputs.video_rows.shape[0] > 1:
-            video = blend(video, inputs)
-        return TailOutputs(*next_latents(inputs, video, audio, inputs.sigma_pair))
+            video = blend(video, inputs.denoise_mask, inputs.clean_latent)
+        audio = blend_audio(audio, inputs)
+        return TailOutputs(*next_latents(inputs, video, audio, inputs.sigma_pairs))
 
 
-def blend(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
-    """Put back the tokens that images hold, by the denoise mask (ltx-pipelines
-    post_process_latent): (1, Tv, C)."""
-    mask = inputs.denoise_mask
-    return (x0 * mask + inputs.clean_latent.float() * (1 - mask)).to(x0.dtype)
+def blend(x0: Tensor, denoise_mask: Tensor, clean_latent: Tensor) -> Tensor:
+    """Put back the tokens that are held, by the denoise mask (ltx-pipelines post_process_latent):
+    (1, T, C)."""
+    return (x0 * denoise_mask + clean_latent.float() * (1 - denoise_mask)).to(x0.dtype)
+
+
+def blend_audio(x0: Tensor, inputs: TailInputs | GuideInputs) -> Tensor:
+    """`blend` of the audio, (1, Ta, C), in graphs that hold some of it."""
+    mask = optional(inputs, "audio_denoise_mask")
+    return x0 if mask is None else blend(x0, mask, inputs.audio_clean_latent)
 
 
 def next_latents(
-    inputs: TailInputs | GuideInputs, video: Tensor, audio: Tensor, sigma_pair: Tensor
+    inputs: TailInputs | GuideInputs, video: Tensor, audio: Tensor, sigma_pairs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The Euler step of both streams, from clean latents (1, T, C), and `finite`."""
-    sigmas = sigma_pair.unbind(0)
-    video = _euler(inputs.video_latent, video, *sigmas)
-    audio = _euler(inputs.audio_latent, audio, *sigmas)
+    video = _euler(inputs.video_latent, video, *sigma_pairs[0].unbind(0))
+    audio = _euler(inputs.audio_latent, audio, *sigma_pairs[1].unbind(0))
     # NaN and Inf go through a sum on every device. Some pass NaN over in a maximum, and a compiler
     # may fold a product by 0.
     return video, audio, video.float().mean((1, 2)) + audio.float().mean((1, 2))

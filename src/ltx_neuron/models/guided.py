@@ -6,7 +6,15 @@ A guided pass is head, blocks and X0Tail; its prediction is x0. Shapes as in dit
 
 from torch import Tensor, nn
 
-from ltx_neuron.models.dit import Blocks, Head, Perturbations, blend, next_latents, step_one_hot
+from ltx_neuron.models.dit import (
+    Blocks,
+    Head,
+    Perturbations,
+    blend,
+    blend_audio,
+    next_latents,
+    step_one_hot,
+)
 from ltx_neuron.models.signatures import (
     PASSES,
     BlockOutputs,
@@ -46,9 +54,9 @@ class Guide(nn.Module):
     """
 
     def forward(self, inputs: GuideInputs) -> GuideOutputs:
-        one_hot = step_one_hot(inputs)[:, None]
-        sigma_pair = (one_hot * inputs.sigmas).sum(0)
-        enabled = (one_hot * inputs.enabled_steps).sum(0)
+        one_hot = step_one_hot(inputs)
+        sigma_pairs = (one_hot[:, None, None] * inputs.sigmas).sum(0)
+        enabled = (one_hot[:, None] * inputs.enabled_steps).sum(0)
         guided = []
         for index, stream in enumerate(("video", "audio")):
             cond, uncond, perturbed, isolated = (
@@ -68,8 +76,9 @@ class Guide(nn.Module):
             previous, on = getattr(inputs, f"guided_{stream}"), enabled[index]
             guided.append((x0 * on + previous.float() * (1 - on)).to(previous.dtype))
         # The guided predictions are returned before the blend: a skipped step blends them anew.
-        video = blend(guided[0], inputs)
-        return GuideOutputs(*next_latents(inputs, video, guided[1], sigma_pair), *guided)
+        video = blend(guided[0], inputs.denoise_mask, inputs.clean_latent)
+        audio = blend_audio(guided[1], inputs)
+        return GuideOutputs(*next_latents(inputs, video, audio, sigma_pairs), *guided)
 
 
 # A constant prediction has no deviation; the quotient then stays finite.

@@ -66,6 +66,7 @@ def modulation_table(
     sigmas: Tensor,
     masks: Tensor,
     cross_sigma: bool = False,
+    other_sigmas: Tensor | None = None,
 ) -> Tensor:
     """Modulation rows of one stream, (steps, U, 17, D) fp32.
 
@@ -75,6 +76,7 @@ def modulation_table(
     masks        (U,) fp32 denoise masks: a token's timestep is mask * sigma; masks[0] must be 1
     cross_sigma  ltx-core 1.0.0: audio-video scale and shift follow the other stream's sigma, not
                  the token's own timestep
+    other_sigmas the other stream's, where they differ from `sigmas`: those of a frozen stream are 0
     """
     prefix, gate = {"video": ("", "a2v"), "audio": ("audio_", "v2a")}[stream]
     scale = config.timestep_scale_multiplier
@@ -82,14 +84,17 @@ def modulation_table(
     # upstream's order (sigma, mask, scale): another order rounds otherwise.
     step_timesteps = (sigmas * scale)[:, None].expand(-1, len(masks))
     token_timesteps = sigmas[:, None] * masks * scale
+    other_sigmas = sigmas if other_sigmas is None else other_sigmas
+    other_timesteps = (other_sigmas * scale)[:, None].expand(-1, len(masks))
     gate_factor = config.av_ca_timestep_scale_multiplier / scale
 
     rows, embedded = _adaln(weights, f"{prefix}adaln_single", token_timesteps)
     # Since 1.1.4 the audio-video scale and shift follow a token's own timestep.
-    av_timesteps = step_timesteps if cross_sigma else token_timesteps
+    av_timesteps = other_timesteps if cross_sigma else token_timesteps
     av_rows, _ = _adaln(weights, f"av_ca_{stream}_scale_shift_adaln_single", av_timesteps)
-    # The gate and the prompt belong to the whole stream: they follow the step's sigma.
-    gate_row, _ = _adaln(weights, f"av_ca_{gate}_gate_adaln_single", step_timesteps * gate_factor)
+    # The gate and the prompt belong to the whole stream, whatever a token's timestep is: the gate
+    # follows the sigma of the stream that is listened to.
+    gate_row, _ = _adaln(weights, f"av_ca_{gate}_gate_adaln_single", other_timesteps * gate_factor)
     if config.use_prompt_adaln_single:
         prompt_rows, _ = _adaln(weights, f"{prefix}prompt_adaln_single", step_timesteps)
     else:

@@ -44,7 +44,7 @@ from ltx_neuron.models.signatures import (
     X0Outputs,
     connector_fields,
     dit_fields,
-    divided,
+    extended,
     gemma3_fields,
     guided_fields,
     stage_features,
@@ -155,8 +155,15 @@ def dit_program(
         inputs = HeadInputs, BlockInputs, TailInputs
         outputs = HeadOutputs, BlockOutputs, TailOutputs
         step_inputs, run = StepInputs, "main"
-    if sequence_parallel:
-        inputs, step_inputs = (divided(inputs[0]), *inputs[1:]), divided(step_inputs)
+    flags = {
+        "divided": sequence_parallel,
+        "masked": bucket.audio_timesteps > 1,
+        "biased": bucket.biased,
+    }
+    kinds = tuple(kind for kind, applies in flags.items() if applies)
+    parts = ("head", "blocks", "tail")
+    inputs = tuple(extended(*pair, kinds) for pair in zip(inputs, parts, strict=True))
+    step_inputs = extended(step_inputs, "step", kinds)
     # The shapes are one rank's, alike on every rank. On meta, tracing the release takes no memory.
     with torch.device("meta"):
         modules = (
@@ -168,15 +175,15 @@ def dit_program(
         graphs = {"step": Graph(Step(*modules, inputs), step_inputs, outputs[-1])}
         calls = (("step", 0),)
     else:
-        parts = zip(("head", "blocks", "tail"), modules, inputs, outputs, strict=True)
-        graphs = {name: Graph(*graph) for name, *graph in parts}
+        named = zip(parts, modules, inputs, outputs, strict=True)
+        graphs = {name: Graph(*graph) for name, *graph in named}
         # One graph of blocks, called again and again with the next blocks' weights: it is compiled
         # once, and compilers do not see 48 blocks at a time.
         groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
         calls = (("head", 0), *groups, ("tail", 0))
     runs = {run: calls}
     if bucket.guided:
-        graphs["guide"] = Graph(Guide(), GuideInputs, GuideOutputs)
+        graphs["guide"] = Graph(Guide(), extended(GuideInputs, "guide", kinds), GuideOutputs)
         runs["guide"] = (("guide", 0),)
     return Program(graphs, runs, fields)
 

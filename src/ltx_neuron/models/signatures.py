@@ -12,15 +12,22 @@ latent token, U distinct timesteps of the video tokens, R = MODULATION_ROWS, ste
 
   step, step_numbers        number of this step (1,) and the numbers 0, 1, ... (steps,), which it is
                             compared with: the only integers of the graphs
-  sigmas                    (steps, 2), the sigma each step starts from and the one it ends with
-  sigma_pair                (2,), the row of `sigmas` of this step
-  *_modulation              (steps, U, R, D), AdaLN rows of every step; audio has U = 1
+  sigmas                    (steps, 2, 2), of video and of audio: the sigma each step starts from
+                            and the one it ends with; a frozen stream has the same one twice
+  sigma_pairs               (2, 2), those of this step
+  *_modulation              (steps, U, R, D), AdaLN rows of every step; audio has U = 1, but in a
+                            retake, which keeps some of its tokens
   *_rows                    (U, R, D), the AdaLN rows of this step
   timestep_mask             (Tv, U), one-hot: which of the U timesteps a video token has
   rank_one_hot              (1, tp), sequence parallelism: which part of the video's tokens is this
                             rank's
   denoise_mask              (Tv, 1): 1 denoised freely, 0 kept as in clean_latent
-  clean_latent              (1, Tv, C), what images hold
+  clean_latent              (1, Tv, C), what images, references and the kept part of a retake hold
+  audio_timestep_mask,
+  audio_denoise_mask,
+  audio_clean_latent        the same of the audio's tokens, where U > 1
+  video_bias                (Tv, Tv), added to the scores of the video's self-attention: references
+                            with an attention mask
   *_latent                  (1, T, C), noisy latents, in and out: the state of the sampler
   finite                    (1,), a number that is finite where all of a step's latents are
   *_hidden                  (1, T, D), the streams between the blocks
@@ -91,7 +98,7 @@ class HeadOutputs(NamedTuple):
     audio_hidden: Tensor
     video_rows: Tensor
     audio_rows: Tensor
-    sigma_pair: Tensor
+    sigma_pairs: Tensor
 
 
 class BlockInputs(NamedTuple):
@@ -129,7 +136,7 @@ class TailInputs(NamedTuple):
     video_rows: Tensor
     audio_rows: Tensor
     timestep_mask: Tensor
-    sigma_pair: Tensor
+    sigma_pairs: Tensor
     video_latent: Tensor
     audio_latent: Tensor
     denoise_mask: Tensor
@@ -185,12 +192,33 @@ GuidedStepInputs = _signature(
 )
 
 
-def divided(signature: type) -> type:
-    """A signature of the head, or of the whole step, for sequence parallelism: also takes which
-    tokens are the rank's own."""
-    doc = f"{signature.__name__} for sequence parallelism."
-    fields = [*signature._fields, "rank_one_hot"]
-    return _signature(f"Divided{signature.__name__}", doc, fields)
+# Of buckets with audio_timesteps > 1: what says which audio tokens are kept, and as what.
+AUDIO_MASKS = ("audio_timestep_mask", "audio_denoise_mask", "audio_clean_latent")
+# What some kinds of graphs take besides, by the part of the step that reads it.
+_MORE = {
+    "head": {"divided": ("rank_one_hot",)},
+    "blocks": {"masked": AUDIO_MASKS[:1], "biased": ("video_bias",)},
+    "tail": {"masked": AUDIO_MASKS},
+    "guide": {"masked": AUDIO_MASKS[1:]},
+}
+
+
+def extended(signature: type, part: str, kinds: tuple[str, ...]) -> type:
+    """The signature of a part of the step ("head", "blocks", "tail", "guide"; "step" is the first
+    three) for graphs that are "divided" (sequence parallelism), "masked" (some audio tokens are
+    kept) or "biased"."""
+    parts = ("head", "blocks", "tail") if part == "step" else (part,)
+    more = [field for name in parts for kind in kinds for field in _MORE[name].get(kind, ())]
+    if not more:
+        return signature
+    name = "".join(map(str.capitalize, kinds)) + signature.__name__
+    doc = f"{signature.__name__} of graphs that are {' and '.join(kinds)}."
+    return _signature(name, doc, [*signature._fields, *more])
+
+
+def optional(inputs: tuple, field: str) -> Tensor | None:
+    """A field that a signature has in some kinds of graphs only."""
+    return getattr(inputs, field, None)
 
 
 class GuideInputs(NamedTuple):
@@ -323,18 +351,19 @@ def dit_fields(
     video, audio = config.video, config.audio
     t_video, t_audio = bucket.video_tokens, bucket.audio_tokens
     steps, timesteps = bucket.max_steps, bucket.timesteps
+    audio_timesteps = bucket.audio_timesteps
     # Sigmas, masks and RoPE stay fp32 in a bf16 graph: the sampler's arithmetic is fp32 upstream.
     fp32 = torch.float32
     # Only the streams' RoPE is split: latents, streams, rows and contexts are whole on every rank.
     fields = {
         "step": Field((1,), torch.int32),
         "step_numbers": Field((steps,), torch.int32),
-        "sigmas": Field((steps, 2), fp32),
-        "sigma_pair": Field((2,), fp32),
+        "sigmas": Field((steps, 2, 2), fp32),
+        "sigma_pairs": Field((2, 2), fp32),
         "video_modulation": Field((steps, timesteps, MODULATION_ROWS, video.inner), dtype),
-        "audio_modulation": Field((steps, 1, MODULATION_ROWS, audio.inner), dtype),
+        "audio_modulation": Field((steps, audio_timesteps, MODULATION_ROWS, audio.inner), dtype),
         "video_rows": Field((timesteps, MODULATION_ROWS, video.inner), dtype),
-        "audio_rows": Field((1, MODULATION_ROWS, audio.inner), dtype),
+        "audio_rows": Field((audio_timesteps, MODULATION_ROWS, audio.inner), dtype),
         "timestep_mask": Field((t_video, timesteps), dtype),
         "denoise_mask": Field((t_video, 1), fp32),
         "clean_latent": Field((1, t_video, config.in_channels), dtype),
@@ -356,6 +385,14 @@ def dit_fields(
     for name, (tokens, size) in ropes.items():
         table = Field((1, size.heads // tp, tokens, size.head_dim // 2), fp32, split=1)
         fields |= {f"{name}_cos": table, f"{name}_sin": table}
+    if audio_timesteps > 1:
+        fields |= {
+            "audio_timestep_mask": Field((t_audio, audio_timesteps), dtype),
+            "audio_denoise_mask": Field((t_audio, 1), fp32),
+            "audio_clean_latent": Field((1, t_audio, config.audio_in_channels), dtype),
+        }
+    if bucket.biased:
+        fields["video_bias"] = Field((t_video, t_video), dtype)
     if sequence_parallel:
         own = t_video // tp
         fields["rank_one_hot"] = Field((1, tp), dtype, split=0)

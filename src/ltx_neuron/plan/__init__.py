@@ -26,7 +26,7 @@ from ltx_neuron.config import (
 )
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import arithmetic
-from ltx_neuron.job import Size, Stage
+from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
@@ -36,7 +36,7 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import video_latent_shape
-from ltx_neuron.sampling.upscaling import check_upscale, upscaled
+from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.sharding import HOST, MODELS, local_shape, rule
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -179,11 +179,10 @@ def compiled_tile(manifests: Iterable[Manifest]) -> int:
 def check_fits(
     checkpoint: Checkpoint,
     profile: Profile,
-    size: Size,
+    job: Job,
     tp: int,
     dtype: str,
     gemma: GemmaConfig | None,
-    recipe: str,
 ) -> None:
     """Raise UserError, naming the nearest size that fits, where a generation needs more memory than
     a core of the profile has. Nothing is loaded.
@@ -192,7 +191,7 @@ def check_fits(
     """
     if profile.memory_bytes_per_core is None:
         return
-    result = plan(checkpoint, profile, size, tp, dtype, gemma, recipe)
+    result = plan(checkpoint, profile, job, tp, dtype, gemma)
     resident = profile.resident and gemma is not None
     if result.fits and (result.fits_resident or not resident):
         return
@@ -203,7 +202,7 @@ def check_fits(
         advice = f"The nearest size that fits: {result.nearest_that_fits}"
     else:
         advice = "No length of that size fits; type a larger --tp-degree, or --dtype bfloat16"
-    raise does_not_fit(profile, size, tp, needed, advice)
+    raise does_not_fit(profile, job.size, tp, needed, advice)
 
 
 def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str) -> UserError:
@@ -238,49 +237,41 @@ def check_text_fits(
 def plan(
     checkpoint: Checkpoint,
     profile: Profile,
-    size: Size,
+    job: Job,
     tp: int,
     dtype: str,
     gemma: GemmaConfig | None = GEMMA_3_12B,
-    recipe: str = "distilled",
-    steps: int = 30,
-    upscale: str | None = None,
-    sampler: str = "euler",
 ) -> Plan:
-    """Plan a generation. Raises UserError for sizes and degrees that do not fit the model.
+    """Plan a generation, whatever its prompt is. Raises UserError for sizes and degrees that do
+    not fit the model.
 
     gemma  the text encoder's config; None for a prompt that is encoded on the host
-    steps  of stage 1 of the dev recipe
     """
-    size.check()
-    check_upscale(upscale, size.two_stage)
+    job.check_shape()
     config, torch_dtype = transformer_config(checkpoint.config), DTYPES[dtype]
     config.check_tensor_parallel(tp)
     if gemma:
         gemma.check_tensor_parallel(tp)
 
-    def stage_plans(of: Size) -> list[StagePlan]:
+    def stage_plans(of: Job) -> list[StagePlan]:
         with fake_process_group(tp):
-            return [
-                _stage(config, of, stage, profile, tp, torch_dtype)
-                for stage in of.stages(recipe, steps, sampler)
-            ]
+            return [_stage(config, of, stage, profile, tp, torch_dtype) for stage in of.stages]
 
-    stages, weights = stage_plans(size), _dit_bytes(checkpoint, tp, torch_dtype)
+    stages, weights = stage_plans(job), _dit_bytes(checkpoint, tp, torch_dtype)
     gemma_bytes = embeddings = 0
     if gemma:
         with fake_process_group(tp):
             gemma_bytes = sum(text_weights(gemma, config, tp).values()) * torch_dtype.itemsize
         embeddings = gemma.vocab_size * gemma.hidden_size * torch_dtype.itemsize
-    latent = video_latent_shape(size.height, size.width, size.num_frames)
     memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
     files = tp * max(weights["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
+    latent = video_latent_shape(last.height, last.width, job.size.num_frames)
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
     if fits is False:
         room = limit - weights["rank"] - ASSUMED["runtime_bytes_per_core"]
-        nearest = _nearest(size, last, room, lambda of: _activations(stage_plans(of)))
+        nearest = _nearest(job, last, room, lambda of: _activations(stage_plans(of)))
     return Plan(
         profile=profile.name,
         tp=tp,
@@ -299,7 +290,7 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        **_decoding(checkpoint, profile, upscaled(latent, upscale), torch_dtype),
+        **_decoding(checkpoint, profile, upscaled(latent, job.upscale), torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
         assumed=ASSUMED,
@@ -356,14 +347,9 @@ def text_weights(gemma: GemmaConfig, config: TransformerConfig, tp: int) -> dict
 
 
 def _stage(
-    config: TransformerConfig,
-    size: Size,
-    stage: Stage,
-    profile: Profile,
-    tp: int,
-    dtype: torch.dtype,
+    config: TransformerConfig, job: Job, stage: Stage, profile: Profile, tp: int, dtype: torch.dtype
 ) -> StagePlan:
-    bucket = size.bucket(stage, ())
+    bucket = job.bucket(stage)
     divides = profile.sequence_parallel and may_divide(bucket, tp)
     program, step = _step(config, bucket, profile, tp, dtype, divides)
     flops, calls = step["flops"], [name for name, _ in next(iter(program.runs.values()))]
@@ -444,15 +430,15 @@ def _upload_bytes(program: Program) -> int:
 
 
 def _nearest(
-    size: Size, stage: StagePlan, room: int, activations: Callable[[Size], int]
+    job: Job, stage: StagePlan, room: int, activations: Callable[[Job], int]
 ) -> str | None:
     """The longest clip of this height and width whose activations fit into `room` bytes."""
     per_token = (stage.activation_bytes_per_core + stage.upload_bytes) / stage.video_tokens
-    tokens_per_frame = stage.video_tokens // ((size.num_frames - 1) // 8 + 1)
+    tokens_per_frame = math.prod(video_latent_shape(stage.height, stage.width, 1))
     # A first guess: it leaves out what does not grow with the tokens.
     latent_frames = int(room / per_token) // tokens_per_frame
     for count in range(latent_frames, 0, -1):
-        shorter = dataclasses.replace(size, num_frames=8 * (count - 1) + 1)
-        if activations(shorter) <= room:
-            return f"{size.height}x{size.width}, {shorter.num_frames} frames"
+        shorter = dataclasses.replace(job.size, num_frames=8 * (count - 1) + 1)
+        if activations(dataclasses.replace(job, size=shorter)) <= room:
+            return f"{shorter.height}x{shorter.width}, {shorter.num_frames} frames"
     return None

@@ -16,11 +16,11 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import GEMMA_3_12B, gemma_config, transformer_config
 from ltx_neuron.host import calibration
 from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
+from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, plan, rates, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.guidance import default_steps
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint
@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = flags.parser(__doc__.partition("\n\n")[0], EXAMPLE, gemma=False)
     parser.prog = "python -m ltx_neuron.plan"
     flags.add_size(parser)
+    flags.add_ic_loras(parser)
+    flags.add_conditions(parser, shape_only=True)
     add = parser.add_argument
     help = "its config.json is read (default: Gemma3-12B's sizes)"
     add("--gemma-root", type=Path, metavar="DIR", help=help)
@@ -61,14 +63,15 @@ def main(argv: list[str] | None = None) -> None:
 def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     """The plan of what was typed, and that of a whole clip's time."""
     profile = resolve(args.profile, tuple(args.profile_set))
-    checkpoint, size = Checkpoint(args.checkpoint_path), flags.size(args)
-    gemma = gemma_config(args.gemma_root) if args.gemma_root else GEMMA_3_12B
-    recipe, sampler = args.recipe or "distilled", args.sampler
-    steps = args.num_inference_steps or default_steps(sampler)
-    tp = profile.degree(args.tp_degree)
-    result = plan(
-        checkpoint, profile, size, tp, args.dtype, gemma, recipe, steps, args.upscale, sampler
+    checkpoint, shape = (
+        Checkpoint(args.checkpoint_path),
+        flags.shape(args, args.recipe or Job.recipe),
     )
+    steps, upscale = args.num_inference_steps, args.upscale
+    job = dataclasses.replace(shape, num_inference_steps=steps, upscale=upscale)
+    gemma = gemma_config(args.gemma_root) if args.gemma_root else GEMMA_3_12B
+    tp = profile.degree(args.tp_degree)
+    result = plan(checkpoint, profile, job, tp, args.dtype, gemma)
     config = transformer_config(checkpoint.config)
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)
@@ -78,20 +81,18 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
         calibration.store(args.artifacts_dir)
         rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
     identity = chosen.identity(profile, tp, args.dtype, config.digest)
-    buckets = [size.bucket(stage, ()) for stage in size.stages(recipe, steps)]
     tuned = chosen.load(args.artifacts_dir, identity)
     clip = Clip(
         result,
         checkpoint.config,
         weights,
         profile,
-        size,
+        job,
         computes,
         rates.read(args.artifacts_dir),
         args.neuron_gemma,
         args.neuron_vae,
-        args.upscale,
-        tuned and tuned.step_ms(buckets),
+        tuned and tuned.step_ms(job.buckets),
     )
     return result, clip.planned()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ltx_neuron.host.arithmetic import Arithmetic
-from ltx_neuron.job import Size
+from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan
 from ltx_neuron.plan.rates import Rate, host_rate
 from ltx_neuron.profiles import Profile
@@ -68,12 +68,11 @@ class Clip:
     config: dict
     text_weights: dict[str, int]
     profile: Profile
-    size: Size
+    job: Job
     arithmetic: Arithmetic
     rates: dict[str, float]
     neuron_gemma: bool
     neuron_vae: bool
-    upscale: str | None = None
     tuned_step_ms: float | None = None
 
     def planned(self) -> ClipPlan:
@@ -140,11 +139,11 @@ class Clip:
         for number, stage in enumerate(self.plan.stages):
             if number:
                 before = self.plan.stages[number - 1]
-                latent = video_latent_shape(before.height, before.width, self.size.num_frames)
+                latent = video_latent_shape(before.height, before.width, self.job.size.num_frames)
                 rows.append(self._upsampling(latent, "spatial"))
             rows.append(self._steps(stage))
         latent = self._latent
-        for kind in UPSCALES.get(self.upscale, ()):
+        for kind in UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
             latent = upsampled(latent, kind)
         return rows
@@ -180,19 +179,20 @@ class Clip:
     @property
     def _latent(self) -> tuple[int, int, int]:
         """(F, h, w) of the video latent that the last stage makes."""
-        return video_latent_shape(self.size.height, self.size.width, self.size.num_frames)
+        last = self.plan.stages[-1]
+        return video_latent_shape(last.height, last.width, self.job.size.num_frames)
 
     @property
     def _pixels(self) -> tuple[int, int, int]:
         """Frames, rows and columns of the video that is written."""
-        frames, height, width = upscaled(self._latent, self.upscale)
+        frames, height, width = upscaled(self._latent, self.job.upscale)
         return (frames - 1) * TIME_SCALE + 1, height * SPACE_SCALE, width * SPACE_SCALE
 
     def _video(self) -> list[Row]:
         from ltx_neuron.host import tiles  # imports ltx-core
         from ltx_neuron.plan.host_flops import video_decoder_flops
 
-        clip = upscaled(self._latent, self.upscale)
+        clip = upscaled(self._latent, self.job.upscale)
         tp = self.plan.tp
         how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
         counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
@@ -216,7 +216,7 @@ class Clip:
         ]
 
     def _sound(self) -> Row:
-        seconds = self.size.num_frames / self.size.frame_rate
+        seconds = self.job.size.num_frames / self.job.size.frame_rate
         return self._host("decode_audio", seconds, "decode_audio", f"{seconds:.1f} s of sound")
 
     def _mp4(self) -> Row:

@@ -18,6 +18,7 @@ PHASES = (
     "encode_text",
     "unload_gemma3",
     "load_transformer",
+    "encode_inputs",
     "warmup",
     "denoise_stage_1",
     "upsample",
@@ -38,12 +39,16 @@ class Counters:
     collectives_per_step  "count", and "bytes" that one rank hands over
     flops_per_step        of all ranks: one number, or {stage: number}
     peak_flops            FLOP/s of all ranks together; None where the profile has no peak
+    weight_swaps          how often a weight set took another's place on the ranks, and the seconds
+                          of that, which are part of the phase load_transformer
     """
 
     bytes_to_device_per_step: int = 0
     collectives_per_step: dict[str, int] = field(default_factory=lambda: {"count": 0, "bytes": 0})
     flops_per_step: float | dict[str, float] | None = None
     peak_flops: float | None = None
+    weight_swaps: int = 0
+    weight_swap_seconds: float = 0.0
 
 
 class _PeakMemory:
@@ -233,6 +238,10 @@ class Recorder:
             "bytes_to_device_per_step": self.counters.bytes_to_device_per_step,
             "collectives_per_step": dict(self.counters.collectives_per_step),
             "flops_per_step": flops,
+            "weight_swaps": {
+                "count": self.counters.weight_swaps,
+                "seconds": self.counters.weight_swap_seconds,
+            },
             "percent_of_peak": (
                 100 * flops / (median / 1000) / peak if flops and median and peak else None
             ),

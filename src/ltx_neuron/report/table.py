@@ -77,6 +77,8 @@ def table(report: dict) -> str:
         f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",
         f"percent of peak           {reason if percent is None else f'{percent:.1f} %'}",
     ]
+    if (swaps := report.get("weight_swaps", {})).get("count"):  # earlier reports do not say
+        lines.append(f"weight swaps              {swaps['count']}, {_text(swaps['seconds'])} s")
     return "\n".join(lines)
 
 

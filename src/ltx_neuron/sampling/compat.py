@@ -13,16 +13,22 @@ class Compat:
                   (1.1.4)
     positions     video positions are rounded to the run's dtype (1.1.3)
     vocoder       audio decoder and vocoder run in the run's dtype (1.1.0)
+
+    And what ltx-pipelines 1.2.0 does differently from what came before it:
+
+    retake_noise  the stream that a retake keeps begins as noise, and walks to what is kept
     """
 
     conditioning: bool = False
     cross_sigma: bool = False
     positions: bool = False
     vocoder: bool = False
+    retake_noise: bool = False
 
 
 COMPAT = {
     None: Compat(),
     "ltx-core-1.0.0": Compat(conditioning=True, cross_sigma=True, positions=True, vocoder=True),
     "ltx-core-1.0.0-conditioning": Compat(conditioning=True),
+    "ltx-pipelines-1.2.0": Compat(retake_noise=True),
 }

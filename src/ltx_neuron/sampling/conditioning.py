@@ -8,7 +8,7 @@ Shapes (the batch is always 1): C latent channels (128), F latent frames, h, w l
 columns, T video tokens: F h w of the clip, then h w for each keyframe; U distinct denoise masks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from ltx_neuron.sampling.latents import (
     TIME_SCALE,
+    audio_positions,
     keyframe_positions,
+    patchify_audio,
     patchify_video,
+    reference_positions,
     video_latent_shape,
     video_positions,
 )
@@ -94,19 +97,77 @@ class AttentionMask:
 
 
 @dataclass(frozen=True)
-class VideoState:
-    """Tokens of a stage's video, keyframe tokens last (the fields of ltx-core's LatentState).
+class LatentState:
+    """Tokens of one stream of a stage, appended ones last (ltx-core's LatentState).
 
-    latent        (1, T, C), what is noised: zeros, or the latents of an earlier stage
-    clean_latent  (1, T, C), what images hold
+    latent        (1, T, C), what is noised: zeros, the latents of an earlier stage, or a file's
+    clean_latent  (1, T, C), what is held: of images, references, the kept part of a retake
     denoise_mask  (T, 1) fp32: 1 denoised freely, 0 kept as in clean_latent
-    positions     (1, 3, T) fp32: seconds, pixel row, pixel column
+    positions     (1, 3, T) fp32: seconds, pixel row, pixel column; of audio (1, 1, T): seconds
+    frozen        the stream is given: its own sigma is 0 at every step
+    frozen_noise  how much noise a frozen stream begins with all the same: with 0 it stays as it is,
+                  with 1 it is led to what is held (ltx-pipelines 1.2.0, in a retake)
+    bias          (T, T), added to the scores of its self-attention; None: all tokens attend to all
     """
 
     latent: Tensor
     clean_latent: Tensor
     denoise_mask: Tensor
     positions: Tensor
+    frozen: bool = False
+    frozen_noise: float = 0.0
+    bias: Tensor | None = None
+
+    @property
+    def masks(self) -> tuple[float, ...]:
+        """The denoise masks that occur, 1 first: each has its own timestep at every step."""
+        return (1.0, *sorted(set(self.denoise_mask.flatten().tolist()) - {1.0}))
+
+    def retake(self, seconds: Tensor, start: float, end: float) -> "LatentState":
+        """With tokens kept but those whose time overlaps that from `start` to `end`.
+
+        seconds  where each latent frame begins, and the last one ends
+        """
+        inside = (seconds[1:] > start) & (seconds[:-1] < end)
+        per_frame = len(self.denoise_mask) // len(inside)
+        mask = inside.float().repeat_interleave(per_frame)[:, None]
+        return replace(self, denoise_mask=mask)
+
+    def freeze(self, noise: float = 0.0) -> "LatentState":
+        """The same, all of it kept."""
+        mask = torch.zeros_like(self.denoise_mask)
+        return replace(self, denoise_mask=mask, frozen=True, frozen_noise=noise)
+
+    def append(
+        self, tokens: Tensor, positions: Tensor, denoise_mask: float, start: Tensor | None = None
+    ) -> "LatentState":
+        """With tokens (1, N, C) held as strongly as a mask says; noise is added to `start`, else to
+        zeros."""
+        mask = torch.full((tokens.shape[1], 1), denoise_mask)
+        start = torch.zeros_like(tokens) if start is None else start
+        return replace(
+            self,
+            latent=torch.cat([self.latent, start], dim=1),
+            clean_latent=torch.cat([self.clean_latent, tokens], dim=1),
+            denoise_mask=torch.cat([self.denoise_mask, mask]),
+            positions=torch.cat([self.positions, positions], dim=2),
+        )
+
+
+def audio_state(latent: Tensor) -> LatentState:
+    """State of a stage from its initial latent (1, 8, Ta, 16)."""
+    tokens = patchify_audio(latent)
+    mask = torch.ones(tokens.shape[1], 1)
+    return LatentState(tokens, tokens.clone(), mask, audio_positions(tokens.shape[1]))
+
+
+def with_reference(
+    state: LatentState, reference: ReferenceVideo, latent: Tensor, frame_rate: float
+) -> LatentState:
+    """A state with a reference's tokens, of its latent (1, C, F, h, w), appended."""
+    scales = reference.space_scale, reference.time_scale
+    positions = reference_positions(tuple(latent.shape[2:]), frame_rate, *scales)
+    return state.append(patchify_video(latent), positions, held_mask(reference.strength))
 
 
 def token_count(shape: tuple[int, int, int], images: tuple[ImageCondition, ...]) -> int:
@@ -125,7 +186,12 @@ def distinct_masks(images: tuple[ImageCondition, ...]) -> tuple[float, ...]:
 
 def denoise_mask_of(image: ImageCondition) -> float:
     """1 - strength of an image's tokens, as fp32 has it."""
-    return torch.tensor(1.0 - image.strength, dtype=torch.float32).item()
+    return held_mask(image.strength)
+
+
+def held_mask(strength: float) -> float:
+    """The denoise mask of what is held so strongly, 1 - strength, as fp32 has it."""
+    return torch.tensor(1.0 - strength, dtype=torch.float32).item()
 
 
 def video_state(
@@ -134,38 +200,36 @@ def video_state(
     images: list[tuple[ImageCondition, Tensor]],
     compat_1_0_0: bool = False,
     positions_dtype: torch.dtype = torch.float32,
-) -> VideoState:
+    images_as_guides: bool = False,
+) -> LatentState:
     """State of a stage from its initial latent (1, C, F, h, w) and encoded images (1, C, 1, h, w).
 
-    An image at frame 0 takes the place of the first latent frame's tokens; others are appended as
-    keyframe tokens. compat_1_0_0 and positions_dtype: see compat.Compat (conditioning, positions).
+    An image at frame 0 takes the place of the first latent frame's tokens, unless images are
+    guides; others are appended as keyframe tokens. compat_1_0_0 and positions_dtype: see
+    compat.Compat (conditioning, positions).
     """
     shape = frames, rows, columns = tuple(latent.shape[2:])
     # ltx-core 1.0.0 appends a keyframe's fp32 bounds to the rounded ones, and takes all mid-points
     # in fp32 from then on.
-    has_keyframes = any(image.frame_index for image, _ in images)
+    has_keyframes = any(images_as_guides or image.frame_index for image, _ in images)
     midpoints_dtype = torch.float32 if has_keyframes else positions_dtype
-    tokens = patchify_video(latent)  # (1, T, C)
+    tokens = patchify_video(latent).clone()  # (1, T, C)
     positions = video_positions(shape, frame_rate, positions_dtype, midpoints_dtype)  # (1, 3, T)
-    clean_latent, denoise_mask = tokens.clone(), torch.ones(tokens.shape[1], 1)
+    state = LatentState(tokens, tokens.clone(), torch.ones(tokens.shape[1], 1), positions)
     per_frame = rows * columns
     for image, encoded in images:
         image_tokens, mask = patchify_video(encoded), denoise_mask_of(image)  # (1, h w, C)
-        if image.frame_index == 0:
-            clean_latent[:, :per_frame] = image_tokens
-            denoise_mask[:per_frame] = mask
-            if compat_1_0_0:  # later releases leave the latent: the noiser blends with clean_latent
-                tokens = torch.cat([image_tokens, tokens[:, per_frame:]], dim=1)
+        # Later releases leave the latent: what an image holds is in clean_latent alone.
+        if image.frame_index == 0 and not images_as_guides:
+            state.clean_latent[:, :per_frame] = image_tokens
+            state.denoise_mask[:per_frame] = mask
+            if compat_1_0_0:
+                state.latent[:, :per_frame] = image_tokens
         else:
             duration = 8 if compat_1_0_0 else 1
             added = keyframe_positions(rows, columns, image.frame_index, frame_rate, duration)
-            positions = torch.cat([positions, added], dim=2)
-            clean_latent = torch.cat([clean_latent, image_tokens], dim=1)
-            # Later releases noise a keyframe from nothing: what it holds is in clean_latent alone.
-            start = image_tokens if compat_1_0_0 else torch.zeros_like(image_tokens)
-            tokens = torch.cat([tokens, start], dim=1)
-            denoise_mask = torch.cat([denoise_mask, torch.full((per_frame, 1), mask)])
-    return VideoState(tokens, clean_latent, denoise_mask, positions)
+            state = state.append(image_tokens, added, mask, image_tokens if compat_1_0_0 else None)
+    return state
 
 
 def noised(

@@ -5,7 +5,7 @@ Source: ltx-core components/guiders.py, ltx-pipelines utils/{constants,helpers}.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose
 
 import torch
@@ -129,11 +129,6 @@ def default_steps(sampler: str) -> int:
     return (HQ_STEPS if sampler == "res_2s" else DEFAULT_STEPS)[SUPPORTED_VERSION]
 
 
-def default_guidance(sampler: str) -> Guidance:
-    """The supported version's."""
-    return (HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS)[SUPPORTED_VERSION]
-
-
 NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive"
     " noise, grainy texture, poor lighting, flickering, motion blur, distorted proportions,"
@@ -149,3 +144,9 @@ NEGATIVE_PROMPT = (
     " flat lighting, inconsistent tone, cinematic oversaturation, stylized filters, or AI"
     " artifacts."
 )
+
+
+def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
+    """The model version's own; `sound`: it is given, so that nothing of it is guided."""
+    guidance = (HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS)[SUPPORTED_VERSION]
+    return replace(guidance, audio=StreamGuidance()) if sound else guidance

@@ -17,7 +17,8 @@ VIDEO_CHANNELS = 128
 AUDIO_CHANNELS, MEL_BINS = 8, 16
 AUDIO_LATENTS_PER_SECOND = 25  # 16000 Hz / hop 160 / downsampling 4
 # Of the mel spectrogram that the audio encoder takes; the hop is in samples.
-_MEL_FRAMES_PER_LATENT, _HOP, _SAMPLE_RATE = 4, 160, 16000
+_MEL_FRAMES_PER_LATENT, _HOP = 4, 160
+SAMPLE_RATE = 16000
 
 
 def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, int, int]:
@@ -28,6 +29,12 @@ def video_latent_shape(height: int, width: int, num_frames: int) -> tuple[int, i
 def audio_latent_frames(num_frames: int, frame_rate: float) -> int:
     """Audio latents that last as long as the video: 26 for 25 frames at 24 fps, 126 for 121."""
     return round(num_frames / frame_rate * AUDIO_LATENTS_PER_SECOND)
+
+
+def sound_latent_frames(samples: int, rate: int) -> int:
+    """Audio latents that a sound of so many samples at a rate is encoded as."""
+    mel_frames = 1 + -(-samples * SAMPLE_RATE // rate) // _HOP
+    return -(-mel_frames // _MEL_FRAMES_PER_LATENT)
 
 
 def patchify_video(latent: Tensor) -> Tensor:
@@ -65,11 +72,30 @@ def video_positions(
     .2083, .5417 s. The audio-video attention compares these seconds with the audio's, so an offset
     here is out of sync.
     """
-    # Bounds of the latent frames in pixel frames, 0, 1, 9, 17, ...: F + 1 of them.
-    frames = torch.arange(shape[0] + 1)
-    bounds = (frames * TIME_SCALE + 1 - TIME_SCALE).clamp(min=0).float() / frame_rate
-    bounds = bounds.to(dtype).to(midpoints_dtype or dtype)
-    return _grid((bounds[:-1] + bounds[1:]) / 2.0, shape[1], shape[2])
+    bounds = video_seconds(shape[0], frame_rate).to(dtype).to(midpoints_dtype or dtype)
+    return _grid(_middles(bounds), shape[1], shape[2])
+
+
+def video_seconds(latent_frames: int, frame_rate: float) -> Tensor:
+    """Where each latent frame begins and the last one ends, (F + 1,) fp32."""
+    # In pixel frames 0, 1, 9, 17, ...
+    frames = torch.arange(latent_frames + 1)
+    return (frames * TIME_SCALE + 1 - TIME_SCALE).clamp(min=0).float() / frame_rate
+
+
+def reference_positions(
+    shape: tuple[int, int, int], frame_rate: float, space_scale: int = 1, time_scale: int = 1
+) -> Tensor:
+    """Mid-points (1, 3, F*h*w) of a reference video's tokens beside a clip of `frame_rate`.
+
+    A pixel of it stands for space_scale of the clip's on a side, a frame for time_scale; its last
+    frame ends where that of the clip does. Source: ltx-core 1.2.0 reference_video_cond.py.
+    """
+    bounds = video_seconds(shape[0], 1.0) / (frame_rate / time_scale)
+    if time_scale != 1:
+        first = video_seconds(1, frame_rate)[1]  # where the clip's first latent frame ends
+        bounds = (bounds - (time_scale - 1) * first).clamp(min=0)
+    return _grid(_middles(bounds), shape[1], shape[2], SPACE_SCALE * space_scale)
 
 
 def keyframe_positions(
@@ -82,12 +108,18 @@ def keyframe_positions(
     return _grid((start + end) / 2.0, rows, columns)
 
 
-def _grid(seconds: Tensor, rows: int, columns: int) -> Tensor:
-    """Mid-points (1, 3, F*h*w) from those in time (F,), in the order of patchify_video's tokens."""
+def _middles(bounds: Tensor) -> Tensor:
+    return (bounds[:-1] + bounds[1:]) / 2.0
+
+
+def _grid(seconds: Tensor, rows: int, columns: int, pixels: int = SPACE_SCALE) -> Tensor:
+    """Mid-points (1, 3, F*h*w) from those in time (F,), in the order of patchify_video's tokens.
+
+    pixels  between latent rows and columns
+    """
 
     def midpoints(count: int) -> Tensor:
-        bounds = (torch.arange(count + 1) * SPACE_SCALE).to(seconds.dtype)
-        return (bounds[:-1] + bounds[1:]) / 2.0
+        return _middles((torch.arange(count + 1) * pixels).to(seconds.dtype))
 
     grid = torch.meshgrid(seconds, midpoints(rows), midpoints(columns), indexing="ij")
     return torch.stack(grid).flatten(1).unsqueeze(0)
@@ -96,8 +128,12 @@ def _grid(seconds: Tensor, rows: int, columns: int) -> Tensor:
 def audio_positions(latent_frames: int) -> Tensor:
     """Mid-points (1, 1, Ta) in seconds, fp32, shifted so that a latent ends with the last sample it
     knows."""
-    # Bounds in mel frames, 0, 1, 5, 9, ...: causal as the video's, Ta + 1 of them.
+    return _middles(audio_seconds(latent_frames))[None, None]
+
+
+def audio_seconds(latent_frames: int) -> Tensor:
+    """Where each audio latent begins and the last one ends, (Ta + 1,) fp32."""
+    # In mel frames 0, 1, 5, 9, ...: causal as the video's.
     mel = torch.arange(latent_frames + 1, dtype=torch.float32) * _MEL_FRAMES_PER_LATENT
     mel = (mel + 1 - _MEL_FRAMES_PER_LATENT).clip(min=0)
-    seconds = mel * _HOP / _SAMPLE_RATE
-    return ((seconds[:-1] + seconds[1:]) / 2.0)[None, None]
+    return mel * _HOP / SAMPLE_RATE

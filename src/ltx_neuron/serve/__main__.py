@@ -39,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_graph_cut(parser)
     flags.add_tuned(parser)
     flags.add_loras(parser)
+    help = 'what requests may choose as lora_set: {"NAME": {"lora": ["PATH", STRENGTH]}, ...}, with'
+    help += " the keys of a prompts file; each is sharded as the command's own LoRAs are"
+    parser.add_argument("--lora-sets", type=Path, metavar="FILE.json", help=help)
     flags.add_models(parser)
     flags.add_fleet(parser)
     add_service(parser)
@@ -132,21 +135,24 @@ def open_catalogue(args: argparse.Namespace, engine: Engine) -> "catalogue.Catal
     """What is compiled. Raises UserError, with what to type, where nothing could be made."""
     default = catalogue.Offer(flags.size(args), args.recipe)
     upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
-    found = catalogue.Catalogue(engine.workspace, default, upsamplers)
-    job = probe(found)
+    found = catalogue.Catalogue(engine.workspace, default, upsamplers, flags.lora_sets(args))
+    jobs = probe(found)
     if args.ray:  # the machines that run it check the rest
-        for stage in job.stages:
-            engine.workspace.dit_program_for(job.size, stage, (), job.recipe)
+        for stage in jobs[0].stages:
+            engine.workspace.dit_program_for(jobs[0], stage)
     else:
-        engine.preflight.check([job])
+        engine.preflight.check(jobs)
     return found
 
 
-def probe(found: "catalogue.Catalogue") -> Job:
-    """A job that whoever makes the videos must be able to make."""
+def probe(found: "catalogue.Catalogue") -> list[Job]:
+    """Jobs that whoever makes the videos must be able to make: one of each set of LoRAs."""
     default = found.default
-    size, recipe = found.offers[0] if found.offers and not found.fits(default) else default
-    return Job("what a job would be", size, recipe=recipe)
+    offer = found.offers[0] if found.offers and not found.fits(default) else default
+    return [
+        Job("what a job would be", offer.size, recipe=offer.recipe, **found.loras(name, offer))
+        for name in found.lora_sets
+    ]
 
 
 def be_worker(args: argparse.Namespace) -> None:
@@ -166,8 +172,8 @@ def be_pool(args: argparse.Namespace, engine: Engine) -> None:
     """Have the machines of a Ray cluster make the videos."""
     from ltx_neuron.fleet.pool import Pool
 
-    job = probe(open_catalogue(args, engine))
-    Pool(open_queue(args), database(args), args, [job], args.replicas).run()
+    jobs = probe(open_catalogue(args, engine))
+    Pool(open_queue(args), database(args), args, jobs, args.replicas).run()
 
 
 def be_front(args: argparse.Namespace) -> None:
@@ -176,7 +182,8 @@ def be_front(args: argparse.Namespace) -> None:
     if args.artifacts_from:
         from ltx_neuron.fleet.fetch import fetch
 
-        fetch(args.artifacts_from, engine.workspace, engine.options)
+        sets = [s for f in flags.lora_sets(args).values() for s in flags.weight_sets(f)]
+        fetch(args.artifacts_from, engine.workspace, engine.options, sets)
     with exclusive(args.data_dir.absolute() / "front", "serving"):
         intake = jobs.Intake(
             queue,

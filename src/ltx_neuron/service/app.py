@@ -203,16 +203,22 @@ class Api:
         offers, workspace = catalogue.offers, catalogue.workspace
         usual = catalogue.default
         shown = usual if usual in offers else next(iter(offers), None)
+        loras = {
+            name: [
+                {"name": lora.path.name, "strength": lora.strength}
+                for loras in fields.values()
+                for lora in loras
+            ]
+            for name, fields in catalogue.lora_sets.items()
+        }
         return {
             "id": self.intake.model,
             "object": "model",
             "created": int(workspace.checkpoint_path.stat().st_mtime),
             "owned_by": "ltx-neuron",
             "recipes": sorted({offer.recipe for offer in offers}),
-            "loras": [
-                {"name": lora.path.name, "strength": lora.strength}
-                for lora in (*workspace.loras, *workspace.distilled_loras)
-            ],
+            "loras": loras["default"],
+            "lora_sets": loras,
             "sizes": [offer.shown for offer in offers],
             "default": shown.shown if shown else None,
         }

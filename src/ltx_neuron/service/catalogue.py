@@ -5,7 +5,7 @@ rates, whose tokens some graph has: portrait and landscape share one.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import RECIPES, Size
+from ltx_neuron.job import LORA_FIELDS, RECIPES, Job, Size, Stage
 from ltx_neuron.sampling.conditioning import ImageCondition
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
-from ltx_neuron.service.refusal import Refusal
+from ltx_neuron.service.refusal import Refusal, invalid
 from ltx_neuron.workspace import MAX_TIMESTEPS, Workspace
 
 FRAME_RATES = (24.0, 25.0, 30.0, 48.0, 50.0, 60.0)
+NO_LORAS = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LATENT_FRAMES = 129  # 1025 frames
 _MAX_ASPECT = 2.5
 _NAME = re.compile(r"v(\d+)-a(\d+)-t(\d+)-s(\d+)(-guided)?")
@@ -44,6 +45,15 @@ class Offer(NamedTuple):
 
     size: Size
     recipe: str
+
+    def job(self, images: tuple[ImageCondition, ...] = ()) -> Job:
+        """What its graphs are for."""
+        return Job("", self.size, images=images, recipe=self.recipe)
+
+    @property
+    def refines(self) -> bool:
+        """Whether stage 2 needs the distilled LoRA."""
+        return self.size.two_stage and self.recipe == "dev"
 
     @property
     def shown(self) -> dict:
@@ -75,10 +85,19 @@ class Catalogue:
 
     default     the size and recipe of a request that does not say
     upsamplers  kinds of latent upsamplers that there are: two stages need the spatial one
+    lora_sets   the LoRAs that a request may choose by a name, as a Job's fields; "default" are
+                those of one that does not say
     """
 
-    def __init__(self, workspace: Workspace, default: Offer, upsamplers: Collection[str]):
+    def __init__(
+        self,
+        workspace: Workspace,
+        default: Offer,
+        upsamplers: Collection[str],
+        lora_sets: Mapping[str, dict[str, tuple]] = NO_LORAS,
+    ):
         self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
+        self.lora_sets = lora_sets
         self._folder = Path(workspace.artifacts) / "graphs"
         # The folder's time, the compiled buckets and what they offer; all of one look.
         self._known: tuple[float, set[str], list[Offer]] = (-1.0, set(), [])
@@ -104,10 +123,19 @@ class Catalogue:
 
     def _runs(self, offer: Offer) -> bool:
         """Whether the command's own files are those of a size: two stages need an upsampler, those
-        of dev a distilled LoRA as well, which preflight refuses for anything else."""
-        refines = offer.size.two_stage and offer.recipe == "dev"
+        of dev a distilled LoRA as well."""
+        distilled = all(fields["stage_2_loras"] for fields in self.lora_sets.values())
         needed = "spatial" in self.upsamplers or not offer.size.two_stage
-        return needed and refines == bool(self.workspace.distilled_loras)
+        return needed and (distilled or not offer.refines)
+
+    def loras(self, name: str | None, offer: Offer) -> dict[str, tuple]:
+        """A Job's LoRAs by the name of their set: those of stage 2 only where dev has one. Raises
+        Refusal for an unknown name."""
+        if (name or "default") not in self.lora_sets:
+            known = ", ".join(map(repr, self.lora_sets))
+            raise invalid("lora_set", f"lora_set {name[:64]!r} is not there; known: {known}")
+        fields = self.lora_sets[name or "default"]
+        return fields if offer.refines else fields | {"stage_2_loras": ()}
 
     def fits(self, offer: Offer, images: tuple[ImageCondition, ...] = ()) -> bool:
         """Whether every stage of a size, which is legal, has its graph."""
@@ -118,14 +146,12 @@ class Catalogue:
         return self._checked[key]
 
     def _has_graphs(self, offer: Offer, images: tuple[ImageCondition, ...]) -> bool:
-        size, names = offer.size, self._known[1]
-        for stage in size.stages(offer.recipe):
-            needed = size.bucket(stage, images).timesteps
-            rows = range(needed, needed + MAX_TIMESTEPS)
-            if not any(size.bucket(stage, images, count).name in names for count in rows):
+        job, names = offer.job(images), self._known[1]
+        for stage in job.stages:
+            if not _is_compiled(job, stage, names):
                 return False
             try:
-                self.workspace.dit_program_for(size, stage, images, offer.recipe)
+                self.workspace.dit_program_for(job, stage)
             except UserError:  # one that is damaged, or cut otherwise
                 return False
         return self._runs(offer)
@@ -260,7 +286,7 @@ def _offers(names: set[str]) -> set[Offer]:
                 for two_stage in (False, True):
                     whole = Size(size.height, size.width, size.num_frames, size.frame_rate)
                     offer = Offer(_staged(whole, two_stage), recipe)
-                    if _is_legal(offer.size) and _is_compiled(offer, names):
+                    if _is_legal(offer.size) and _all_compiled(offer, names):
                         found.add(offer)
     return found
 
@@ -277,12 +303,16 @@ def _is_legal(size: Size) -> bool:
     return True
 
 
-def _is_compiled(offer: Offer, names: set[str]) -> bool:
-    size = offer.size
-    return all(
-        any(size.bucket(stage, (), rows).name in names for rows in range(1, 1 + MAX_TIMESTEPS))
-        for stage in size.stages(offer.recipe)
-    )
+def _all_compiled(offer: Offer, names: set[str]) -> bool:
+    job = offer.job()
+    return all(_is_compiled(job, stage, names) for stage in job.stages)
+
+
+def _is_compiled(job: Job, stage: Stage, names: set[str]) -> bool:
+    """Whether there is a graph of a stage with as many timesteps as it needs, or some more."""
+    needed = job.bucket(stage).timesteps
+    rows = range(needed, needed + MAX_TIMESTEPS)
+    return any(job.bucket(stage, count).name in names for count in rows)
 
 
 def bucket_of(name: str) -> Bucket | None:

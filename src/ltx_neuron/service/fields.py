@@ -55,7 +55,7 @@ SIZE_KEYS = (
     "recipe",
 )
 IMAGE_KEYS = ("input_reference", "image_reference", "images")
-KNOWN = ("prompt", "model", *SIZE_KEYS, *LINE_KEYS, *IMAGE_KEYS, "extra_params")
+KNOWN = ("prompt", "model", "lora_set", *SIZE_KEYS, *LINE_KEYS, *IMAGE_KEYS, "extra_params")
 UNSUPPORTED = ("lora", "video_reference", "audio_reference", "image_url", "n")
 
 
@@ -85,6 +85,7 @@ class Request:
     line: dict[str, Any]
     model: str | None = None
     images: list[AskedImage] = field(default_factory=list)
+    lora_set: str | None = None  # a name of the catalogue's
 
     @property
     def digest(self) -> str:
@@ -92,7 +93,7 @@ class Request:
         images = [
             [digest(image.data.hex()), *list(vars(image).values())[1:]] for image in self.images
         ]
-        return digest([vars(self.wanted), self.line, self.model, images])
+        return digest([vars(self.wanted), self.line, self.model, images, self.lora_set])
 
 
 def read_request(fields: Mapping[str, Any]) -> Request:
@@ -100,9 +101,7 @@ def read_request(fields: Mapping[str, Any]) -> Request:
     that names the first field that is wrong."""
     fields = _merged(fields)
     line = {"prompt": _prompt(fields.pop("prompt", None))}
-    model = fields.pop("model", None)
-    if model is not None and not isinstance(model, str):
-        raise invalid("model", "model is a name")
+    model, lora_set = (_name(key, fields.pop(key, None)) for key in ("model", "lora_set"))
     wanted = _wanted({key: fields.pop(key) for key in SIZE_KEYS if key in fields})
     images = _images({key: fields.pop(key) for key in IMAGE_KEYS if key in fields})
     for key, value in fields.items():
@@ -110,7 +109,13 @@ def read_request(fields: Mapping[str, Any]) -> Request:
         if name in line:
             raise invalid(key, f"{key} says again what another field says; leave one out")
         line[name] = _value(key, value)
-    return Request(wanted, line, model, images)
+    return Request(wanted, line, model, images, lora_set)
+
+
+def _name(key: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise invalid(key, f"{key} is a name")
+    return value
 
 
 def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:

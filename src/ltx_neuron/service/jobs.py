@@ -6,16 +6,17 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ltx_neuron import flags
+from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.inputs import in_folder
 from ltx_neuron.service import picture
 from ltx_neuron.service.catalogue import Catalogue, Offer
 from ltx_neuron.service.fields import AskedImage, Request
@@ -72,7 +73,9 @@ class Intake:
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
-            line = request.line | _size_keys(offer) | {"image": self._images(request, folder)}
+            loras = flags.lora_keys(self.catalogue.loras(request.lora_set, offer))
+            line = request.line | _size_keys(offer) | loras
+            line["image"] = self._images(request, folder)
             job = job_of(line, folder)
             job.check()
             self._check_possible(job)
@@ -122,11 +125,9 @@ class Intake:
     def _kind(self, job: Job) -> str:
         """What jobs have in common that run on the same loaded graphs and weights."""
         workspace = self.catalogue.workspace
-        names = [
-            workspace.dit_program_for(job.size, stage, job.images, job.recipe)[0].name
-            for stage in job.stages
-        ]
-        return "+".join([job.recipe, *names])
+        names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]
+        loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
+        return "+".join([job.recipe, *names, *loras])
 
     def _shown(self, job: Job, offer: Offer, notes: list[str]) -> dict[str, Any]:
         return {
@@ -167,10 +168,8 @@ def _size_keys(offer: Offer) -> dict[str, Any]:
 
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
-    """The Job of a line, as a prompts file's; images lie in the job's folder."""
-    job = _maker()(line)
-    images = tuple(replace(image, path=str(folder / Path(image.path).name)) for image in job.images)
-    return replace(job, images=images)
+    """The Job of a line, as a prompts file's; what it is given lies in the job's folder."""
+    return _maker()(in_folder(line, folder))
 
 
 def _maker() -> Callable[[dict[str, Any]], Job]:

@@ -159,9 +159,8 @@ class Worker:
 
     def _identity(self, job: Job) -> dict:
         identity = run_identity(job, self.engine.workspace, self.engine.options)
-        # Where its images lie differs from machine to machine; images_sha256 is what they hold.
-        names = [{**image, "path": Path(image["path"]).name} for image in identity["images"]]
-        return identity | {"images": names}
+        # Where its files lie differs from machine to machine; files_sha256 is what they hold.
+        return identity | job.with_paths(lambda path: path.name).describe()
 
     def _resume(self, job: Job) -> JobRun | None:
         """The run of a worker that died over this job, after its last finished stage."""

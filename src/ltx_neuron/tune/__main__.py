@@ -81,14 +81,14 @@ def check(args: argparse.Namespace) -> None:
 class Tuning:
     """A size of a workspace that is tuned, and where what is found goes."""
 
-    def __init__(self, workspace: Workspace, args: argparse.Namespace, size, images, recipe: str):
+    def __init__(self, workspace: Workspace, args: argparse.Namespace, job: Job):
         self.workspace, self.args = workspace, args
-        self.recipe, self.buckets = recipe, size.buckets(images, recipe)
+        self.recipe, self.buckets = job.recipe, job.buckets
         profile, tp = workspace.profile, workspace.tp
         config = workspace.transformer.digest
         identity = chosen.identity(profile, tp, workspace.dtype_name, config)
         self.asked = dataclasses.replace(
-            request(workspace, size, images, recipe), layers=args.layers, steps=args.steps
+            request(workspace, job), layers=args.layers, steps=args.steps
         )
         path = chosen.file_of(workspace.artifacts, identity)
         self.chosen = chosen.load(workspace.artifacts, identity) or Chosen(path, identity)
@@ -167,18 +167,18 @@ def draw(found: list, title: str, beside: Path, asked: Path | None) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     check(args)
-    size, images = flags.size(args), flags.images(args)
-    size.check()
-    size.check_images(images)
+    shape = Job("", flags.size(args), images=flags.images(args))
+    shape.check_shape()
     workspace = flags.workspace(args)
     require_runtime(workspace.profile, workspace.tp)
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
-    recipe = flags.recipe(args)
-    if recipe == "dev":  # with the model version's own guidance
-        Job("", size).resolved_guidance.check(workspace.transformer.num_layers)
-    workspace.dit_weights()
+    loras = flags.loras(args.lora, "--lora")
+    job = dataclasses.replace(shape, recipe=flags.recipe(args), loras=loras)
+    if job.recipe == "dev":  # with the model version's own guidance
+        job.resolved_guidance.check(workspace.transformer.num_layers)
+    workspace.dit_weights(loras)
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
-        tune(Tuning(workspace, args, size, images, recipe))
+        tune(Tuning(workspace, args, job))
 
 
 def tune(tuning: Tuning) -> None:

@@ -40,7 +40,7 @@ def random_inputs(config: TransformerConfig, job: Job, stage: Stage) -> Inputs:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
 
-    bucket = job.size.bucket(stage, job.images)
+    bucket = job.bucket(stage)
     video = randn(1, bucket.video_tokens, config.in_channels)
     audio = randn(1, bucket.audio_tokens, config.audio_in_channels)
     widths = config.video.inner, config.audio.inner
@@ -62,7 +62,7 @@ def prepared(
     stage: Stage,
 ) -> StageRun:
     """A stage on ranks that have its program, with random inputs."""
-    host = open_host_file(workspace.dit_weights())
+    host = open_host_file(workspace.dit_weights(job.loras))
     adaln = {name: host.read(name).to(dtype) for name in host.shapes}
     run = StageRun(on, compiled, workspace.transformer, dtype, adaln, COMPAT[None])
     return with_inputs(run, job, stage, random_inputs(workspace.transformer, job, stage))
@@ -116,9 +116,9 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
 
     layers  the first so many blocks; None: all of them
     """
-    weights, outputs = RankSource(workspace.dit_weights(), quick=True), {}
+    weights, outputs = RankSource(workspace.dit_weights(job.loras), quick=True), {}
     for stage in job.stages:
-        bucket = job.size.bucket(stage, job.images)
+        bucket = job.bucket(stage)
         program = dit_program(workspace.transformer, bucket, 1, SingleRank(), torch.float32, 1)
         on = _HostRanks(bucket.name, program, weights, layers)
         compiled = CompiledStep(bucket, program)

@@ -61,17 +61,16 @@ class Request:
 
     def workspace(self) -> Workspace:
         profile = resolve(self.profile, tuple(self.settings))
-        loras = tuple(Lora(Path(path), strength) for path, strength in self.loras)
-        return Workspace(self.checkpoint, profile, self.artifacts, self.tp, self.dtype, loras=loras)
+        return Workspace(self.checkpoint, profile, self.artifacts, self.tp, self.dtype)
 
     def job(self) -> Job:
         images = tuple(ImageCondition(**image) for image in self.images)
-        return Job("random contexts", Size(**self.size), images=images, recipe=self.recipe)
+        loras = tuple(Lora(Path(path), strength) for path, strength in self.loras)
+        size = Size(**self.size)
+        return Job("random contexts", size, images=images, recipe=self.recipe, loras=loras)
 
 
-def request(
-    workspace: Workspace, size: Size, images: tuple[ImageCondition, ...], recipe: str
-) -> Request:
+def request(workspace: Workspace, job: Job) -> Request:
     """What every variant of a tuning is asked for."""
     return Request(
         str(workspace.checkpoint_path.absolute()),
@@ -80,10 +79,10 @@ def request(
         (),
         workspace.tp,
         workspace.dtype_name,
-        [(str(lora.path.absolute()), lora.strength) for lora in workspace.loras],
-        dataclasses.asdict(size),
-        [dataclasses.asdict(image) for image in images],
-        recipe,
+        [(str(lora.path.absolute()), lora.strength) for lora in job.loras],
+        dataclasses.asdict(job.size),
+        [dataclasses.asdict(image) for image in job.images],
+        job.recipe,
         None,
         0,
         "",
@@ -97,7 +96,7 @@ def measure(request: Request) -> tuple[dict, dict[str, Tensor]]:
     workspace, job = request.workspace(), request.job()
     torch.set_num_threads(workspace.profile.host_threads)
     began = time.perf_counter()
-    buckets = [job.size.bucket(stage, job.images) for stage in job.stages]
+    buckets = job.buckets
     folders = workspace.compile_dit(buckets)
     compiled = time.perf_counter()
     if request.layers:
@@ -106,7 +105,7 @@ def measure(request: Request) -> tuple[dict, dict[str, Tensor]]:
     steps: dict[str, list[float]] = {}
     outputs: dict[str, Tensor] = {}
     with registry.ranks(workspace.profile, request.tp, workspace.compiler_cache) as ranks:
-        ranks.load(workspace.dit_weights(), programs, workspace.dtype)
+        ranks.load(workspace.dit_weights(job.loras), programs, workspace.dtype)
         loaded = time.perf_counter()
         for stage, bucket in zip(job.stages, buckets, strict=True):
             program = CompiledStep(bucket, programs[bucket.name])

@@ -7,6 +7,7 @@ have a LoRA too, not only attention and feed-forward.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from mmap import mmap
 from pathlib import Path
 
@@ -31,12 +32,66 @@ class Lora:
     strength: float = 1.0
 
     def __post_init__(self) -> None:
-        if not abs(self.strength) < float("inf"):
+        try:
+            strength = float(self.strength)  # 1 and 1.0 are one weight set
+        except (TypeError, ValueError):
+            strength = float("nan")
+        if not abs(strength) < float("inf"):
             raise UserError(f"--lora {self.path}: strength {self.strength} is not a finite number")
+        object.__setattr__(self, "strength", strength)
 
     def file(self) -> TensorFile:
         """The opened file. UserError where it is missing or broken."""
         return TensorFile(self.path, DOWNLOAD)
+
+
+WeightSet = tuple[Lora, ...]  # what is merged into the model, in this order; () is the plain one
+
+
+def identity_of(loras: WeightSet) -> list:
+    """[fingerprint, strength] of each LoRA, in order: what a weight set is known by."""
+    return [[_fingerprint(lora.path, _version(lora.path)), lora.strength] for lora in loras]
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What changes when a file does."""
+    state = path.stat() if path.is_file() else None
+    return state and (state.st_mtime_ns, state.st_size)
+
+
+@cache  # the lines of a batch name the same files again and again
+def _fingerprint(path: Path, version: tuple[int, int] | None) -> str:
+    return Lora(path).file().fingerprint
+
+
+def reference_scale(loras: WeightSet) -> tuple[int, int]:
+    """How often a reference video's sides and frames go into those of stage 1, by the metadata of
+    the IC-LoRAs that it is for. UserError where that is no whole number, or not one for all."""
+    return (
+        _factor(loras, "reference_downscale_factor"),
+        _factor(loras, "reference_temporal_scale_factor"),
+    )
+
+
+def _factor(loras: WeightSet, name: str) -> int:
+    """A factor of all the LoRAs: 1 where no file says it."""
+    said: dict[int, Path] = {}
+    for lora in loras:
+        text = lora.file().metadata.get(name, "1")
+        if not (text.isascii() and text.isdigit() and int(text)):
+            raise UserError(
+                f"--ic-lora {lora.path}: its metadata has {name} {text!r}, wanted a whole number"
+                " from 1; download the file again"
+            )
+        if int(text) != 1:
+            said.setdefault(int(text), lora.path)
+    if len(said) > 1:
+        listed = ", ".join(f"{factor} of {path}" for factor, path in said.items())
+        raise UserError(
+            f"--ic-lora: the files want references of different {name}: {listed}; leave all but"
+            " one out"
+        )
+    return next(iter(said), 1)
 
 
 class MergedSource(Source):
@@ -50,7 +105,7 @@ class MergedSource(Source):
         self,
         model: Model,
         files: list[TensorFile],
-        loras: tuple[Lora, ...],
+        loras: WeightSet,
         heads: dict[str, int] | None = None,
     ):
         super().__init__(model, files, heads)

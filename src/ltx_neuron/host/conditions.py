@@ -1,0 +1,289 @@
+"""A job's sound and videos as tensors, under the names that --save-tensors has for them: encoded on
+the host once a job, before its first stage.
+
+Sources: ltx-pipelines 1.2.0, a2vid_two_stage.py, retake.py, iclora_utils.py and utils/helpers.py.
+What a file lacks for its job is a UserError, which the checks raise before a model is loaded.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.images import check_filling
+from ltx_neuron.host.media import (
+    Footage,
+    Sound,
+    first_frames,
+    footage,
+    frames_between,
+    pixels_of,
+    read_sound,
+    timed_frames,
+)
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.host.spectrogram import can_resample
+from ltx_neuron.host.video import aac_rate
+from ltx_neuron.sampling.attention_mask import mask_divides, token_weights
+from ltx_neuron.sampling.conditioning import ReferenceVideo
+from ltx_neuron.sampling.given import Given
+from ltx_neuron.sampling.latents import (
+    SAMPLE_RATE,
+    TIME_SCALE,
+    audio_latent_frames,
+    sound_latent_frames,
+)
+from ltx_neuron.weights.finite import finite
+
+SOUND, RETAKE = "--audio-path", "--video-path"
+REFERENCE, MASK = "--video-conditioning", "--conditioning-attention-mask"
+CHANNELS = 2  # of the sound that is encoded
+_TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, which is reflected
+
+
+def check(given: Given) -> None:
+    """Raise UserError where `encode` would for what a file is: of videos only headers are read."""
+    if given.sound:
+        check_sound(given)
+    if given.retake:
+        check_retake(given)
+    check_references(given)
+
+
+def encode(host: HostModels, given: Given) -> dict[str, Tensor]:
+    """A job's given sound and videos by name; what it was not given is not there.
+
+    mel               (1, 2, frames, 64) float32; of a retake only where its file has sound
+    audio_latent      (1, 8, Ta, 16), as long as the video; where there is a mel
+    waveform          (2, N) float32, and waveform_rate, of them per second: the sound condition's
+    video_latent      (1, 128, F, h, w), of a retake
+    reference_latent  (1, 128, F, h, w), then reference_latent_1 and so on
+    reference_attention  (1, M), a weight for each token of all references, where there is a mask
+    """
+    tensors = {}
+    if given.sound:
+        tensors |= _encode_sound(host, given)
+    if given.retake:
+        tensors |= _encode_retake(host, given)
+    for number, reference in enumerate(given.references):
+        name = f"reference_latent_{number}" if number else "reference_latent"
+        tensors[name] = _encode_reference(host, given, reference)
+    if given.attention_mask:
+        tensors["reference_attention"] = _reference_attention(given, host.dtype)
+    return tensors
+
+
+# --- sound ----------------------------------------------------------------------------------------
+
+
+def check_sound(given: Given) -> None:
+    """Raise UserError unless the sound is there, in one or two channels, and long enough."""
+    rate = _read_given(given).rate
+    _check_rate(given.sound.path, SOUND, rate, aac_rate(rate))
+
+
+def _encode_sound(host: HostModels, given: Given) -> dict[str, Tensor]:
+    sound = _stereo(_read_given(given), f"{SOUND} {given.sound.path}")
+    mel, latent = host.encode_audio(sound)
+    return {
+        "mel": mel,
+        "audio_latent": latent[:, :, : given.audio_frames].contiguous(),
+        "waveform": sound.samples,
+        "waveform_rate": torch.tensor(sound.rate),
+    }
+
+
+def _read_given(given: Given) -> Sound:
+    """The samples that a sound condition asks for, in one or two channels."""
+    path, start, duration = given.sound.path, given.sound.start_time, given.sound.max_duration
+    duration = given.seconds if duration is None else duration
+    sound = read_sound(path, SOUND, start, duration)
+    if sound is None:
+        if read_sound(path, SOUND) is None:
+            raise UserError(f"{path} has no sound: pass another file with {SOUND}")
+        raise UserError(
+            f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
+        )
+    frames = sound_latent_frames(sound.samples.shape[1], sound.rate)
+    if frames < given.audio_frames or _is_too_short(sound):
+        raise _too_short(given, sound, frames)
+    _check_format(sound, path, SOUND)
+    return sound
+
+
+def _too_short(given: Given, sound: Sound, audio_frames: int) -> UserError:
+    """audio_frames  latents that the sound is encoded as"""
+    asked, where, advice = given.sound, "", "pass a longer sound"
+    if asked.start_time:
+        where += f" from --audio-start-time {asked.start_time:g} on"
+        advice += ", or type a smaller --audio-start-time"
+    if asked.max_duration is not None:
+        where += f" with --audio-max-duration {asked.max_duration:g}"
+        advice = f"leave --audio-max-duration out, or {advice}"
+    for num_frames in range(given.num_frames - TIME_SCALE, 0, -TIME_SCALE):
+        if 1 <= audio_latent_frames(num_frames, given.frame_rate) <= audio_frames:
+            advice += f", or type --num-frames {num_frames}"
+            break
+    return UserError(
+        f"{SOUND} {asked.path} is shorter than the video: got"
+        f" {sound.samples.shape[1] / sound.rate:.2f} s of sound{where}, wanted {given.seconds:.2f}"
+        f" s ({given.num_frames} frames at {given.frame_rate:g} per second); {advice}"
+    )
+
+
+def _is_too_short(sound: Sound) -> bool:
+    """Whether it is too short for a spectrogram."""
+    return sound.samples.shape[1] <= _TOO_SHORT * sound.rate
+
+
+def _check_format(sound: Sound, path: str | Path, flag: str) -> None:
+    """Raise UserError for a sound that the encoder does not take."""
+    if len(sound.samples) > CHANNELS:
+        raise UserError(
+            f"{flag} {path} has {len(sound.samples)} channels of sound, wanted 1 or 2; mix them"
+            " down, for example: ffmpeg -i IN -ac 2 OUT"
+        )
+    if not finite(sound.samples):
+        raise UserError(f"{flag} {path} has samples that are no numbers: pass another file")
+    _check_rate(path, flag, sound.rate, SAMPLE_RATE)
+
+
+def _check_rate(path: str | Path, flag: str, rate: int, wanted: int) -> None:
+    if not can_resample(rate, wanted):
+        raise UserError(
+            f"{flag} {path} has {rate} samples of sound per second, which have too little in common"
+            f" with the {wanted} that are wanted; convert it, for example: ffmpeg -i IN -ar 48000"
+            " OUT"
+        )
+
+
+def _stereo(sound: Sound, typed: str) -> Sound:
+    """The sound in two channels; where it has one, both are that, and it is said."""
+    if len(sound.samples) == CHANNELS:
+        return sound
+    print(f"{typed}: its one channel of sound is taken for both, left and right")
+    return Sound(sound.samples.expand(CHANNELS, -1).contiguous(), sound.rate)
+
+
+# --- retake ---------------------------------------------------------------------------------------
+
+
+def check_retake(given: Given) -> None:
+    """Raise UserError unless every frame of the video is there by its time, and its sound, where it
+    has any, is one that can be encoded."""
+    path = given.retake.path
+    timed = timed_frames(path, RETAKE, 0.0, given.seconds)
+    if timed is not None:
+        _check_number(path, RETAKE, timed, given.num_frames)
+    _retaken_sound(given)
+
+
+def _encode_retake(host: HostModels, given: Given) -> dict[str, Tensor]:
+    path, frames = given.retake.path, given.audio_frames
+    timed = frames_between(path, RETAKE, 0.0, given.seconds)
+    pixels = pixels_of(_exactly(given.num_frames, timed, path, RETAKE), given.height, given.width)
+    tensors = {"video_latent": host.encode_video(pixels.to(host.dtype))}
+    if sound := _retaken_sound(given):
+        mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
+        # What the sound is too short for is zeros, which are no encoded silence: upstream's rule.
+        padded = F.pad(latent, (0, 0, 0, max(0, frames - latent.shape[2])))
+        tensors |= {"mel": mel, "audio_latent": padded[:, :, :frames].contiguous()}
+    return tensors
+
+
+def _retaken_sound(given: Given) -> Sound | None:
+    """The video's sound as long as the video; None where there is too little of it."""
+    path = given.retake.path
+    sound = read_sound(path, RETAKE, 0.0, given.seconds)
+    if sound is None or _is_too_short(sound):
+        return None
+    _check_format(sound, path, RETAKE)
+    return sound
+
+
+# --- references -----------------------------------------------------------------------------------
+
+
+def check_references(given: Given) -> None:
+    """Raise UserError unless the reference videos and their mask are videos that can be scaled to
+    fill the clip, and the mask has frames for each latent frame of the references."""
+    for reference in given.references:
+        there = _checked_footage(reference.path, REFERENCE, *given.reference_size(reference))
+        _check_number(reference.path, REFERENCE, there.num_frames, reference.num_frames)
+    if given.attention_mask:
+        _checked_footage(given.attention_mask.path, MASK, given.height, given.width)
+        _mask_frames(given)
+
+
+def _encode_reference(host: HostModels, given: Given, reference: ReferenceVideo) -> Tensor:
+    """The latent of the first frames by their number, of which every time_scale-th is taken after
+    frame 0; never in tiles."""
+    path, there = reference.path, min(reference.num_frames, given.num_frames)
+    frames = _exactly(there, first_frames(path, REFERENCE), path, REFERENCE)
+    taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
+    pixels = pixels_of(taken, *given.reference_size(reference))
+    # The encoder takes 8k+1 frames: upstream's leaves the last ones out, too.
+    pixels = pixels[:, :, : reference.taken_frames(given.num_frames)]
+    return host.encode_video(pixels.to(host.dtype), whole=True)
+
+
+def _reference_attention(given: Given, dtype: torch.dtype) -> Tensor:
+    """(1, M): the mask's weight of each reference's token, times its strength."""
+    mask = given.attention_mask
+    frames = _exactly(_mask_frames(given), first_frames(mask.path, MASK), mask.path, MASK)
+    # At the size of the stage, not of the references.
+    pixels = pixels_of(frames, given.height, given.width).to(dtype)
+    weights = [token_weights(pixels, given.reference_latent(each)) for each in given.references]
+    return torch.cat(weights, dim=1) * mask.strength
+
+
+def _mask_frames(given: Given) -> int:
+    """How many frames of the mask are taken. UserError where they do not divide among the latent
+    frames of a reference."""
+    mask = given.attention_mask
+    frames = min(footage(mask.path, MASK).num_frames, given.num_frames)
+    for reference in given.references:
+        latent_frames, _, _ = given.reference_latent(reference)
+        if not mask_divides(frames, latent_frames):
+            raise UserError(
+                f"{MASK} {mask.path}: its first {frames} frames do not divide among the"
+                f" {latent_frames} latent frames of the reference {reference.path}: wanted 1 + a"
+                f" multiple of {latent_frames - 1}; pass a mask and a reference of"
+                f" {given.num_frames} frames each"
+            )
+    return frames
+
+
+# --- frames of files ------------------------------------------------------------------------------
+
+
+def _checked_footage(path: str | Path, flag: str, height: int, width: int) -> Footage:
+    found = footage(path, flag)
+    _check_number(path, flag, found.num_frames, 1)
+    check_filling(path, (found.height, found.width), height, width, flag)
+    return found
+
+
+def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:
+    if got < wanted:
+        raise UserError(
+            f"{flag} {path}: got {got} frames, wanted {wanted}: the file is cut off, or its times"
+            " do not begin at 0. Write it anew, for example: ffmpeg -i IN -vf setpts=PTS-STARTPTS"
+            " -af asetpts=PTS-STARTPTS OUT"
+        )
+
+
+def _exactly(
+    count: int, frames: Iterable[np.ndarray], path: str | Path, flag: str
+) -> Iterator[np.ndarray]:
+    """The first so many frames: UserError where there are fewer."""
+    got = 0
+    for frame in islice(frames, count):
+        got += 1
+        yield frame
+    _check_number(path, flag, got, count)

@@ -1,0 +1,304 @@
+"""What a video is made from besides its prompt: images, a sound, a video to change, references. All
+that is known to be wrong before a model loads, and the flags that ask for it."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_readable
+from ltx_neuron.sampling.conditioning import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+    distinct_masks,
+)
+from ltx_neuron.sampling.fields import check_fields
+from ltx_neuron.sampling.latents import SPACE_SCALE
+from ltx_neuron.sampling.res_2s import SAMPLERS
+
+REGENERATE = ("both", "video", "audio")
+# Flag -> those that it goes with.
+_NEEDS = {
+    "--ic-lora": ("--video-conditioning", "--two-stage", "--recipe distilled"),
+    "--video-conditioning": ("--ic-lora", "--two-stage", "--recipe distilled"),
+    "--conditioning-attention-mask": ("--video-conditioning",),
+    "--images-as-guides": ("--two-stage", "--recipe dev"),
+    "--sampler res_2s": ("--two-stage", "--recipe dev"),
+    "--skip-stage-2": ("--two-stage",),
+}
+# Flag -> those that it does not go with.
+_EXCLUDES = {
+    "--video-path": ("--audio-path", "--image", "--two-stage", "--upscale"),
+    "--sampler res_2s": ("--audio-path",),
+}
+# Keys that a graph's shape depends on.
+_SHAPES = (
+    "image",
+    "audio_path",
+    "video_path",
+    "video_conditioning",
+    "conditioning_attention_mask",
+    "skip_stage_2",
+    "images_as_guides",
+)
+_PATHS = ("image", "audio_path", "video_path", "video_conditioning", "conditioning_attention_mask")
+_TAKES = {
+    "--image": ("an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
+    "--audio-path": ("a sound", "FILE"),
+    "--video-path": ("a video", "FILE"),
+    "--video-conditioning": ("a video", "FILE STRENGTH"),
+    "--conditioning-attention-mask": ("a video", "FILE STRENGTH"),
+}
+Condition = ImageCondition | SoundCondition | Retake | ReferenceVideo | AttentionMask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a video is made from besides its prompt, and how it is taken.
+
+    skip_stage_2      of a two-stage run: the half-size result is decoded
+    images_as_guides  an image at frame 0 is a keyframe as the others are
+    sampler           "euler" or "res_2s", which HQ uses
+    """
+
+    images: tuple[ImageCondition, ...] = ()
+    sound: SoundCondition | None = None
+    retake: Retake | None = None
+    references: tuple[ReferenceVideo, ...] = ()
+    attention_mask: AttentionMask | None = None
+    skip_stage_2: bool = False
+    images_as_guides: bool = False
+    sampler: str = "euler"
+
+    # --- what they are to a graph -----------------------------------------------------------------
+
+    @property
+    def keyframes(self) -> int:
+        """How many images are appended to the clip's tokens, instead of taking a frame's place."""
+        return sum(self.images_as_guides or image.frame_index != 0 for image in self.images)
+
+    def appended_references(self, upsampled: bool) -> tuple[ReferenceVideo, ...]:
+        """The references whose tokens a stage appends: stage 1 alone has them."""
+        return () if upsampled else self.references
+
+    def timesteps(self, upsampled: bool) -> int:
+        """Distinct timesteps among a stage's video tokens. Of a retake they are made anew or kept:
+        2, whatever is asked for."""
+        if self.retake:
+            return 2
+        return len(distinct_masks((*self.images, *self.appended_references(upsampled))))
+
+    @property
+    def fixes_timesteps(self) -> bool:
+        """Whether a graph is compiled for these inputs alone; else it is text to video's, and
+        another one of an image at frame 0."""
+        return bool(self.images or self.references or self.retake)
+
+    # --- the files --------------------------------------------------------------------------------
+
+    def _named(self) -> list[tuple[str, str, Condition]]:
+        """Each condition with its flag and its name."""
+        single = {
+            "--audio-path": ("sound", self.sound),
+            "--video-path": ("retake", self.retake),
+            "--conditioning-attention-mask": ("attention_mask", self.attention_mask),
+        }
+        several = {"--image": self.images, "--video-conditioning": self.references}
+        names = {"--image": "images", "--video-conditioning": "references"}
+        return [
+            (flag, f"{names[flag]}[{index}]", condition)
+            for flag, conditions in several.items()
+            for index, condition in enumerate(conditions)
+        ] + [(flag, name, condition) for flag, (name, condition) in single.items() if condition]
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What is read, by flag."""
+        named = self._named()
+        return {f"{flag} {given.path}": Path(given.path) for flag, _, given in named}
+
+    def with_paths(self, rename: Callable[[Path], str]) -> Self:
+        """The same with every file under another name."""
+
+        def renamed(condition: Condition | None) -> Condition | None:
+            if condition is None:
+                return None
+            return dataclasses.replace(condition, path=rename(Path(condition.path)))
+
+        return dataclasses.replace(
+            self,
+            images=tuple(map(renamed, self.images)),
+            references=tuple(map(renamed, self.references)),
+            sound=renamed(self.sound),
+            retake=renamed(self.retake),
+            attention_mask=renamed(self.attention_mask),
+        )
+
+    # --- the flags --------------------------------------------------------------------------------
+
+    @property
+    def asked(self) -> dict[str, bool]:
+        """Whether each flag is given."""
+        return {flag: True for flag, _, _ in self._named()} | {
+            "--images-as-guides": self.images_as_guides,
+            "--skip-stage-2": self.skip_stage_2,
+            f"--sampler {self.sampler}": True,
+        }
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of a prompts file's line that ask for them."""
+        keys: dict[str, Any] = {
+            "image": [[str(i.path), i.frame_index, i.strength, i.crf] for i in self.images],
+            "video_conditioning": [[str(r.path), r.strength] for r in self.references],
+            "images_as_guides": self.images_as_guides,
+            "skip_stage_2": self.skip_stage_2,
+            "sampler": self.sampler,
+        }
+        if sound := self.sound:
+            keys |= {"audio_path": str(sound.path), "audio_start_time": sound.start_time}
+            keys |= {"audio_max_duration": sound.max_duration}
+        if retake := self.retake:
+            keys |= {"video_path": str(retake.path), "regenerate": retake.regenerate}
+            keys |= {"start_time": retake.start_time, "end_time": retake.end_time}
+        if mask := self.attention_mask:
+            keys["conditioning_attention_mask"] = [[str(mask.path), mask.strength]]
+        return keys
+
+    @property
+    def shape_flags(self) -> list[Any]:
+        """The flags that compile the graphs: the crf of an image, for example, is none of them."""
+        keys, flags = self.keys, []
+        for key in _SHAPES:
+            value = keys.get(key)
+            several = value if isinstance(value, list) else [[value]] if value else []
+            for values in several:
+                flags += [f"--{key.replace('_', '-')}", *(v for v in values[:3] if v is not True)]
+        return flags
+
+    # --- what is wrong ----------------------------------------------------------------------------
+
+    def check_inputs(self, height: int, width: int, num_frames: int, frame_rate: float) -> None:
+        """Raise UserError for a file that is not there and for what cannot be made of it; height
+        and width are those of stage 1."""
+        for flag, name, condition in self._named():
+            check_fields(condition, f"{name}.")
+            what, values = _TAKES[flag]
+            check_readable(condition.path, flag, f"; pass {what} as {flag} {values}")
+        for image in self.images:
+            _check_image(image, num_frames)
+        for reference in self.references:
+            _check_reference(reference, height, width)
+        if self.sound:
+            _check_sound(self.sound)
+        if self.retake:
+            _check_retake(self.retake, num_frames / frame_rate)
+        if mask := self.attention_mask:
+            ends = "1 takes it as it is, 0 hides the reference"
+            _check_strength(f"--conditioning-attention-mask {mask.path}", mask.strength, ends)
+        if self.sampler not in SAMPLERS:
+            raise UserError(f"sampler {self.sampler!r} is not known; known: {', '.join(SAMPLERS)}")
+
+
+def check_together(asked: dict[str, bool]) -> None:
+    """Raise UserError for flags that need or exclude others; `asked`: whether each is given."""
+    for flag, needed in _NEEDS.items():
+        missing = [other for other in needed if not asked.get(other)]
+        if asked.get(flag) and missing:
+            raise UserError(
+                f"{flag} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
+                f" {' '.join(missing)} as well, or leave out {flag}"
+            )
+    for flag, excluded in _EXCLUDES.items():
+        wrong = [other for other in excluded if asked.get(other)]
+        if asked.get(flag) and wrong:
+            raise UserError(f"{flag} does not go with {' '.join(wrong)}; leave one of them out")
+
+
+def in_folder(line: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A prompts file's line whose files lie in a folder, whatever folder they are named with."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, list):
+            return str(folder / Path(value).name)
+        if isinstance(value[0], list):
+            return [moved(each) for each in value]
+        return [moved(value[0]), *value[1:]]
+
+    return line | {key: moved(value) for key, value in line.items() if key in _PATHS and value}
+
+
+def _check_image(image: ImageCondition, num_frames: int) -> None:
+    flag = f"--image {image.path}"
+    if not 0 <= image.frame_index < num_frames:
+        raise UserError(
+            f"{flag}: frame {image.frame_index} is outside the clip's 0..{num_frames - 1}"
+        )
+    _check_strength(flag, image.strength, "1 keeps the image, 0 ignores it")
+    if not 0 <= image.crf <= 51:
+        raise UserError(
+            f"{flag}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
+        )
+
+
+def _check_strength(flag: str, strength: float, ends: str) -> None:
+    if not 0 <= strength <= 1:  # NaN is refused as well
+        raise UserError(f"{flag}: strength {strength:g} is outside 0..1 ({ends})")
+
+
+def _check_sound(sound: SoundCondition) -> None:
+    if not 0 <= sound.start_time < math.inf:
+        raise UserError(
+            f"--audio-start-time {sound.start_time:g}: wanted seconds from 0 on, as in"
+            " --audio-start-time 0"
+        )
+    if sound.max_duration is not None and not 0 < sound.max_duration < math.inf:
+        raise UserError(
+            f"--audio-max-duration {sound.max_duration:g}: wanted seconds above 0; left out, it is"
+            " as long as the video"
+        )
+
+
+def _check_retake(retake: Retake, seconds: float) -> None:
+    start, end = retake.start_time, retake.end_time
+    if not 0 <= start < end:
+        raise UserError(
+            f"--start-time {start:g} --end-time {end:g}: wanted seconds of which the first comes"
+            " before the second, as in --start-time 0.5 --end-time 1"
+        )
+    if end > seconds:
+        last = math.floor(seconds * 1000) / 1000
+        raise UserError(
+            f"--start-time {start:g} --end-time {end:g} reaches beyond the {last:g} s of"
+            f" {retake.path}; type at most --end-time {last:g}"
+        )
+    if retake.regenerate not in REGENERATE:
+        known = ", ".join(REGENERATE)
+        raise UserError(f"--regenerate {retake.regenerate!r} is not known; known: {known}")
+
+
+def _check_reference(reference: ReferenceVideo, height: int, width: int) -> None:
+    flag = f"--video-conditioning {reference.path}"
+    _check_strength(flag, reference.strength, "1 shows the reference as it is, 0 as noise")
+    counts = reference.num_frames, reference.space_scale, reference.time_scale
+    if min(counts) < 1:
+        raise UserError(
+            f"{flag}: num_frames, space_scale and time_scale are {counts}, wanted 1 or more"
+        )
+    unit = SPACE_SCALE * reference.space_scale
+    if height % unit or width % unit:
+        lower, upper = (
+            "x".join(str(2 * round_to(side / unit) * unit) for side in (height, width))
+            for round_to in (lambda count: max(1, math.floor(count)), math.ceil)
+        )
+        raise UserError(
+            f"{flag}: the IC-LoRA takes references of 1/{reference.space_scale} of stage 1's size,"
+            f" {height}x{width}, whose sides must be multiples of {unit}; type a --height and"
+            f" --width that are multiples of {2 * unit}: {lower} or {upper}"
+        )

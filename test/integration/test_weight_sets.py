@@ -1,0 +1,170 @@
+"""A batch whose lines need several weight sets swaps them as seldom as can be, and each line is its
+single run bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import one_thread, randn  # noqa: F401
+from safetensors.torch import load_file, save_file
+
+from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.errors import UserError
+from ltx_neuron.generate import run_identity
+from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.progress import restore_state, save_state
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.weights.lora import Lora
+from ltx_neuron.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+
+ONE, TWO = Size(64, 64, 9), Size(64, 64, 9, two_stage=True)
+
+
+@pytest.fixture(scope="module")
+def jobs(tiny, tmp_path_factory) -> list[Job]:
+    """Lines of three sets, in an order that swaps five times if it is kept."""
+    other = tmp_path_factory.mktemp("loras") / "other.safetensors"
+    tensors = {name: tensor * 1.5 for name, tensor in load_file(tiny.lora).items()}
+    save_file(tensors, other)
+    style, ic = (Lora(tiny.lora, 0.8),), (Lora(other, 0.6),)
+    return [
+        Job("style", ONE, 1, loras=style),
+        Job("guided by a reference", TWO, 2, stage_1_loras=ic),
+        Job("plain", ONE, 3),
+        Job("style again", TWO, 4, loras=style),
+        Job("guided again", TWO, 5, stage_1_loras=ic),
+    ]
+
+
+@pytest.fixture(scope="module")
+def opened(tiny, jobs, tmp_path_factory):
+    """opened(): the engine, as if it were a new one; it is given the contexts of the jobs."""
+    artifacts = tmp_path_factory.mktemp("artifacts")
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), artifacts, 1, "float32", tiny.gemma_root)
+    stages = {stage: job for job in jobs for stage in job.stages}
+    workspace.shard_dit({stage.loras for stage in stages})
+    workspace.compile_dit(list({job.bucket(s) for s, job in stages.items()}))
+    options = RunOptions(spatial_upsampler_path=tiny.spatial_upsampler)
+    engine = Engine(workspace, Recorder(), options)
+    engine.progress = False
+    for job in jobs:
+        streams = workspace.transformer.video, workspace.transformer.audio
+        drawn = [randn(1, 1024, stream.inner, seed=job.seed) for stream in streams]
+        engine._contexts[job.prompts] = [Contexts(*drawn, torch.ones(1, 1024), None)]
+
+    def anew() -> Engine:
+        engine.close()
+        engine.recorder = engine.residency.recorder = Recorder()
+        engine.on_stage_end = None
+        return engine
+
+    yield anew
+    engine.close()
+
+
+def swaps(engine: Engine) -> int:
+    return engine.recorder.counters.weight_swaps
+
+
+def latents(engine: Engine, jobs: list[Job], **options) -> dict[int, dict[str, torch.Tensor]]:
+    """The latents of every job, by its seed."""
+    results = engine.run(jobs, keep=True, decode=False, **options)
+    return {
+        result.job.seed: {k: v for k, v in result.tensors.items() if k[:3] in ("s1_", "s2_")}
+        for result in results
+    }
+
+
+def assert_same(got: dict, wanted: dict) -> None:
+    assert got.keys() == wanted.keys()
+    for seed, tensors in wanted.items():
+        assert got[seed].keys() == tensors.keys()
+        assert all(torch.equal(got[seed][name], tensors[name]) for name in tensors), seed
+
+
+@pytest.fixture(scope="module")
+def alone(opened, jobs) -> dict:
+    """The latents of every job, each run by itself."""
+    found, engine = {}, opened()
+    for job in jobs:
+        found |= latents(engine, [job])
+    return found
+
+
+def test_a_batch_swaps_least_and_every_line_is_its_single_run(opened, jobs, alone):
+    engine, order = opened(), []
+    engine.on_stage_end = lambda run: order.append((run.job.seed, len(run.stages_left)))
+    assert_same(latents(engine, jobs), alone)
+    assert swaps(engine) == 2  # three sets
+    assert engine.recorder.counters.weight_swap_seconds > 0
+    # Style; the IC-LoRA's stage 1; then all that is plain, each in the file's order.
+    assert order == [(1, 0), (4, 1), (4, 0), (2, 1), (5, 1), (2, 0), (3, 0), (5, 0)]
+    # The same again begins with what is there: the plain set is where the first run ended.
+    assert_same(latents(engine, jobs), alone)
+    assert swaps(engine) == 2 + 3
+    plain = [jobs[2]]
+    latents(engine, plain)
+    assert swaps(engine) == 5
+    report = engine.recorder.report({}, "cpu", 1, {}, {})
+    assert report["weight_swaps"]["count"] == 5
+
+
+def test_the_loras_change_the_latents_where_they_are_merged(opened, jobs, alone):
+    """Else equal bits would prove nothing."""
+    engine = opened()
+    for job in jobs[:2]:
+        plain = Job(job.prompt, job.size, job.seed)
+        got = latents(engine, [plain])[job.seed]
+        assert not any(torch.equal(got[name], alone[job.seed][name]) for name in got)
+
+
+def test_an_interrupted_batch_goes_on_to_the_same_bits(opened, jobs, alone, tmp_path):
+    """Ended after every third stage, and gone on with by an engine that has nothing loaded."""
+
+    def path(job: Job) -> Path:
+        return tmp_path / f"{job.seed}.safetensors"
+
+    def resume(job: Job):
+        kept, identity = path(job), run_identity(job, engine.workspace, engine.options)
+        return restore_state(kept, job, identity, torch.float32) if kept.is_file() else None
+
+    def keep(run) -> None:
+        save_state(path(run.job), run, run_identity(run.job, engine.workspace, engine.options))
+        ended.append(run.job.seed)
+        if len(ended) % 3 == 0:
+            raise RankError("killed")
+
+    engine, ended = opened(), []
+    for _ in range(2):
+        engine.on_stage_end = keep
+        with pytest.raises(RankError):
+            latents(engine, jobs, resume=resume)
+        engine = opened()
+    engine.on_stage_end = keep
+    assert_same(latents(engine, jobs, resume=resume), alone)
+    assert ended == [1, 4, 4, 2, 5, 2, 3, 5]
+    assert swaps(engine) == 0  # stage 2 of both is left, and the plain one
+
+
+def test_a_state_of_another_lora_is_refused(opened, jobs, tmp_path):
+    engine, job = opened(), jobs[0]
+    path = tmp_path / "state.safetensors"
+
+    def identity(job: Job) -> dict:
+        return run_identity(job, engine.workspace, engine.options)
+
+    engine.on_stage_end = lambda run: save_state(path, run, identity(run.job))
+    latents(engine, [job])
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(job.loras[0].path.read_bytes())
+    moved = Job(job.prompt, job.size, job.seed, loras=(Lora(copy, 0.8),))
+    assert restore_state(path, moved, identity(moved), torch.float32).stages_left == []
+    for loras in ((), (Lora(copy, 0.7),), jobs[1].stage_1_loras):
+        other = Job(job.prompt, job.size, job.seed, loras=loras)
+        with pytest.raises(UserError, match="is of another run: loras: got"):
+            restore_state(path, other, identity(other), torch.float32)

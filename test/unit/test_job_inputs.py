@@ -1,0 +1,581 @@
+"""What a job is given besides its prompt: which graphs it needs, which flags ask for it, and what
+is refused before anything loads."""
+
+import argparse
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ltx_neuron import flags
+from ltx_neuron.batch import read_lines
+from ltx_neuron.config import Bucket
+from ltx_neuron.engine import RunOptions
+from ltx_neuron.errors import UserError
+from ltx_neuron.fleet.batch import line_of
+from ltx_neuron.generate import run_identity
+from ltx_neuron.host.video import write_video
+from ltx_neuron.job import Job, Size
+from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.compat import COMPAT
+from ltx_neuron.sampling.conditioning import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
+from ltx_neuron.sampling.guidance import DEFAULTS, Guidance, StreamGuidance
+from ltx_neuron.service.jobs import job_of
+from ltx_neuron.weights.lora import Lora, reference_scale
+from ltx_neuron.workspace import Workspace
+
+ONE, TWO = Size(128, 192, 17), Size(128, 192, 17, two_stage=True)
+FILE = __file__  # checks of a job look no deeper than whether a file can be read
+AUDIO = 18  # latents of 17 frames at 24 fps
+SOUND, RETAKE = SoundCondition(FILE), Retake(FILE, 0.2, 0.5)
+REFERENCE = ReferenceVideo(FILE, 1.0, num_frames=25)
+LORAS = (Lora(Path(FILE)),)
+REFERRING = dict(size=TWO, references=(REFERENCE,), stage_1_loras=LORAS)
+DEV = dict(size=TWO, recipe="dev")
+
+
+def job(size=ONE, **given) -> Job:
+    return Job("rain", size, **given)
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+def test_a_sound_needs_the_graphs_of_text_and_images_alone():
+    for size, recipe in ((ONE, "distilled"), (TWO, "distilled"), (ONE, "dev"), (TWO, "dev")):
+        for images in ((), (ImageCondition(FILE),)):
+            plain = job(size, images=images, recipe=recipe)
+            given = replace(plain, sound=SOUND)
+            assert given.buckets == plain.buckets
+            assert given.buckets_to_compile == plain.buckets_to_compile
+
+
+@pytest.mark.parametrize("regenerate", ["both", "video", "audio"])
+def test_every_retake_has_two_timesteps_of_both_streams(regenerate):
+    given = job(retake=replace(RETAKE, regenerate=regenerate))
+    assert given.buckets == given.buckets_to_compile == [Bucket(72, AUDIO, 2, 8, False, 2)]
+    guided = replace(given, recipe="dev")
+    assert guided.buckets == [Bucket(72, AUDIO, 2, 64, True, 2)]
+
+
+def test_an_images_tokens_are_appended_unless_it_is_at_frame_0():
+    images = ImageCondition(FILE), ImageCondition(FILE, 16, 0.6)
+    first, second = job(TWO, images=images).buckets
+    assert (first.video_tokens, second.video_tokens) == (18 + 6, 72 + 24)
+    assert first.timesteps == second.timesteps == 3
+
+
+def test_as_a_guide_an_image_at_frame_0_is_appended_in_both_stages():
+    images = ImageCondition(FILE), ImageCondition(FILE, 16, 0.6)
+    first, second = job(**DEV, images=images, images_as_guides=True).buckets
+    assert (first.video_tokens, second.video_tokens) == (18 + 2 * 6, 72 + 2 * 24)
+    assert first.timesteps == second.timesteps == 3 and first.guided and not second.guided
+
+
+def test_references_are_appended_in_stage_1_alone():
+    short = ReferenceVideo(FILE, 0.5, num_frames=9)  # 2 latent frames
+    first, second = job(TWO, references=(REFERENCE, short), stage_1_loras=LORAS).buckets
+    assert first == Bucket(18 + 18 + 12, AUDIO, 3, 8)  # kept, half kept and free
+    assert second == Bucket(72, AUDIO, 1, 8)
+
+
+def test_a_scaled_reference_has_fewer_tokens():
+    size = Size(128, 256, 17, two_stage=True)  # stage 1: 2 x 4 latents, 3 frames
+    half = replace(REFERENCE, space_scale=2)
+    slow = replace(REFERENCE, time_scale=2)  # frames 0, 1, 3, .. 15: 9
+    tokens = {
+        reference: job(size, references=(reference,), stage_1_loras=LORAS).buckets[0].video_tokens
+        for reference in (REFERENCE, half, slow)
+    }
+    assert tokens == {REFERENCE: 24 + 24, half: 24 + 3 * 2, slow: 24 + 2 * 8}
+
+
+def test_only_stage_1_of_a_masked_reference_has_a_bias():
+    masked = job(**REFERRING, attention_mask=AttentionMask(FILE, 0.6))
+    assert [bucket.biased for bucket in masked.buckets] == [True, False]
+    assert masked.buckets[0].name == "v36-a18-t2-s8-biased"
+
+
+def test_a_reference_of_strength_0_needs_no_second_timestep():
+    nothing = job(TWO, references=(replace(REFERENCE, strength=0.0),), stage_1_loras=LORAS)
+    assert nothing.buckets[0].timesteps == 1
+
+
+def test_without_stage_2_neither_its_graph_nor_the_upsampler_is_needed():
+    whole, half = job(TWO), job(TWO, skip_stage_2=True)
+    assert half.buckets == whole.buckets[:1] and half.stages == whole.stages[:1]
+    assert (half.upsamplers, whole.upsamplers) == ({}, {"spatial": "--two-stage"})
+    assert len(half.buckets_to_compile) == 2
+
+
+def test_text_to_video_is_compiled_with_one_timestep_and_two_and_what_is_fixed_once():
+    plain = [(b.video_tokens, b.timesteps) for b in job(TWO).buckets_to_compile]
+    assert plain == [(18, 1), (18, 2), (72, 1), (72, 2)]
+    for fixed in (job(images=(ImageCondition(FILE),)), job(retake=RETAKE), job(**REFERRING)):
+        assert fixed.buckets_to_compile == fixed.buckets
+
+
+# --- steps and guidance ---------------------------------------------------------------------------
+
+
+def test_steps_are_those_that_upstream_takes_for_each_kind():
+    dev = job(**DEV)
+    kinds = dev, replace(dev, size=ONE, retake=RETAKE), replace(dev, sampler="res_2s")
+    assert [kind.steps for kind in kinds] == [30, 40, 15]
+    assert [replace(kind, num_inference_steps=7).steps for kind in kinds] == [7, 7, 7]
+    assert job(retake=RETAKE).steps == 8
+
+
+def test_guidance_of_a_given_sound_is_the_videos_alone():
+    guidance = job(**DEV, sound=SOUND).resolved_guidance
+    assert guidance == Guidance(DEFAULTS["2.3"].video, StreamGuidance())
+
+
+def test_res_2s_has_guidance_of_its_own():
+    video, audio = job(**DEV, sampler="res_2s").resolved_guidance.streams
+    assert (video.cfg_scale, video.modality_scale, video.rescale_scale) == (3.0, 3.0, 0.45)
+    assert (audio.cfg_scale, audio.modality_scale, audio.rescale_scale) == (7.0, 3.0, 1.0)
+    assert video.stg_scale == audio.stg_scale == 0
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+MISSING = "/nowhere/a.mp4"
+MISTAKES = {
+    "--audio-path /nowhere/a.mp4: no such file": dict(sound=SoundCondition(MISSING)),
+    "pass a sound as --audio-path FILE": dict(sound=SoundCondition(MISSING)),
+    "pass a video as --video-path FILE": dict(retake=Retake(MISSING, 0, 1)),
+    "pass a video as --video-conditioning FILE STRENGTH": REFERRING
+    | dict(references=(replace(REFERENCE, path=MISSING),)),
+    "sound.start_time='0' is of type str": dict(sound=SoundCondition(FILE, "0")),
+    "retake.end_time=None is of type NoneType": dict(retake=Retake(FILE, 0.0, None)),
+    "references[0].strength='1'": REFERRING | dict(references=(replace(REFERENCE, strength="1"),)),
+    "--audio-start-time -1: wanted seconds from 0 on": dict(sound=SoundCondition(FILE, -1.0)),
+    "--audio-start-time nan": dict(sound=SoundCondition(FILE, float("nan"))),
+    "--audio-max-duration 0: wanted seconds above 0": dict(sound=SoundCondition(FILE, 0.0, 0.0)),
+    "--start-time 0.5 --end-time 0.5: wanted seconds of which": dict(retake=Retake(FILE, 0.5, 0.5)),
+    "--start-time -1 --end-time 0.5: wanted": dict(retake=Retake(FILE, -1.0, 0.5)),
+    "reaches beyond the 0.708 s of": dict(retake=Retake(FILE, 0.5, 0.8)),
+    "type at most --end-time 0.708": dict(retake=Retake(FILE, 5.0, 8.0)),
+    "--regenerate 'sound' is not known; known: both, video, audio": dict(
+        retake=replace(RETAKE, regenerate="sound")
+    ),
+    "--video-path does not go with --audio-path": dict(retake=RETAKE, sound=SOUND),
+    "--video-path does not go with --image": dict(retake=RETAKE, images=(ImageCondition(FILE),)),
+    "--video-path does not go with --two-stage": dict(retake=RETAKE, size=TWO),
+    "--video-path does not go with --upscale": dict(retake=RETAKE, upscale="spatial"),
+    "got no --ic-lora; type --ic-lora as well": REFERRING | dict(stage_1_loras=()),
+    "--ic-lora goes with --video-conditioning --two-stage": dict(size=TWO, stage_1_loras=LORAS),
+    "got no --two-stage; type --two-stage as well": REFERRING | dict(size=ONE),
+    "got no --recipe distilled": REFERRING | dict(recipe="dev"),
+    "--conditioning-attention-mask goes with --video-conditioning": dict(
+        attention_mask=AttentionMask(FILE, 1.0)
+    ),
+    "strength 1.5 is outside 0..1": REFERRING | dict(attention_mask=AttentionMask(FILE, 1.5)),
+    "strength -1 is outside 0..1": REFERRING
+    | dict(references=(replace(REFERENCE, strength=-1.0),)),
+    "sides must be multiples of 64; type a --height and --width that are multiples of 128: 128x128"
+    " or 128x256": REFERRING | dict(references=(replace(REFERENCE, space_scale=2),)),
+    "--skip-stage-2 goes with --two-stage": dict(skip_stage_2=True),
+    "--upscale is for one-stage runs": dict(size=TWO, skip_stage_2=True, upscale="spatial"),
+    "--images-as-guides goes with --two-stage --recipe dev, got no --recipe dev": dict(
+        size=TWO, images_as_guides=True
+    ),
+    "--images-as-guides goes with --two-stage --recipe dev, got no --two-stage": dict(
+        recipe="dev", images_as_guides=True
+    ),
+    "--sampler res_2s goes with --two-stage --recipe dev": dict(size=TWO, sampler="res_2s"),
+    "--sampler res_2s does not go with --audio-path": DEV | dict(sampler="res_2s", sound=SOUND),
+    "sampler 'heun' is not known; known: euler, res_2s": dict(sampler="heun"),
+    "--num-inference-steps 32: type a number from 1 to 31": DEV
+    | dict(sampler="res_2s", num_inference_steps=32),
+    "guidance.audio of a given sound": DEV | dict(sound=SOUND, guidance=DEFAULTS["2.3"]),
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_what_cannot_be_made_is_refused_with_what_to_type(said):
+    with pytest.raises(UserError) as error:
+        job(**MISTAKES[said]).check()
+    assert said in str(error.value)
+
+
+def test_what_can_be_made_is_not_refused():
+    job(sound=SOUND).check()
+    job(**DEV, sound=SOUND, images=(ImageCondition(FILE, 16),)).check()
+    job(retake=Retake(FILE, 0, 17 / 24)).check()
+    job(retake=RETAKE, recipe="dev").check()
+    job(**REFERRING, attention_mask=AttentionMask(FILE, 0.0), skip_stage_2=True).check()
+    job(**DEV, images_as_guides=True, images=(ImageCondition(FILE),)).check()
+    job(**DEV, sampler="res_2s", num_inference_steps=31).check()
+    # HQ has its distilled LoRA in both stages.
+    job(**DEV, sampler="res_2s", stage_1_loras=LORAS, stage_2_loras=LORAS).check()
+
+
+def test_a_shape_is_checked_without_a_prompt():
+    Job("", ONE).check_shape()
+    with pytest.raises(UserError, match="--prompt is empty"):
+        Job("", ONE).check()
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """Makes video files of grey by frames, rows and columns."""
+    folder = tmp_path_factory.mktemp("clips of grey")
+
+    def made(frames: int, height: int, width: int, rate: float = 24.0) -> str:
+        path = folder / f"{frames}x{height}x{width}.mp4"
+        pixels = torch.full((frames, height, width, 3), 128, dtype=torch.uint8)
+        write_video(path, [pixels], rate, lambda: torch.zeros(2, 4800), 48000)
+        return str(path)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def ic_lora(tmp_path_factory):
+    """Makes LoRA files whose metadata says these scales."""
+    folder = tmp_path_factory.mktemp("loras")
+
+    def made(**metadata) -> Lora:
+        path = folder / f"{'-'.join(metadata.values()) or 'plain'}.safetensors"
+        save_file({"a": torch.zeros(1)}, path, {f"reference_{k}": v for k, v in metadata.items()})
+        return Lora(path)
+
+    return made
+
+
+def parsed(*words, compiles: bool = False) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    if compiles:
+        flags.add_size(parser)
+        flags.add_ic_loras(parser)
+        flags.add_conditions(parser, shape_only=True)
+    else:
+        flags.add_job(parser)
+    args = parser.parse_args([*map(str, words)])
+    args.recipe = args.recipe or "distilled"
+    return args
+
+
+def said(*words) -> Job:
+    return flags.job(parsed("--prompt", "rain", *words))
+
+
+def refused(*words) -> str:
+    with pytest.raises(UserError) as error:
+        said(*words).check()
+    return str(error.value)
+
+
+def test_a_sound_is_its_file_with_where_it_begins_and_how_long_it_lasts():
+    times = "--audio-start-time", 0.5, "--audio-max-duration", 2
+    assert said("--audio-path", FILE).sound == SoundCondition(FILE)
+    assert said("--audio-path", FILE, *times).sound == SoundCondition(FILE, 0.5, 2.0)
+
+
+def test_a_retake_has_its_files_size_and_rate(clip):
+    path = clip(9, 32, 64, 25.0)
+    times = "--start-time", 0.1, "--end-time", 0.2
+    found = said("--video-path", path, *times, "--regenerate", "audio")
+    assert found.size == Size(32, 64, 9, 25.0)
+    assert found.retake == Retake(path, 0.1, 0.2, "audio")
+    assert said("--video-path", path, *times).retake.regenerate == "both"
+
+
+def test_a_retake_whose_size_is_typed_as_well_is_refused(clip):
+    retake = "--video-path", clip(9, 32, 64), "--start-time", 0, "--end-time", 0.2
+    for typed in (("--height", 32), ("--fps", 24), ("--two-stage",), ("--num-frames", 0)):
+        assert "does not go with --video-path" in refused(*retake, *typed)
+    assert "--video-path needs --end-time" in refused(*retake[:4])
+
+
+def test_a_video_of_another_size_is_refused_with_the_command_that_cuts_and_scales_it(clip):
+    path = clip(10, 40, 64)
+    message = refused("--video-path", path, "--start-time", 0, "--end-time", 0.2)
+    assert "has 10 frames of 40x64; wanted 8k+1 frames and sides" in message
+    command = shlex.split(message.splitlines()[-1].removeprefix("Type: "))
+    assert command[:5] == ["ffmpeg", "-i", path, "-vf", "scale=64:32"]
+    assert command[5:] == ["-frames:v", "9", "10x40x64-32x64x9.mp4"]
+
+
+def test_a_reference_is_scaled_as_the_metadata_of_its_lora_says(clip, ic_lora):
+    path, two = clip(9, 32, 64), ("--two-stage", "--height", 256, "--width", 256)
+    lora = ic_lora(downscale_factor="2", temporal_scale_factor="4")
+    found = said("--ic-lora", lora.path, 0.5, "--video-conditioning", path, 0.8, *two)
+    assert found.references == (ReferenceVideo(path, 0.8, 9, 2, 4),)
+    assert found.stage_1_loras == (Lora(lora.path, 0.5),)
+    found.check()
+
+
+def test_loras_that_scale_references_differently_are_refused(ic_lora):
+    plain, half, third = ic_lora(), ic_lora(downscale_factor="2"), ic_lora(downscale_factor="3")
+    assert reference_scale((plain,)) == (1, 1) and reference_scale((plain, half)) == (2, 1)
+    with pytest.raises(UserError, match="reference_downscale_factor differs .* 2, .* 3"):
+        reference_scale((half, third))
+    with pytest.raises(UserError, match="is 'half', wanted a whole number"):
+        reference_scale((ic_lora(downscale_factor="half"),))
+
+
+FLAGS_ALONE = {
+    "--audio-start-time goes with --audio-path": ("--audio-start-time", 1),
+    "--audio-max-duration goes with --audio-path": ("--audio-max-duration", 1),
+    "--end-time goes with --video-path": ("--end-time", 1),
+    "--regenerate goes with --video-path": ("--regenerate", "both"),
+    "wanted PATH STRENGTH, as in --video-conditioning a.mp4 1.0": ("--video-conditioning", "a.mp4"),
+    "--conditioning-attention-mask a.mp4 b: wanted PATH STRENGTH": (
+        "--conditioning-attention-mask",
+        "a.mp4",
+        "b",
+    ),
+    "--ic-lora is for --recipe distilled": ("--ic-lora", "a", "--recipe", "dev"),
+    "--audio-cfg-guidance-scale, --v2a-guidance-scale does not go with --audio-path": (
+        *("--recipe", "dev", "--audio-path", FILE, "--video-cfg-guidance-scale", 2),
+        *("--audio-cfg-guidance-scale", 2, "--v2a-guidance-scale", 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("text", FLAGS_ALONE)
+def test_a_flag_that_says_nothing_is_refused(text):
+    assert text in refused(*FLAGS_ALONE[text])
+
+
+def test_one_attention_mask_is_for_all_references():
+    mask = "--conditioning-attention-mask", FILE, 0.5
+    assert said(*mask).attention_mask == AttentionMask(FILE, 0.5)
+    assert "is there 2 times" in refused(*mask, *mask)
+
+
+def test_guidance_of_a_sound_changes_the_videos_scales_alone():
+    sound = "--recipe", "dev", "--audio-path", FILE
+    found = said(*sound, "--video-cfg-guidance-scale", 2, "--a2v-guidance-scale", 1.5)
+    video = replace(DEFAULTS["2.3"].video, cfg_scale=2.0, modality_scale=1.5)
+    assert found.guidance == Guidance(video, StreamGuidance())
+    found.check()
+
+
+def test_compiling_takes_the_flags_that_shape_graphs_and_no_others(clip):
+    path = clip(9, 32, 64)
+    shape = flags.shape(parsed("--video-path", path, compiles=True), "distilled")
+    shape.check_shape()
+    assert shape.buckets == [Bucket(4, 9, 2, 8, False, 2)]
+    for detail in ("--audio-start-time", "--start-time", "--regenerate", "--sampler"):
+        with pytest.raises((SystemExit, argparse.ArgumentError)):
+            parsed(detail, "1", compiles=True)
+
+
+# --- prompts files --------------------------------------------------------------------------------
+
+
+def lines(folder, *given, command=()):
+    path = folder / "jobs.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "rain"} | line) for line in given))
+    return read_lines(path, flags.job_of_line(parsed(*command)), {})
+
+
+def test_lines_of_a_prompts_file_mix_all_kinds(tmp_path, clip, ic_lora):
+    path, lora = clip(9, 32, 64), str(ic_lora().path)
+    command = "--height", 128, "--width", 128, "--num-frames", 9, "--two-stage"
+    found = [
+        line.job
+        for line in lines(
+            tmp_path,
+            {},
+            {"audio_path": FILE, "audio-start-time": 0.5},
+            {"video_path": path, "start_time": 0.1, "end_time": 0.3},
+            {"ic_lora": lora, "video_conditioning": [path, 1.0], "skip_stage_2": True},
+            {"recipe": "dev", "sampler": "res_2s", "images_as_guides": True},
+            command=command,
+        )
+    ]
+    plain, sound, retake, reference, hq = found
+    assert plain == Job("rain", Size(128, 128, 9, two_stage=True))
+    assert sound == replace(plain, sound=SoundCondition(FILE, 0.5))
+    # The file's size takes the place of the command's.
+    assert retake == Job("rain", Size(32, 64, 9), retake=Retake(path, 0.1, 0.3))
+    assert reference.references == (ReferenceVideo(path, 1.0, 9),) and reference.skip_stage_2
+    assert hq.sampler == "res_2s" and hq.images_as_guides
+
+
+def test_a_line_whose_file_has_another_content_is_another_line(tmp_path):
+    sound = tmp_path / "a.wav"
+    sound.write_bytes(b"one")
+    (before,), (again,) = (lines(tmp_path, {"audio_path": str(sound)}) for _ in range(2))
+    sound.write_bytes(b"two")
+    (after,) = lines(tmp_path, {"audio_path": str(sound)})
+    assert before.digest == again.digest != after.digest
+
+
+def test_a_job_of_each_kind_is_the_same_again_from_its_line(tmp_path, clip, ic_lora):
+    path = clip(9, 32, 64)
+    of_file = Size(32, 64, 9)
+    kinds = [
+        job(sound=SoundCondition(path, 0.5, 2.0), images=(ImageCondition(path, 8, 0.5, 20),)),
+        job(**DEV, sound=SoundCondition(path), guidance=Guidance(StreamGuidance(2.0), SILENT)),
+        Job("rain", of_file, retake=Retake(path, 0.1, 0.2, "video")),
+        job(
+            TWO,
+            references=(ReferenceVideo(path, 0.5, 9),),
+            attention_mask=AttentionMask(path, 0.5),
+            stage_1_loras=(ic_lora(),),
+            skip_stage_2=True,
+        ),
+        job(**DEV, images=(ImageCondition(path),), images_as_guides=True, sampler="res_2s"),
+    ]
+    for kind in kinds:
+        kind.check()
+        line = json.loads(json.dumps(line_of(kind.with_paths(lambda path: path.name))))
+        assert job_of(line, Path(path).parent) == kind
+        assert json.loads(json.dumps(kind.describe())) == kind.describe()
+
+
+SILENT = StreamGuidance()
+
+
+# --- the command that compiles what is missing, and what runs depend on ---------------------------
+
+
+def workspace(tiny, folder) -> Workspace:
+    return Workspace(tiny.checkpoint, resolve("cpu"), folder, 2, "float32", tiny.gemma_root)
+
+
+def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_path, clip, ic_lora):
+    path, opened = clip(9, 32, 64), workspace(tiny, tmp_path)
+    lora, image = ic_lora(), ImageCondition(path, 8, 0.5)
+    size = Size(128, 128, 9, two_stage=True)
+    kinds = [
+        job(ONE, sound=SoundCondition(path, 0.1), images=(image,)),
+        Job("rain", Size(32, 64, 9), retake=Retake(path, 0.1, 0.2, "video")),
+        job(
+            size,
+            references=(ReferenceVideo(path, 0.5, 9),),
+            attention_mask=AttentionMask(path, 0.5),
+            stage_1_loras=(lora,),
+            skip_stage_2=True,
+        ),
+        job(size, recipe="dev", images=(image,), images_as_guides=True),
+    ]
+    for kind in kinds:
+        with pytest.raises(UserError) as error:
+            opened.dit_program_for(kind, kind.stages[0])
+        words = shlex.split(str(error.value).splitlines()[-1].removeprefix("Type: "))
+        words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
+        parser = flags.parser("", "", gemma=False)
+        flags.add_size(parser)
+        flags.add_ic_loras(parser)
+        flags.add_conditions(parser, shape_only=True)
+        args = parser.parse_args(words)
+        shape = flags.shape(args, args.recipe)
+        shape.check_shape()
+        assert shape.buckets_to_compile[: len(kind.buckets)] == kind.buckets
+        assert "--start-time" not in words and "--audio-start-time" not in words
+
+
+def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path):
+    files = [tmp_path / name for name in ("image", "sound", "reference", "mask", "video")]
+    for file in files:
+        file.write_bytes(b"before")
+    image, sound, reference, mask, video = map(str, files)
+    opened = workspace(tiny, tmp_path / "artifacts")
+    kinds = [
+        job(sound=SoundCondition(sound), images=(ImageCondition(image),)),
+        job(**REFERRING, attention_mask=AttentionMask(mask, 1.0)),
+        job(retake=Retake(video, 0.1, 0.2)),
+    ]
+    kinds[1] = replace(kinds[1], references=(replace(REFERENCE, path=reference),))
+    for kind in kinds:
+        before = run_identity(kind, opened, RunOptions())
+        for path in kind.files.values():
+            path.write_bytes(b"after")
+            assert run_identity(kind, opened, RunOptions()) != before
+            path.write_bytes(b"before")
+        assert run_identity(kind, opened, RunOptions()) == json.loads(json.dumps(before))
+    assert {flag.split()[0] for kind in kinds for flag in kind.files} == {
+        *("--image", "--audio-path", "--video-conditioning", "--conditioning-attention-mask"),
+        "--video-path",
+    }
+
+
+def test_compat_of_the_pipelines_1_2_0_is_the_noise_of_what_a_retake_keeps():
+    ours, later = COMPAT[None], COMPAT["ltx-pipelines-1.2.0"]
+    assert later == replace(ours, retake_noise=True) != ours
+    assert not COMPAT["ltx-core-1.0.0"].retake_noise
+
+
+# --- the Python API -------------------------------------------------------------------------------
+
+
+class Jobs:
+    """An engine that keeps the jobs that it is asked for."""
+
+    def __init__(self):
+        self.jobs, self.on_step_end = [], None
+
+    def check_process(self) -> None:
+        pass
+
+    def run(self, jobs, **options):
+        self.jobs += jobs
+        raise UserError("enough")
+
+
+def called(recipe: str = "distilled", **given) -> Job:
+    engine = Jobs()
+    with pytest.raises(UserError, match="enough"):
+        LTXPipeline(engine, recipe)("rain", output_type="latent", **given)
+    (made,) = engine.jobs
+    made.check()
+    return made
+
+
+def test_a_call_takes_paths_or_the_conditions_themselves(clip, ic_lora):
+    path, lora = clip(9, 32, 64), ic_lora()
+    assert called() == Job("rain")
+    assert called(audio=path).sound == called(audio=SoundCondition(path)).sound
+    retake = called(video=path, start_time=0.1, end_time=0.2, regenerate="video")
+    assert retake == called(video=Retake(path, 0.1, 0.2, "video"))
+    assert retake.size == Size(32, 64, 9)
+    given = dict(two_stage=True, ic_loras=[(lora.path, 1.0)], attention_mask=path)
+    reference = called(reference=path, **given, skip_stage_2=True)
+    assert reference.references == (ReferenceVideo(path, 1.0, 9),)
+    assert reference.attention_mask == AttentionMask(path, 1.0)
+    again = called(reference=[ReferenceVideo(path, 1.0, 9)], **given, skip_stage_2=True)
+    assert again == reference
+    hq = called("dev", two_stage=True, sampler="res_2s", images_as_guides=True)
+    assert hq.steps == 15 and hq.images_as_guides
+
+
+TIMES = dict(start_time=0.0, end_time=0.1)
+WRONG_CALLS = {
+    "video needs start_time and end_time": dict(video="a.mp4", start_time=0.5),
+    "start_time and end_time go with video=a path": dict(start_time=0.5),
+    "audio=5 is of type int": dict(audio=5),
+    "attention_mask=5 is of type int": dict(attention_mask=5),
+    "reference=5 is of type int": dict(reference=5),
+    "height does not go with video": TIMES | dict(video="a.mp4", height=64),
+    "two_stage does not go with video": TIMES | dict(video="a.mp4", two_stage=True),
+    "video=5 is of type int": dict(video=5),
+    "--video-path a.mp4: no such file": TIMES | dict(video="a.mp4"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG_CALLS)
+def test_a_call_that_cannot_be_is_refused_in_words(text):
+    with pytest.raises(UserError) as error:
+        LTXPipeline(Jobs(), "distilled")("rain", **WRONG_CALLS[text])
+    assert text in str(error.value)
