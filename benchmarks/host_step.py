@@ -51,7 +51,7 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import released_config, tiny_config

@@ -9,7 +9,7 @@ Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct ti
 S rows of the compiled graph's schedule tables (at least as many as there are steps).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,13 +20,12 @@ from ltx_neuron.config import Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
-from ltx_neuron.models.rope import Rope, split_rope
-from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES
+from ltx_neuron.models.rope import rope_tables
+from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS
+from ltx_neuron.passes import GuidedPasses
 from ltx_neuron.sampling import conditioning, latents
-from ltx_neuron.sampling.attention_mask import attention_bias
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import ImageCondition, LatentState
-from ltx_neuron.sampling.guidance import Guidance
+from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
@@ -40,64 +39,6 @@ class CompiledStep:
 
     bucket: Bucket
     manifest: Manifest
-
-
-def initial_states(
-    job: Job,
-    stage: Stage,
-    tensors: dict[str, Tensor],
-    start: tuple[Tensor, Tensor],
-    images: list[tuple[ImageCondition, Tensor]],
-    compat: Compat,
-    dtype: torch.dtype,
-) -> tuple[LatentState, LatentState]:
-    """What video and audio of a stage begin with, and what of them is held.
-
-    tensors  the job's encoded inputs, by their names in --save-tensors
-    start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's, or the stage before's latents
-    images   each with its latent (1, 128, 1, h, w) at this stage's size
-    """
-    frame_rate, frames = job.size.frame_rate, start[0].shape[2]
-    # fp32 positions since ltx-core 1.1.3: bf16 ones put sound up to 28 ms off the picture.
-    positions = dtype if compat.positions else torch.float32
-    video = conditioning.video_state(
-        start[0], frame_rate, images, compat.conditioning, positions, job.images_as_guides
-    )
-    audio = conditioning.audio_state(start[1])
-    if job.references and not stage.upsampled:
-        video = _with_references(job, video, start[0].shape[2:].numel(), tensors)
-    if retake := job.retake:
-        times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)
-        audio_seconds = latents.audio_seconds(start[1].shape[2])
-        video = video.retake(latents.video_seconds(frames, frame_rate), *times)
-        if retake.regenerate == "audio":
-            video = video.freeze(noise)
-        if "audio_latent" in tensors:  # without sound in the file, all of it is new
-            audio = audio.retake(audio_seconds, *times)
-            if retake.regenerate == "video":
-                audio = audio.freeze(noise)
-    return video, audio.freeze() if job.sound else audio
-
-
-def _with_references(
-    job: Job, video: LatentState, own_tokens: int, tensors: dict[str, Tensor]
-) -> LatentState:
-    """The video's state with its references, and with their mask as a bias.
-
-    own_tokens  how many of the state's are the clip's
-    """
-    guides = len(video.denoise_mask) - own_tokens
-    groups, weights = [(guides, None)], tensors.get("reference_attention")
-    for number, reference in enumerate(job.references):
-        latent = tensors[f"reference_latent_{number}" if number else "reference_latent"]
-        video = conditioning.with_reference(video, reference, latent, job.size.frame_rate)
-        count = latent.shape[2:].numel()
-        if weights is not None:
-            groups.append((count, weights[0, :count]))
-            weights = weights[:, count:]
-    if weights is None:
-        return video
-    return replace(video, bias=attention_bias(own_tokens, groups, video.latent.dtype))
 
 
 class StageRun:
@@ -147,7 +88,7 @@ class StageRun:
         audio_masks, audio_choice = self._timesteps(audio, self.bucket.audio_timesteps)
         shared = {
             **self._schedule(stage, states, (masks, audio_masks)),
-            **self._rope_tables(video.positions, audio.positions),
+            **rope_tables(self.config, video.positions, audio.positions),
             "timestep_mask": video_choice,  # (Tv, U) one-hot
             "denoise_mask": video.denoise_mask,  # (Tv, 1)
             "clean_latent": video.clean_latent,  # (1, Tv, 128)
@@ -164,7 +105,13 @@ class StageRun:
         self.ranks.put(self.bucket.name, **shared)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
-            self._prepare_guidance(job.resolved_guidance, stage, contexts)
+            # What a step that computes nothing repeats; the first step overwrites it.
+            zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
+            self.ranks.put(self.bucket.name, guided_video=zeros[0], guided_audio=zeros[1])
+            layers, compat = self.config.num_layers, self.compat.conditioning
+            passes = GuidedPasses(self.ranks, self.bucket, layers, self.dtype, compat)
+            guidance = job.resolved_guidance
+            self.sequence = passes.prepare(guidance, stage.evaluations, contexts)
 
     def _noised(self, state: LatentState, generator: torch.Generator) -> Tensor:
         """Tokens (1, T, 128) at the first step's sigma. Noise is drawn for a frozen stream as well,
@@ -211,79 +158,6 @@ class StageRun:
         }
         step_numbers = torch.arange(max_steps, dtype=torch.int32)
         return {"sigmas": pairs, "step_numbers": step_numbers, **tables}
-
-    def _rope_tables(self, video_positions: Tensor, audio_positions: Tensor) -> dict[str, Tensor]:
-        """Cosines and sines of the self attentions and of the audio-video attentions.
-
-        video_positions  (1, 3, Tv): seconds, pixel row, pixel column. Video and audio attend to
-        each other by time alone, at the audio's head size; audio_positions (1, 1, Ta).
-        """
-        config = self.config
-        video_max = config.positional_embedding_max_pos
-        audio_max = config.audio_positional_embedding_max_pos
-        cross_max = (max(video_max[0], audio_max[0]),)
-        heads, theta = config.video.heads, config.positional_embedding_theta
-        video_width, audio_width = config.video.inner, config.audio.inner
-        video_times = video_positions[:, :1]
-        tables = {
-            "video": split_rope(video_positions, video_max, video_width, heads, theta),
-            "audio": split_rope(audio_positions, audio_max, audio_width, heads, theta),
-            "video_cross": split_rope(video_times, cross_max, audio_width, heads, theta),
-            "audio_cross": split_rope(audio_positions, cross_max, audio_width, heads, theta),
-        }
-        return {
-            f"{name}_{part}": getattr(rope, part)
-            for name, rope in tables.items()
-            for part in Rope._fields
-        }
-
-    def _prepare_guidance(self, guidance: Guidance, stage: Stage, contexts: list[Contexts]) -> None:
-        """Upload what guidance needs, and define a step as a sequence of passes and their
-        combination. Where a pass is not run, its predictions are read from "cond": their weight
-        is 0."""
-        name, max_steps = self.bucket.name, self.bucket.max_steps
-        enabled = guidance.enabled_steps(stage.evaluations, max_steps)
-        self.ranks.put(name, guidance=guidance.weights(), enabled_steps=enabled)
-        passes, aliases = [], {}
-        for kind in PASSES:
-            predictions = {stream: f"{kind}_{stream}" for stream in _STREAMS}
-            if kind in guidance.passes():
-                reads = self._prepare_pass(kind, guidance, contexts)
-                writes = {f"{stream}_x0": alias for stream, alias in predictions.items()}
-                passes.append(("pass", reads, writes))
-            else:
-                aliases |= {predictions[stream]: f"cond_{stream}" for stream in _STREAMS}
-        # What a step that computes nothing repeats; the first step overwrites it.
-        zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
-        self.ranks.put(name, guided_video=zeros[0], guided_audio=zeros[1])
-        self.ranks.define(name, "guided", [*passes, ("guide", aliases, {})])
-        self.ranks.define(name, "repeat", [("guide", aliases, {})])
-        computed = [
-            any(stream.computes(step) for stream in guidance.streams) for step in stage.evaluations
-        ]
-        self.sequence = ["guided" if any_stream else "repeat" for any_stream in computed]
-
-    def _prepare_pass(
-        self, kind: str, guidance: Guidance, contexts: list[Contexts]
-    ) -> dict[str, str]:
-        """Upload a pass's own tensors; returns which of them take the place of the shared ones."""
-        name = self.bucket.name
-        reads = {"keep": f"keep_{kind}"}
-        keep = guidance.keep(kind, self.config.num_layers, self.dtype)
-        self.ranks.put(name, "keep", **{f"keep_{kind}": keep})
-        if kind != "uncond":
-            return reads
-        negative = contexts[1]
-        for stream, context in (("video", negative.video), ("audio", negative.audio)):
-            reads[f"{stream}_context"] = f"negative_{stream}_context"
-            alias = {f"negative_{stream}_context": context}
-            self.ranks.put(name, f"{stream}_context", **alias)
-        if self.compat.conditioning:
-            # ltx-core 1.0.0 computes a skipped stream in this pass all the same.
-            reads["enabled_steps"] = "enabled_always"
-            always = torch.ones(self.bucket.max_steps, 2)
-            self.ranks.put(name, "enabled_steps", enabled_always=always)
-        return reads
 
     def start(self) -> None:
         """Put the noised latents where the steps find them."""

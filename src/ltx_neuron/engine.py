@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
-from ltx_neuron.denoise import CompiledStep, StageRun, initial_states
+from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import calibration, conditions
 from ltx_neuron.host.background import BackgroundTask
@@ -29,7 +29,8 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.states import initial_states
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
@@ -313,23 +314,16 @@ class Engine:
         """A stage with all that its steps share uploaded."""
         job, workspace = run.job, self.workspace
         adaln = self.residency.use_weights(stage.loras)
-        if not stage.upsampled:
+        if job.has_media and not stage.upsampled:
             with self.recorder.phase("encode_inputs"):
                 run.tensors |= conditions.encode(self.host, job.given)
         start = self._initial_latents(run, stage)
-        stage_run = StageRun(
-            self.residency.ranks,
-            compiled,
-            workspace.transformer,
-            workspace.dtype,
-            adaln,
-            self.compat,
-        )
+        ranks, dtype = self.residency.ranks, workspace.dtype
+        stage_run = StageRun(ranks, compiled, workspace.transformer, dtype, adaln, self.compat)
         with self.recorder.phase(f"denoise_{stage.name}"):
             images, shape = self._encode_images(job, stage), tuple(start[0].shape[2:])
-            states = initial_states(
-                job, stage, run.tensors, start, images, self.compat, workspace.dtype
-            )
+            held = stage.upsampled, run.tensors, start, images
+            states = initial_states(job, job.size.frame_rate, *held, self.compat, dtype)
             stage_run.prepare(job, stage, run.contexts, shape, states, run.generator)
         return stage_run
 

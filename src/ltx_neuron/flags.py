@@ -18,18 +18,18 @@ from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, read_json
 from ltx_neuron.generate import Outputs
-from ltx_neuron.host.media import footage
-from ltx_neuron.job import LORA_FIELDS, Job, Size, check_guidable
+from ltx_neuron.host.media import footage, video_size
+from ltx_neuron.job import LORA_FIELDS, Job, Size
 from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,
     Retake,
     SoundCondition,
 )
-from ltx_neuron.sampling.guidance import Guidance, default_guidance
+from ltx_neuron.sampling.guidance import Guidance, check_guidable, default_guidance
 from ltx_neuron.sampling.inputs import REGENERATE
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.upscaling import UPSCALES
@@ -440,7 +440,7 @@ def size(args: argparse.Namespace) -> Size:
             f"{flags} does not go with --video-path: the video is made at the file's own size and"
             f" rate, in one stage; leave out {flags}"
         )
-    return Size.of_video(path)
+    return video_size(path, "--video-path")
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:
@@ -601,26 +601,27 @@ def recipe(args: argparse.Namespace) -> str:
     return guess
 
 
-def guidance(args: argparse.Namespace, recipe: str) -> Guidance | None:
-    """The guidance the flags ask for on top of the version's defaults; None without any."""
-    changes, given = {"video": {}, "audio": {}}, []
+def guidance(
+    args: argparse.Namespace, recipe: str, sampler: str = Job.sampler, sound: bool = False
+) -> Guidance | None:
+    """The guidance the flags ask for on top of the version's defaults; None without any. sound:
+    whether it is given."""
+    changes, given = {"video": {}, "audio": {}}, {"video": [], "audio": []}
     for flag, stream, field, _ in _GUIDANCE_FLAGS:
         value = getattr(args, _dest(flag))
         if value is not None:
             changes[stream][field] = tuple(value) if field == "stg_blocks" else value
-            given.append(flag)
-    if not given:
+            given[stream].append(flag)
+    if not (flags := [*given["video"], *given["audio"]]):
         return None
-    check_guidable(", ".join(given), recipe)
-    if args.audio_path is not None and changes["audio"]:
-        wrong = ", ".join(
-            flag for flag, stream, _, _ in _GUIDANCE_FLAGS if stream == "audio" and flag in given
-        )
+    check_guidable(", ".join(flags), recipe)
+    if sound and given["audio"]:
         raise UserError(
-            f"{wrong} does not go with --audio-path: the sound is given, so nothing of it is"
-            " guided; leave it out (the --video-* and --a2v-* scales guide the video)"
+            f"{', '.join(given['audio'])} does not go with --audio-path: the sound is given, so"
+            " nothing of it is guided; leave it out (the --video-* and --a2v-* scales guide the"
+            " video)"
         )
-    defaults = default_guidance(args.sampler, args.audio_path is not None)
+    defaults = default_guidance(sampler, sound)
     return Guidance(
         video=dataclasses.replace(defaults.video, **changes["video"]),
         audio=dataclasses.replace(defaults.audio, **changes["audio"]),
@@ -648,7 +649,7 @@ def job(args: argparse.Namespace) -> Job:
         num_inference_steps=args.num_inference_steps,
         negative_prompt=args.negative_prompt,
         recipe=args.recipe,
-        guidance=guidance(args, args.recipe),
+        guidance=guidance(args, args.recipe, args.sampler, args.audio_path is not None),
         upscale=args.upscale,
         **lora_fields(args),
         **inputs(args),

@@ -5,31 +5,23 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_readable
-from ltx_neuron.host.media import footage
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.guidance import (
     NEGATIVE_PROMPT,
     Guidance,
     StreamGuidance,
+    check_guidable,
     default_guidance,
     default_steps,
 )
 from ltx_neuron.sampling.inputs import Inputs, check_together
-from ltx_neuron.sampling.latents import (
-    SPACE_SCALE,
-    TIME_SCALE,
-    audio_latent_frames,
-    video_latent_shape,
-)
+from ltx_neuron.sampling.latents import audio_latent_frames, video_latent_shape
 from ltx_neuron.sampling.res_2s import steps_of_evaluations
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
@@ -39,13 +31,13 @@ from ltx_neuron.sampling.schedules import (
     STAGE_2_SIGMAS,
     ltx2_schedule,
 )
+from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
 from ltx_neuron.weights.lora import WeightSet, identity_of
 
 _RETAKE_STEPS = 40  # of the dev recipe, where --num-inference-steps is left out
 RECIPES = ("distilled", "dev")
 LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
-FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
 
 
 class Stage(NamedTuple):
@@ -91,97 +83,6 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Size:
-    """Height, width (pixels), frames and frames per second of the video that comes out, and in how
-    many stages."""
-
-    height: int = 512
-    width: int = 768
-    num_frames: int = 121
-    frame_rate: float = 24.0
-    two_stage: bool = False
-
-    def check(self) -> None:
-        """Raise UserError for a size the model cannot have, naming the nearest one it can."""
-        check_fields(self)
-        unit = SPACE_SCALE * (2 if self.two_stage else 1)
-        for name in ("height", "width"):
-            value = getattr(self, name)
-            if value <= 0 or value % unit:
-                below = max(unit, value // unit * unit)
-                nearest = [below] if below >= value else [below, below + unit]
-                raise UserError(
-                    f"--{name} {value} is not a multiple of"
-                    f" {unit}{' (two stages)' if self.two_stage else ''}; nearest legal:"
-                    f" {' or '.join(map(str, nearest))}"
-                )
-        if self.num_frames < 1 or self.num_frames % TIME_SCALE != 1:
-            below = max(1, (self.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
-            raise UserError(
-                f"--num-frames {self.num_frames} is not of the form 8k+1; nearest legal: {below} or"
-                f" {below + TIME_SCALE}"
-            )
-        if not FRAME_RATES[0] <= self.frame_rate <= FRAME_RATES[1]:  # NaN is refused as well
-            raise UserError(
-                f"--frame-rate {self.frame_rate:g} is not a number from {FRAME_RATES[0]} to"
-                f" {FRAME_RATES[1]}; type for example --frame-rate 24"
-            )
-        if audio_latent_frames(self.num_frames, self.frame_rate) < 1:
-            raise UserError(
-                f"{self.num_frames} frames at --frame-rate {self.frame_rate:g} last too short for"
-                " any sound; lower the frame rate or raise --num-frames"
-            )
-
-    @classmethod
-    def of_video(cls, path: str | Path) -> "Size":
-        """A video file's, whose seconds are made anew. UserError with the command that cuts and
-        scales one of which the model cannot have the size."""
-        flag = "--video-path"
-        check_readable(path, flag, f"; pass a video as {flag} FILE")
-        num_frames, height, width, frame_rate = footage(path, flag)
-        frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
-        sides = [max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in (height, width)]
-        if [num_frames, height, width] != [frames, *sides]:
-            name = f"{Path(path).stem}-{sides[0]}x{sides[1]}x{frames}.mp4"
-            scaled = ("ffmpeg", "-i", path, "-vf", f"scale={sides[1]}:{sides[0]}")
-            command = shlex.join(map(str, (*scaled, "-frames:v", frames, name)))
-            raise UserError(
-                f"{flag} {path} has {num_frames} frames of {height}x{width}; wanted 8k+1 frames and"
-                f" sides that are multiples of {SPACE_SCALE}.\nType: {command}"
-            )
-        return cls(height, width, num_frames, frame_rate)
-
-    def stages(
-        self, recipe: str = "distilled", steps: int = 1, sampler: str = "euler"
-    ) -> tuple[Stage, ...]:
-        """One stage at the full size, or one at half of it and a distilled one at the full size.
-
-        Distilled: 8 steps (and 3). Dev: a guided first stage of `steps` steps.
-        """
-        guided, halves = recipe == "dev", 2 if self.two_stage else 1
-        first = self.height // halves, self.width // halves
-        tokens = SCHEDULE_TOKENS
-        if sampler == "res_2s":  # HQ alone counts them
-            tokens = math.prod(video_latent_shape(*first, self.num_frames))
-        sigmas = ltx2_schedule(steps, tokens) if guided else DISTILLED_SIGMAS
-        stages = [Stage("stage_1", *first, sigmas, guided, sampler=sampler)]
-        if self.two_stage:
-            full = Stage("stage_2", self.height, self.width, STAGE_2_SIGMAS, sampler=sampler)
-            stages.append(full._replace(upsampled=True))
-        return tuple(stages)
-
-
-def check_guidable(what: str, recipe: str) -> None:
-    """Raise UserError where something that steers guidance is asked of the recipe that has none."""
-    if recipe == "distilled":
-        raise UserError(
-            f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance,"
-            " and guided like the full one it gives noise.\nFor the full checkpoint type"
-            " --recipe dev"
-        )
-
-
-@dataclass(frozen=True)
 class Job(Inputs):
     """What one generation is asked to make."""
 
@@ -208,10 +109,22 @@ class Job(Inputs):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        stages = self.size.stages(self.recipe, self.steps, self.sampler)
-        stages = stages[: 1 if self.skip_stage_2 else None]
-        own = self.stage_1_loras, self.stage_2_loras
-        return tuple(s._replace(loras=self.loras + o) for s, o in zip(stages, own, strict=False))
+        """One stage at the full size, or one at half of it and a distilled one at the full size.
+
+        Distilled: 8 steps (and 3). Dev: a guided first stage.
+        """
+        size, sampler, guided = self.size, self.sampler, self.recipe == "dev"
+        first = tuple(side // (2 if size.two_stage else 1) for side in (size.height, size.width))
+        tokens = SCHEDULE_TOKENS
+        if sampler == "res_2s":  # HQ alone counts them
+            tokens = math.prod(video_latent_shape(*first, size.num_frames))
+        sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
+        loras = self.loras + self.stage_1_loras, self.loras + self.stage_2_loras
+        half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=sampler)
+        if not size.two_stage or self.skip_stage_2:
+            return (half,)
+        full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=sampler)
+        return half, full._replace(upsampled=True, loras=loras[1])
 
     @property
     def heard(self) -> str:

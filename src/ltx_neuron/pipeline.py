@@ -15,13 +15,13 @@ from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.host.media import footage
+from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.host.video import check_output_path
 from ltx_neuron.job import RECIPES, Job, Size, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,
@@ -179,7 +179,6 @@ class LTXPipeline:
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
-        given = _given(audio, video, (start_time, end_time, regenerate), attention_mask)
         sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         job = Job(
             prompt,
@@ -195,7 +194,7 @@ class LTXPipeline:
             skip_stage_2=skip_stage_2,
             sampler=sampler,
             references=_references(reference, ic_loras),
-            **given,
+            **_given(audio, video, (start_time, end_time, regenerate), attention_mask),
             **self._lora_fields(loras, distilled_loras, ic_loras, two_stage),
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
@@ -216,6 +215,7 @@ class LTXPipeline:
         if output_type == "mp4":
             require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
             check_output_path(output_path)
+            job.check()  # before its files are looked at
             inputs = self.engine.preflight.inputs([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}
@@ -324,7 +324,7 @@ def _size(video: str | Path | Retake | None, sides: dict, two_stage: bool) -> Si
             f" stage; leave out {names}"
         )
     check_type("video", video, str | Path | Retake)
-    return Size.of_video(video.path if isinstance(video, Retake) else video)
+    return video_size(video.path if isinstance(video, Retake) else video, "--video-path")
 
 
 def _given(

@@ -36,7 +36,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import SUFFIX, save_state
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
 from ltx_neuron.workspace import Workspace
 

@@ -34,10 +34,11 @@ from ltx_neuron.fleet.desk import STATE
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
 from ltx_neuron.service.jobs import VIDEO, job_of
 from ltx_neuron.service.queue import NewJob, Queue
+from ltx_neuron.weights.lora import Lora
 
 pytestmark = pytest.mark.slow
 
@@ -191,11 +192,13 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
 
 def test_a_line_of_a_job_says_all_of_it(tmp_path):
     image = ImageCondition(str(tmp_path / "a.png"), 8, 0.5, 20)
+    loras = Lora(tmp_path / "a.safetensors", 0.3), Lora(tmp_path / "b.safetensors", -1)
     for job in (
         Job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
         Job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
         Job("a", recipe="dev", guidance=DEFAULTS["2.3"]),
         Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
+        Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
     ):
         assert job_of(json.loads(json.dumps(line_of(job))), tmp_path) == job
 

@@ -21,7 +21,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.weights.lora import Lora

@@ -17,7 +17,7 @@ from ltx_neuron.decode_queue import Failure
 from ltx_neuron.errors import UserError
 from ltx_neuron.flags import job_of_line
 from ltx_neuron.job import Job
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 
 
 def command(*words: str) -> argparse.Namespace:

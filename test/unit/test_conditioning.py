@@ -5,15 +5,8 @@ import pytest
 import torch
 from helpers import FP32_ROUNDING, STREAMS, furthest, generator, randn
 
-from ltx_neuron.sampling.conditioning import (
-    ImageCondition,
-    denoise_mask_of,
-    distinct_masks,
-    noised,
-    timestep_choice,
-    token_count,
-    video_state,
-)
+from ltx_neuron.sampling.conditioning import noised, timestep_choice, token_count, video_state
+from ltx_neuron.sampling.conditions import ImageCondition, denoise_mask_of, distinct_masks
 from ltx_neuron.sampling.latents import patchify_audio, patchify_video
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 

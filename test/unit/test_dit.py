@@ -31,12 +31,8 @@ from ltx_neuron.config import Bucket
 from ltx_neuron.models import dit
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling.conditioning import (
-    ImageCondition,
-    distinct_masks,
-    timestep_choice,
-    video_state,
-)
+from ltx_neuron.sampling.conditioning import timestep_choice, video_state
+from ltx_neuron.sampling.conditions import ImageCondition, distinct_masks
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, STAGE_2_SIGMAS
 

@@ -21,7 +21,7 @@ from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.conditioning import AttentionMask, ReferenceVideo, Retake, SoundCondition
+from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.latents import sound_latent_frames
 from ltx_neuron.text.encoders import Contexts

@@ -34,12 +34,8 @@ from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES, GuideInputs
-from ltx_neuron.sampling.conditioning import (
-    ImageCondition,
-    distinct_masks,
-    timestep_choice,
-    video_state,
-)
+from ltx_neuron.sampling.conditioning import timestep_choice, video_state
+from ltx_neuron.sampling.conditions import ImageCondition, distinct_masks
 from ltx_neuron.sampling.guidance import (
     DEFAULT_STEPS,
     DEFAULTS,

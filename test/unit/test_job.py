@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 

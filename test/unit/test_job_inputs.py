@@ -14,16 +14,18 @@ from safetensors.torch import save_file
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
 from ltx_neuron.config import Bucket
-from ltx_neuron.engine import RunOptions
+from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.fleet.batch import line_of
 from ltx_neuron.generate import run_identity
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.preflight import _decoded_latent as decoded_latent
 from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,
@@ -325,7 +327,7 @@ def test_a_reference_is_scaled_as_the_metadata_of_its_lora_says(clip, ic_lora):
 def test_loras_that_scale_references_differently_are_refused(ic_lora):
     plain, half, third = ic_lora(), ic_lora(downscale_factor="2"), ic_lora(downscale_factor="3")
     assert reference_scale((plain,)) == (1, 1) and reference_scale((plain, half)) == (2, 1)
-    with pytest.raises(UserError, match="reference_downscale_factor differs .* 2, .* 3"):
+    with pytest.raises(UserError, match="different reference_downscale_factor: 2 of .*, 3 of "):
         reference_scale((half, third))
     with pytest.raises(UserError, match="is 'half', wanted a whole number"):
         reference_scale((ic_lora(downscale_factor="half"),))
@@ -486,7 +488,7 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
         assert "--start-time" not in words and "--audio-start-time" not in words
 
 
-def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path):
+def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path, ic_lora):
     files = [tmp_path / name for name in ("image", "sound", "reference", "mask", "video")]
     for file in files:
         file.write_bytes(b"before")
@@ -497,7 +499,8 @@ def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path):
         job(**REFERRING, attention_mask=AttentionMask(mask, 1.0)),
         job(retake=Retake(video, 0.1, 0.2)),
     ]
-    kinds[1] = replace(kinds[1], references=(replace(REFERENCE, path=reference),))
+    references = (replace(REFERENCE, path=reference),)
+    kinds[1] = replace(kinds[1], references=references, stage_1_loras=(ic_lora(),))
     for kind in kinds:
         before = run_identity(kind, opened, RunOptions())
         for path in kind.files.values():
@@ -509,6 +512,19 @@ def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path):
         *("--image", "--audio-path", "--video-conditioning", "--conditioning-attention-mask"),
         "--video-path",
     }
+
+
+def test_no_output_may_lie_on_what_any_job_of_a_run_reads(tiny, tmp_path):
+    engine = Engine(workspace(tiny, tmp_path), Recorder())
+    other = SoundCondition("b.wav")
+    named = engine.preflight.inputs([job(sound=SOUND), job(sound=other), job(retake=RETAKE)])
+    assert named[f"--audio-path {FILE}"] == Path(FILE) == named[f"--video-path {FILE}"]
+    assert named["--audio-path b.wav"] == Path("b.wav")
+
+
+def test_without_stage_2_half_the_size_is_decoded():
+    assert decoded_latent(job(TWO)) == (3, 4, 6)
+    assert decoded_latent(job(TWO, skip_stage_2=True)) == (3, 2, 3)
 
 
 def test_compat_of_the_pipelines_1_2_0_is_the_noise_of_what_a_retake_keeps():
@@ -579,3 +595,11 @@ def test_a_call_that_cannot_be_is_refused_in_words(text):
     with pytest.raises(UserError) as error:
         LTXPipeline(Jobs(), "distilled")("rain", **WRONG_CALLS[text])
     assert text in str(error.value)
+
+
+def test_a_call_for_a_file_says_a_wrong_condition_in_words_too(tmp_path):
+    path = tmp_path / "out.mp4"
+    with pytest.raises(UserError, match=r"images\[0\]='a.png' is of type str"):
+        LTXPipeline(Jobs(), "distilled")(
+            "rain", image=["a.png"], output_type="mp4", output_path=path
+        )

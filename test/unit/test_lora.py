@@ -3,6 +3,7 @@ weight is refused."""
 
 import argparse
 import dataclasses
+import json
 import runpy
 import shlex
 import sys
@@ -442,6 +443,27 @@ def test_a_lines_loras_take_the_place_of_the_commands(tmp_path):
     assert names(lora=None) == names()
     two = {"distilled-lora-strength-stage-1": 0.2, "distilled-lora": "d", "ic-lora": [], "lora": []}
     assert names(**two) == [[("d", 0.2)], [("d", 0.5)]]
+
+
+def test_a_file_of_named_sets_says_them_as_a_line_does(tmp_path):
+    def sets(content) -> dict:
+        path = tmp_path / "sets.json"
+        path.write_text(json.dumps(content))
+        parser = argparse.ArgumentParser()
+        flags.add_job(parser)
+        parser.add_argument("--lora-sets", type=Path)
+        args = parser.parse_args(["--lora", "a", "--distilled-lora", "d", "--lora-sets", str(path)])
+        return flags.lora_sets(args)
+
+    found = sets({"anime": {"lora": ["b", 0.5]}})
+    assert [lora.path.name for lora in found["default"]["loras"]] == ["a"]
+    assert found["anime"]["loras"] == (Lora(Path("b"), 0.5),)
+    assert found["anime"]["stage_2_loras"] == found["default"]["stage_2_loras"] != ()
+    for wrong in ({"anime": {"seed": 3}}, {"anime": ["b"]}):
+        with pytest.raises(
+            UserError, match="'anime' is an object of lora, ic-lora, distilled-lora"
+        ):
+            sets(wrong)
 
 
 def test_the_keys_of_a_jobs_loras_make_the_same_weight_sets(tmp_path):

@@ -25,7 +25,7 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import beside
 from ltx_neuron.report.__main__ import main as print_report
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 

@@ -15,7 +15,7 @@ from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.dit import next_latents
-from ltx_neuron.sampling.conditioning import SoundCondition
+from ltx_neuron.sampling.conditions import SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import (

@@ -8,7 +8,8 @@ from helpers import FP32_ROUNDING, SIZES, furthest, randn
 
 from ltx_neuron.config import gemma_config
 from ltx_neuron.models.rope import half_rope, rotate, split_rope
-from ltx_neuron.sampling.conditioning import ImageCondition, video_state
+from ltx_neuron.sampling.conditioning import video_state
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import audio_positions, video_positions
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config

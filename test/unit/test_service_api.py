@@ -22,7 +22,7 @@ pytest.importorskip("sqlalchemy", reason="the extra is not installed: pip instal
 from test_service_fields import SMALL, Compiled
 
 from ltx_neuron.config import Bucket
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service import guard
 from ltx_neuron.service.app import Settings, create_app
 from ltx_neuron.service.catalogue import Catalogue, Offer

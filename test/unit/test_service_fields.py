@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 from ltx_neuron import flags
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service import fields, picture
 from ltx_neuron.service.catalogue import Catalogue, Offer, Wanted, _offers, seconds_of
 from ltx_neuron.service.fields import AskedImage, Upload, read_request

@@ -30,7 +30,7 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import can_resample
 from ltx_neuron.host.video import aac_rate
 from ltx_neuron.sampling.attention_mask import mask_divides, token_weights
-from ltx_neuron.sampling.conditioning import ReferenceVideo
+from ltx_neuron.sampling.conditions import ReferenceVideo
 from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.latents import (
     SAMPLE_RATE,

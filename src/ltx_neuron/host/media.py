@@ -4,6 +4,7 @@ Source: ltx_pipelines utils/media_io/decode.py. Whatever PyAV reads is read; wha
 UserError that names the file and its flag.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.errors import UserError, reason, refusal
-from ltx_neuron.files import check_regular
+from ltx_neuron.files import check_readable, check_regular
 from ltx_neuron.host.images import MAX_SIDE, fill
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.size import Size
 
 # What a number of full scale is in formats of whole numbers.
 _FULL_SCALE = {"u8": 2**7, "s16": 2**15, "s32": 2**31}
@@ -123,6 +126,24 @@ def timed_frames(path: str | Path, flag: str, start: float, duration: float) -> 
             return None
         base = float(stream.time_base)
         return sum(start <= time * base < start + duration for time in times)
+
+
+def video_size(path: str | Path, flag: str) -> Size:
+    """A video file's, whose seconds are made anew. UserError with the command that cuts and scales
+    one of which the model cannot have the size."""
+    check_readable(path, flag, f"; pass a video as {flag} FILE")
+    num_frames, height, width, frame_rate = footage(path, flag)
+    frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+    sides = [max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in (height, width)]
+    if [num_frames, height, width] != [frames, *sides]:
+        name = f"{Path(path).stem}-{sides[0]}x{sides[1]}x{frames}.mp4"
+        scaled = ("ffmpeg", "-i", path, "-vf", f"scale={sides[1]}:{sides[0]}")
+        command = shlex.join(map(str, (*scaled, "-frames:v", frames, name)))
+        raise UserError(
+            f"{flag} {path} has {num_frames} frames of {height}x{width}; wanted 8k+1 frames and"
+            f" sides that are multiples of {SPACE_SCALE}.\nType: {command}"
+        )
+    return Size(height, width, num_frames, frame_rate)
 
 
 def frames_between(

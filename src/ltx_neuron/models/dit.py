@@ -36,53 +36,22 @@ from ltx_neuron.models.modulation import (
     TEXT_ATTENTION,
     V2A,
     AdaLNRows,
+    Modulation,
 )
 from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm, sum_partials
+from ltx_neuron.models.perturbations import Perturbations
 from ltx_neuron.models.rope import Rope
 from ltx_neuron.models.signatures import (
     BlockInputs,
     BlockOutputs,
-    GuidedStepInputs,
     GuideInputs,
     HeadInputs,
     HeadOutputs,
-    StepInputs,
     TailInputs,
     TailOutputs,
     X0Outputs,
     optional,
 )
-
-
-class Modulation:
-    """The AdaLN rows of one stream at one step.
-
-    rows           (U, MODULATION_ROWS, D)
-    timestep_mask  (T, U), one-hot: which of the U timesteps a token has; not read where U = 1
-    """
-
-    def __init__(self, rows: Tensor, timestep_mask: Tensor | None):
-        self.rows, self.timestep_mask = rows, timestep_mask
-
-    def per_token(self, table: Tensor, group: AdaLNRows) -> tuple[Tensor, ...]:
-        """The group's rows plus the entries of a learned table (entries, D), each by the tokens'
-        own timesteps: (D,) where all tokens have the same, else (T, D)."""
-        values = table[group.entries] + self.rows[:, group.rows]  # (U, count, D)
-        return tuple(self._select(values[:, i]) for i in range(group.count))
-
-    def per_step(self, table: Tensor, group: AdaLNRows) -> Tensor:
-        """The group's rows plus the entries of a learned table (entries, D) for the step's own
-        sigma, whatever a token's timestep: (count, D)."""
-        # The first timestep is that of mask 1 (sampling.conditioning.distinct_masks).
-        return table[group.entries] + self.rows[0, group.rows]
-
-    def _select(self, values: Tensor) -> Tensor:
-        """(U, D) -> (D,) or, for more than one timestep, (T, D)."""
-        if values.shape[0] == 1:
-            return values[0]
-        # A gather of rows would be slow or refused by the compilers. There is one summand for each
-        # strength of an image and one more; all but one of them are zero, so the sum is exact.
-        return sum(self.timestep_mask[:, u, None] * values[u] for u in range(values.shape[0]))
 
 
 def _modulations(inputs: BlockInputs | TailInputs) -> tuple[Modulation, Modulation]:
@@ -92,30 +61,6 @@ def _modulations(inputs: BlockInputs | TailInputs) -> tuple[Modulation, Modulati
         Modulation(inputs.video_rows, inputs.timestep_mask),
         Modulation(inputs.audio_rows, audio_mask),
     )
-
-
-class Perturbations:
-    """What a guided pass leaves out of one block (ltx-core guidance/perturbations.py).
-
-    Tensors of 0 and 1 rather than Python flags: the passes share one graph, and another STG block
-    or skipped step compiles nothing.
-
-    keep     (4,): video and audio self-attention, audio to video, video to audio; 0 is left out
-    enabled  (2,) fp32: video, audio; 0 leaves the stream as it entered the block
-    """
-
-    def __init__(self, keep: Tensor, enabled: Tensor):
-        self.video_self, self.audio_self, self.a2v, self.v2a = keep.unbind(0)
-        self.enabled = enabled.to(keep.dtype)
-
-    def where_enabled(
-        self, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, ...]:
-        """The streams (1, T, D) after a part of the block where they are enabled, else before."""
-        return tuple(
-            new * on + old * (1 - on)
-            for old, new, on in zip(before, after, self.enabled.unbind(0), strict=True)
-        )
 
 
 class TransformerBlock(nn.Module):
@@ -482,26 +427,3 @@ def _euler(x: Tensor, denoised: Tensor, sigma: Tensor, sigma_next: Tensor) -> Te
     # in bf16 it shows.
     velocity = ((x.float() - denoised.float()) / sigma).to(x.dtype)
     return (x.float() + velocity.float() * (sigma_next - sigma)).to(x.dtype)
-
-
-class Step(nn.Module):
-    """The whole step, or the whole guided pass, as one graph: head, all blocks, tail."""
-
-    def __init__(
-        self,
-        head: nn.Module,
-        blocks: nn.Module,
-        tail: nn.Module,
-        signatures: tuple[type, type, type],
-    ):
-        super().__init__()
-        self.head, self.blocks, self.tail, self.signatures = head, blocks, tail, signatures
-
-    def forward(self, inputs: StepInputs | GuidedStepInputs) -> TailOutputs | X0Outputs:
-        values = inputs._asdict()
-        # As a backend runs the cut program: each part takes its fields by name from what is there.
-        parts = zip((self.head, self.blocks, self.tail), self.signatures, strict=True)
-        for module, signature in parts:
-            outputs = module(signature(*(values[name] for name in signature._fields)))
-            values |= outputs._asdict()
-        return outputs

@@ -6,15 +6,8 @@ A guided pass is head, blocks and X0Tail; its prediction is x0. Shapes as in dit
 
 from torch import Tensor, nn
 
-from ltx_neuron.models.dit import (
-    Blocks,
-    Head,
-    Perturbations,
-    blend,
-    blend_audio,
-    next_latents,
-    step_one_hot,
-)
+from ltx_neuron.models.dit import Blocks, Head, blend, blend_audio, next_latents, step_one_hot
+from ltx_neuron.models.perturbations import Perturbations
 from ltx_neuron.models.signatures import (
     PASSES,
     BlockOutputs,

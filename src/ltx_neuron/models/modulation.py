@@ -153,3 +153,34 @@ def sinusoid(timesteps: Tensor) -> Tensor:
     frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
     phases = timesteps.float().unsqueeze(-1) * frequencies
     return torch.cat([phases.cos(), phases.sin()], dim=-1)
+
+
+class Modulation:
+    """The AdaLN rows of one stream at one step.
+
+    rows           (U, MODULATION_ROWS, D)
+    timestep_mask  (T, U), one-hot: which of the U timesteps a token has; not read where U = 1
+    """
+
+    def __init__(self, rows: Tensor, timestep_mask: Tensor | None):
+        self.rows, self.timestep_mask = rows, timestep_mask
+
+    def per_token(self, table: Tensor, group: AdaLNRows) -> tuple[Tensor, ...]:
+        """The group's rows plus the entries of a learned table (entries, D), each by the tokens'
+        own timesteps: (D,) where all tokens have the same, else (T, D)."""
+        values = table[group.entries] + self.rows[:, group.rows]  # (U, count, D)
+        return tuple(self._select(values[:, i]) for i in range(group.count))
+
+    def per_step(self, table: Tensor, group: AdaLNRows) -> Tensor:
+        """The group's rows plus the entries of a learned table (entries, D) for the step's own
+        sigma, whatever a token's timestep: (count, D)."""
+        # The first timestep is that of mask 1 (sampling.conditioning.distinct_masks).
+        return table[group.entries] + self.rows[0, group.rows]
+
+    def _select(self, values: Tensor) -> Tensor:
+        """(U, D) -> (D,) or, for more than one timestep, (T, D)."""
+        if values.shape[0] == 1:
+            return values[0]
+        # A gather of rows would be slow or refused by the compilers. There is one summand for each
+        # strength of an image and one more; all but one of them are zero, so the sum is exact.
+        return sum(self.timestep_mask[:, u, None] * values[u] for u in range(values.shape[0]))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from ltx_neuron.config import TransformerConfig
+
 
 class Rope(NamedTuple):
     """Cosines and sines, (B, H, T, D / 2) fp32: each head has its own band of frequencies."""
@@ -71,3 +73,30 @@ def half_rope(positions: Tensor, head_dim: int, theta: float, factor: float) -> 
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     phases = positions.float()[:, None] * (1.0 / theta**exponents / factor)[None]
     return Rope(phases.cos()[None, None], phases.sin()[None, None])
+
+
+def rope_tables(
+    config: TransformerConfig, video_positions: Tensor, audio_positions: Tensor
+) -> dict[str, Tensor]:
+    """Cosines and sines of the DiT's self attentions and audio-video attentions, by field.
+
+    video_positions  (1, 3, Tv): seconds, pixel row, pixel column. Video and audio attend to each
+    other by time alone, at the audio's head size; audio_positions (1, 1, Ta).
+    """
+    video_max = config.positional_embedding_max_pos
+    audio_max = config.audio_positional_embedding_max_pos
+    cross_max = (max(video_max[0], audio_max[0]),)
+    heads, theta = config.video.heads, config.positional_embedding_theta
+    video_width, audio_width = config.video.inner, config.audio.inner
+    video_times = video_positions[:, :1]
+    tables = {
+        "video": split_rope(video_positions, video_max, video_width, heads, theta),
+        "audio": split_rope(audio_positions, audio_max, audio_width, heads, theta),
+        "video_cross": split_rope(video_times, cross_max, audio_width, heads, theta),
+        "audio_cross": split_rope(audio_positions, cross_max, audio_width, heads, theta),
+    }
+    return {
+        f"{name}_{part}": getattr(rope, part)
+        for name, rope in tables.items()
+        for part in Rope._fields
+    }

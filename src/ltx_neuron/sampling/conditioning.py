@@ -9,91 +9,24 @@ columns, T video tokens: F h w of the clip, then h w for each keyframe; U distin
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ltx_neuron.sampling.conditions import (
+    ImageCondition,
+    ReferenceVideo,
+    denoise_mask_of,
+    held_mask,
+)
 from ltx_neuron.sampling.latents import (
-    TIME_SCALE,
     audio_positions,
     keyframe_positions,
     patchify_audio,
     patchify_video,
     reference_positions,
-    video_latent_shape,
     video_positions,
 )
-
-
-@dataclass(frozen=True)
-class ImageCondition:
-    """An image held at a frame: strength 1 keeps it exactly, 0 ignores it; crf is the H.264 round
-    trip before encoding."""
-
-    path: str | Path
-    frame_index: int = 0
-    strength: float = 1.0
-    crf: int = 33
-
-
-@dataclass(frozen=True)
-class SoundCondition:
-    """A file whose sound the video is made for (audio to video): `max_duration` seconds from
-    `start_time` on, by default as long as the video."""
-
-    path: str | Path
-    start_time: float = 0.0
-    max_duration: float | None = None
-
-
-@dataclass(frozen=True)
-class Retake:
-    """A video file of which the seconds from `start_time` to `end_time` are made anew: of
-    `regenerate` "video", "audio" or "both". The other stream is kept whole."""
-
-    path: str | Path
-    start_time: float
-    end_time: float
-    regenerate: str = "both"
-
-
-@dataclass(frozen=True)
-class ReferenceVideo:
-    """A video that an IC-LoRA was trained to take as a reference.
-
-    strength    1 shows it as it is, 0 as noise
-    num_frames  frames that the file has
-    space_scale, time_scale  how many pixels and frames of the video that is made one of the
-                reference's stands for: of the IC-LoRA's metadata
-    """
-
-    path: str | Path
-    strength: float
-    num_frames: int
-    space_scale: int = 1
-    time_scale: int = 1
-
-    def taken_frames(self, num_frames: int) -> int:
-        """How many of its frames are encoded for a clip of so many: 8k+1 of those that are there,
-        frame 0, 1, 1 + time_scale, 1 + 2 time_scale, ..."""
-        there = min(self.num_frames, num_frames)
-        taken = 1 + -(-(there - 1) // self.time_scale)
-        return (taken - 1) // TIME_SCALE * TIME_SCALE + 1
-
-    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int]:
-        """(F, h, w) of its latent beside a clip of so many pixels and frames."""
-        taken = self.taken_frames(num_frames)
-        return video_latent_shape(height // self.space_scale, width // self.space_scale, taken)
-
-
-@dataclass(frozen=True)
-class AttentionMask:
-    """A video, black to white, of how much each part of a reference is attended to, all of it
-    times `strength`."""
-
-    path: str | Path
-    strength: float
 
 
 @dataclass(frozen=True)
@@ -168,30 +101,6 @@ def with_reference(
     scales = reference.space_scale, reference.time_scale
     positions = reference_positions(tuple(latent.shape[2:]), frame_rate, *scales)
     return state.append(patchify_video(latent), positions, held_mask(reference.strength))
-
-
-def token_count(shape: tuple[int, int, int], images: tuple[ImageCondition, ...]) -> int:
-    """Video tokens of a stage of latent shape (F, h, w): the clip's own and one latent frame more
-    per keyframe."""
-    keyframes = sum(image.frame_index != 0 for image in images)
-    return (shape[0] + keyframes) * shape[1] * shape[2]
-
-
-def distinct_masks(images: tuple[ImageCondition, ...]) -> tuple[float, ...]:
-    """The denoise masks that occur among the tokens, 1 first: each has its own timestep at every
-    step."""
-    of_images = {denoise_mask_of(image) for image in images} - {1.0}
-    return (1.0, *sorted(of_images))
-
-
-def denoise_mask_of(image: ImageCondition) -> float:
-    """1 - strength of an image's tokens, as fp32 has it."""
-    return held_mask(image.strength)
-
-
-def held_mask(strength: float) -> float:
-    """The denoise mask of what is held so strongly, 1 - strength, as fp32 has it."""
-    return torch.tensor(1.0 - strength, dtype=torch.float32).item()
 
 
 def video_state(

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ltx_neuron.sampling.conditioning import AttentionMask, ReferenceVideo, Retake, SoundCondition
+from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.latents import audio_latent_frames
 
 

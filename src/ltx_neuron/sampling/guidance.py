@@ -150,3 +150,13 @@ def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
     """The model version's own; `sound`: it is given, so that nothing of it is guided."""
     guidance = (HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS)[SUPPORTED_VERSION]
     return replace(guidance, audio=StreamGuidance()) if sound else guidance
+
+
+def check_guidable(what: str, recipe: str) -> None:
+    """Raise UserError where something that steers guidance is asked of the recipe that has none."""
+    if recipe == "distilled":
+        raise UserError(
+            f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance,"
+            " and guided like the full one it gives noise.\nFor the full checkpoint type"
+            " --recipe dev"
+        )

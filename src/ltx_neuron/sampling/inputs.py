@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,
@@ -82,6 +82,11 @@ class Inputs:
     def keyframes(self) -> int:
         """How many images are appended to the clip's tokens, instead of taking a frame's place."""
         return sum(self.images_as_guides or image.frame_index != 0 for image in self.images)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there is a sound or a video among them."""
+        return bool(self.sound or self.retake or self.references)
 
     def appended_references(self, upsampled: bool) -> tuple[ReferenceVideo, ...]:
         """The references whose tokens a stage appends: stage 1 alone has them."""

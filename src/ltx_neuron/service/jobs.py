@@ -15,7 +15,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
 from ltx_neuron.job import Job
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.inputs import in_folder
 from ltx_neuron.service import picture
 from ltx_neuron.service.catalogue import Catalogue, Offer

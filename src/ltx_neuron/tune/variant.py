@@ -25,7 +25,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json, write_tensors
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.conditioning import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.tune.step import last_step, prepared, reference
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace

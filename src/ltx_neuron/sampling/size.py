@@ -1,0 +1,52 @@
+"""The size of a video: pixels, frames and frames per second."""
+
+from dataclasses import dataclass
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.sampling.fields import check_fields
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
+
+FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
+
+
+@dataclass(frozen=True)
+class Size:
+    """Height, width (pixels), frames and frames per second of the video that comes out, and in how
+    many stages."""
+
+    height: int = 512
+    width: int = 768
+    num_frames: int = 121
+    frame_rate: float = 24.0
+    two_stage: bool = False
+
+    def check(self) -> None:
+        """Raise UserError for a size the model cannot have, naming the nearest one it can."""
+        check_fields(self)
+        unit = SPACE_SCALE * (2 if self.two_stage else 1)
+        for name in ("height", "width"):
+            value = getattr(self, name)
+            if value <= 0 or value % unit:
+                below = max(unit, value // unit * unit)
+                nearest = [below] if below >= value else [below, below + unit]
+                raise UserError(
+                    f"--{name} {value} is not a multiple of"
+                    f" {unit}{' (two stages)' if self.two_stage else ''}; nearest legal:"
+                    f" {' or '.join(map(str, nearest))}"
+                )
+        if self.num_frames < 1 or self.num_frames % TIME_SCALE != 1:
+            below = max(1, (self.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+            raise UserError(
+                f"--num-frames {self.num_frames} is not of the form 8k+1; nearest legal: {below} or"
+                f" {below + TIME_SCALE}"
+            )
+        if not FRAME_RATES[0] <= self.frame_rate <= FRAME_RATES[1]:  # NaN is refused as well
+            raise UserError(
+                f"--frame-rate {self.frame_rate:g} is not a number from {FRAME_RATES[0]} to"
+                f" {FRAME_RATES[1]}; type for example --frame-rate 24"
+            )
+        if audio_latent_frames(self.num_frames, self.frame_rate) < 1:
+            raise UserError(
+                f"{self.num_frames} frames at --frame-rate {self.frame_rate:g} last too short for"
+                " any sound; lower the frame rate or raise --num-frames"
+            )
