@@ -167,8 +167,7 @@ class LTXPipeline:
         image                 a path held at frame 0, or one or several ImageConditions
         generator             a CPU generator to draw noise from; else one seeded with `seed`
         loras                 in all stages, in place of the pipeline's own; () is none
-        distilled_loras       besides, in stage 2 of dev
-        ic_loras              besides, in stage 1
+        distilled_loras       besides, in stage 2 of dev; ic_loras: in stage 1
         audio                 a sound that the video is made for
         video                 a Retake, or a path whose seconds from start_time to end_time are made
                               anew, `regenerate` of them: "both", "video" or "audio"

@@ -123,7 +123,8 @@ def told(job: recipes_oracle.Job, **more) -> Job:
         guided |= dict(negative_prompt=job.negative_prompt)
     size = Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage)
     images = tuple(ImageCondition(str(path), *how) for path, *how in job.images)
-    return Job(job.prompt, size, job.seed, images, loras=merged(job.loras), **guided, **more)
+    given = dict(images=images, loras=merged(job.loras))
+    return Job(job.prompt, size, job.seed, **given, **guided, **more)
 
 
 def merged(loras: tuple) -> tuple[Lora, ...]:
@@ -332,8 +333,8 @@ def test_images_of_other_crf_equal_ltx_core(opened, wanted, assets):
 
 # --- HQ ------------------------------------------------------------------------------------------
 def hq_job(assets) -> recipes_oracle.Job:
-    """The distilled LoRA at .25, and in stage 2 at .5; a first frame and a keyframe held in part;
-    a stream that skips, which substeps never do."""
+    """The distilled LoRA at .25, and in stage 2 at .5, of which another .25 is the same to the bit;
+    a first frame and a keyframe held in part; a stream that skips, which substeps never do."""
     return replace(
         GUIDED,
         height=192,
@@ -347,10 +348,18 @@ def hq_job(assets) -> recipes_oracle.Job:
     )
 
 
+def told_hq(assets, engine: Engine) -> Job:
+    """That job in our words, its two weight sets sharded."""
+    first, second = (merged(((assets.lora, strength),)) for strength in (0.25, 0.5))
+    engine.workspace.shard_dit([first, second])
+    job = told(replace(hq_job(assets), loras=()), sampler="res_2s")
+    return replace(job, stage_1_loras=first, stage_2_loras=second)
+
+
 def test_hq_equals_ltx_pipelines_and_sounds_as_stage_1(opened, wanted, assets):
     job = hq_job(assets)
-    engine = opened(1, 1, loras=job.loras, refining=job.refining_loras)
-    got = generate(engine, told(job, sampler="res_2s"), decode=True)
+    engine = opened(1, 1)
+    got = generate(engine, told_hq(assets, engine), decode=True)
     want = {name: tensor for name, tensor in wanted(job).items() if "step0" not in name}
     assert_equals_the_oracle(got, want | {"final_audio": want["s1_audio"]})
     assert_differs(got, wanted(replace(job, sampler="euler")), "s1_video", "s1_audio", "s2_video")
@@ -358,9 +367,8 @@ def test_hq_equals_ltx_pipelines_and_sounds_as_stage_1(opened, wanted, assets):
 
 
 def test_hq_goes_on_after_stage_1_and_after_a_warm_up_to_the_same_bits(opened, assets, tmp_path):
-    job = told(hq_job(assets), sampler="res_2s")
-    given = hq_job(assets)
-    engine = opened(1, 1, loras=given.loras, refining=given.refining_loras)
+    engine = opened(1, 1)
+    job = told_hq(assets, engine)
     states = iter(tmp_path / name for name in ("first", "second"))
     engine.on_stage_end = lambda run: progress.save_state(next(states), run, {})
     whole = generate(engine, job)

@@ -180,7 +180,7 @@ def test_rounding_a_substeps_sigma_to_fp32_is_seen_in_the_last_digits_alone():
 def euler_to_zero(latents, x0, sigma):
     """What a plain graph leaves of a prediction: its Euler step to 0."""
     inputs = SimpleNamespace(video_latent=latents[0], audio_latent=latents[1])
-    return next_latents(inputs, *x0, torch.tensor([[sigma, 0.0], [sigma, 0.0]]))[:2]
+    return next_latents(inputs, *x0, torch.tensor([[sigma, 0.0]] * 2))[:2]
 
 
 @pytest.mark.parametrize(
@@ -234,15 +234,15 @@ def stage_run(stage, masks, dtype=torch.float32) -> StageRun:
     ranks = Ranks(stage, masks, dtype)
     run = StageRun(ranks, CompiledStep(bucket, None), None, dtype, {}, None)
     run.stage, run.sequence = stage, ["guided" if stage.guided else "main"] * 64
-    (run.video, clean), (run.audio, _) = (starts(dtype)[stream] for stream in STREAMS)
-    run.states = (
-        SimpleNamespace(clean_latent=clean, denoise_mask=masks["video"]),
-        SimpleNamespace(clean_latent=run.audio, denoise_mask=torch.ones(7, 1)),
-    )
+    (run.video, *_), (run.audio, *_) = starts(dtype).values()
+    run.states = [
+        SimpleNamespace(clean_latent=clean, denoise_mask=masks[stream])
+        for stream, (_, clean) in starts(dtype).items()
+    ]
     return run
 
 
-HELD = MASKS["guides and a first frame in part"]
+HELD = MASKS["sound in part"]
 STAGES = {
     "stage_1": Stage("stage_1", 64, 64, GUIDED, guided=True, sampler="res_2s"),
     "stage_2": Stage("stage_2", 64, 64, STAGE_2_SIGMAS, sampler="res_2s"),
@@ -334,12 +334,10 @@ def test_the_sound_of_hq_is_stage_1s():
 
 
 MISTAKES = {
-    "--sampler res_2s goes with --two-stage --recipe dev, got no --recipe dev": dict(
-        recipe="distilled"
-    ),
-    "got no --two-stage; type --two-stage as well": dict(size=Size(64, 64, 9)),
+    "type --recipe dev as well, or leave out --sampler": dict(recipe="distilled"),
+    "type --two-stage as well, or leave out --sampler": dict(size=Size(64, 64, 9)),
     "--num-inference-steps 32: type a number from 1 to 31": dict(num_inference_steps=32),
-    "res_2s does not go with --audio-path; leave": dict(sound=SoundCondition("a.wav")),
+    "--sampler res_2s does not go with --audio-path": dict(sound=SoundCondition("a.wav")),
     "sampler 'heun' is not known; known: euler, res_2s": dict(sampler="heun"),
 }
 

@@ -69,8 +69,8 @@ def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
     others = [lora for lora in stage_1 if lora.path not in {each.path for each in stage_2}]
     if others:
         raise UserError(
-            f"--ic-lora {others[0].path} is for --recipe distilled; a LoRA for every stage is --lora"
-            " PATH [STRENGTH]"
+            f"--ic-lora is for --recipe distilled, got {others[0].path}; a LoRA for every stage is"
+            " --lora PATH [STRENGTH]"
         )
 
 
