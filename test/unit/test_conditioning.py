@@ -5,7 +5,8 @@ import pytest
 import torch
 from helpers import FP32_ROUNDING, STREAMS, furthest, generator, randn
 
-from ltx_neuron.sampling.conditioning import noised, timestep_choice, token_count, video_state
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditioning import noised, timestep_choice, video_state
 from ltx_neuron.sampling.conditions import ImageCondition, denoise_mask_of, distinct_masks
 from ltx_neuron.sampling.latents import patchify_audio, patchify_video
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
@@ -158,11 +159,9 @@ def test_with_compat_keyframes_are_appended_exactly_as_1_0_0_does(strength):
     )
     theirs = ltx_noised(ltx_state(video, images), 10)
     state = video_state(video, FPS, images, compat_1_0_0=True)
-    assert (
-        state.latent.shape[1]
-        == token_count(SHAPE, tuple(i for i, _ in images))
-        == (SHAPE[0] + 2) * PER_FRAME
-    )
+    size = Size(SHAPE[1] * 32, SHAPE[2] * 32, 8 * SHAPE[0] - 7)
+    (bucket,) = Job("", size, images=tuple(i for i, _ in images)).buckets
+    assert state.latent.shape[1] == bucket.video_tokens == (SHAPE[0] + 2) * PER_FRAME
     assert torch.equal(state.clean_latent, theirs.clean_latent)
     assert torch.equal(state.denoise_mask, theirs.denoise_mask[0])
     assert torch.equal(state.positions, middles(theirs.positions))
