@@ -153,9 +153,11 @@ def disturb(service: Service, args: argparse.Namespace, queue: Queue) -> None:
         while queue.counts()["completed"] < until:
             time.sleep(0.05)
         time.sleep(rng.uniform(0, 1))
-        pid, counts = service.kill(what[number % 2], queue), queue.counts()
+        while not (pid := service.kill(what[number % 2], queue)):  # until one is there again
+            time.sleep(0.05)
+        counts = queue.counts()
         counts = ", ".join(f"{counts[status]} {status}" for status in (*LEFT, "completed"))
-        said = f"kill {number + 1}: {what[number % 2]} {pid or 'is away'}; {counts}"
+        said = f"kill {number + 1}: {what[number % 2]} {pid}; {counts}"
         if what[number % 2] == "front":
             service.process.wait()
             service.start()
