@@ -160,11 +160,12 @@ class Ours:
     def prepare(self, case: str) -> None:
         """What a stage uploads before its steps."""
         job, config = self.cases[case], self.workspace.transformer
-        shape = latents.video_latent_shape(job.size.height, job.size.width, job.size.num_frames)
-        frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
-        video = torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=DTYPE)
-        audio = torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=DTYPE)
-        images = [(image, randn(1, latents.VIDEO_CHANNELS, 1, *shape[1:])) for image in job.images]
+        size = job.size
+        video, audio = latents.zeros(
+            size.height, size.width, size.num_frames, size.frame_rate, DTYPE
+        )
+        held = 1, latents.VIDEO_CHANNELS, 1, *video.shape[3:]
+        images = [(image, randn(*held)) for image in job.images]
         widths = config.video.inner, config.audio.inner
         contexts = Contexts(
             *(randn(1, TEXT_TOKENS, width) for width in widths), torch.ones(1, TEXT_TOKENS), None

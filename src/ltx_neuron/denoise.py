@@ -9,7 +9,9 @@ Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct ti
 S rows of the compiled graph's schedule tables (at least as many as there are steps).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,8 +28,10 @@ from ltx_neuron.passes import GuidedPasses
 from ltx_neuron.sampling import conditioning, latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
+from ltx_neuron.sampling.states import initial_states
 from ltx_neuron.text.encoders import Contexts
 
 _STREAMS = ("video", "audio")
@@ -67,27 +71,33 @@ class StageRun:
         job: Job,
         stage: Stage,
         contexts: list[Contexts],
-        latent_shape: tuple[int, int, int],
-        states: tuple[LatentState, LatentState],
+        video: Tensor,
+        audio: Tensor,
         generator: torch.Generator,
+        images: list[tuple[ImageCondition, Tensor]],
+        encoded: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Noise the streams and upload all that the steps share.
 
-        latent_shape  (F, h, w) of the video that the stage makes
-        states        of video and audio
+        video, audio  (1, 128, F, h, w) and (1, 8, Ta, 16): what the stage starts from
+        images        each with its latent (1, 128, 1, h, w) at this stage's size
+        encoded       the job's sound and videos, by their names in --save-tensors
         """
-        self.stage, self.latent_shape = stage, latent_shape
+        self.stage, self.latent_shape = stage, tuple(video.shape[2:])
         if job.sound:  # given sound reads the prompt in the negative pass as well
             contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
         # What `step` runs at each number; guidance replaces it.
         self.sequence = ["main"] * self.bucket.max_steps
+        given = encoded, (video, audio), images
+        rate, compat = job.size.frame_rate, self.compat
+        self.states = initial_states(job, rate, stage.upsampled, *given, compat, self.dtype)
         # The generator draws video first.
-        self.video, self.audio = (self._noised(state, generator) for state in states)
-        self.states = video, audio = states
+        self.video, self.audio = (self._noised(state, generator) for state in self.states)
+        video, audio = self.states
         masks, video_choice = self._timesteps(video, self.bucket.timesteps)
         audio_masks, audio_choice = self._timesteps(audio, self.bucket.audio_timesteps)
         shared = {
-            **self._schedule(stage, states, (masks, audio_masks)),
+            **self._schedule(stage, (masks, audio_masks)),
             **rope_tables(self.config, video.positions, audio.positions),
             "timestep_mask": video_choice,  # (Tv, U) one-hot
             "denoise_mask": video.denoise_mask,  # (Tv, 1)
@@ -134,11 +144,9 @@ class StageRun:
         masks = state.masks if count > 1 else (1.0,)
         return conditioning.timestep_choice(state.denoise_mask, masks, count, self.dtype)
 
-    def _schedule(
-        self, stage: Stage, states: tuple[LatentState, LatentState], masks: tuple[Tensor, Tensor]
-    ) -> dict[str, Tensor]:
+    def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (S, 2, 2) and the modulation tables, (S, U, 17, D) of each stream."""
-        max_steps = self.bucket.max_steps
+        max_steps, states = self.bucket.max_steps, self.states
         still = tuple(state.frozen and not state.frozen_noise for state in states)
         pairs_of = evaluation_pairs if stage.sampler == "res_2s" else sigma_pairs
         pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), still)

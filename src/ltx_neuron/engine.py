@@ -30,7 +30,6 @@ from ltx_neuron.residency import Residency
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.states import initial_states
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
@@ -321,10 +320,8 @@ class Engine:
         ranks, dtype = self.residency.ranks, workspace.dtype
         stage_run = StageRun(ranks, compiled, workspace.transformer, dtype, adaln, self.compat)
         with self.recorder.phase(f"denoise_{stage.name}"):
-            images, shape = self._encode_images(job, stage), tuple(start[0].shape[2:])
-            held = stage.upsampled, run.tensors, start, images
-            states = initial_states(job, job.size.frame_rate, *held, self.compat, dtype)
-            stage_run.prepare(job, stage, run.contexts, shape, states, run.generator)
+            images = self._encode_images(job, stage)
+            stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, run.tensors)
         return stage_run
 
     def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:
@@ -336,12 +333,9 @@ class Engine:
             with self.recorder.phase("upsample"), BackgroundTask(upsample) as task:
                 tensors["upsampled"] = task.result(self.residency.poll)
             return tensors["upsampled"], tensors["s1_audio"]
-        size, dtype = run.job.size, self.workspace.dtype
-        shape = latents.video_latent_shape(stage.height, stage.width, size.num_frames)
-        frames = latents.audio_latent_frames(size.num_frames, size.frame_rate)
-        video = torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype)
-        audio = torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype)
-        given = run.tensors
+        size, given = run.job.size, run.tensors
+        shape = stage.height, stage.width, size.num_frames, size.frame_rate
+        video, audio = latents.zeros(*shape, self.workspace.dtype)
         return given.get("video_latent", video), given.get("audio_latent", audio)
 
     def _encode_images(self, job: Job, stage: Stage) -> list[tuple[ImageCondition, Tensor]]:

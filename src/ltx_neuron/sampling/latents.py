@@ -37,6 +37,16 @@ def sound_latent_frames(samples: int, rate: int) -> int:
     return -(-mel_frames // _MEL_FRAMES_PER_LATENT)
 
 
+def zeros(
+    height: int, width: int, num_frames: int, frame_rate: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(1, C, F, h, w) and (1, 8, Ta, 16): what a first stage starts from, and noise replaces."""
+    shape = video_latent_shape(height, width, num_frames)
+    frames = audio_latent_frames(num_frames, frame_rate)
+    video = torch.zeros(1, VIDEO_CHANNELS, *shape, dtype=dtype)
+    return video, torch.zeros(1, AUDIO_CHANNELS, frames, MEL_BINS, dtype=dtype)
+
+
 def patchify_video(latent: Tensor) -> Tensor:
     """(1, C, F, h, w) -> (1, F*h*w, C)"""
     return latent.flatten(2).transpose(1, 2)

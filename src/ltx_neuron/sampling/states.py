@@ -1,5 +1,6 @@
 """What the streams of a stage begin with, from all that a job was given."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ def initial_states(
     inputs: Inputs,
     frame_rate: float,
     upsampled: bool,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
     start: tuple[Tensor, Tensor],
     images: list[tuple[ImageCondition, Tensor]],
     compat: Compat,
@@ -57,7 +58,7 @@ def _with_references(
     video: LatentState,
     own_tokens: int,
     frame_rate: float,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
 ) -> LatentState:
     """The video's state with its references, and with their mask as a bias.
 
