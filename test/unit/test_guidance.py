@@ -27,13 +27,13 @@ from recipes_oracle import OFF
 
 from ltx_neuron import flags
 from ltx_neuron.config import Bucket
-from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.job import Job
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES, GuideInputs
+from ltx_neuron.passes import GuidedPasses
 from ltx_neuron.sampling.conditioning import timestep_choice, video_state
 from ltx_neuron.sampling.conditions import ImageCondition, distinct_masks
 from ltx_neuron.sampling.guidance import (
@@ -506,17 +506,12 @@ class RecordingRanks:
 def defined(guidance: Guidance, steps=6, compat_1_0_0=False):
     """(ranks, the sequence of every step) of a stage with that guidance."""
     ranks = RecordingRanks()
-    compat = SimpleNamespace(conditioning=compat_1_0_0)
-    compiled = SimpleNamespace(bucket=SimpleNamespace(name="b", guided=True, max_steps=8))
-    config = SimpleNamespace(num_layers=LAYERS)
-    run = StageRun(ranks, compiled, config, torch.float32, {}, compat)
-    run.video, run.audio = torch.zeros(1, 2, 128), torch.zeros(1, 3, 128)
+    bucket = Bucket(2, 3, 1, max_steps=8, guided=True)
+    passes = GuidedPasses(ranks, bucket, LAYERS, torch.float32, compat_1_0_0)
     contexts = [
         SimpleNamespace(video=torch.full((1,), i), audio=torch.full((1,), -i)) for i in (1, 2)
     ]
-    stage = Stage("stage_1", 64, 64, ltx2_schedule(steps), guided=True)
-    run._prepare_guidance(guidance, stage, contexts)
-    return ranks, run.sequence
+    return ranks, passes.prepare(guidance, range(steps), contexts)
 
 
 NEEDED = {
