@@ -1,5 +1,5 @@
-"""The oracle of what is given: a sound, a video to change, references, guides; ltx-pipelines 1.0.0's
-own functions and its own pipelines' parts, with the numerics of later releases.
+"""The oracle of what is given: a sound, a video to change, references, guides. ltx-pipelines
+1.0.0's own functions and parts of its pipelines, with the numerics of later releases.
 
 Besides what oracle.py and recipes_oracle.py patch, in later releases
 
@@ -329,7 +329,7 @@ def _slowed(original):
     def apply_to(self, latent_state, latent_tools):
         appended, before = original(self, latent_state, latent_tools), latent_state.latent.shape[1]
         scale, positions = getattr(self, "time_scale", 1), appended.positions.clone()
-        shift = (scale - 1) / latent_tools.fps
+        shift = getattr(self, "time_shift", scale - 1) / latent_tools.fps
         positions[:, 0, before:] = (positions[:, 0, before:] * scale - shift).clamp(min=0)
         return dataclasses.replace(appended, positions=positions)
 

@@ -12,10 +12,18 @@ import given_oracle
 import pytest
 import torch
 from given_oracle import Given, Stream
-from helpers import STREAMS, one_thread, randn, rel, tone, write_sound  # noqa: F401
+from helpers import (
+    STREAMS,
+    one_thread,  # noqa: F401
+    picture_frames,
+    randn,
+    rel,
+    tone,
+    write_film,
+    write_sound,
+)
 
 from ltx_neuron.engine import Engine, RunOptions
-from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -56,20 +64,19 @@ def contexts(prompt: str, widths: tuple[int, int]) -> tuple[torch.Tensor, torch.
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """film: 17 frames of 64 x 64 with sound, mute: without; short: 9 frames; mask: grey."""
+    """film: 17 frames of 64 x 64 with sound; cut: with half of it; mute: with none; short: 9 of
+    64 x 80 frames; mask: 9 striped ones. And sound."""
     folder = tmp_path_factory.mktemp("media")
-    x, y = torch.arange(96), torch.arange(64)[:, None]
-    films = {"film": (17, 64, 64, 20.0), "short": (9, 64, 80, 24.0), "mask": (9, 64, 96, 24.0)}
-    for name, (count, height, width, rate) in films.items():
-        planes = [
-            torch.stack([2 * x + 5 * f + y, 3 * y - 4 * f + x, x + y + 7 * f], -1)[:height, :width]
-            for f in range(count)
-        ]
-        frames = (128 + 110 * torch.sin(torch.stack(planes) / 17)).byte()
-        if name == "mask":
-            frames = frames[..., :1].expand(-1, -1, -1, 3).contiguous()
-        sound = tone(48000, count / rate * (0.6 if name == "short" else 1))
-        write_video(folder / f"{name}.mp4", [frames], rate, lambda sound=sound: sound, 48000)
+    film, seconds = picture_frames(17, 64, 64, 3), 17 / 20
+    for name, sound in (("film", 1.0), ("cut", 0.5), ("mute", None)):
+        sound = None if sound is None else tone(48000, seconds * sound)
+        write_film(folder / f"{name}.mkv", film, 20, sound=sound)
+    write_film(folder / "short.mkv", picture_frames(9, 64, 80, 40), 24)
+    # At a third of its size every other stripe is seen, at a sixth each of them.
+    bright = (torch.arange(192) % 6 - 2).abs() < 2
+    grey = 250 - 20 * torch.arange(9)[:, None] - torch.arange(192)
+    grey = grey.clamp(min=0)[..., None] * bright
+    write_film(folder / "mask.mkv", grey[..., None].expand(-1, -1, -1, 3).byte().contiguous(), 24)
     stored = (tone(44100, 1.5, 330.0) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
     write_sound(folder / "sound.wav", stored, 44100, "pcm_s16le", "stereo", "s16")
     return folder
@@ -141,7 +148,7 @@ def told(job: given_oracle.Job) -> Job:
         more["retake"] = Retake(*job.retake)
     if job.attention_mask:
         more["attention_mask"] = AttentionMask(*job.attention_mask)
-    frames = {"film.mp4": 17, "short.mp4": 9}
+    frames = {"film.mkv": 17, "short.mkv": 9}
     return Job(
         job.prompt,
         Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage),
@@ -255,3 +262,279 @@ def test_a_guided_video_for_a_sound_equals_ltx_pipelines(generate, wanted, files
     got = generate(job)
     assert_equals_the_oracle(got, wanted(job), GUIDED)
     assert_differs(got, wanted(job, SoundReadsTheNegativePrompt), "s1_video")
+
+
+# --- retake ---------------------------------------------------------------------------------------
+
+
+def retake(files, regenerate="both", film="film", **more) -> given_oracle.Job:
+    """Of 17 frames at 20 a second, in three latent frames: a time in the second one."""
+    sizes = dict(height=64, width=64, num_frames=17, frame_rate=20.0, seed=21)
+    retake = (files / f"{film}.mkv", 0.12, 0.2, regenerate)
+    return given_oracle.Job(RAIN, **sizes | dict(retake=retake) | more)
+
+
+def retake_dev(files) -> given_oracle.Job:
+    return retake(files, video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
+
+
+class KeptBeginsAsNoise(Given):
+    """ltx-pipelines 1.2.0."""
+
+    def kept(self, latent):
+        return Stream(latent, 1.0, frozen=True)
+
+
+class NoNoiseIsDrawnForKeptVideo(Given):
+    def drawn(self, kind, before, own_tokens):
+        if kind == "video":
+            self.noiser.generator.set_state(before)
+
+
+class Region:
+    """Tokens of which something of their time lies in the region, or the middle of it."""
+
+    def __init__(self, start, end, seconds):
+        self.start, self.end, self.seconds = start, end, seconds
+
+    def apply_to(self, latent_state, latent_tools):
+        state = latent_state.clone()
+        first, last = self.seconds(state.positions[:, 0], latent_tools)
+        inside = (last > self.start) & (first < self.end)
+        state.denoise_mask.copy_(inside[..., None])
+        return state
+
+
+class RegionByMiddles(Given):
+    def region(self, start, end):
+        return Region(start, end, lambda bounds, _: [bounds.mean(-1)] * 2)
+
+
+class RegionWithoutTheCausalShift(Given):
+    def region(self, start, end):
+        shift = 7 / self.job.frame_rate
+
+        def seconds(bounds, tools):
+            first, last = bounds.unbind(-1)
+            if type(tools).__name__ == "AudioLatentTools":
+                return first, last
+            return torch.where(first > 0, first + shift, first), last + shift
+
+        return Region(start, end, seconds)
+
+
+class ScheduleOfTheClipsTokens(Given):
+    def counted_latent(self):
+        return self.inputs["video_latent"]
+
+
+class PaddedWithEncodedSilence(Given):
+    def padded(self, sound, frames):
+        silence = self._latent_of_sound(torch.zeros(2, 48000), 48000)
+        return torch.cat([sound, silence], dim=2)[:, :, :frames]
+
+
+def kept_frames(got: dict, stream: str) -> list[int]:
+    """Which latent frames are the file's, bit for bit."""
+    made, given = got[f"s1_{stream}"], got[f"{stream}_latent"]
+    return [i for i in range(made.shape[2]) if torch.equal(made[:, :, i], given[:, :, i])]
+
+
+def test_a_retake_of_both_streams_equals_ltx_pipelines(generate, wanted, files):
+    job = retake(files)
+    got = generate(job)
+    assert_equals_the_oracle(got, wanted(job))
+    assert kept_frames(got, "video") == [0, 2]
+    assert kept_frames(got, "audio") == [*range(3), *range(6, 21)]  # 40 ms each, from -30 ms on
+    for wrong in (RegionByMiddles, RegionWithoutTheCausalShift):
+        assert_differs(got, wanted(job, wrong), *(f"s1_{s}" for s in STREAMS))
+
+
+@pytest.mark.parametrize("made", STREAMS)
+def test_a_retake_of_one_stream_equals_ltx_pipelines_of_each_release(generate, wanted, files, made):
+    """By default what is kept begins clean, as in 1.0.0; in 1.2.0 it begins as noise."""
+    job = retake(files, made, seed=4)
+    kept = {"video": "audio", "audio": "video"}[made]
+    got = generate(job)
+    assert_equals_the_oracle(got, wanted(job))
+    assert torch.equal(got[f"s1_{kept}"], got[f"{kept}_latent"])
+    assert_differs(got, wanted(job, FrozenAtTheStepsSigma), f"s1_{made}")
+    as_noise = generate(job, "ltx-pipelines-1.2.0")
+    assert_equals_the_oracle(as_noise, wanted(job, KeptBeginsAsNoise))
+    assert rel(as_noise[f"s1_{kept}"], got[f"{kept}_latent"]) < FP32
+    assert_differs(got, as_noise, f"s1_{made}")
+    if made == "audio":
+        assert_differs(got, wanted(job, NoNoiseIsDrawnForKeptVideo), "s1_audio")
+
+
+def test_a_guided_retake_equals_ltx_pipelines(generate, wanted, files):
+    job = retake_dev(files)
+    got = generate(job)
+    assert_equals_the_oracle(got, wanted(job), GUIDED)
+    assert_differs(got, wanted(job, ScheduleOfTheClipsTokens), "s1_video")
+
+
+def test_behind_a_sound_that_ends_early_a_retake_keeps_zeros(generate, wanted, files):
+    job = retake(files, film="cut")
+    got = generate(job)
+    assert (got["audio_latent"][:, :, -1] == 0).all()
+    assert_equals_the_oracle(got, wanted(job))
+    assert_differs(got, wanted(job, PaddedWithEncodedSilence), "s1_video", "s1_audio")
+
+
+def test_a_retake_of_a_video_without_sound_makes_all_of_its_sound(generate, wanted, files):
+    job = retake(files, "video", film="mute")
+    got = generate(job)
+    assert "audio_latent" not in got
+    assert_equals_the_oracle(got, wanted(job))
+
+
+# --- IC-LoRA --------------------------------------------------------------------------------------
+
+
+def ic_lora(files, tiny, **more) -> given_oracle.Job:
+    """Two references, one shorter than the clip, behind an image as a guide, all masked."""
+    sizes = dict(height=128, width=128, num_frames=17, frame_rate=25.0, seed=33)
+    given = dict(
+        images=((tiny.image, 8, 0.5),),
+        references=((files / "film.mkv", 1.0), (files / "short.mkv", 0.6)),
+        attention_mask=(files / "mask.mkv", 0.8),
+        stage_1_loras=lora(tiny),
+        two_stage=True,
+    )
+    return given_oracle.Job(RAIN, **sizes | given | more)
+
+
+def scaled_ic_lora(files, tiny) -> given_oracle.Job:
+    """Of half the size and every other frame, on the first stage alone."""
+    return ic_lora(files, tiny, scales=(2, 2), images=(), skip_stage_2=True)
+
+
+class LoraInStage2(Given):
+    def loras_of_stage_2(self):
+        return self.job.stage_1_loras
+
+
+class NoNoiseIsDrawnForReferences(Given):
+    def drawn(self, kind, before, own_tokens):
+        if kind == "video":
+            self.noiser.generator.set_state(before)
+            torch.randn(1, own_tokens, 128, generator=self.noiser.generator)
+
+
+class MaskIsIgnored(Given):
+    def weights(self, mask, own_tokens):
+        return torch.ones_like(mask)
+
+
+class BiasIsTheWeightLessOne(Given):
+    def weights(self, mask, own_tokens):
+        return torch.where(mask > 0, (mask - 1).exp(), 0)
+
+
+class MaskIsAThreshold(Given):
+    def weights(self, mask, own_tokens):
+        return (mask > 0.5).float()
+
+
+class GroupsSeeEachOther(Given):
+    def weights(self, mask, own_tokens):
+        mask = mask.clone()
+        mask[:, own_tokens:, own_tokens:] = 1
+        return mask
+
+
+class OneDirectionOnly(Given):
+    def weights(self, mask, own_tokens):
+        mask = mask.clone()
+        mask[:, own_tokens:, :own_tokens] = 1
+        return mask
+
+
+class MaskOfTheReferencesSize(Given):
+    def mask_size(self, height, width):
+        return height // self.job.scales[0], width // self.job.scales[0]
+
+
+class PlacesAreNotScaled(Given):
+    def reference(self, item):
+        item.downscale_factor = 1
+        return super().reference(item)
+
+
+class TimesAreNotScaled(Given):
+    def reference(self, item):
+        return item
+
+
+class TimesAreNotShifted(Given):
+    def reference(self, item):
+        item.time_shift = 0
+        return super().reference(item)
+
+
+def test_masked_references_behind_a_guide_equal_ltx_pipelines(generate, wanted, files, tiny):
+    job = ic_lora(files, tiny)
+    got = generate(job)
+    assert_equals_the_oracle(got, wanted(job))
+    assert_differs(got, wanted(job, LoraInStage2), "s2_video", "s2_audio")
+    assert_differs(got, wanted(replace(job, stage_1_loras=())), "s1_video")
+    assert_differs(got, wanted(job, NoNoiseIsDrawnForReferences), "s1_audio")
+    (film, strength), (short, _) = job.references
+    at_full_strength = replace(job, references=((film, strength), (short, 1.0)))
+    assert_differs(got, wanted(at_full_strength), "s1_video")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [MaskIsIgnored, BiasIsTheWeightLessOne, MaskIsAThreshold, GroupsSeeEachOther, OneDirectionOnly],
+)
+def test_a_wrong_attention_mask_is_seen(generate, wanted, files, tiny, wrong):
+    job = replace(ic_lora(files, tiny), skip_stage_2=True)
+    right = generate(ic_lora(files, tiny))
+    assert_differs(right, wanted(job, wrong), "s1_video")
+
+
+def test_a_masks_strength_multiplies_it(generate, wanted, files, tiny):
+    job = replace(ic_lora(files, tiny), skip_stage_2=True)
+    whole = replace(job, attention_mask=(files / "mask.mkv", 1.0))
+    assert_differs(generate(ic_lora(files, tiny)), wanted(whole), "s1_video")
+
+
+def test_references_at_other_scales_equal_ltx_pipelines(generate, wanted, files, tiny):
+    job = scaled_ic_lora(files, tiny)
+    got = generate(job)
+    assert got["reference_latent"].shape == (1, 128, 2, 1, 1)
+    assert_equals_the_oracle(got, wanted(job))
+    assert "s2_video" not in got
+    for wrong in (MaskOfTheReferencesSize, PlacesAreNotScaled, TimesAreNotScaled):
+        assert_differs(got, wanted(job, wrong), "s1_video")
+    assert_differs(got, wanted(job, TimesAreNotShifted), "s1_video")
+    for scales in ((1, 2), (2, 1)):  # its metadata is not read
+        assert_differs(got, wanted(replace(job, scales=scales)), "s1_video")
+
+
+# --- keyframe interpolation -----------------------------------------------------------------------
+
+
+def test_images_as_guides_equal_ltx_pipelines(generate, wanted, files, tiny):
+    job = given_oracle.Job(
+        RAIN,
+        height=64,
+        width=128,
+        num_frames=9,
+        frame_rate=30.0,
+        seed=12,
+        two_stage=True,
+        video=VIDEO,
+        audio=AUDIO,
+        negative_prompt=DUST,
+        steps=3,
+        images=((tiny.image, 0, 0.9), (tiny.image, 8, 0.5)),
+        images_as_guides=True,
+        refining_loras=lora(tiny),
+    )
+    got = generate(job)
+    assert_equals_the_oracle(got, wanted(job), GUIDED)
+    replaced = wanted(replace(job, images_as_guides=False))
+    assert_differs(got, replaced, "s1_video", "s1_audio", "s2_video")
