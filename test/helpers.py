@@ -328,6 +328,35 @@ def write_sound(path, samples, rate, codec, layout="stereo", format="fltp"):
     return path
 
 
+def picture_frames(count, height, width, seed):
+    """Soft pictures that change, uint8 (count, height, width, 3)."""
+    f, y, x = torch.meshgrid(*map(torch.arange, (count, height, width)), indexing="ij")
+    planes = (2 * x + 5 * f + seed, 3 * y - 4 * f, x + y + 7 * f)
+    return torch.stack([128 + 110 * torch.sin(plane / 23) for plane in planes], -1).byte()
+
+
+def write_film(path, frames, rate=24, first=0, sound=None):
+    """A video whose first frame has the number `first`, with 48000 samples a second, if any."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        if sound is not None:
+            track = container.add_stream("pcm_s16le", rate=48000, layout="stereo")
+            samples = (sound * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+            samples = av.AudioFrame.from_ndarray(samples, format="s16", layout="stereo")
+            samples.sample_rate = 48000
+        stream = container.add_stream("libx264", rate=rate, options={"crf": "12"})
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for number, picture in enumerate(frames.numpy(), first):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts = number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+        if sound is not None:
+            container.mux([*track.encode(samples), *track.encode()])
+    return path
+
+
 def read_video(path: str | Path) -> dict:
     """Codecs, sizes, rates, number of decoded frames, and both durations in seconds of a video
     file."""

@@ -123,9 +123,13 @@ class Recipe(oracle.Denoising):
     def _simple(self, loras: tuple):
         from ltx_pipelines.utils.helpers import simple_denoising_func
 
-        return simple_denoising_func(
-            *contexts(self.assets, self.job.prompt), self._transformer(loras)
-        )
+        return simple_denoising_func(*self.contexts(self.job.prompt), self._transformer(loras))
+
+    def contexts(self, prompt: str) -> tuple[Tensor, Tensor]:
+        return contexts(self.assets, prompt)
+
+    def negative_contexts(self) -> tuple[Tensor, Tensor | None]:
+        return self.contexts(self.job.negative_prompt)
 
     def _loop(self, sigmas: Tensor, video, audio, _):
         from ltx_core.components.diffusion_steps import Res2sDiffusionStep
@@ -172,7 +176,7 @@ class Recipe(oracle.Denoising):
             calls.append(model(**inputs))
             return calls[-1]
 
-        negative = contexts(self.assets, job.negative_prompt)
+        negative = self.negative_contexts()
         factories = [
             create_multimodal_guider_factory(
                 MultiModalGuiderParams(**parameters), negative_context=context
@@ -180,7 +184,7 @@ class Recipe(oracle.Denoising):
             for parameters, context in zip(job.guidance, negative, strict=True)
         ]
         denoise = multi_modal_guider_factory_denoising_func(
-            *factories, *contexts(self.assets, job.prompt), recorded
+            *factories, *self.contexts(job.prompt), recorded
         )
         names = [*passes(*job.guidance), "guided"]
 

@@ -1,0 +1,336 @@
+"""The oracle of what is given: a sound, a video to change, references, guides. ltx-pipelines
+1.0.0's own functions and parts of its pipelines, with the numerics of later releases.
+
+Besides what oracle.py and recipes_oracle.py patch, in later releases
+
+  a frozen stream has sigma 0, for its own text and for the stream that listens to it
+  a reference has a time scale: it is read and placed in time by that
+
+The text contexts are the caller's; the mel spectrogram is ours, which test_input_media.py compares
+with its definition (torchaudio need not be there). Wrong ways to do it are subclasses of `Given`.
+"""
+
+import dataclasses
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import oracle
+import recipes_oracle
+import torch
+from torch import Tensor
+
+from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
+
+CPU, FP32 = torch.device("cpu"), torch.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(recipes_oracle.Job):
+    """What to generate.
+
+    sound           (path, start time, longest duration)
+    retake          (path, start time, end time, "both", "video" or "audio")
+    references      each (path, strength)
+    scales          of their pixels and of their frames
+    attention_mask  (path, strength)
+    stage_1_loras   besides `loras`
+    """
+
+    sound: tuple | None = None
+    retake: tuple | None = None
+    references: tuple = ()
+    scales: tuple[int, int] = (1, 1)
+    attention_mask: tuple | None = None
+    images_as_guides: bool = False
+    skip_stage_2: bool = False
+    stage_1_loras: tuple = ()
+
+
+class Stream(NamedTuple):
+    """What a stream of a stage begins with (ModalitySpec of later releases)."""
+
+    latent: Tensor | None = None
+    noise_scale: float | Tensor = 1.0
+    items: tuple = ()
+    frozen: bool = False
+
+
+@torch.no_grad()
+def generate(assets, job: Job, contexts, recipe: type | None = None) -> dict[str, Tensor]:
+    """Latents and encoded inputs under --save-tensors' names; `contexts` is called with a prompt;
+    `recipe` is a subclass of Given."""
+    recipe = recipe or Given
+    with recipes_oracle.semantics("later"), _semantics(recipe), oracle.one_thread():
+        return recipe(assets, job, contexts).run()
+
+
+@cache
+def _transformer(assets, loras: tuple):
+    return recipes_oracle._fused(assets, loras).float().eval()
+
+
+class Given(recipes_oracle.Recipe):
+    """The stages of a2vid_two_stage, retake, ic_lora and keyframe_interpolation."""
+
+    def __init__(self, assets, job: Job, contexts):
+        from ltx_core.components.noisers import GaussianNoiser
+
+        self.assets, self.job, self.dtype, self.contexts = assets, job, FP32, contexts
+        self.models, self.step0 = oracle.ledger(assets, FP32), {}
+        self.encoder = self.models.video_encoder()
+        self.noiser = GaussianNoiser(torch.Generator().manual_seed(job.seed))
+        self.inputs: dict[str, Tensor] = {}
+
+    def run(self) -> dict[str, Tensor]:
+        from ltx_core.components.schedulers import LTX2Scheduler
+        from ltx_core.model.upsampler import upsample_video
+        from ltx_pipelines.utils import constants
+
+        job, sizes = self.job, (self.job.height, self.job.width)
+        self.inputs = self._encoded_inputs()
+        sigmas = torch.tensor(constants.DISTILLED_SIGMA_VALUES)
+        if job.video is not None:
+            sigmas = LTX2Scheduler().execute(steps=job.steps, latent=self.counted_latent())
+        first = [side // 2 for side in sizes] if job.two_stage else sizes
+        loras = job.loras + job.stage_1_loras
+        self.predict = self._simple(loras) if job.video is None else self._guided()
+        video, audio = self._stage(*first, sigmas)
+        tensors = {**self.inputs, **self.step0, "s1_video": video, "s1_audio": audio}
+        if not job.two_stage or job.skip_stage_2:
+            return tensors
+        upsampled = upsample_video(video, self.encoder, self.models.spatial_upsampler())
+        self.predict = self._simple(self.loras_of_stage_2())
+        sigmas = torch.tensor(constants.STAGE_2_DISTILLED_SIGMA_VALUES)
+        video, audio = self._stage(*sizes, sigmas, upsampled, audio)
+        return tensors | {"upsampled": upsampled, "s2_video": video, "s2_audio": audio}
+
+    def _transformer(self, loras: tuple):
+        return _transformer(self.assets, loras)
+
+    # --- what the wrong ways change ---------------------------------------------------------------
+
+    @staticmethod
+    def frozen_sigma(sigma: Tensor) -> Tensor:
+        return torch.zeros_like(sigma)
+
+    def counted_latent(self) -> Tensor | None:
+        """Whose tokens the dev schedule counts."""
+        return None
+
+    def loras_of_stage_2(self) -> tuple:
+        return self.job.loras + self.job.refining_loras
+
+    def negative_contexts(self) -> tuple[Tensor, Tensor | None]:
+        """The negative pass of audio to video reads the positive prompt in the audio stream."""
+        video, audio = self.contexts(self.job.negative_prompt)
+        return video, None if self.job.sound else audio
+
+    def given_sound(self, scale: float | Tensor) -> Stream:
+        """Of either stage: not what the first one ended with, and without noise."""
+        return Stream(self.inputs["audio_latent"], 0.0, frozen=True)
+
+    def kept(self, latent: Tensor) -> Stream:
+        """The stream that a retake does not touch."""
+        return Stream(latent, items=(self.region(0.0, 0.0),), frozen=True)
+
+    def region(self, start: float, end: float):
+        from ltx_pipelines.retake import TemporalRegionMask
+
+        return TemporalRegionMask(start, end, self.job.frame_rate)
+
+    def padded(self, sound: Tensor, frames: int) -> Tensor:
+        """A sound's latent, as long as the video."""
+        missing = max(0, frames - sound.shape[2])
+        return torch.nn.functional.pad(sound, (0, 0, 0, missing))[:, :, :frames]
+
+    def reference(self, item):
+        """A reference's item, or the one inside an item that weighs it."""
+        item.time_scale = self.job.scales[1]
+        return item
+
+    def mask_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in which the attention mask is read."""
+        return height, width
+
+    def weights(self, mask: Tensor, own_tokens: int) -> Tensor:
+        """How much each token attends to each, (1, T, T); the clip's own tokens come first."""
+        return mask
+
+    def drawn(self, kind: str, before: Tensor, own_tokens: int) -> None:
+        """Called after a stream's noise was drawn, with the generator's state before."""
+
+    # --- the stages -------------------------------------------------------------------------------
+
+    def _encoded_inputs(self) -> dict[str, Tensor]:
+        from ltx_core.types import AudioLatentShape
+        from ltx_pipelines.utils.media_io import load_video_conditioning
+
+        job, inputs = self.job, {}
+        seconds = job.num_frames / job.frame_rate
+        frames = AudioLatentShape.from_duration(1, seconds).frames
+        if job.retake:
+            path, size = str(job.retake[0]), (job.height, job.width)
+            pixels = load_video_conditioning(path, *size, job.num_frames, FP32, CPU)
+            inputs["video_latent"] = self.encoder(pixels)
+            sound = self._sound(path, 0.0, seconds)
+            if sound is not None:
+                inputs["audio_latent"] = self.padded(sound, frames)
+        if job.sound:
+            path, start, duration = job.sound
+            sound = self._sound(path, start, seconds if duration is None else duration)
+            inputs["audio_latent"] = sound[:, :, :frames]
+        return inputs
+
+    def _sound(self, path, start: float, duration: float) -> Tensor | None:
+        from ltx_pipelines.utils.media_io import decode_audio_from_file
+
+        sound = decode_audio_from_file(str(path), CPU, start, duration)
+        if sound is None:
+            return None
+        return self._latent_of_sound(sound.waveform[0], sound.sampling_rate)
+
+    def _latent_of_sound(self, waveform: Tensor, rate: int) -> Tensor:
+        sizes = mel_sizes(self.models.transformer_builder.model_config())
+        return self.models.audio_encoder()(log_mel(resample(waveform, rate, sizes.rate), sizes))
+
+    def _stage(
+        self, height: int, width: int, sigmas: Tensor, video=None, audio=None
+    ) -> tuple[Tensor, Tensor]:
+        from ltx_core.types import VideoPixelShape
+        from ltx_pipelines.utils.helpers import noise_audio_state, noise_video_state
+
+        shape = VideoPixelShape(1, self.job.num_frames, height, width, self.job.frame_rate)
+        streams = self._streams(height, width, sigmas, video, audio)
+        begin = {"video": noise_video_state, "audio": noise_audio_state}
+        begun = [
+            self._begun(kind, begin[kind], shape, stream)
+            for kind, stream in zip(begin, streams, strict=True)
+        ]
+        states = self._loop(sigmas, *(state for state, _ in begun), None)
+        return tuple(
+            tools.unpatchify(tools.clear_conditioning(state)).latent
+            for state, (_, tools) in zip(states, begun, strict=True)
+        )
+
+    def _streams(self, height: int, width: int, sigmas: Tensor, video, audio) -> tuple:
+        job, scale = self.job, 1.0 if video is None else sigmas[0]
+        if job.retake:
+            return tuple(self._retaken(kind) for kind in ("video", "audio"))
+        items = self._items(height, width, () if video is not None else job.references)
+        sound = self.given_sound(scale) if job.sound else Stream(audio, scale)
+        return Stream(video, scale, items), sound
+
+    def _retaken(self, kind: str) -> Stream:
+        _, start, end, regenerate = self.job.retake
+        latent = self.inputs.get(f"{kind}_latent")
+        if latent is None:
+            return Stream()
+        if regenerate not in (kind, "both"):
+            return self.kept(latent)
+        return Stream(latent, items=(self.region(start, end),))
+
+    def _begun(self, kind: str, begin, shape, stream: Stream) -> tuple:
+        """A stream's noised state, and ltx-core's tools for it."""
+        from ltx_pipelines.utils.types import PipelineComponents
+
+        before = self.noiser.generator.get_state()
+        state, tools = begin(
+            shape,
+            self.noiser,
+            list(stream.items),
+            PipelineComponents(FP32, CPU),
+            FP32,
+            CPU,
+            stream.noise_scale,
+            stream.latent,
+        )
+        own_tokens = tools.target_shape.token_count()
+        self.drawn(kind, before, own_tokens)
+        if stream.frozen:
+            mask = torch.zeros_like(state.denoise_mask)
+            state = dataclasses.replace(state, denoise_mask=mask)
+        if state.attention_mask is not None:
+            weights = self.weights(state.attention_mask, own_tokens)
+            state = dataclasses.replace(state, attention_mask=weights)
+        return state, tools
+
+    def _items(self, height: int, width: int, references: tuple) -> tuple:
+        """Images and references, by the pipelines' own functions."""
+        from ltx_pipelines import ic_lora
+        from ltx_pipelines.utils import helpers
+        from ltx_pipelines.utils.args import ImageConditioningInput
+
+        job = self.job
+        images = [ImageConditioningInput(str(path), *placed) for path, *placed in job.images]
+        if job.images_as_guides:
+            append = helpers.image_conditionings_by_adding_guiding_latent
+            return tuple(append(images, height, width, self.encoder, FP32, CPU))
+        pipeline = SimpleNamespace(
+            dtype=FP32,
+            device=CPU,
+            reference_downscale_factor=job.scales[0],
+            _downsample_mask_to_latent=ic_lora.ICLoraPipeline._downsample_mask_to_latent,
+        )
+        masked = job.attention_mask and references
+        with mock.patch.object(ic_lora, "load_video_conditioning", self._read_slowly):
+            items = ic_lora.ICLoraPipeline._create_conditionings(
+                pipeline,
+                images,
+                [(str(path), strength) for path, strength in references],
+                height,
+                width,
+                job.num_frames,
+                self.encoder,
+                job.attention_mask[1] if masked else 1.0,
+                self._mask_pixels(height, width) if masked else None,
+            )
+        for item in items[len(images) :]:
+            self.reference(getattr(item, "conditioning", item))
+        return tuple(items)
+
+    def _read_slowly(self, *arguments, **named) -> Tensor:
+        """A reference's pixels: of frames 0, 1, 1 + its time scale, and so on."""
+        from ltx_pipelines.utils.media_io import load_video_conditioning
+
+        pixels = load_video_conditioning(*arguments, **named)
+        return pixels[:, :, [0, *range(1, pixels.shape[2], self.job.scales[1])]]
+
+    def _mask_pixels(self, height: int, width: int) -> Tensor:
+        from ltx_pipelines.utils.media_io import load_video_conditioning
+
+        path, size = str(self.job.attention_mask[0]), self.mask_size(height, width)
+        pixels = load_video_conditioning(path, *size, self.job.num_frames, FP32, CPU)
+        return ((pixels.mean(dim=1, keepdim=True) + 1) / 2).clamp(0, 1)
+
+
+@contextmanager
+def _semantics(recipe: type):
+    from ltx_core.conditioning import VideoConditionByReferenceLatent as Reference
+    from ltx_pipelines.utils import helpers
+
+    state_to_modality = helpers.modality_from_latent_state
+
+    def modality(state, context, sigma, *enabled, **more):
+        frozen = not state.denoise_mask.any()
+        sigma = recipe.frozen_sigma(sigma) if frozen else sigma
+        return state_to_modality(state, context, sigma, *enabled, **more)
+
+    with (
+        mock.patch.object(helpers, "modality_from_latent_state", modality),
+        mock.patch.object(Reference, "apply_to", _slowed(Reference.apply_to)),
+    ):
+        yield
+
+
+def _slowed(original):
+    def apply_to(self, latent_state, latent_tools):
+        appended, before = original(self, latent_state, latent_tools), latent_state.latent.shape[1]
+        scale, positions = getattr(self, "time_scale", 1), appended.positions.clone()
+        shift = getattr(self, "time_shift", scale - 1) / latent_tools.fps
+        positions[:, 0, before:] = (positions[:, 0, before:] * scale - shift).clamp(min=0)
+        return dataclasses.replace(appended, positions=positions)
+
+    return apply_to
