@@ -276,8 +276,9 @@ def clip(released):
 
 
 def test_a_step_of_hq_is_timed_as_the_evaluations_that_it_has(released, clip):
-    size, given = Size(128, 128, 9, two_stage=True), dict(recipe="dev", steps=15)
-    hq = plan.plan(released, TRN2, size, 4, "bfloat16", **given, sampler="res_2s")
+    size = Size(128, 128, 9, two_stage=True)
+    job = Job("", size, recipe="dev", num_inference_steps=15, sampler="res_2s")
+    hq = plan.plan(released, TRN2, job, 4, "bfloat16")
     assert [(stage.steps, stage.evaluations) for stage in hq.stages] == [(15, 31), (3, 7)]
     assert "15 steps of 31 evaluations in all" in table(hq)
     assert "the latents twice in a step" in table(hq)
