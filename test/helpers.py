@@ -29,6 +29,7 @@ from torch.func import functional_call
 from ltx_neuron.config import TEXT_TOKENS, TransformerConfig, transformer_config
 from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.host.video import write_video
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.programs import Program, weight_name
 from ltx_neuron.models.rope import split_rope
@@ -325,6 +326,15 @@ def write_sound(path, samples, rate, codec, layout="stereo", format="fltp"):
         for part in (frame, None):
             for packet in stream.encode(part):
                 container.mux(packet)
+    return path
+
+
+def made_film(path: Path, count: int, height: int, width: int, seed: int = 0) -> Path:
+    """A video of soft pictures that change, 24 a second, with sound as long as it."""
+    f, y, x = torch.meshgrid(*map(torch.arange, (count, height, width)), indexing="ij")
+    planes = (2 * x + 5 * f + 9 * seed, 3 * y - 4 * f, x + y + 7 * f)
+    frames = torch.stack([128 + 110 * torch.sin(plane / 23) for plane in planes], -1).byte()
+    write_video(path, [frames], 24.0, lambda: tone(48000, count / 24, 330 + 30 * seed), 48000)
     return path
 
 
