@@ -91,9 +91,7 @@ def programs(
                 audio_connector_num_layers=blocks,
             )
             # Layer 0 with the local RoPE base, layer 1 with the global one
-            gemma = replace(
-                width.gemma, num_hidden_layers=blocks, full_attention_layers=(1,)
-            )
+            gemma = replace(width.gemma, num_hidden_layers=blocks, full_attention_layers=(1,))
             label = f"{name}, {blocks} block{'s' * (blocks > 1)}"
             for kind, bucket in _buckets(width, blocks).items():
                 dit = f"{label}: DiT, {kind}"
