@@ -29,6 +29,7 @@ from torch.func import functional_call
 from ltx_neuron.config import TEXT_TOKENS, TransformerConfig, transformer_config
 from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.host.video import write_video
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.programs import Program, weight_name
 from ltx_neuron.models.rope import split_rope
@@ -354,6 +355,13 @@ def write_film(path, frames, rate=24, first=0, sound=None):
         container.mux(stream.encode())
         if sound is not None:
             container.mux([*track.encode(samples), *track.encode()])
+    return path
+
+
+def made_film(path: Path, count: int, height: int, width: int, seed: int = 0) -> Path:
+    """A video of soft pictures that change, 24 a second, with sound as long as it."""
+    frames = picture_frames(count, height, width, 9 * seed)
+    write_video(path, [frames], 24.0, lambda: tone(48000, count / 24, 330 + 30 * seed), 48000)
     return path
 
 

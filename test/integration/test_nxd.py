@@ -26,7 +26,7 @@ import oracle
 import pytest
 import recipes_oracle
 import torch
-from helpers import random_value, rel, run_program, save_weights
+from helpers import made_film, randn, random_value, rel, run_program, save_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -46,11 +46,13 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import Program, dit_program, tile_program
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.conditioning import AttentionMask, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.text.encoders import RankTextEncoder
+from ltx_neuron.text.encoders import Contexts, RankTextEncoder
 from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.tiny.config import merge, tiny_config
+from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
 
@@ -796,6 +798,66 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace, wanted_gui
     with Engine(workspace, Recorder()) as engine:
         (result,) = engine.run([job], decode=False)
     distances = {name: rel(result.tensors[name], wanted_guided[name]) for name in LATENTS[:2]}
+    print({name: f"{distance:.1e}" for name, distance in distances.items()})
+    assert max(distances.values()) < FP32
+
+
+@pytest.fixture(scope="module")
+def given(assets, tmp_path_factory) -> dict[str, Job]:
+    """Jobs whose graphs are none of text to video, by what they are given."""
+    folder = tmp_path_factory.mktemp("given")
+    film = made_film(folder / "film.mp4", 9, 64, 64)
+    mask = made_film(folder / "mask.mp4", 9, 64, 64, seed=1)
+    retake = Job(PROMPT, Size(64, 64, 9), 3, retake=Retake(film, 0.05, 0.2))
+    scales = dict(zip(("video", "audio"), [StreamGuidance(**GUIDANCE)] * 2, strict=True))
+    guided = dict(recipe="dev", num_inference_steps=2, guidance=Guidance(**scales))
+    return {
+        "retake": retake,
+        "guided retake": replace(retake, **guided, negative_prompt="grey"),
+        "masked reference": Job(
+            PROMPT,
+            replace(SIZE, height=128, width=128),
+            seed=4,
+            stage_1_loras=(Lora(assets.lora, 0.8),),
+            references=(ReferenceVideo(film, 0.7, 9),),
+            attention_mask=AttentionMask(mask, 0.6),
+            skip_stage_2=True,
+        ),
+    }
+
+
+def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
+    """Stage 1's latents of a job that is given its contexts, sharded and compiled for it."""
+    workspace.shard_dit({job.stages[0].loras})
+    workspace.compile_dit(job.buckets)
+    streams = workspace.transformer.video, workspace.transformer.audio
+    with Engine(workspace, Recorder()) as engine:
+        engine._contexts[job.prompts] = [
+            Contexts(*(randn(1, 1024, s.inner, seed=seed) for s in streams), None, None)
+            for seed, _ in enumerate(job.prompts)
+        ]
+        (result,) = engine.run([job], decode=False)
+    return {name: result.tensors[name] for name in LATENTS[:2]}
+
+
+@pytest.fixture(scope="module")
+def on_torchdist(assets, given, tmp_path_factory) -> dict[str, dict[str, Tensor]]:
+    """What one rank of the other backend makes of them."""
+    folder, profile = tmp_path_factory.mktemp("torchdist"), resolve("cpu")
+    other = Workspace(assets.checkpoint, profile, folder, 1, "float32", assets.gemma_root)
+    return {name: latents_of(job, other) for name, job in given.items()}
+
+
+@pytest.mark.parametrize("settings", [(CUT,), (WHOLE, "sequence_parallel=true")])
+@pytest.mark.parametrize("name", ["retake", "guided retake", "masked reference"])
+def test_held_audio_tokens_and_a_bias_are_the_other_backends(
+    assets, workspace, given, on_torchdist, name, settings
+):
+    job, ours = given[name], open_workspace(assets, workspace.artifacts, *settings)
+    (bucket,) = job.buckets
+    assert (bucket.audio_timesteps, bucket.biased) == ((1, True) if job.references else (2, False))
+    got, wanted = latents_of(job, ours), on_torchdist[name]
+    distances = {name: rel(got[name], wanted[name]) for name in wanted}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
 

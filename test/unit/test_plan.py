@@ -22,9 +22,17 @@ from ltx_neuron.plan.clip import Clip
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import PROFILES, Chip, resolve
 from ltx_neuron.report.recorder import PHASES, Recorder
+from ltx_neuron.sampling.conditioning import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint
+from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
 # Published: shards of 9.3 GB a rank at TP=4; at 667 TF/s with 1024 text tokens, steps of 298 and
@@ -269,7 +277,7 @@ def clip(released):
     run |= dict(neuron_gemma=False, neuron_vae=False)
 
     def timed(of=made, size=size, **changed):
-        job = Job("", size, upscale=changed.pop("upscale", None))
+        job = changed.pop("job", None) or Job("", size, upscale=changed.pop("upscale", None))
         return Clip(of, config, weights, job=job, **(run | changed)).planned()
 
     return timed
@@ -285,6 +293,70 @@ def test_a_step_of_hq_is_timed_as_the_evaluations_that_it_has(released, clip):
     texts = {row.name: row.rate for row in clip(of=hq, size=size).rows}
     assert texts["denoise_stage_1"].startswith("31 x ")
     assert texts["denoise_stage_2"].startswith("7 x ")
+
+
+def test_given_sound_and_video_are_encoded_and_a_given_sound_is_not_decoded(clip):
+    size = Size(512, 768, 121)
+    for given, encoded, decoded in (
+        ({"sound": SoundCondition("s.wav")}, ["sound"], False),
+        ({"retake": Retake("v.mp4", 0, 1)}, ["video", "sound"], True),
+    ):
+        rows = clip(job=Job("", size, **given)).rows
+        inputs = [row.rate.partition(",")[0] for row in rows if row.name == "encode_inputs"]
+        assert inputs == encoded and all(row.seconds > 0 for row in rows)
+        assert ("decode_audio" in [row.name for row in rows]) == decoded
+    # Of 16 latents 10, then the rest with 3 of those, and one earlier than that.
+    (video,) = (row for row in rows if row.rate.startswith("video, "))
+    assert "2 x 73x512x768" in video.rate
+
+
+def test_a_masked_reference_is_planned_with_its_tokens_its_scores_and_two_weight_sets(
+    released, clip, tmp_path
+):
+    file = tmp_path / "there"
+    file.touch()
+    size, loras = Size(256, 384, 25, two_stage=True), (Lora(file, 1.0),)
+    given = {"references": (ReferenceVideo(file, 1.0, 25),), "stage_1_loras": loras}
+    plain = Job("", size, **given)
+    masked = dataclasses.replace(plain, attention_mask=AttentionMask(file, 1.0))
+    plans = [plan.plan(released, TRN2, job, 4, "bfloat16") for job in (plain, masked)]
+    tokens = 4 * 4 * 6  # of stage 1
+    for made in plans:
+        assert [stage.video_tokens for stage in made.stages] == [2 * tokens, 4 * tokens]
+        assert made.disk_bytes == pytest.approx(67.90e9 + 38.02e9, rel=1e-3)
+    held = [[stage.score_bytes_per_core for stage in made.stages] for made in plans]
+    assert held == [[0, 0], [4 * 8 * (2 * tokens) ** 2, 0]]  # fp32, 8 heads a rank
+    rows = clip(of=plans[1], job=masked, neuron_gemma=True).rows
+    names = [row.name for row in rows]
+    assert names[2:7] == [
+        *("load_transformer", "encode_inputs", "denoise_stage_1", "load_transformer", "upsample")
+    ]
+    assert "attention scores" in table(plans[1]) and "attention scores  " not in table(plans[0])
+
+
+def test_the_matrix_kernel_s_scores_are_planned_and_those_of_a_flash_kernel_are_none(released):
+    matmul = resolve("trn2.3xlarge", ("attention=matmul",))
+    (held,) = planned(released, 256, 256, 9, matmul).stages
+    assert (
+        held.score_bytes_per_core == 4 * 8 * held.video_tokens**2 <= held.activation_bytes_per_core
+    )
+
+
+def test_a_guided_step_is_timed_with_all_its_passes(released, clip):
+    size = Size(256, 256, 9)
+    job = Job("", size, recipe="dev", num_inference_steps=30)
+    made = plan.plan(released, TRN2, job, 4, "bfloat16")
+    assert "30 steps, 4 passes each" in table(made)
+    (steps,) = (row for row in clip(of=made, job=job).rows if row.name == "denoise_stage_1")
+    assert steps.rate.startswith("30 x 4 passes x ")
+
+
+def test_the_images_of_a_stage_are_encoded_before_it(clip):
+    images = ImageCondition("a.png"), ImageCondition("b.png", 8)
+    rows = clip(job=Job("", Size(512, 768, 121), images=images)).rows
+    encoding, steps = (row for row in rows if row.name == "denoise_stage_1")
+    assert encoding.where == "host" and encoding.rate.startswith("images, 2, 3.4 TFLOP")
+    assert steps.where == "device"
 
 
 def test_a_clip_s_phases_have_the_names_and_the_order_of_a_latency_report(clip):
@@ -395,4 +467,4 @@ def test_calibrating_measures_every_rate_of_the_host_and_keeps_them(tmp_path, ti
     measured = rates.calibrate(tmp_path, Checkpoint(tiny.checkpoint).config, FLOAT32)
     assert measured == rates.read(tmp_path) and all(rate > 0 for rate in measured.values())
     kinds = {"decode_video float32", "encode_text float32", "decode_audio", "encode_mp4", "copy"}
-    assert set(measured) == kinds
+    assert set(measured) == kinds | {"encode_video float32"}

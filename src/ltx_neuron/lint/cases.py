@@ -1,8 +1,8 @@
 """The graphs that lint reads: all of the toolkit's, tiny and at the released width, with one block
 and with two."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class Width(NamedTuple):
 def widths(tp: int) -> dict[str, Width]:
     """The sizes to check by name, with heads enough for tp ranks."""
     sizes = TinySizes(heads=max(4, tp), gemma_heads=max(8, tp))
-    gemma = dataclasses.replace(
+    gemma = replace(
         GEMMA_3_12B,
         hidden_size=sizes.gemma_hidden,
         intermediate_size=sizes.gemma_intermediate,
@@ -84,34 +84,24 @@ def programs(
         width.gemma.check_tensor_parallel(tp)
         yield f"{name}: video decoder", partial(_tiles, width, dtype)
         for blocks in BLOCKS:
-            config = dataclasses.replace(
+            config = replace(
                 width.transformer,
                 num_layers=blocks,
                 connector_num_layers=blocks,
                 audio_connector_num_layers=blocks,
             )
             # Layer 0 with the local RoPE base, layer 1 with the global one
-            gemma = dataclasses.replace(
-                width.gemma, num_hidden_layers=blocks, full_attention_layers=(1,)
-            )
+            gemma = replace(width.gemma, num_hidden_layers=blocks, full_attention_layers=(1,))
             label = f"{name}, {blocks} block{'s' * (blocks > 1)}"
-            for guided in (False, True):
-                for timesteps, task in ((1, "text to video"), (2, "image to video")):
-                    bucket = Bucket(
-                        width.video_tokens,
-                        width.audio_tokens,
-                        timesteps,
-                        max_steps=8,
-                        guided=guided,
-                    )
-                    dit = f"{label}: DiT, {task}{', guided' * guided}"
-                    make = partial(dit_program, config, bucket, **common, **kernel)
-                    yield f"{dit}, cut", partial(make, blocks_per_graph=blocks)
-                    yield f"{dit}, whole", partial(make, blocks_per_graph=0)
-                    if may_divide(bucket, tp):
-                        divided = partial(make, sequence_parallel=True)
-                        yield f"{dit}, divided, cut", partial(divided, blocks_per_graph=blocks)
-                        yield f"{dit}, divided, whole", partial(divided, blocks_per_graph=0)
+            for kind, bucket in _buckets(width, blocks).items():
+                dit = f"{label}: DiT, {kind}"
+                make = partial(dit_program, config, bucket, **common, **kernel)
+                yield f"{dit}, cut", partial(make, blocks_per_graph=blocks)
+                yield f"{dit}, whole", partial(make, blocks_per_graph=0)
+                if may_divide(bucket, tp):
+                    divided = partial(make, sequence_parallel=True)
+                    yield f"{dit}, divided, cut", partial(divided, blocks_per_graph=blocks)
+                    yield f"{dit}, divided, whole", partial(divided, blocks_per_graph=0)
             for tokens in profile.text_buckets:
                 for states in (False, True):
                     text = f"{label}: Gemma3, {tokens} tokens{', all states' * states}"
@@ -120,6 +110,22 @@ def programs(
                         partial(gemma3_program, gemma, config, tokens, states=states, **common),
                     )
             yield f"{label}: connectors", partial(connector_program, config, **common, **kernel)
+
+
+def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
+    """Every kind of the DiT's buckets. Those of retakes and of masked references differ from the
+    others in what one block, the head and the tail take: they are read with one block alone."""
+    own = Bucket(width.video_tokens, width.audio_tokens, timesteps=1, max_steps=8)
+    images = replace(own, timesteps=2)
+    buckets = {"text to video": own, "image to video": images}
+    if blocks == BLOCKS[0]:
+        buckets["retake"] = replace(images, audio_timesteps=2)
+    buckets |= {f"{kind}, guided": replace(each, guided=True) for kind, each in buckets.items()}
+    if blocks == BLOCKS[0]:
+        # Stage 1 of an IC-LoRA, which is distilled, with a reference as large as the clip.
+        tokens = 2 * width.video_tokens
+        buckets["masked reference"] = replace(images, video_tokens=tokens, biased=True)
+    return buckets
 
 
 def _tiles(width: Width, dtype: torch.dtype, comm: Comm) -> Program:

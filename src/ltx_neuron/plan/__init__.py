@@ -44,7 +44,7 @@ from ltx_neuron.weights.tensorfile import DTYPES
 ASSUMED = {
     # Compiled graphs, scratch, runtime; published peaks suggest 1 to 3 GB.
     "runtime_bytes_per_core": 2 * 2**30,
-    "sdpa": "attention scores are never held (a flash kernel)",
+    "sdpa": "attention scores are never held (a flash kernel), but where a stage says so",
 }
 
 
@@ -62,6 +62,7 @@ class StagePlan:
     width: int
     steps: int
     evaluations: int  # of the model: res_2s has two a step and one more
+    passes: int  # of an evaluation: guidance has up to four, and what is counted here is one's
     video_tokens: int
     audio_tokens: int
     flops_per_step: int
@@ -74,6 +75,8 @@ class StagePlan:
     sequence_parallel: bool
     whole: dict | None
     activation_bytes_per_core: int
+    score_bytes_per_core: int  # of these: scores of attention that no flash kernel computes
+    score_ms: float | None  # to write and read them once, in all blocks
     upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
 
 
@@ -267,6 +270,7 @@ def plan(
     files = tp * max(weights["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
     latent = video_latent_shape(last.height, last.width, job.size.num_frames)
+    dit_files = weights["rank"] * tp + weights["host"]
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
     if fits is False:
@@ -292,10 +296,17 @@ def plan(
         host_bytes_mapped=files if profile.maps_weights else 0,
         **_decoding(checkpoint, profile, upscaled(latent, job.upscale), torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
-        disk_bytes=tp * (weights["rank"] + gemma_bytes) + weights["host"] + embeddings,
+        disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
         assumed=ASSUMED,
         stages=stages,
     )
+
+
+def weight_sets(job: Job) -> int:
+    """How many sets of the transformer's weights its stages run on: an IC-LoRA is merged in stage
+    1's alone, and in stage 2 of dev there is a distilled LoRA, which no graph depends on."""
+    refined = job.recipe == "dev" and len(job.stages) > 1
+    return 2 if refined else len({stage.loras for stage in job.stages})
 
 
 def _decoding(
@@ -356,8 +367,11 @@ def _stage(
     whole = divides and _between_ranks(_step(config, bucket, profile, tp, dtype)[1], profile, tp)
     parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
     weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
+    scores, score_ms = _score_bytes(config, bucket, profile, tp), None
     compute_ms = memory_ms = None
     if profile.chip:
+        moved = 2 * scores * config.num_layers * tp
+        score_ms = moved / profile.memory_bytes_per_second(tp) * 1e3
         compute_ms = flops * tp / profile.flops(tp) * 1e3
         memory_ms = weight_bytes * tp / profile.memory_bytes_per_second(tp) * 1e3
     return StagePlan(
@@ -366,6 +380,7 @@ def _stage(
         width=stage.width,
         steps=stage.steps,
         evaluations=len(stage.evaluations),
+        passes=len(job.resolved_guidance.passes()) if stage.guided else 1,
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         flops_per_step=flops * tp,
@@ -376,8 +391,16 @@ def _stage(
         sequence_parallel=divides,
         whole=whole or None,
         activation_bytes_per_core=step["peak_bytes"],
+        score_bytes_per_core=scores,
+        score_ms=score_ms,
         upload_bytes=_upload_bytes(program),
     )
+
+
+def _score_bytes(config: TransformerConfig, bucket: Bucket, profile: Profile, tp: int) -> int:
+    """Bytes of the video's scores in fp32, of all heads of a rank, where they are held."""
+    held = {"matmul": True, "nki": bucket.biased}.get(profile.attention, False)
+    return 4 * held * config.video.heads // tp * bucket.video_tokens**2
 
 
 def _step(

@@ -4,14 +4,16 @@ FLOPs are counted, rates are measured or assumed, and every row says which. A cl
 models were loaded for one before it and its prompt is new.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ltx_neuron.host import encoding
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.job import Job
-from ltx_neuron.plan import Plan, StagePlan
+from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.plan.rates import Rate, host_rate
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
@@ -76,8 +78,10 @@ class Clip:
     tuned_step_ms: float | None = None
 
     def planned(self) -> ClipPlan:
-        first = [*self._text(), *self._denoising()]
-        last = [*self._video(), self._sound(), self._mp4()]
+        first = [*self._text(), *self._given(), *self._denoising()]
+        # A sound that is given is written as it is.
+        sound = [] if self.job.sound else [self._sound()]
+        last = [*self._video(), *sound, self._mp4()]
         overlap = self.profile.overlap_decode
         before, device = _sum(first), _sum(row for row in last if row.where == "device")
         host = _sum(row for row in last if row.where == "host")
@@ -123,12 +127,46 @@ class Clip:
         if profile.resident:
             return rows
         gemma3 = plan.tp * plan.gemma3_weight_bytes_per_rank
-        dit = plan.tp * plan.dit_weight_bytes_per_rank
-        before, after = (
-            self._host(name, size, "copy", f"{size / 1e9:.0f} GB to the ranks, one model in turn")
-            for name, size in (("load_gemma3", gemma3), ("load_transformer", dit))
-        )
-        return [before, *rows, after]
+        what = f"{gemma3 / 1e9:.0f} GB to the ranks, one model in turn"
+        before = self._host("load_gemma3", gemma3, "copy", what)
+        return [before, *rows, self._transformer("one model in turn")]
+
+    def _transformer(self, why: str) -> Row:
+        size = self.plan.tp * self.plan.dit_weight_bytes_per_rank
+        what = f"{size / 1e9:.0f} GB to the ranks, {why}"
+        return self._host("load_transformer", size, "copy", what)
+
+    def _given(self) -> list[Row]:
+        """What a sound and videos are encoded in, before the first stage."""
+        from ltx_neuron.plan import host_flops  # imports ltx-core
+
+        given, config = self.job.given, self.config
+        size, rows = (given.num_frames, given.height, given.width), []
+        clips = [_tiles(size)] if given.retake else []
+        for reference in given.references:
+            frames = reference.taken_frames(given.num_frames)
+            clips.append(Counter([(frames, *given.reference_size(reference))]))
+        for tiles in clips:
+            counted = {t: host_flops.video_encoder_flops(config, t) * n for t, n in tiles.items()}
+            shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in tiles.items())
+            flops = sum(counted.values())
+            what, rate = f"video, {_tera(flops)}, {shapes}", f"encode_video {self._dtype}"
+            rows.append(self._host("encode_inputs", flops, rate, what))
+        if given.sound or given.retake:
+            flops = host_flops.audio_encoder_flops(config, 4 * given.audio_frames)
+            what = f"sound, {_tera(flops)}, {given.seconds:.1f} s"
+            rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
+        return rows
+
+    def _images(self, stage: StagePlan) -> list[Row]:
+        """The encoding of a stage's images."""
+        from ltx_neuron.plan.host_flops import video_encoder_flops  # imports ltx-core
+
+        if not (count := len(self.job.images)):
+            return []
+        flops = count * video_encoder_flops(self.config, (1, stage.height, stage.width))
+        what, rate = f"images, {count}, {_tera(flops)}", f"encode_video {self._dtype}"
+        return [self._host(f"denoise_{stage.name}", flops, rate, what)]
 
     @property
     def _dtype(self) -> str:
@@ -140,8 +178,10 @@ class Clip:
             if number:
                 before = self.plan.stages[number - 1]
                 latent = video_latent_shape(before.height, before.width, self.job.size.num_frames)
+                if weight_sets(self.job) > 1:
+                    rows.append(self._transformer("stage 2's set in stage 1's place"))
                 rows.append(self._upsampling(latent, "spatial"))
-            rows.append(self._steps(stage))
+            rows += [*self._images(stage), self._steps(stage)]
         latent = self._latent
         for kind in UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
@@ -155,18 +195,22 @@ class Clip:
         if ms is None:
             return Row(name, "device", None, source)
         upload = size / self._rate("copy").value
-        what = f"{stage.evaluations} x {ms:.0f} ms, {source}; {size / 1e9:.2f} GB uploaded once"
-        return Row(name, "device", stage.evaluations * ms / 1e3 + upload, what)
+        count, passes = stage.evaluations, 1 if self.tuned_step_ms else stage.passes
+        runs = f"{count} x {passes} passes" if passes > 1 else f"{count}"
+        what = f"{runs} x {ms:.0f} ms, {source}; {size / 1e9:.2f} GB uploaded once"
+        return Row(name, "device", count * passes * ms / 1e3 + upload, what)
 
     def _step_ms(self, stage: StagePlan) -> tuple[float | None, str]:
         if self.tuned_step_ms:
             return self.tuned_step_ms, "measured by python -m ltx_neuron.tune"
         peak, flops = self.profile.flops(self.plan.tp), stage.flops_per_step
+        scores = stage.score_ms or 0.0
         if peak is None:
             return None, "not measured: python -m ltx_neuron.tune does"
         if self.profile.name.startswith("trn2"):
             ms = _OTHERS_MS * flops / _OTHERS_FLOPS * _OTHERS_PEAK / peak
-            return ms, f"by FLOPs from {_OTHERS_MS:.0f} ms at 512x768x121, measured by others"
+            source = f"by FLOPs from {_OTHERS_MS:.0f} ms at 512x768x121, measured by others"
+            return ms + scores, source + ", and the held scores' traffic" * bool(scores)
         ms = flops / (SHARE * peak) * 1e3
         return ms, f"{SHARE:.0%} of the documented peak, not measured"
 
@@ -222,6 +266,19 @@ class Clip:
     def _mp4(self) -> Row:
         what = f"{self._pixels[0]} frames"
         return self._host("encode_mp4", math.prod(self._pixels), "encode_mp4", what)
+
+
+def _tiles(pixels: tuple[int, int, int]) -> Counter[tuple[int, int, int]]:
+    """How many tiles of which frames, rows and columns a clip is encoded in."""
+    frames, rows, columns = video_latent_shape(pixels[1], pixels[2], pixels[0])
+    times = encoding.parts(frames, encoding.TIME_TILE, encoding.TIME_OVERLAP, causal=True)
+    tile, overlap = encoding.SPACE_TILE, encoding.SPACE_OVERLAP
+    sides = (encoding.parts(length, tile, overlap) for length in (rows, columns))
+    lengths = ([part.stop - part.start for part in parts] for parts in (times, *sides))
+    return Counter(
+        ((f - 1) * TIME_SCALE + 1, h * SPACE_SCALE, w * SPACE_SCALE)
+        for f, h, w in itertools.product(*lengths)
+    )
 
 
 def _tera(flops: float) -> str:

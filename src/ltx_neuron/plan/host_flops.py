@@ -5,26 +5,43 @@ from collections.abc import Callable
 
 import torch
 from ltx_core.model.upsampler import LatentUpsamplerConfigurator
-from ltx_core.model.video_vae import VideoDecoderConfigurator
+from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
 from torch.utils.flop_counter import FlopCounterMode
 
-Shape = tuple[int, int, int]  # latent frames, rows, columns
+from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.host.spectrogram import mel_sizes
+
+Shape = tuple[int, int, int]  # frames, rows, columns: of latents, or of pixels
 
 
 def video_decoder_flops(config: dict, tile: Shape) -> int:
     """Of decoding a tile of latents. config: the checkpoint's."""
-    return _counted(VideoDecoderConfigurator.from_config, config, tile)
+    return _counted(VideoDecoderConfigurator.from_config, config, 128, *tile)
+
+
+def video_encoder_flops(config: dict, pixels: Shape) -> int:
+    """Of encoding 8k+1 frames of so many rows and columns."""
+    return _counted(VideoEncoderConfigurator.from_config, config, 3, *pixels)
+
+
+def audio_encoder_flops(config: dict, frames: int) -> int:
+    """Of encoding so many frames of a stereo sound's spectrogram."""
+    import_ltx_core()  # of which this part wants torchaudio
+    from ltx_core.model.audio_vae import AudioEncoderConfigurator
+
+    bins = mel_sizes(config).bins
+    return _counted(AudioEncoderConfigurator.from_config, config, 2, frames, bins)
 
 
 def upsampler_flops(latent: Shape, kind: str) -> int:
     """Of the released "spatial" or "temporal" upsampler; its file need not be there."""
     config = {f"{name}_upsample": name == kind for name in ("spatial", "temporal")}
-    return _counted(LatentUpsamplerConfigurator.from_config, config, latent)
+    return _counted(LatentUpsamplerConfigurator.from_config, config, 128, *latent)
 
 
-def _counted(from_config: Callable[[dict], torch.nn.Module], config: dict, latent: Shape) -> int:
+def _counted(from_config: Callable[[dict], torch.nn.Module], config: dict, *shape: int) -> int:
     with torch.device("meta"):
         module = from_config(config)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            module(torch.empty(1, 128, *latent))
+            module(torch.empty(1, *shape))
     return counter.get_total_flops()

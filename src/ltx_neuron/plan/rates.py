@@ -27,11 +27,13 @@ SECTION = "rates"  # of the calibration file
 # Intel CPUs beside Trainium2, here at 2 GHz, and of a hyperthread the half.
 _PEAKS = {"float32": 64 * 2e9 / 2, "bfloat16": 2048 * 2e9 / 2}
 # No more of them than half a core reaches: benchmarks/vae_decode.md and text_encode.md have two
-# cores of such a CPU. FLOPs are those of direct convolutions, of which Winograd's save most; a
-# prompt's products are small.
+# cores of such a CPU; benchmarks/plan_given.md has its rate of encoding. FLOPs are those of direct
+# convolutions, of which Winograd's save most; a prompt's products are small.
 _SHARES = {
     "decode_video float32": 1.0,
     "decode_video bfloat16": 0.2,
+    "encode_video float32": 1.0,
+    "encode_video bfloat16": 0.1,
     "encode_text float32": 0.8,
     "encode_text bfloat16": 0.08,
 }
@@ -41,6 +43,7 @@ _ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
 # Of the instances' documentation; another profile runs where it is planned.
 _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192}
 _TILE = (2, 6, 10)  # latents that are decoded, by a decoder with one residual block a stage
+_ENCODED = (1, 192, 256)  # pixels that are encoded, by an encoder with as few
 _PRODUCT = (128, 3840, 15360)  # tokens of a prompt, Gemma3's channels and feed-forward channels
 _SOUND_LATENTS = 126  # five seconds: a short sound takes a second or two, however short it is
 _FRAMES = (24, 512, 768)
@@ -86,6 +89,7 @@ def calibrate(artifacts_dir: Path, config: dict, arithmetic: Arithmetic) -> dict
     host = _RandomModels("", _shallow(config), arithmetic.dtype, arithmetic=arithmetic)
     timed: dict[str, Callable[[], float]] = {
         f"decode_video {dtype}": partial(_decode_video, host),
+        f"encode_video {dtype}": partial(_encode_video, host),
         f"encode_text {dtype}": partial(_multiply, arithmetic),
         "decode_audio": partial(_decode_audio, host),
         "encode_mp4": _encode_mp4,
@@ -98,12 +102,16 @@ def calibrate(artifacts_dir: Path, config: dict, arithmetic: Arithmetic) -> dict
 
 
 def _shallow(config: dict) -> dict:
-    """A config whose video decoder has one residual block a stage, at its own widths."""
-    blocks = [
-        [name, settings | {"num_layers": 1} if "num_layers" in settings else settings]
-        for name, settings in config["vae"]["decoder_blocks"]
-    ]
-    return config | {"vae": config["vae"] | {"decoder_blocks": blocks}}
+    """A config whose video encoder and decoder have one residual block a stage, at their own
+    widths."""
+    blocks = {
+        of: [
+            [name, settings | {"num_layers": 1} if "num_layers" in settings else settings]
+            for name, settings in config["vae"][of]
+        ]
+        for of in ("encoder_blocks", "decoder_blocks")
+    }
+    return config | {"vae": config["vae"] | blocks}
 
 
 class _RandomModels(HostModels):
@@ -111,16 +119,18 @@ class _RandomModels(HostModels):
 
     def _spec(self, name: str) -> SimpleNamespace:
         spec = super()._spec(name)
+        # As a checkpoint stores it, and as it is loaded.
+        stored = {"video_decoder": torch.bfloat16, "video_encoder": self.latent_dtype}
 
         def load() -> torch.nn.Module:
-            if name != "video_decoder":
+            if name not in stored:
                 module = spec.from_config(self.config)
-            else:  # large: not initialised, and stored as a checkpoint stores it
+            else:  # large: not initialised
                 with torch.device("meta"):
                     module = spec.from_config(self.config)
                 weights = module.state_dict().items()
                 module.load_state_dict(
-                    {name: torch.full(w.shape, 0.01, dtype=torch.bfloat16) for name, w in weights},
+                    {each: torch.full(w.shape, 0.01, dtype=stored[name]) for each, w in weights},
                     assign=True,
                 )
             return module.eval().requires_grad_(False)
@@ -148,6 +158,15 @@ def _decode_video(host: HostModels) -> float:
     latent = torch.randn(1, 128, *_TILE)
     seconds = _seconds(lambda: host.video_decoder(latent), 1)
     return video_decoder_flops(host.config, _TILE) / seconds
+
+
+def _encode_video(host: HostModels) -> float:
+    """FLOP/s of the video encoder, as that."""
+    from ltx_neuron.plan.host_flops import video_encoder_flops
+
+    pixels = torch.randn(1, 3, *_ENCODED)
+    seconds = _seconds(lambda: host.encode_image(pixels), 1)
+    return video_encoder_flops(host.config, _ENCODED) / seconds
 
 
 def _multiply(arithmetic: Arithmetic) -> float:

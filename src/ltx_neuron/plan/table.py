@@ -18,8 +18,10 @@ def _ms(value: float | None) -> str:
 
 def _steps(stage: StagePlan) -> str:
     if stage.evaluations == stage.steps:
-        return f"{stage.steps} steps"
-    return f"{stage.steps} steps of {stage.evaluations} evaluations in all"
+        steps = f"{stage.steps} steps"
+    else:
+        steps = f"{stage.steps} steps of {stage.evaluations} evaluations in all"
+    return f"{steps}, {stage.passes} passes each" if stage.passes > 1 else steps
 
 
 def _sent(stage: StagePlan) -> str:
@@ -44,6 +46,11 @@ def _stage_lines(stage: StagePlan) -> list[str]:
             f"  sequence parallel     yes; without it {reduced['count']} collectives,"
             f" {_gb(reduced['bytes'])}, {_ms(whole['collectives_ms'])}; elementwise"
             f" {_gb(whole['elementwise_bytes_per_step'])}"
+        )
+    if stage.score_bytes_per_core:
+        lines.append(
+            f"  attention scores      {_gb(stage.score_bytes_per_core)} a core are held in fp32, at"
+            f" least twice; {_ms(stage.score_ms)} to write and read them once"
         )
     return lines + [
         f"  activations a core    {_gb(stage.activation_bytes_per_core)}",
