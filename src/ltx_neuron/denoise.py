@@ -66,6 +66,8 @@ def initial_states(
     audio = conditioning.audio_state(start[1])
     if job.references and not stage.upsampled:
         video = _with_references(job, video, start[0].shape[2:].numel(), tensors)
+    if stage.window:
+        return stage.window.states(video, audio, frame_rate)
     if retake := job.retake:
         times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)
         audio_seconds = latents.audio_seconds(start[1].shape[2])

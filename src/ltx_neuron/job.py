@@ -14,6 +14,7 @@ from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.host.media import footage
+from ltx_neuron.sampling.extension import Extension, Window, default_window, extension_of
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.guidance import (
@@ -56,6 +57,7 @@ class Stage(NamedTuple):
     upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
     loras      merged into the weights that it runs on
     sampler    "euler", or "res_2s", whose steps are of two evaluations of the model
+    window     of a video that is made longer: each has a stage 1 of its own
     """
 
     name: str  # "stage_1" or "stage_2"
@@ -66,11 +68,12 @@ class Stage(NamedTuple):
     upsampled: bool = False
     loras: WeightSet = ()
     sampler: str = "euler"
+    window: Window | None = None
 
     @property
     def key(self) -> str:
-        """What the names of its tensors begin with in --save-tensors: "s1" or "s2"."""
-        return self.name.replace("stage_", "s")
+        """What the names of its tensors begin with in --save-tensors: "s1", "s2", "window_1"."""
+        return self.window.key if self.window else self.name.replace("stage_", "s")
 
     @property
     def steps(self) -> int:
@@ -133,13 +136,18 @@ class Size:
             )
 
     @classmethod
-    def of_video(cls, path: str | Path) -> "Size":
-        """A video file's, whose seconds are made anew. UserError with the command that cuts and
-        scales one of which the model cannot have the size."""
+    def of_video(
+        cls, path: str | Path, extend: float | None = None, window_frames: int | None = None
+    ) -> "Size":
+        """A video file's, whose seconds are made anew; of one that is made longer, of each window.
+        UserError with the command that cuts and scales one of which the model cannot have the
+        size."""
         flag = "--video-path"
         check_readable(path, flag, f"; pass a video as {flag} FILE")
         num_frames, height, width, frame_rate = footage(path, flag)
-        frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+        frames = num_frames
+        if extend is None:
+            frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
         sides = [max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in (height, width)]
         if [num_frames, height, width] != [frames, *sides]:
             name = f"{Path(path).stem}-{sides[0]}x{sides[1]}x{frames}.mp4"
@@ -149,6 +157,8 @@ class Size:
                 f"{flag} {path} has {num_frames} frames of {height}x{width}; wanted 8k+1 frames and"
                 f" sides that are multiples of {SPACE_SCALE}.\nType: {command}"
             )
+        if extend is not None:
+            num_frames = window_frames or default_window(extend, num_frames, frame_rate)
         return cls(height, width, num_frames, frame_rate)
 
     def stages(
@@ -210,27 +220,46 @@ class Job(Inputs):
     def stages(self) -> tuple[Stage, ...]:
         stages = self.size.stages(self.recipe, self.steps, self.sampler)
         stages = stages[: 1 if self.skip_stage_2 else None]
+        if self.extension:
+            return tuple(
+                stages[0]._replace(loras=self.loras, window=window)
+                for window in self.extension.windows
+            )
         own = self.stage_1_loras, self.stage_2_loras
         return tuple(s._replace(loras=self.loras + o) for s, o in zip(stages, own, strict=False))
+
+    @property
+    def extension(self) -> Extension | None:
+        """How the retaken video is made longer, where it is; the size is that of a window."""
+        return extension_of(self.retake, self.size.num_frames, self.size.frame_rate)
+
+    @property
+    def seen(self) -> str:
+        """The name of the latents whose frames are the video's: the last stage's, or the joined
+        windows'."""
+        return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
 
     @property
     def heard(self) -> str:
         """The name of the latents whose sound is the video's: the last stage's or, of HQ, whose
         second stage is for the picture alone, the first's."""
+        if self.extension:
+            return "s1_audio"
         stage = self.stages[0 if self.sampler == "res_2s" else -1]
         return f"{stage.key}_audio"
 
     @property
     def buckets(self) -> list[Bucket]:
         """The compiled shapes of all stages."""
-        return [self.bucket(stage) for stage in self.stages]
+        return list(dict.fromkeys(self.bucket(stage) for stage in self.stages))
 
     @property
     def buckets_to_compile(self) -> list[Bucket]:
         """Those that jobs of this kind need, whose values differ: text to video has one timestep
         per step, an image at frame 0 a second one, and either is its own, faster graph."""
         counts = [None] if self.fixes_timesteps else [1, 2]
-        return [self.bucket(stage, count) for stage in self.stages for count in counts]
+        needed = (self.bucket(stage, count) for stage in self.stages for count in counts)
+        return list(dict.fromkeys(needed))  # windows share theirs
 
     def bucket(self, stage: Stage, timesteps: int | None = None) -> Bucket:
         """The compiled shape a stage needs."""
