@@ -173,8 +173,8 @@ class LTXPipeline:
         audio                 a sound that the video is made for
         video                 a Retake, or a path whose seconds from start_time to end_time are made
                               anew, `regenerate` of them: "both", "video" or "audio"
-        extend                seconds that a path's video is made longer by, at its end or, below 0,
-                              before its beginning, in windows of num_frames
+        extend                makes video longer by seconds, below 0 at its start, in windows of
+                              num_frames
         reference             what ic_loras take, a path or one or several ReferenceVideos
         attention_mask        a video of how much of the references is attended to
         images_as_guides      an image at frame 0 is appended as the others are
@@ -182,9 +182,7 @@ class LTXPipeline:
                               output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
-        extend = _plain(extend)
-        part = start_time, end_time, regenerate, extend
-        given = _given(audio, video, part, attention_mask)
+        given = _given(audio, video, (start_time, end_time, regenerate, extend), attention_mask)
         sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         job = Job(
             prompt,
@@ -326,6 +324,7 @@ def _size(
         return Size(**given, two_stage=two_stage)
     if isinstance(video, Retake):
         extend = video.extend or None
+    extend = _plain(extend)
     window = None if extend is None else given.pop("num_frames", None)
     if given or two_stage:
         names = ", ".join([*given, *(["two_stage"] if two_stage else [])])
