@@ -168,18 +168,14 @@ class LTXPipeline:
         image                 a path held at frame 0, or one or several ImageConditions
         generator             a CPU generator to draw noise from; else one seeded with `seed`
         loras                 in all stages, in place of the pipeline's own; () is none
-        distilled_loras       besides, in stage 2 of dev
-        ic_loras              besides, in stage 1
+        distilled_loras       besides, in stage 2 of dev, and ic_loras in stage 1
         audio                 a sound that the video is made for
-        video                 a Retake, or a path whose seconds from start_time to end_time are made
-                              anew, `regenerate` of them: "both", "video" or "audio"
-        extend                makes video longer by seconds, below 0 at its start, in windows of
-                              num_frames
+        video                 a Retake, or a path: made anew from start_time to end_time (regenerate
+                              "both", "video", "audio"), or longer by `extend` seconds (< 0: before)
         reference             what ic_loras take, a path or one or several ReferenceVideos
         attention_mask        a video of how much of the references is attended to
         images_as_guides      an image at frame 0 is appended as the others are
-        output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
-                              output_path
+        output_type           "np" frames and waveform, "latent" the latents, "mp4" at output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
         given = _given(audio, video, (start_time, end_time, regenerate, extend), attention_mask)
@@ -350,10 +346,10 @@ def _given(
     start, end, regenerate, extend = map(_plain, part)
     check_type("extend", extend, float | None)
     if not isinstance(video, str | Path):
-        if (start, end, extend) != (None, None, None):
-            raise UserError(
-                "start_time, end_time and extend go with video=a path; give that, or a Retake"
-            )
+        if (start, end) != (None, None):
+            raise UserError("start_time and end_time go with video=a path; give that, or a Retake")
+        if extend is not None:
+            raise UserError("extend goes with video=a path; give that, or a Retake")
     elif extend is not None:
         if (start, end, regenerate) != (None, None, Retake.regenerate) or not extend:
             raise UserError(
