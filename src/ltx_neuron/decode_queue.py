@@ -14,11 +14,13 @@ from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.background import BackgroundTask, ahead
+from ltx_neuron.host.conditions import with_source
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.extension import joined
 from ltx_neuron.sampling.upscaling import UPSCALES
 
 # Latent upsampler -> the name of the latents it returns, as --save-tensors has it.
@@ -168,8 +170,10 @@ class DecodeQueue:
     def _result(self, run: JobRun) -> Result:
         job, tensors = run.job, run.tensors
         run.tensors = {}  # a long batch keeps nothing of the jobs that are done
-        last = job.stages[-1].key
-        video = tensors[f"{last}_video"]
+        if job.extension:
+            windows = joined(job.extension, job.extension.windows, tensors)
+            tensors["s1_video"], tensors["s1_audio"] = windows
+        video = tensors[job.seen]
         if job.upscale:
             with self.recorder.phase("upsample"):
                 for kind in UPSCALES[job.upscale]:
@@ -179,7 +183,7 @@ class DecodeQueue:
         if job.sound:  # what was given is what is heard
             sound, rate = partial(tensors.get, "waveform"), int(tensors["waveform_rate"])
         else:
-            sound, rate = partial(self._sound, tensors[job.heard]), self.host.sample_rate
+            sound, rate = partial(self._sound, job, tensors[job.heard]), self.host.sample_rate
         if self.decode:
             with self._decoding(job, video, sound, rate) as clip:
                 if self.write:
@@ -206,6 +210,8 @@ class DecodeQueue:
         """A job's clip. Where cores are free for it, pictures are decoded ahead of who takes them,
         and sound beside them; else each when it is asked for."""
         chunks, sound = self._pictures(video), cache(sound)
+        if job.extension:
+            chunks = with_source(job.given, chunks)
         task = None
         with ExitStack() as ending:
             ending.enter_context(closing(chunks))
@@ -240,6 +246,7 @@ class DecodeQueue:
             yield chunk
             del chunk
 
-    def _sound(self, audio: Tensor) -> Tensor:
+    def _sound(self, job: Job, audio: Tensor) -> Tensor:
         with self.recorder.phase("decode_audio"):
-            return self.host.decode_audio(audio)
+            waveform = self.host.decode_audio(audio)
+        return job.extension.heard(waveform, self.host.sample_rate) if job.extension else waveform

@@ -90,7 +90,9 @@ class StageRun:
         self.sequence = ["main"] * self.bucket.max_steps
         given = encoded, (video, audio), images
         rate, compat = job.size.frame_rate, self.compat
-        self.states = initial_states(job, rate, stage.upsampled, *given, compat, self.dtype)
+        self.states = initial_states(
+            job, rate, stage.upsampled, *given, compat, self.dtype, stage.window
+        )
         # The generator draws video first.
         self.video, self.audio = (self._noised(state, generator) for state in self.states)
         video, audio = self.states

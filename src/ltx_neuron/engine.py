@@ -30,6 +30,7 @@ from ltx_neuron.residency import Residency
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.extension import start_of
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
 from ltx_neuron.text.encoders import Contexts
@@ -313,7 +314,7 @@ class Engine:
         """A stage with all that its steps share uploaded."""
         job, workspace = run.job, self.workspace
         adaln = self.residency.use_weights(stage.loras)
-        if job.has_media and not stage.upsampled:
+        if job.has_media and not (stage.upsampled or "video_latent" in run.tensors):
             with self.recorder.phase("encode_inputs"):
                 run.tensors |= conditions.encode(self.host, job.given)
         start = self._initial_latents(run, stage)
@@ -326,7 +327,9 @@ class Engine:
 
     def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:
         """(1, 128, F, h, w) and (1, 8, Ta, 16): the stage before's, its video upsampled, those of
-        a file, or zeros, which the noise of a first stage replaces."""
+        a file, or zeros, which the noise of a first stage replaces; of a window, what is there."""
+        if stage.window:
+            return start_of(run.job.extension, stage.window, run.tensors)
         if stage.upsampled:
             tensors = run.tensors
             upsample = partial(self.host.upsample, tensors["s1_video"], "spatial")

@@ -150,6 +150,8 @@ def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) ->
     add("--audio-path", metavar="FILE", help="make the video for this sound")
     help = "make part of this video anew, at its own size"
     add("--video-path", metavar="FILE", help=help)
+    help = "make that video so much longer at its end or, below 0, before its beginning, in windows"
+    add("--extend", type=float, metavar="SECONDS", help=f"{help} of --num-frames")
     metavar = ("PATH", "STRENGTH")
     help = "a reference of --ic-lora; repeatable"
     several = dict(action="append", nargs="+", default=[], metavar=metavar)
@@ -434,20 +436,24 @@ def size(args: argparse.Namespace) -> Size:
     }
     if (path := getattr(args, "video_path", None)) is None:
         return Size(**typed)
+    extend = args.extend
+    window = None if extend is None else typed.pop("num_frames", None)
     if typed:
         flags = " ".join(f"--{name.replace('_', '-')}" for name in typed)
         raise UserError(
             f"{flags} does not go with --video-path: the video is made at the file's own size and"
             f" rate, in one stage; leave out {flags}"
         )
-    return video_size(path, "--video-path")
+    return video_size(path, "--video-path", extend, window)
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:
     """The job of the flags of `add_size`, `add_ic_loras` and `add_conditions(shape_only=True)`:
     what graphs are compiled for. Its prompt is empty."""
     of = size(args)
-    if args.video_path is not None:  # whichever seconds of it: the graphs are the same
+    if (
+        args.video_path is not None and args.extend is None
+    ):  # whichever seconds of it: the graphs are the same
         seconds = {"start_time": 0.0, "end_time": of.num_frames / of.frame_rate}
         args = argparse.Namespace(**vars(args) | seconds)
     return Job(
@@ -482,9 +488,12 @@ def _sound(args: argparse.Namespace) -> SoundCondition | None:
 
 
 def _retake(args: argparse.Namespace) -> Retake | None:
-    _check_owner(args, "--video-path", ("--start-time", "--end-time", "--regenerate"))
+    part = "--start-time", "--end-time", "--regenerate"
+    _check_owner(args, "--video-path", (*part, "--extend"))
     if args.video_path is None:
         return None
+    if args.extend is not None:
+        return _extend(args, [flag for flag in part if getattr(args, _dest(flag)) is not None])
     for flag in ("--start-time", "--end-time"):
         if getattr(args, _dest(flag)) is None:
             raise UserError(
@@ -493,6 +502,21 @@ def _retake(args: argparse.Namespace) -> Retake | None:
             )
     regenerate = args.regenerate or Retake.regenerate
     return Retake(args.video_path, args.start_time, args.end_time, regenerate)
+
+
+def _extend(args: argparse.Namespace, excluded: list[str]) -> Retake:
+    if excluded:
+        raise UserError(
+            f"{' '.join(excluded)} does not go with --extend, which adds to the video and keeps all"
+            f" that is there; leave out {' '.join(excluded)}"
+        )
+    if args.extend == 0:
+        raise UserError(
+            "--extend 0 adds nothing; type seconds, as in --extend 2, or --extend -2 before the"
+            " beginning"
+        )
+    frames = footage(args.video_path, "--video-path").num_frames
+    return Retake(args.video_path, extend=args.extend, source_frames=frames)
 
 
 def _references(args: argparse.Namespace) -> tuple[ReferenceVideo, ...]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.sampling.extension import Extension, Window, extension_of
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.guidance import (
@@ -48,6 +49,7 @@ class Stage(NamedTuple):
     upsampled  starts from the spatially upsampled latents of the stage before, not from noise alone
     loras      merged into the weights that it runs on
     sampler    "euler", or "res_2s", whose steps are of two evaluations of the model
+    window     of a video that is made longer: each has a stage 1 of its own
     """
 
     name: str  # "stage_1" or "stage_2"
@@ -58,11 +60,12 @@ class Stage(NamedTuple):
     upsampled: bool = False
     loras: WeightSet = ()
     sampler: str = "euler"
+    window: Window | None = None
 
     @property
     def key(self) -> str:
-        """What the names of its tensors begin with in --save-tensors: "s1" or "s2"."""
-        return self.name.replace("stage_", "s")
+        """What the names of its tensors begin with in --save-tensors: "s1", "s2", "window_1"."""
+        return self.window.key if self.window else self.name.replace("stage_", "s")
 
     @property
     def steps(self) -> int:
@@ -121,29 +124,45 @@ class Job(Inputs):
         sigmas = ltx2_schedule(self.steps, tokens) if guided else DISTILLED_SIGMAS
         loras = self.loras + self.stage_1_loras, self.loras + self.stage_2_loras
         half = Stage("stage_1", *first, sigmas, guided, loras=loras[0], sampler=sampler)
+        if self.extension:
+            return tuple(half._replace(window=window) for window in self.extension.windows)
         if not size.two_stage or self.skip_stage_2:
             return (half,)
         full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=sampler)
         return half, full._replace(upsampled=True, loras=loras[1])
 
     @property
+    def extension(self) -> Extension | None:
+        """How the retaken video is made longer, where it is; the size is that of a window."""
+        return extension_of(self.retake, self.size.num_frames, self.size.frame_rate)
+
+    @property
+    def seen(self) -> str:
+        """The name of the latents whose frames are the video's: the last stage's, or the joined
+        windows'."""
+        return "s1_video" if self.extension else f"{self.stages[-1].key}_video"
+
+    @property
     def heard(self) -> str:
         """The name of the latents whose sound is the video's: the last stage's or, of HQ, whose
         second stage is for the picture alone, the first's."""
+        if self.extension:
+            return "s1_audio"
         stage = self.stages[0 if self.sampler == "res_2s" else -1]
         return f"{stage.key}_audio"
 
     @property
     def buckets(self) -> list[Bucket]:
         """The compiled shapes of all stages."""
-        return [self.bucket(stage) for stage in self.stages]
+        return list(dict.fromkeys(self.bucket(stage) for stage in self.stages))
 
     @property
     def buckets_to_compile(self) -> list[Bucket]:
         """Those that jobs of this kind need, whose values differ: text to video has one timestep
         per step, an image at frame 0 a second one, and either is its own, faster graph."""
         counts = [None] if self.fixes_timesteps else [1, 2]
-        return [self.bucket(stage, count) for stage in self.stages for count in counts]
+        needed = (self.bucket(stage, count) for stage in self.stages for count in counts)
+        return list(dict.fromkeys(needed))  # windows share theirs
 
     def bucket(self, stage: Stage, timesteps: int | None = None) -> Bucket:
         """The compiled shape a stage needs."""

@@ -151,6 +151,7 @@ class LTXPipeline:
         start_time: float | None = None,
         end_time: float | None = None,
         regenerate: str = Retake.regenerate,
+        extend: float | None = None,
         reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None = None,
         attention_mask: str | Path | AttentionMask | None = None,
         images_as_guides: bool = False,
@@ -169,20 +170,19 @@ class LTXPipeline:
         loras                 in all stages, in place of the pipeline's own; () is none
         distilled_loras       besides, in stage 2 of dev; ic_loras: in stage 1
         audio                 a sound that the video is made for
-        video                 a Retake, or a path whose seconds from start_time to end_time are made
-                              anew, `regenerate` of them: "both", "video" or "audio"
+        video                 a Retake, or a path: made anew from start_time to end_time (regenerate
+                              "both", "video", "audio"), or longer by `extend` seconds (< 0: before)
         reference             what ic_loras take, a path or one or several ReferenceVideos
         attention_mask        a video of how much of the references is attended to
         images_as_guides      an image at frame 0 is appended as the others are
-        output_type           "np" frames and waveform, "latent" the final latents, "mp4" a file at
-                              output_path
+        output_type           "np" frames and waveform, "latent" the latents, "mp4" at output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
-        given = _given(audio, video, (start_time, end_time, regenerate), attention_mask)
+        given = _given(audio, video, (start_time, end_time, regenerate, extend), attention_mask)
         sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         job = Job(
             prompt,
-            _size(video, sides, two_stage),
+            _size(video, sides, two_stage, extend),
             recipe=self.recipe,
             seed=_plain(seed),
             num_inference_steps=_plain(num_inference_steps),
@@ -312,11 +312,17 @@ def _conditions(
     return (ImageCondition(str(image)),)
 
 
-def _size(video: str | Path | Retake | None, sides: dict, two_stage: bool) -> Size:
+def _size(
+    video: str | Path | Retake | None, sides: dict, two_stage: bool, extend: float | None
+) -> Size:
     """What is given, the rest as everywhere; of a retake its file's."""
     given = {name: _plain(value) for name, value in sides.items() if value is not None}
     if video is None:
         return Size(**given, two_stage=two_stage)
+    if isinstance(video, Retake):
+        extend = video.extend or None
+    extend = _plain(extend)
+    window = None if extend is None else given.pop("num_frames", None)
     if given or two_stage:
         names = ", ".join([*given, *(["two_stage"] if two_stage else [])])
         raise UserError(
@@ -324,22 +330,35 @@ def _size(video: str | Path | Retake | None, sides: dict, two_stage: bool) -> Si
             f" stage; leave out {names}"
         )
     check_type("video", video, str | Path | Retake)
-    return video_size(video.path if isinstance(video, Retake) else video, "--video-path")
+    path = video.path if isinstance(video, Retake) else video
+    return video_size(path, "--video-path", extend, window)
 
 
 def _given(
     audio: str | Path | SoundCondition | None,
     video: str | Path | Retake | None,
-    part: tuple[float | None, float | None, str],
+    part: tuple[float | None, float | None, str, float | None],
     mask: str | Path | AttentionMask | None,
 ) -> dict[str, Any]:
-    """A Job's sound, retake and attention mask; `part` of a video is its seconds and streams."""
+    """A Job's sound, retake and attention mask; `part` of a video is its seconds and streams,
+    and what it is made longer by."""
     check_type("audio", audio, str | Path | SoundCondition | None)
     check_type("attention_mask", mask, str | Path | AttentionMask | None)
-    start, end, regenerate = map(_plain, part)
+    start, end, regenerate, extend = map(_plain, part)
+    check_type("extend", extend, float | None)
     if not isinstance(video, str | Path):
         if (start, end) != (None, None):
             raise UserError("start_time and end_time go with video=a path; give that, or a Retake")
+        if extend is not None:
+            raise UserError("extend goes with video=a path; give that, or a Retake")
+    elif extend is not None:
+        if (start, end, regenerate) != (None, None, Retake.regenerate) or not extend:
+            raise UserError(
+                "extend=seconds adds to a video and keeps what is there: give seconds that are not"
+                " 0, and leave out start_time, end_time and regenerate"
+            )
+        frames = footage(video, "video").num_frames
+        video = Retake(str(video), extend=extend, source_frames=frames)
     elif start is None or end is None:
         raise UserError(
             "video needs start_time and end_time: which seconds are made anew? Give for example"
@@ -373,8 +392,7 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
     elif output_type == "mp4":
         output.path = Path(output_path)
     else:
-        last = result.job.stages[-1].key
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]
-        output.video_latent = result.tensors[upscaled[-1] if upscaled else f"{last}_video"]
+        output.video_latent = result.tensors[upscaled[-1] if upscaled else result.job.seen]
         output.audio_latent = result.tensors[result.job.heard]
     return output

@@ -166,6 +166,8 @@ def _decoded_latent(job: Job) -> tuple[int, int, int]:
     """(F, h, w) of the video latent that is decoded."""
     stage = job.stages[-1]
     latent = video_latent_shape(stage.height, stage.width, job.size.num_frames)
+    if job.extension:
+        latent = (job.extension.video_latents, *latent[1:])
     return upscaled(latent, job.upscale)
 
 

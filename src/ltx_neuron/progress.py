@@ -40,6 +40,9 @@ _KEPT = ("attention_mask", *_CONTEXTS, *_STAGE_TENSORS)
 # Of a job that was given its sound: for its second stage and its MP4.
 _GIVEN_SOUND = ("audio_latent", "waveform", "waveform_rate")
 
+# Of a video that is made longer: what its windows go on from, beside each window's own.
+_KNOWN = ("video_latent", "audio_latent")
+
 
 class JobRun:
     """A job under way.
@@ -165,6 +168,9 @@ def write_run_tensors(path: Path, tensors: dict[str, Tensor], identity: dict) ->
 
 def _kept(job: Job) -> tuple[str, ...]:
     """Names of a job's tensors that go on in another process."""
+    if job.extension:
+        windows = (f"{s.key}_{stream}" for s in job.stages for stream in ("video", "audio"))
+        return (*_KEPT, *_KNOWN, *windows)
     return (*_KEPT, *_GIVEN_SOUND) if job.sound else _KEPT
 
 
@@ -233,13 +239,20 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
     """Refuse tensors of other shapes or dtypes than the job's: somebody may have changed them."""
-    wanted, needed = {}, ("attention_mask", *_CONTEXTS, "s1_video", "s1_audio")
+    wanted, needed = {}, ("attention_mask", *_CONTEXTS)
+    needed += tuple(f"{job.stages[0].key}_{stream}" for stream in ("video", "audio"))
     frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
     audio = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
     for stage in job.stages:
         shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
         wanted[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *shape), dtype
         wanted[f"{stage.key}_audio"] = audio, dtype
+    if found := job.extension:
+        needed += _KNOWN
+        video = (found.video_latents, *shape[1:])
+        wanted["video_latent"] = (1, latents.VIDEO_CHANNELS, *video), dtype
+        known = (1, latents.AUDIO_CHANNELS, found.audio_latents, latents.MEL_BINS)
+        wanted["audio_latent"] = known, dtype
     if job.sound:
         needed += _GIVEN_SOUND
         samples = tensors["waveform"].numel() // 2 if "waveform" in tensors else 0

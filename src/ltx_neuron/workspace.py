@@ -633,6 +633,8 @@ def _shape_flags(job: Job) -> list:
     if not job.retake:  # whose file says it
         flags += ["--height", size.height, "--width", size.width]
         flags += ["--num-frames", size.num_frames, "--frame-rate", size.frame_rate]
+    elif job.extension:
+        flags += ["--num-frames", size.num_frames]
     flags += [*(["--two-stage"] if size.two_stage else []), "--recipe", job.recipe]
     # An IC-LoRA's metadata says how its references are scaled.
     for lora in job.stage_1_loras if job.references else ():

@@ -46,7 +46,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import Program, dit_program, tile_program
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling.conditioning import AttentionMask, ReferenceVideo, Retake
+from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.text.encoders import Contexts, RankTextEncoder
 from ltx_neuron.text.inputs import bucket_for, load_tokenizer, tokenize

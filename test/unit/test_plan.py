@@ -22,7 +22,7 @@ from ltx_neuron.plan.clip import Clip
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import PROFILES, Chip, resolve
 from ltx_neuron.report.recorder import PHASES, Recorder
-from ltx_neuron.sampling.conditioning import (
+from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
     ReferenceVideo,

@@ -154,5 +154,7 @@ def line_of(job: Job) -> dict[str, Any]:
     keys = ("prompt", "negative_prompt", "seed", "num_inference_steps", "upscale", "recipe")
     if not job.retake:  # whose file says its size
         keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
+    elif job.extension:
+        keys += ("num_frames",)
     line = {key: said[key] for key in keys}
     return line | job.keys | flags.guidance_keys(job) | flags.lora_keys(vars(job))

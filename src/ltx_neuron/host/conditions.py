@@ -5,7 +5,9 @@ Sources: ltx-pipelines 1.2.0, a2vid_two_stage.py, retake.py, iclora_utils.py and
 What a file lacks for its job is a UserError, which the checks raise before a model is loaded.
 """
 
+import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
 
@@ -50,7 +52,9 @@ def check(given: Given) -> None:
     """Raise UserError where `encode` would for what a file is: of videos only headers are read."""
     if given.sound:
         check_sound(given)
-    if given.retake:
+    if given.extension:
+        check_extension(given)
+    elif given.retake:
         check_retake(given)
     check_references(given)
 
@@ -61,14 +65,17 @@ def encode(host: HostModels, given: Given) -> dict[str, Tensor]:
     mel               (1, 2, frames, 64) float32; of a retake only where its file has sound
     audio_latent      (1, 8, Ta, 16), as long as the video; where there is a mel
     waveform          (2, N) float32, and waveform_rate, of them per second: the sound condition's
-    video_latent      (1, 128, F, h, w), of a retake
+    video_latent      (1, 128, F, h, w), of a retake; of a video that is made longer, the clip that
+                      its windows are cut out of, zeros where it is new; so its audio_latent
     reference_latent  (1, 128, F, h, w), then reference_latent_1 and so on
     reference_attention  (1, M), a weight for each token of all references, where there is a mask
     """
     tensors = {}
     if given.sound:
         tensors |= _encode_sound(host, given)
-    if given.retake:
+    if given.extension:
+        tensors |= _encode_extension(host, given)
+    elif given.retake:
         tensors |= _encode_retake(host, given)
     for number, reference in enumerate(given.references):
         name = f"reference_latent_{number}" if number else "reference_latent"
@@ -180,7 +187,7 @@ def check_retake(given: Given) -> None:
     timed = timed_frames(path, RETAKE, 0.0, given.seconds)
     if timed is not None:
         _check_number(path, RETAKE, timed, given.num_frames)
-    _retaken_sound(given)
+    _retaken_sound(path, given.seconds)
 
 
 def _encode_retake(host: HostModels, given: Given) -> dict[str, Tensor]:
@@ -188,7 +195,7 @@ def _encode_retake(host: HostModels, given: Given) -> dict[str, Tensor]:
     timed = frames_between(path, RETAKE, 0.0, given.seconds)
     pixels = pixels_of(_exactly(given.num_frames, timed, path, RETAKE), given.height, given.width)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype))}
-    if sound := _retaken_sound(given):
+    if sound := _retaken_sound(path, given.seconds):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
         # What the sound is too short for is zeros, which are no encoded silence: upstream's rule.
         padded = F.pad(latent, (0, 0, 0, max(0, frames - latent.shape[2])))
@@ -196,14 +203,97 @@ def _encode_retake(host: HostModels, given: Given) -> dict[str, Tensor]:
     return tensors
 
 
-def _retaken_sound(given: Given) -> Sound | None:
+def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
     """The video's sound as long as the video; None where there is too little of it."""
-    path = given.retake.path
-    sound = read_sound(path, RETAKE, 0.0, given.seconds)
+    sound = read_sound(path, RETAKE, 0.0, seconds)
     if sound is None or _is_too_short(sound):
         return None
     _check_format(sound, path, RETAKE)
     return sound
+
+
+# --- a video that is made longer ------------------------------------------------------------------
+
+
+def check_extension(given: Given) -> None:
+    """Raise UserError unless every frame of the video is there, and its sound, where it has any, is
+    one that can be encoded."""
+    path, extension = given.retake.path, given.extension
+    timed = timed_frames(path, RETAKE, 0.0, math.inf)
+    if timed is not None:
+        _check_number(path, RETAKE, timed, extension.source_frames)
+    _retaken_sound(path, extension.source_seconds)
+
+
+def _encode_extension(host: HostModels, given: Given) -> dict[str, Tensor]:
+    extension, dtype = given.extension, host.dtype
+    pixels = pixels_of(_known_frames(given), given.height, given.width)
+    known = host.encode_video(pixels.to(dtype))[:, :, int(extension.before) :]
+    video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
+    video[:, :, extension.known_video] = known
+    mel, latent = host.encode_audio(_extended_sound(given))
+    missing = max(0, extension.audio_latents - latent.shape[2])
+    latent = F.pad(latent, (0, 0, 0, missing))[:, :, : extension.audio_latents]
+    audio = torch.zeros_like(latent)
+    audio[:, :, extension.known_audio] = latent[:, :, extension.known_audio]
+    return {"mel": mel, "video_latent": video, "audio_latent": audio}
+
+
+def _known_frames(given: Given) -> Iterator[np.ndarray]:
+    """The file's frames that the windows see."""
+    extension, frames = given.extension, _source_frames(given)
+    if not extension.before:
+        return islice(frames, extension.source_frames - extension.known_frames, None)
+    # A latent of its own for one frame: the file's are behind the first latent of the clip. Nothing
+    # moves before them, as the encoder takes it of every clip.
+    first = next(frames)
+    return chain([first, first], islice(frames, extension.known_frames - 1))
+
+
+def _extended_sound(given: Given) -> Sound:
+    """The file's sound as long as its video, behind as much silence as is made before it. A file
+    without sound is silent."""
+    extension, path = given.extension, given.retake.path
+    sound = _retaken_sound(path, extension.source_seconds)
+    if sound is None:
+        print(f"{RETAKE} {path} has no sound: what is added goes on from silence")
+        sound = Sound(torch.zeros(CHANNELS, 0), SAMPLE_RATE)
+    samples, rate = _stereo(sound, f"{RETAKE} {path}")
+    before, whole = (
+        round(seconds * rate)
+        for seconds in (extension.silence, extension.silence + extension.source_seconds)
+    )
+    return Sound(F.pad(samples, (before, whole - before - samples.shape[1])), rate)
+
+
+def _source_frames(given: Given) -> Iterator[np.ndarray]:
+    path = given.retake.path
+    return _exactly(given.extension.source_frames, first_frames(path, RETAKE), path, RETAKE)
+
+
+def with_source(given: Given, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The frames of a video that is made longer, in chunks, uint8 (N, H, W, 3): the file's own, bit
+    for bit, and the new ones of those that are decoded."""
+    kept, new = _in_chunks(_source_frames(given)), _taken(decoded, given.extension.decoded)
+    with closing(decoded):
+        yield from chain(new, kept) if given.extension.before else chain(kept, new)
+
+
+def _in_chunks(frames: Iterator[np.ndarray]) -> Iterator[Tensor]:
+    while some := list(islice(frames, TIME_SCALE)):
+        yield torch.from_numpy(np.stack(some))
+
+
+def _taken(chunks: Iterator[Tensor], wanted: slice) -> Iterator[Tensor]:
+    """Those frames of the chunks; later ones are not asked for."""
+    at = 0
+    for chunk in chunks:
+        part = chunk[max(0, wanted.start - at) : max(0, wanted.stop - at)]
+        at += len(chunk)
+        if len(part):
+            yield part
+        if at >= wanted.stop:
+            return
 
 
 # --- references -----------------------------------------------------------------------------------

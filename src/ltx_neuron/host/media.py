@@ -18,6 +18,7 @@ from torch import Tensor
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_readable, check_regular
 from ltx_neuron.host.images import MAX_SIDE, fill
+from ltx_neuron.sampling.extension import default_window
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.size import Size
 
@@ -128,12 +129,16 @@ def timed_frames(path: str | Path, flag: str, start: float, duration: float) -> 
         return sum(start <= time * base < start + duration for time in times)
 
 
-def video_size(path: str | Path, flag: str) -> Size:
-    """A video file's, whose seconds are made anew. UserError with the command that cuts and scales
-    one of which the model cannot have the size."""
+def video_size(
+    path: str | Path, flag: str, extend: float | None = None, window_frames: int | None = None
+) -> Size:
+    """A video file's, whose seconds are made anew; of one that is made longer, of each window.
+    UserError with the command that cuts and scales one of which the model cannot have the size."""
     check_readable(path, flag, f"; pass a video as {flag} FILE")
     num_frames, height, width, frame_rate = footage(path, flag)
-    frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+    frames = num_frames
+    if extend is None:
+        frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
     sides = [max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in (height, width)]
     if [num_frames, height, width] != [frames, *sides]:
         name = f"{Path(path).stem}-{sides[0]}x{sides[1]}x{frames}.mp4"
@@ -143,6 +148,8 @@ def video_size(path: str | Path, flag: str) -> Size:
             f"{flag} {path} has {num_frames} frames of {height}x{width}; wanted 8k+1 frames and"
             f" sides that are multiples of {SPACE_SCALE}.\nType: {command}"
         )
+    if extend is not None:
+        num_frames = window_frames or default_window(extend, num_frames, frame_rate)
     return Size(height, width, num_frames, frame_rate)
 
 

@@ -257,8 +257,10 @@ def plan(
         gemma.check_tensor_parallel(tp)
 
     def stage_plans(of: Job) -> list[StagePlan]:
-        with fake_process_group(tp):
-            return [_stage(config, of, stage, profile, tp, torch_dtype) for stage in of.stages]
+        stages = [stage._replace(window=None) for stage in of.stages]
+        with fake_process_group(tp):  # windows of a video that is made longer are all alike
+            plans = {s: _stage(config, of, s, profile, tp, torch_dtype) for s in set(stages)}
+        return [plans[stage] for stage in stages]
 
     stages, weights = stage_plans(job), _dit_bytes(checkpoint, tp, torch_dtype)
     gemma_bytes = embeddings = 0
@@ -271,6 +273,8 @@ def plan(
     last, limit = stages[-1], profile.memory_bytes_per_core
     latent = video_latent_shape(last.height, last.width, job.size.num_frames)
     dit_files = weights["rank"] * tp + weights["host"]
+    if job.extension:
+        latent = (job.extension.video_latents, *latent[1:])
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
     if fits is False:

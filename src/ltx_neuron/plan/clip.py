@@ -175,7 +175,7 @@ class Clip:
     def _denoising(self) -> list[Row]:
         rows = []
         for number, stage in enumerate(self.plan.stages):
-            if number:
+            if number and not self.job.extension:
                 before = self.plan.stages[number - 1]
                 latent = video_latent_shape(before.height, before.width, self.job.size.num_frames)
                 if weight_sets(self.job) > 1:
@@ -222,9 +222,10 @@ class Clip:
 
     @property
     def _latent(self) -> tuple[int, int, int]:
-        """(F, h, w) of the video latent that the last stage makes."""
-        last = self.plan.stages[-1]
-        return video_latent_shape(last.height, last.width, self.job.size.num_frames)
+        """(F, h, w) of the video latent that is decoded."""
+        last, longer = self.plan.stages[-1], self.job.extension
+        latent = video_latent_shape(last.height, last.width, self.job.size.num_frames)
+        return (longer.video_latents, *latent[1:]) if longer else latent
 
     @property
     def _pixels(self) -> tuple[int, int, int]:
@@ -260,7 +261,8 @@ class Clip:
         ]
 
     def _sound(self) -> Row:
-        seconds = self.job.size.num_frames / self.job.size.frame_rate
+        longer, size = self.job.extension, self.job.size
+        seconds = (longer or size).num_frames / size.frame_rate
         return self._host("decode_audio", seconds, "decode_audio", f"{seconds:.1f} s of sound")
 
     def _mp4(self) -> Row:

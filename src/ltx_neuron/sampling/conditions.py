@@ -35,12 +35,18 @@ class SoundCondition:
 @dataclass(frozen=True)
 class Retake:
     """A video file of which the seconds from `start_time` to `end_time` are made anew: of
-    `regenerate` "video", "audio" or "both". The other stream is kept whole."""
+    `regenerate` "video", "audio" or "both". The other stream is kept whole.
+
+    extend  seconds that are made anew at its end or, below 0, before its beginning, in place of
+            those; source_frames are what the file has, and all kept
+    """
 
     path: str | Path
-    start_time: float
-    end_time: float
+    start_time: float = 0.0
+    end_time: float = 0.0
     regenerate: str = "both"
+    extend: float = 0.0
+    source_frames: int = 0
 
 
 @dataclass(frozen=True)

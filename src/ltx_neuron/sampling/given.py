@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
+from ltx_neuron.sampling.extension import Extension, extension_of
 from ltx_neuron.sampling.latents import audio_latent_frames
 
 
@@ -17,6 +18,11 @@ class Given(NamedTuple):
     retake: Retake | None = None
     references: tuple[ReferenceVideo, ...] = ()
     attention_mask: AttentionMask | None = None
+
+    @property
+    def extension(self) -> Extension | None:
+        """How the retaken video is made longer, where it is."""
+        return extension_of(self.retake, self.num_frames, self.frame_rate)
 
     @property
     def seconds(self) -> float:

@@ -18,6 +18,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
     distinct_masks,
 )
+from ltx_neuron.sampling.extension import extension_of
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE
 from ltx_neuron.sampling.res_2s import SAMPLERS
@@ -42,6 +43,7 @@ _SHAPES = (
     "image",
     "audio_path",
     "video_path",
+    "extend",
     "video_conditioning",
     "conditioning_attention_mask",
     "skip_stage_2",
@@ -170,8 +172,12 @@ class Inputs:
             keys |= {"audio_path": str(sound.path), "audio_start_time": sound.start_time}
             keys |= {"audio_max_duration": sound.max_duration}
         if retake := self.retake:
-            keys |= {"video_path": str(retake.path), "regenerate": retake.regenerate}
-            keys |= {"start_time": retake.start_time, "end_time": retake.end_time}
+            keys["video_path"] = str(retake.path)
+            if retake.extend:
+                keys["extend"] = retake.extend
+            else:
+                keys |= {"start_time": retake.start_time, "end_time": retake.end_time}
+                keys["regenerate"] = retake.regenerate
         if mask := self.attention_mask:
             keys["conditioning_attention_mask"] = [[str(mask.path), mask.strength]]
         return keys
@@ -203,6 +209,8 @@ class Inputs:
         if self.sound:
             _check_sound(self.sound)
         if self.retake:
+            if extension := extension_of(self.retake, num_frames, frame_rate):
+                extension.check()
             _check_retake(self.retake, num_frames / frame_rate)
         if mask := self.attention_mask:
             ends = "1 takes it as it is, 0 hides the reference"
@@ -272,6 +280,13 @@ def _check_sound(sound: SoundCondition) -> None:
 
 def _check_retake(retake: Retake, seconds: float) -> None:
     start, end = retake.start_time, retake.end_time
+    if retake.extend:
+        if (start, end, retake.regenerate) != (0, 0, "both"):
+            raise UserError(
+                "--extend does not go with --start-time, --end-time and --regenerate: both streams"
+                " of what is added are made; leave them out"
+            )
+        return
     if not 0 <= start < end:
         raise UserError(
             f"--start-time {start:g} --end-time {end:g}: wanted seconds of which the first comes"

@@ -11,6 +11,7 @@ from ltx_neuron.sampling.attention_mask import attention_bias
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.conditions import ImageCondition, ReferenceVideo
+from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.inputs import Inputs
 
 
@@ -23,6 +24,7 @@ def initial_states(
     images: list[tuple[ImageCondition, Tensor]],
     compat: Compat,
     dtype: torch.dtype,
+    window: Window | None = None,
 ) -> tuple[LatentState, LatentState]:
     """What video and audio of a stage begin with, and what of them is held.
 
@@ -30,6 +32,7 @@ def initial_states(
     tensors  the inputs as encoded, by their names in --save-tensors
     start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's, or the stage before's latents
     images   each with its latent (1, 128, 1, h, w) at this stage's size
+    window   of a video that is made longer
     """
     # fp32 positions since ltx-core 1.1.3: bf16 ones put sound up to 28 ms off the picture.
     positions = dtype if compat.positions else torch.float32
@@ -40,6 +43,8 @@ def initial_states(
     if inputs.references and not upsampled:
         own_tokens = start[0].shape[2:].numel()
         video = _with_references(inputs.references, video, own_tokens, frame_rate, tensors)
+    if window:
+        return window.states(video, audio, frame_rate)
     if retake := inputs.retake:
         times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)
         audio_seconds = latents.audio_seconds(start[1].shape[2])

@@ -1,0 +1,311 @@
+"""A video made longer, at its end or before its beginning, in windows: which latents each of them
+holds, which it makes, and how they become one clip.
+
+All windows have the same number of frames, so one graph makes them. They are cut out of one clip
+of latents, the known ones next to the new ones; a window holds what is known or was made before it
+and makes the rest. Times are the clip's, so that picture and sound stay together wherever a window
+begins; attention sees differences of times alone.
+
+The clip's video is what the windows see of the file, then what they make; or the other way round.
+Its sound is all of the file's, with what is made: it is decoded as a whole.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.sampling.conditioning import LatentState
+from ltx_neuron.sampling.conditions import Retake
+from ltx_neuron.sampling.latents import (
+    TIME_SCALE,
+    audio_latent_frames,
+    audio_seconds,
+    video_seconds,
+)
+
+# Latents that a window holds of the one before it: 24 frames, a second at 24 fps, from which motion
+# and voices can go on. More of them are more windows for the same seconds.
+OVERLAP = 3
+WINDOW_FRAMES = 121  # where --num-frames is left out: as every other clip's
+LEAST_SOURCE = TIME_SCALE + 1  # frames of the file
+_MOST_SECONDS = 3600.0
+
+
+class Window(NamedTuple):
+    """One window. Latents are counted from the clip's first, of the new ones from the window's.
+
+    video, audio          its first latents
+    new_video, new_audio  from which latent to before which it makes them
+    sound_offset          seconds from the sound's beginning to the video's
+    """
+
+    number: int
+    video: int
+    audio: int
+    new_video: tuple[int, int]
+    new_audio: tuple[int, int]
+    sound_offset: float
+
+    @property
+    def key(self) -> str:
+        """What the names of its tensors begin with."""
+        return f"window_{self.number}"
+
+    def states(
+        self, video: LatentState, audio: LatentState, frame_rate: float
+    ) -> tuple[LatentState, LatentState]:
+        """The states of its latents, at their times and with all held but the new ones."""
+        per_frame = _per_frame(video, frame_rate)
+        bounds = video_seconds(self.video + len(video.denoise_mask) // per_frame, frame_rate)
+        origin = bounds[self.video].item()
+        sound = audio_seconds(self.audio + len(audio.denoise_mask)) - self.sound_offset
+        return (
+            _held(video, bounds[self.video :] - origin, self.new_video, per_frame),
+            _held(audio, sound[self.audio :] - origin, self.new_audio, 1),
+        )
+
+
+def _per_frame(video: LatentState, frame_rate: float) -> int:
+    """Tokens of a latent frame: those at the time of the first."""
+    times = video.positions[0, 0]
+    return int((times == times[0]).sum())
+
+
+def _held(state: LatentState, bounds: Tensor, new: tuple[int, int], per_frame: int) -> LatentState:
+    """A state at other times, held but for its new latents."""
+    mask, positions = torch.zeros(len(bounds) - 1), state.positions.clone()
+    mask[slice(*new)] = 1
+    middles = (bounds[:-1] + bounds[1:]) / 2
+    positions[:, 0] = middles.repeat_interleave(per_frame)
+    return replace(
+        state, denoise_mask=mask.repeat_interleave(per_frame)[:, None], positions=positions
+    )
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What is kept of a file and what is made.
+
+    seconds        how much is made; below 0: before the beginning
+    source_frames  of the file
+    window_frames  8k+1 frames of each window
+    """
+
+    seconds: float
+    source_frames: int
+    window_frames: int
+    frame_rate: float
+
+    # --- frames -----------------------------------------------------------------------------------
+
+    @property
+    def before(self) -> bool:
+        return self.seconds < 0
+
+    @property
+    def new_frames(self) -> int:
+        return round(abs(self.seconds) * self.frame_rate)
+
+    @property
+    def num_frames(self) -> int:
+        """Of the video that comes out."""
+        return self.source_frames + self.new_frames
+
+    @property
+    def made_frames(self) -> int:
+        """Frames of the new latents: up to 7 more than are wanted."""
+        return TIME_SCALE * self.new_latents - (TIME_SCALE - 1) * self.before
+
+    @property
+    def known_frames(self) -> int:
+        """Those next to the new ones that the windows see."""
+        return TIME_SCALE * self.known_latents - (TIME_SCALE - 1) * (not self.before)
+
+    @property
+    def _unseen(self) -> int:
+        """Frames of the file before the clip of latents begins; their sound is in it."""
+        return 0 if self.before else self.source_frames - self.known_frames
+
+    @property
+    def decoded(self) -> slice:
+        """Which of the decoded frames are the new ones."""
+        first = self.made_frames - self.new_frames if self.before else self.known_frames
+        return slice(first, first + self.new_frames)
+
+    def heard(self, waveform: Tensor, rate: int) -> Tensor:
+        """What is heard of the decoded sound (2, samples)."""
+        first = self.decoded.start if self.before else 0
+        start, stop = (
+            round(count / self.frame_rate * rate) for count in (first, first + self.num_frames)
+        )
+        return waveform[:, start:stop]
+
+    # --- latents ----------------------------------------------------------------------------------
+
+    @property
+    def new_latents(self) -> int:
+        """A clip's first latent is of one frame, the others are of eight."""
+        first = int(self.before)
+        return math.ceil((self.new_frames - first) / TIME_SCALE) + first
+
+    @property
+    def _available(self) -> int:
+        """Latents of the file's frames."""
+        return (self.source_frames - (not self.before)) // TIME_SCALE + (not self.before)
+
+    @property
+    def window_latents(self) -> int:
+        return (self.window_frames - 1) // TIME_SCALE + 1
+
+    @property
+    def known_latents(self) -> int:
+        """As many as a window holds of the one before it; of few new ones, what fills a window."""
+        return min(self._available, max(OVERLAP, self.window_latents - self.new_latents))
+
+    @property
+    def video_latents(self) -> int:
+        return self.known_latents + self.new_latents
+
+    @property
+    def known_video(self) -> slice:
+        """Which of the clip's video latents are known."""
+        return slice(self.new_latents, None) if self.before else slice(self.known_latents)
+
+    @property
+    def silence(self) -> float:
+        """Seconds that are made before the file's sound begins."""
+        return self.made_frames / self.frame_rate if self.before else 0.0
+
+    @property
+    def source_seconds(self) -> float:
+        return self.source_frames / self.frame_rate
+
+    @property
+    def audio_latents(self) -> int:
+        return audio_latent_frames(self.source_frames + self.made_frames, self.frame_rate)
+
+    @property
+    def known_audio(self) -> slice:
+        """Which of the clip's audio latents are of the file's sound alone."""
+        bounds = audio_seconds(self.audio_latents).double()
+        if self.before:
+            return slice(int((bounds[:-1] < self.silence - 1e-6).sum()), None)
+        return slice(int((bounds[1:] <= self.source_seconds + 1e-6).sum()))
+
+    # --- windows ----------------------------------------------------------------------------------
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """In the order in which they are made: away from what is known."""
+        length, total = self.window_latents, self.video_latents
+        starts = [0]  # seen from what is known
+        while starts[-1] + length < total:
+            starts.append(min(starts[-1] + length - OVERLAP, total - length))
+        if self.before:
+            starts = [total - length - start for start in starts]
+        sound_length = audio_latent_frames(self.window_frames, self.frame_rate)
+        known_audio = self.known_audio
+        video_end = self.new_latents if self.before else self.known_latents
+        audio_end = known_audio.start if self.before else known_audio.stop
+        windows = []
+        for number, start in enumerate(starts, 1):
+            sound = self._sound_start(start, sound_length, audio_end)
+            if self.before:
+                new_video, new_audio = (0, video_end - start), (0, audio_end - sound)
+                video_end, audio_end = start, sound
+            else:
+                new_video, new_audio = (
+                    (video_end - start, length),
+                    (audio_end - sound, sound_length),
+                )
+                video_end, audio_end = start + length, sound + sound_length
+            seconds = self._unseen / self.frame_rate
+            windows.append(Window(number, start, sound, new_video, new_audio, seconds))
+        return tuple(windows)
+
+    def _sound_start(self, video: int, length: int, made_to: int) -> int:
+        """A window's first audio latent, from its first video one.
+
+        Only the clip's first latent is of one frame: a window behind it holds 7 frames more than
+        its sound lasts. Those without sound are held ones: on the new side both end together.
+        """
+        border = video if self.before else video + self.window_latents
+        frames = max(0, TIME_SCALE * (border - 1) + 1) + self._unseen
+        near, most = audio_latent_frames(frames, self.frame_rate), self.audio_latents - length
+        if self.before:
+            return min(max(near, made_to - length), most)
+        return min(max(near - length, 0), made_to, most)
+
+    def check(self) -> None:
+        """Raise UserError for what cannot be made."""
+        if not 0 < abs(self.seconds) <= _MOST_SECONDS or self.new_frames < 1:
+            raise UserError(
+                f"--extend {self.seconds:g}: wanted seconds of a frame or more and at most"
+                f" {_MOST_SECONDS:g}, as in --extend 2, or --extend -2 before the beginning"
+            )
+        if self.source_frames < LEAST_SOURCE:
+            raise UserError(
+                f"--extend goes on from a video of {LEAST_SOURCE} frames or more, and --video-path"
+                f" has {self.source_frames}"
+            )
+        most = self._most_window_frames
+        least = min(most, TIME_SCALE * OVERLAP + 1)
+        if not least <= self.window_frames <= most:
+            raise UserError(
+                f"--num-frames {self.window_frames} with --extend is the length of a window, which"
+                f" can have {least} to {most} frames here: {OVERLAP} latents of it are held, and"
+                f" there are {self.source_frames} known and {self.new_frames} new frames. Type"
+                f" --num-frames {min(WINDOW_FRAMES, most)}"
+            )
+
+    @property
+    def _most_window_frames(self) -> int:
+        return TIME_SCALE * (self._available + self.new_latents - 1) + 1
+
+
+def default_window(seconds: float, source_frames: int, frame_rate: float) -> int:
+    """A window's frames where none are typed: as many as every clip has, or all that there are."""
+    if not 0 < abs(seconds) <= _MOST_SECONDS or source_frames < LEAST_SOURCE:
+        return WINDOW_FRAMES  # refused when it is checked
+    whole = Extension(seconds, source_frames, WINDOW_FRAMES, frame_rate)
+    return min(WINDOW_FRAMES, whole._most_window_frames)
+
+
+def extension_of(retake: Retake | None, window_frames: int, frame_rate: float) -> Extension | None:
+    """What a retake that makes its file longer asks for; None of another."""
+    if retake is None or not retake.extend:
+        return None
+    return Extension(retake.extend, retake.source_frames, window_frames, frame_rate)
+
+
+def joined(
+    extension: Extension, windows: tuple[Window, ...], tensors: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The clip's latents (1, 128, F, h, w) and (1, 8, Ta, 16): those that are known, in `tensors`
+    as video_latent and audio_latent, and those of the windows that are made."""
+    video, audio = tensors["video_latent"].clone(), tensors["audio_latent"].clone()
+    for window in windows:
+        if f"{window.key}_video" not in tensors:
+            continue
+        for clip, start, new, made in (
+            (video, window.video, window.new_video, tensors[f"{window.key}_video"]),
+            (audio, window.audio, window.new_audio, tensors[f"{window.key}_audio"]),
+        ):
+            clip[:, :, start + new[0] : start + new[1]] = made[:, :, slice(*new)]
+    return video, audio
+
+
+def start_of(
+    extension: Extension, window: Window, tensors: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What a window begins with, of its own shape: what is known by now, zeros elsewhere."""
+    video, audio = joined(extension, extension.windows, tensors)
+    sound_length = audio_latent_frames(extension.window_frames, extension.frame_rate)
+    return (
+        video[:, :, window.video : window.video + extension.window_latents].contiguous(),
+        audio[:, :, window.audio : window.audio + sound_length].contiguous(),
+    )
