@@ -72,6 +72,13 @@ def _transformer(assets, loras: tuple):
     return recipes_oracle._fused(assets, loras).float().eval()
 
 
+@cache
+def _encoders(assets) -> tuple:
+    """Of video and audio, loaded by ltx-core's factory, and that."""
+    models = oracle.ledger(assets, FP32)
+    return models, models.video_encoder(), models.audio_encoder()
+
+
 class Given(recipes_oracle.Recipe):
     """The stages of a2vid_two_stage, retake, ic_lora and keyframe_interpolation."""
 
@@ -79,8 +86,8 @@ class Given(recipes_oracle.Recipe):
         from ltx_core.components.noisers import GaussianNoiser
 
         self.assets, self.job, self.dtype, self.contexts = assets, job, FP32, contexts
-        self.models, self.step0 = oracle.ledger(assets, FP32), {}
-        self.encoder = self.models.video_encoder()
+        self.models, self.encoder, self.audio_encoder = _encoders(assets)
+        self.step0: dict[str, Tensor] = {}
         self.noiser = GaussianNoiser(torch.Generator().manual_seed(job.seed))
         self.inputs: dict[str, Tensor] = {}
 
@@ -194,7 +201,7 @@ class Given(recipes_oracle.Recipe):
 
     def _latent_of_sound(self, waveform: Tensor, rate: int) -> Tensor:
         sizes = mel_sizes(self.models.transformer_builder.model_config())
-        return self.models.audio_encoder()(log_mel(resample(waveform, rate, sizes.rate), sizes))
+        return self.audio_encoder(log_mel(resample(waveform, rate, sizes.rate), sizes))
 
     def _stage(
         self, height: int, width: int, sigmas: Tensor, video=None, audio=None
