@@ -33,7 +33,8 @@ from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
 from ltx_neuron.host.arithmetic import fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.machine import processor as processor_name
-from ltx_neuron.text.encoders import Contexts, HostTextEncoder
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
 from ltx_neuron.tiny.gemma import gemma_config as tiny_gemma_config

@@ -58,7 +58,7 @@ from ltx_neuron.text.cache import (
     PromptCache,
     encoder_identity,
 )
-from ltx_neuron.text.encoders import HostTextEncoder
+from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files

@@ -18,7 +18,8 @@ from helpers import (
 from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT
-from ltx_neuron.text import encoders, inputs
+from ltx_neuron.text import inputs
+from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.sharding import MODELS
 
@@ -35,7 +36,7 @@ def encoder(tiny):
     checkpoint = Checkpoint(tiny.checkpoint)
     source = Source(MODELS["gemma3"], [checkpoint, *gemma_files(tiny.gemma_root)])
     config = transformer_config(checkpoint.config)
-    return encoders.HostTextEncoder(source, gemma_config(tiny.gemma_root), config, torch.float32)
+    return HostTextEncoder(source, gemma_config(tiny.gemma_root), config, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +85,17 @@ def test_the_default_negative_prompt_packs_as_well(encoder, ids):
 
 def embeddings(encoder, *prompts):
     table = encoder.source.tensor("embed_tokens.weight")
-    return encoders.scale_embeddings(
-        table[[i for prompt in prompts for i in prompt]], torch.float32
-    )[None]
+    return inputs.scale_embeddings(table[[i for prompt in prompts for i in prompt]], torch.float32)[
+        None
+    ]
 
 
 def test_prompts_do_not_see_each_other_or_the_padding(encoder, ids):
     counts, bucket = [5, 3], 12
-    inputs = encoders.encoder_inputs(torch.zeros(1, bucket, 32), counts, encoder.gemma)
-    seen = inputs.attention_mask[0, 0] == 0
+    taken = inputs.encoder_inputs(torch.zeros(1, bucket, 32), counts, encoder.gemma)
+    seen = taken.attention_mask[0, 0] == 0
     padding, first, second = slice(0, 4), slice(4, 9), slice(9, 12)
-    assert encoders.prompt_slices(counts, bucket) == [first, second]
+    assert inputs.prompt_slices(counts, bucket) == [first, second]
     for rows, own in ((padding, padding), (first, first), (second, second)):
         count = own.stop - own.start
         assert torch.equal(seen[rows, own], torch.ones(count, count, dtype=torch.bool).tril())
@@ -102,9 +103,9 @@ def test_prompts_do_not_see_each_other_or_the_padding(encoder, ids):
 
 
 def test_each_prompt_has_the_positions_it_has_when_padded_alone_to_1024(encoder):
-    packed = encoders.encoder_inputs(torch.zeros(1, 8, 32), [5, 3], encoder.gemma)
-    for count, part in zip((5, 3), encoders.prompt_slices([5, 3], 8), strict=True):
-        alone = encoders.encoder_inputs(torch.zeros(1, TEXT_TOKENS, 32), [count], encoder.gemma)
+    packed = inputs.encoder_inputs(torch.zeros(1, 8, 32), [5, 3], encoder.gemma)
+    for count, part in zip((5, 3), inputs.prompt_slices([5, 3], 8), strict=True):
+        alone = inputs.encoder_inputs(torch.zeros(1, TEXT_TOKENS, 32), [count], encoder.gemma)
         for name in ("local_cos", "local_sin", "global_cos", "global_sin"):
             got, wanted = getattr(packed, name), getattr(alone, name)
             assert torch.equal(got[..., part, :], wanted[..., TEXT_TOKENS - count :, :]), name
@@ -116,17 +117,17 @@ def test_a_pass_may_have_padding_before_the_prompts(encoder, ids, spare):
     prompts = ids(PUPPY), ids(NIGHT)
     counts = [len(prompt) for prompt in prompts]
     rows = torch.cat([torch.zeros(1, spare, 32), embeddings(encoder, *prompts)], dim=1)
-    slices = encoders.prompt_slices(counts, rows.shape[1])
+    slices = inputs.prompt_slices(counts, rows.shape[1])
     assert slices[-1].stop == rows.shape[1] and slices[0].start == spare
     assert [part.stop - part.start for part in slices] == counts
 
 
 def test_pairs_that_do_not_fit_are_encoded_in_two_passes():
     short, long = [2] * 24, [3] * 1000
-    assert encoders.pack_prompts([short, long]) == [[short, long]]
-    assert encoders.pack_prompts([short, [*long, 3]]) == [[short], [[*long, 3]]]
-    assert encoders.bucket_for([short, long], (128, 1024)) == 1024
-    assert encoders.bucket_for([short, short], (48, 128)) == 48
+    assert inputs.pack_prompts([short, long]) == [[short, long]]
+    assert inputs.pack_prompts([short, [*long, 3]]) == [[short], [[*long, 3]]]
+    assert inputs.bucket_for([short, long], (128, 1024)) == 1024
+    assert inputs.bucket_for([short, short], (48, 128)) == 48
 
 
 def test_a_long_pair_comes_out_in_order_and_as_alone(encoder, ids):

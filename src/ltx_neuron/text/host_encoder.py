@@ -1,0 +1,144 @@
+"""Gemma3 and the connectors on the host's CPU: contexts where no ranks encode.
+
+Shapes as in encoders.py.
+"""
+
+import math
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ltx_neuron.config import GemmaConfig, TransformerConfig
+from ltx_neuron.errors import UserError
+from ltx_neuron.host.products import ONEDNN_ALONE, Libraries
+from ltx_neuron.models.attention import sdpa
+from ltx_neuron.models.connectors import Connectors
+from ltx_neuron.models.gemma3 import Gemma3Encoder
+from ltx_neuron.models.parallel import SingleRank, rms_norm
+from ltx_neuron.models.signatures import ConnectorOutputs
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.text.inputs import (
+    attention_mask,
+    connector_inputs,
+    encoder_inputs,
+    pack_prompts,
+    pad_left,
+    prompt_slices,
+    scale_embeddings,
+)
+from ltx_neuron.text.streamed import HostKernels, MappedWeights, StreamedLayers
+from ltx_neuron.weights.checkpoint import Source
+
+
+class HostTextEncoder:
+    """Encodes on the host's CPU. Weights are the pages of their files, one layer's at a time.
+
+    source     the tensors of model "gemma3": Gemma's, and the connectors' from the checkpoint
+    dtype      of the activations; in float32 matrices are multiplied in the dtype they are stored
+               in
+    libraries  that multiply in float32
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        gemma: GemmaConfig,
+        config: TransformerConfig,
+        dtype: torch.dtype,
+        libraries: Libraries = ONEDNN_ALONE,
+    ):
+        self.libraries, self.kernels = libraries, HostKernels(libraries)
+        self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
+        self.weights = MappedWeights(source, dtype)
+
+    def check(self) -> None:
+        """Raise UserError, listing every difference, where the source's tensors are not those that
+        the configs describe. Reads no weights."""
+        problems = []
+        for name, tensor in {**self.encoder.state_dict(), **self.connectors.state_dict()}.items():
+            wanted = tuple(tensor.shape)
+            if name.endswith("aggregate_embed.weight"):  # (L+1, D, H) here, (D, H * (L+1)) in files
+                wanted = (wanted[1], wanted[0] * wanted[2])
+            if name not in self.source.locations:
+                problems.append(f"missing: {name}")
+            elif self.source.shape(name) != wanted:
+                problems.append(f"{name}: {self.source.shape(name)}, wanted {wanted}")
+        if problems:
+            title = "the text encoder's weights are not those its config.json describes:"
+            raise UserError(
+                "\n  ".join([title, *problems])
+                + f"\nDownload it again: {self.source.files[-1].download}"
+            )
+
+    @cached_property
+    def encoder(self) -> Gemma3Encoder:
+        """Gemma3 whose layers get their weights when they run. The projections of its hidden
+        states are computed by `_features` instead."""
+        with torch.device("meta"):
+            encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
+        encoder.layers = StreamedLayers(encoder.layers, "layers.", self.weights)
+        return encoder
+
+    @cached_property
+    def connectors(self) -> Connectors:
+        """Both connectors, whose blocks get their weights when they run."""
+        with torch.device("meta"):
+            connectors = Connectors(self.config, 1, SingleRank(), sdpa)
+        for name in ("video_connector", "audio_connector"):
+            connector, prefix = getattr(connectors, name), f"{name}.transformer_1d_blocks."
+            connector.transformer_1d_blocks = StreamedLayers(
+                connector.transformer_1d_blocks, prefix, self.weights
+            )
+        return connectors
+
+    @torch.no_grad()
+    def encode(self, prompts: list[list[int]]) -> list[Contexts]:
+        """Contexts of the prompts of one job, encoded together."""
+        with self.kernels:
+            packs = pack_prompts(prompts)
+            return [context for pack in packs for context in self._encode_pack(pack)]
+
+    def _encode_pack(self, prompts: list[list[int]]) -> list[Contexts]:
+        counts, states = [len(ids) for ids in prompts], self._states(prompts)
+        slices, features = prompt_slices(counts, states.shape[1]), self._features(states)
+        contexts = self._connect(
+            [{name: f[:, part] for name, f in features.items()} for part in slices]
+        )
+        return [
+            Contexts(video, audio, attention_mask(count), pad_left(states[:, part].transpose(2, 3)))
+            for video, audio, count, part in zip(
+                *(c.split(1) for c in contexts), counts, slices, strict=True
+            )
+        ]
+
+    def _states(self, prompts: list[list[int]]) -> Tensor:
+        """Hidden states (1, T, L + 1, H) of packed prompts."""
+        self.weights.fill(self.encoder.norm, "norm.")
+        rows = scale_embeddings(
+            self.source.rows("embed_tokens.weight", [i for ids in prompts for i in ids]), self.dtype
+        )[None]
+        inputs = encoder_inputs(rows, [len(ids) for ids in prompts], self.gemma)
+        return torch.stack(list(self.encoder.hidden_states(inputs)), dim=2)
+
+    def _features(self, states: Tensor) -> dict[str, Tensor]:
+        """video_features (1, T, Dv) and audio_features (1, T, Da): linear in all normed hidden
+        states (1, T, L + 1, H) side by side. In the stored projections layers vary fastest."""
+        normed = rms_norm(states).transpose(2, 3).flatten(2)  # (1, T, H * (L + 1))
+        features = {}
+        for name, size in (("video", self.config.video), ("audio", self.config.audio)):
+            scaled = normed * math.sqrt(size.inner / self.gemma.hidden_size)
+            bias = self.source.tensor(f"{name}_aggregate_embed.bias").to(self.dtype)
+            weight = self.weights.tensor(f"{name}_aggregate_embed.weight")
+            features[f"{name}_features"] = torch.nn.functional.linear(scaled, weight, bias)
+        return features
+
+    def _connect(self, features: list[dict[str, Tensor]]) -> ConnectorOutputs:
+        """Contexts (prompts, 1024, D) of all prompts of a pack, from the features (1, n, D) of
+        each."""
+        registers = {
+            m: self.source.tensor(f"{m}_connector.learnable_registers") for m in ("video", "audio")
+        }
+        inputs = [connector_inputs(each, registers, self.config) for each in features]
+        video, audio = (torch.cat(tokens) for tokens in list(zip(*inputs, strict=True))[:2])
+        return self.connectors(inputs[0]._replace(video_tokens=video, audio_tokens=audio))
