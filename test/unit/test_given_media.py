@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 # The video encoder sums convolutions in another order where frames are laid out otherwise.
 ENCODED = 2e-6
+SHOWS = 1e-2  # what encoding in other tiles changes at least
 
 
 def write_wav(path, samples, rate):
@@ -246,9 +247,11 @@ def test_a_long_video_is_encoded_in_upstreams_tiles(files, host, theirs):
         with torch.no_grad():
             encoded = theirs[0](given[:, :, 8 * start : 8 * end - 7])
         wanted[:, :, start:end] += encoded * weights[:, None, None]
-        whole = encoded if start == 0 else None
     got = encode(host, retake(files / "long.mp4", 89, (32, 64)))["video_latent"]
-    assert rel(got, wanted) < ENCODED and whole is None
+    assert rel(got, wanted) < ENCODED and len(tiles.starts) == 2
+    with torch.no_grad():
+        whole = theirs[0](given)
+    assert rel(got, whole) > SHOWS
 
 
 def test_behind_a_sound_that_ends_early_are_zeros_and_a_silent_video_has_no_latent_of_sound(
