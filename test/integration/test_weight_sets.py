@@ -34,7 +34,18 @@ ONE, TWO = Size(64, 64, 9), Size(64, 64, 9, two_stage=True)
 
 
 @pytest.fixture(scope="module")
-def jobs(tiny, tmp_path_factory) -> list[Job]:
+def masked(tmp_path_factory) -> dict:
+    """A reference, without which an IC-LoRA is none, and its attention mask."""
+    folder = tmp_path_factory.mktemp("given")
+    film, mask = (made_film(folder / f"{n}.mp4", 9, 64, 64, seed=n) for n in (1, 2))
+    return {
+        "references": (ReferenceVideo(film, 0.7, 9),),
+        "attention_mask": AttentionMask(mask, 0.6),
+    }
+
+
+@pytest.fixture(scope="module")
+def jobs(tiny, masked, tmp_path_factory) -> list[Job]:
     """Lines of three sets, in an order that swaps five times if it is kept."""
     other = tmp_path_factory.mktemp("loras") / "other.safetensors"
     tensors = {name: tensor * 1.5 for name, tensor in load_file(tiny.lora).items()}
@@ -42,21 +53,18 @@ def jobs(tiny, tmp_path_factory) -> list[Job]:
     style, ic = (Lora(tiny.lora, 0.8),), (Lora(other, 0.6),)
     return [
         Job("style", ONE, 1, loras=style),
-        Job("guided by a reference", TWO, 2, stage_1_loras=ic),
+        Job("guided by a reference", TWO, 2, stage_1_loras=ic, **masked),
         Job("plain", ONE, 3),
         Job("style again", TWO, 4, loras=style),
-        Job("guided again", TWO, 5, stage_1_loras=ic),
+        Job("guided again", TWO, 5, stage_1_loras=ic, **masked),
     ]
 
 
 @pytest.fixture(scope="module")
-def mixed(tiny, jobs, tmp_path_factory) -> list[Job]:
+def mixed(tiny, jobs, masked) -> list[Job]:
     """A line of each kind, those of two IC-LoRAs apart from each other."""
-    folder = tmp_path_factory.mktemp("given")
-    film, mask = (made_film(folder / f"{n}.mp4", 9, 64, 64, seed=n) for n in (1, 2))
     (first,), (second,) = jobs[0].loras, jobs[1].stage_1_loras
-    shown = ReferenceVideo(film, 0.7, 9)
-    masked = dict(references=(shown,), attention_mask=AttentionMask(mask, 0.6))
+    film = masked["references"][0].path
     return [
         Job("an IC-LoRA", TWO, 11, stage_1_loras=(first,), **masked),
         Job("text to video", ONE, 12),
