@@ -1,11 +1,12 @@
 """A batch whose lines need several weight sets swaps them as seldom as can be, and each line is its
 single run bit for bit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import one_thread, randn  # noqa: F401
+from helpers import made_film, one_thread, randn  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron.backends.ranks import RankError
@@ -16,6 +17,13 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import restore_state, save_state
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.conditioning import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
@@ -26,7 +34,18 @@ ONE, TWO = Size(64, 64, 9), Size(64, 64, 9, two_stage=True)
 
 
 @pytest.fixture(scope="module")
-def jobs(tiny, tmp_path_factory) -> list[Job]:
+def masked(tmp_path_factory) -> dict:
+    """A reference, without which an IC-LoRA is none, and its attention mask."""
+    folder = tmp_path_factory.mktemp("given")
+    film, mask = (made_film(folder / f"{n}.mp4", 9, 64, 64, seed=n) for n in (1, 2))
+    return {
+        "references": (ReferenceVideo(film, 0.7, 9),),
+        "attention_mask": AttentionMask(mask, 0.6),
+    }
+
+
+@pytest.fixture(scope="module")
+def jobs(tiny, masked, tmp_path_factory) -> list[Job]:
     """Lines of three sets, in an order that swaps five times if it is kept."""
     other = tmp_path_factory.mktemp("loras") / "other.safetensors"
     tensors = {name: tensor * 1.5 for name, tensor in load_file(tiny.lora).items()}
@@ -34,21 +53,37 @@ def jobs(tiny, tmp_path_factory) -> list[Job]:
     style, ic = (Lora(tiny.lora, 0.8),), (Lora(other, 0.6),)
     return [
         Job("style", ONE, 1, loras=style),
-        Job("guided by a reference", TWO, 2, stage_1_loras=ic),
+        Job("guided by a reference", TWO, 2, stage_1_loras=ic, **masked),
         Job("plain", ONE, 3),
         Job("style again", TWO, 4, loras=style),
-        Job("guided again", TWO, 5, stage_1_loras=ic),
+        Job("guided again", TWO, 5, stage_1_loras=ic, **masked),
     ]
 
 
 @pytest.fixture(scope="module")
-def opened(tiny, jobs, tmp_path_factory):
+def mixed(tiny, jobs, masked) -> list[Job]:
+    """A line of each kind, those of two IC-LoRAs apart from each other."""
+    (first,), (second,) = jobs[0].loras, jobs[1].stage_1_loras
+    film = masked["references"][0].path
+    return [
+        Job("an IC-LoRA", TWO, 11, stage_1_loras=(first,), **masked),
+        Job("text to video", ONE, 12),
+        Job("another IC-LoRA", TWO, 13, stage_1_loras=(second,), **masked),
+        Job("image to video", ONE, 14, images=(ImageCondition(tiny.image),)),
+        Job("a retake", ONE, 15, retake=Retake(film, 0.05, 0.2)),
+        Job("the first again", TWO, 16, stage_1_loras=(first,), **masked),
+        Job("audio to video", TWO, 17, sound=SoundCondition(film)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def opened(tiny, jobs, mixed, tmp_path_factory):
     """opened(): the engine, as if it were a new one; it is given the contexts of the jobs."""
-    artifacts = tmp_path_factory.mktemp("artifacts")
+    artifacts, jobs = tmp_path_factory.mktemp("artifacts"), [*jobs, *mixed]
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), artifacts, 1, "float32", tiny.gemma_root)
     stages = {stage: job for job in jobs for stage in job.stages}
     workspace.shard_dit({stage.loras for stage in stages})
-    workspace.compile_dit(list({job.bucket(s) for s, job in stages.items()}))
+    workspace.compile_dit(list({bucket for job in jobs for bucket in job.buckets}))
     options = RunOptions(spatial_upsampler_path=tiny.spatial_upsampler)
     engine = Engine(workspace, Recorder(), options)
     engine.progress = False
@@ -112,6 +147,22 @@ def test_a_batch_swaps_least_and_every_line_is_its_single_run(opened, jobs, alon
     assert swaps(engine) == 5
     report = engine.recorder.report({}, "cpu", 1, {}, {})
     assert report["weight_swaps"]["count"] == 5
+
+
+def test_a_batch_of_all_kinds_swaps_least_and_every_line_is_its_single_run(opened, mixed):
+    engine, single, order = opened(), {}, []
+    for job in mixed:
+        single |= latents(engine, [job])
+    engine = opened()
+    engine.on_stage_end = lambda run: order.append(run.job.seed)
+    assert_same(latents(engine, mixed), single)
+    # Stage 1 of one IC-LoRA, of the other, and then all that is plain.
+    assert swaps(engine) == 2 and order == [11, 16, 13, 11, 12, 13, 14, 15, 16, 17, 17]
+    # What was given counts: without it the latents are others.
+    for job, given in ((mixed[6], "sound"), (mixed[4], "retake"), (mixed[3], "images")):
+        job = replace(job, **{given: None if given != "images" else ()})
+        without = latents(engine, [job])[job.seed]
+        assert not torch.equal(without["s1_video"], single[job.seed]["s1_video"])
 
 
 def test_the_loras_change_the_latents_where_they_are_merged(opened, jobs, alone):
