@@ -50,7 +50,8 @@ class Replica:
         if args.artifacts_from:
             try:
                 needed = {stage.loras for job in probe for stage in job.stages} | {*sets}
-                fetch(args.artifacts_from, workspace, options, needed)
+                own = flags.weight_sets(flags.lora_fields(args))
+                fetch(args.artifacts_from, workspace, options, needed or own)
             except UserError as error:  # all that is needed may be here
                 print(f"{self.name}: nothing was fetched: {error}", flush=True)
         scratch = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
