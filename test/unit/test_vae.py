@@ -252,3 +252,25 @@ def test_memory_that_earlier_tiles_freed_is_given_back_before_the_next(monkeypat
         decoder(latent)
         assert resident() < before - 80e6
         monkeypatch.setattr(vae, "GIVE_BACK", 1)
+
+
+def test_memory_that_a_tiles_earlier_stages_freed_is_given_back_before_the_next_stage(monkeypatch):
+    in_use, freed, given_back = [], [], []
+    upsample, conv_out = vae._Stage.upsample, vae._Stage.conv_out
+
+    def upsample_and_free(stage, block):
+        if freed:
+            given_back.append(freed[-1] - resident())
+        following = upsample(stage, block)
+        free_between(in_use)
+        freed.append(resident())
+        return following
+
+    def last(stage, conv):
+        given_back.append(freed[-1] - resident())
+        return conv_out(stage, conv)
+
+    monkeypatch.setattr(vae._Stage, "upsample", upsample_and_free)
+    monkeypatch.setattr(vae._Stage, "conv_out", last)
+    FastVideoDecoder(ltx_decoder())(randn(1, 128, 1, 1, 1))
+    assert len(given_back) == 4 and min(given_back) > 80e6

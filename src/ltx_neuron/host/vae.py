@@ -23,8 +23,8 @@ from ltx_neuron.host.tiles import EagerDecoder
 from ltx_neuron.host.winograd import LARGEST_FILTERS, FeatureMap, Workers, WritePiece, convolve
 
 EPS = 1e-8  # of PixelNorm
-# Latents that are decoded before freed memory is given back once more. What is given back is taken
-# again, in 0.1 s; so many latents take 10 s on two cores with AMX.
+# Latents that are decoded before freed memory is given back once more, with every upsampling of a
+# tile. What is given back is taken again, in 0.1 s; so many latents take 10 s on two AMX cores.
 GIVE_BACK = 1024
 # The modules of the released decoder, with the settings that the forward below computes.
 _RELEASED_MODULES = {
@@ -87,15 +87,16 @@ class FastVideoDecoder(EagerDecoder):
 
         `timestep` and `generator` are in ltx-core's signature; the released decoder uses neither.
         """
-        if self._since >= GIVE_BACK:
+        give_back = self._since >= GIVE_BACK
+        if give_back:
             self._since = 0
             _give_back()
         self._since += sample[:, 0].numel()
         with Workers() as workers:
             latents = self.per_channel_statistics.un_normalize(sample.float())
-            return torch.stack([self._decode(latent, workers) for latent in latents])
+            return torch.stack([self._decode(latent, workers, give_back) for latent in latents])
 
-    def _decode(self, latent: Tensor, workers: Workers) -> Tensor:
+    def _decode(self, latent: Tensor, workers: Workers, give_back: bool) -> Tensor:
         """Decode one latent (128, F, h, w), un-normalised, to frames (3, 8F-7, 32h, 32w)."""
         channels, *size = latent.shape
         source = FeatureMap(*size, channels, self.arithmetic.dtype)
@@ -109,6 +110,8 @@ class FastVideoDecoder(EagerDecoder):
                     stage.add_residual(residual)
             else:
                 stage = stage.upsample(block)
+                if give_back:  # the blocks of the stage before, which fit none of the next one's
+                    _give_back()
         pixels = stage.conv_out(self.conv_out.conv).permute(3, 0, 1, 2)
         return unpatchify(pixels[None], self.patch_size)[0]
 
@@ -227,8 +230,9 @@ def _give_back() -> None:
     """Give freed memory back to the system.
 
     Of blocks below 32 MB glibc keeps what it can, for every thread, in pieces between others: with
-    every tile of a long clip more, 0.6 GB after twelve. To have all of them given back at once
-    (M_MMAP_THRESHOLD) costs a sixth more CPU time.
+    every tile of a long clip more, 0.6 GB after twelve, and still 0.2 GB of one tile's if this is
+    done once a tile. To have all of them given back at once (M_MMAP_THRESHOLD) costs a sixth to a
+    half more CPU time.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

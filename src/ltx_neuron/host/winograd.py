@@ -44,7 +44,7 @@ LARGEST_FILTERS = 512 * 512
 
 # Of a direct convolution in bfloat16: numbers of a result that are computed at once, and that are
 # added up and handed over at once, so that what follows finds them in cache.
-NUMBERS_AT_ONCE, NUMBERS_IN_CACHE = 2**23, 2**18
+NUMBERS_AT_ONCE, NUMBERS_IN_CACHE = 2**22, 2**18
 
 # Takes frames and rows of a result and its content there, (frames, rows, W, C). The content is
 # overwritten when the call returns.
@@ -250,6 +250,7 @@ def convolve_bfloat16(
 
         corners = itertools.product(range(stop - start), range(0, height, rows_at_once))
         workers.run(write_rows, corners)
+        del results, write_rows  # before the next ones are computed: both would be alive
 
 
 def convolve_winograd(
