@@ -11,7 +11,7 @@ from conftest import ROOT
 from helpers import fp32_bound, generator, one_thread, randn, randomised, rel  # noqa: F401
 from torch import nn
 
-from ltx_neuron.host import vae, winograd
+from ltx_neuron.host import vae, vae_stages, winograd
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_speed
 from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 from ltx_neuron.tiny import TinySizes
@@ -251,4 +251,4 @@ def test_memory_that_earlier_tiles_freed_is_given_back_before_the_next(monkeypat
         before = resident()
         decoder(latent)
         assert resident() < before - 80e6
-        monkeypatch.setattr(vae, "GIVE_BACK", 1)
+        monkeypatch.setattr(vae_stages, "GIVE_BACK", 1)
