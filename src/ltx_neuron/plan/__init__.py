@@ -27,6 +27,7 @@ from ltx_neuron.config import (
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.models.attention import rows_at_once
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
@@ -75,8 +76,8 @@ class StagePlan:
     sequence_parallel: bool
     whole: dict | None
     activation_bytes_per_core: int
-    score_bytes_per_core: int  # of these: scores of attention that no flash kernel computes
-    score_ms: float | None  # to write and read them once, in all blocks
+    score_bytes_per_core: int  # of these: scores held at once, where no flash kernel computes them
+    score_ms: float | None  # to write and read all of them once, in all blocks
     upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
 
 
@@ -371,7 +372,7 @@ def _stage(
     whole = divides and _between_ranks(_step(config, bucket, profile, tp, dtype)[1], profile, tp)
     parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
     weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
-    scores, score_ms = _score_bytes(config, bucket, profile, tp), None
+    (held, scores), score_ms = _score_bytes(config, bucket, profile, tp), None
     compute_ms = memory_ms = None
     if profile.chip:
         moved = 2 * scores * config.num_layers * tp
@@ -395,16 +396,21 @@ def _stage(
         sequence_parallel=divides,
         whole=whole or None,
         activation_bytes_per_core=step["peak_bytes"],
-        score_bytes_per_core=scores,
+        score_bytes_per_core=held,
         score_ms=score_ms,
         upload_bytes=_upload_bytes(program),
     )
 
 
-def _score_bytes(config: TransformerConfig, bucket: Bucket, profile: Profile, tp: int) -> int:
-    """Bytes of the video's scores in fp32, of all heads of a rank, where they are held."""
-    held = {"matmul": True, "nki": bucket.biased}.get(profile.attention, False)
-    return 4 * held * config.video.heads // tp * bucket.video_tokens**2
+def _score_bytes(
+    config: TransformerConfig, bucket: Bucket, profile: Profile, tp: int
+) -> tuple[int, int]:
+    """Bytes of the video's scores in fp32, of all heads of a rank: that are held, and that are
+    computed, where a graph has them."""
+    heads, tokens = config.video.heads // tp, bucket.video_tokens
+    rows = {"matmul": tokens, "nki": bucket.biased and rows_at_once(heads, tokens)}
+    row, held = 4 * heads * tokens, rows.get(profile.attention, 0)
+    return row * held, row * tokens if held else 0
 
 
 def _step(

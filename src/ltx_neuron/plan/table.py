@@ -50,7 +50,7 @@ def _stage_lines(stage: StagePlan) -> list[str]:
     if stage.score_bytes_per_core:
         lines.append(
             f"  attention scores      {_gb(stage.score_bytes_per_core)} a core are held in fp32, at"
-            f" least twice; {_ms(stage.score_ms)} to write and read them once"
+            f" least twice; {_ms(stage.score_ms)} to write and read all once"
         )
     return lines + [
         f"  activations a core    {_gb(stage.activation_bytes_per_core)}",
