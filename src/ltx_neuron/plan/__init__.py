@@ -35,6 +35,7 @@ from ltx_neuron.models.programs import (
     gemma3_program,
     may_divide,
 )
+from ltx_neuron.plan.given import encode_bytes
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
@@ -105,7 +106,8 @@ class Plan:
     # them what it has room for.
     host_bytes_to_load: int
     host_bytes_mapped: int
-    host_bytes_to_decode: int  # with this machine's threads and dtype
+    host_bytes_to_encode: int  # images and videos that are given, with this machine's threads and
+    host_bytes_to_decode: int  # dtype, as decoding the video; 0 where none is given
     host_dtype: str  # what this machine decodes in
     host_limit_bytes: int | None
     disk_bytes: int
@@ -299,7 +301,7 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        **_decoding(checkpoint, profile, upscaled(latent, job.upscale), torch_dtype),
+        **_on_the_host(checkpoint, profile, job, upscaled(latent, job.upscale), torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
         assumed=ASSUMED,
@@ -314,19 +316,25 @@ def weight_sets(job: Job) -> int:
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
-def _decoding(
-    checkpoint: Checkpoint, profile: Profile, latent: tuple[int, int, int], dtype: torch.dtype
+def _on_the_host(
+    checkpoint: Checkpoint,
+    profile: Profile,
+    job: Job,
+    latent: tuple[int, int, int],
+    dtype: torch.dtype,
 ) -> dict:
-    """What decoding the video on the host computes in, and its memory."""
+    """What the host encodes and decodes videos in, and its memory for each."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
     from ltx_neuron.host.vae_memory import decode_bytes
 
-    decoding = arithmetic(profile.host_dtype, dtype)
+    config, threads = checkpoint.config, profile.host_threads
+    computes = arithmetic(profile.host_dtype, dtype)
     return {
+        "host_bytes_to_encode": encode_bytes(config, job, threads, computes, dtype),
         "host_bytes_to_decode": decode_bytes(
-            checkpoint.config, latent, profile.host_threads, decoding, tiles.tiling(profile)
+            config, latent, threads, computes, tiles.tiling(profile)
         ),
-        "host_dtype": decoding.describe()["host_dtype"],
+        "host_dtype": computes.describe()["host_dtype"],
     }
 
 

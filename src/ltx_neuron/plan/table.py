@@ -61,6 +61,8 @@ def _stage_lines(stage: StagePlan) -> list[str]:
 def table(plan: Plan) -> str:
     """The plan in columns. 1 GB is 1e9 bytes."""
 
+    encode = plan.host_bytes_to_encode
+    encode = f" {_gb(encode)} to encode," if encode else ""
     lines = [f"profile {plan.profile}, tp {plan.tp}, {plan.dtype}", ""]
     for stage in plan.stages:
         lines += _stage_lines(stage)
@@ -82,7 +84,7 @@ def table(plan: Plan) -> str:
         ),
         (
             f"host memory             {_gb(plan.host_bytes_to_load)} to load,"
-            f" {_gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, of"
+            f"{encode} {_gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, of"
             f" {_gb(plan.host_limit_bytes)}"
         ),
         *mapped,
