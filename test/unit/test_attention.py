@@ -23,12 +23,13 @@ from helpers import (  # noqa: F401
 )
 from test_signatures import operations
 
-from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
-from ltx_neuron.config import GEMMA_3_12B, Bucket
+from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, peak_bytes, trace
+from ltx_neuron.config import GEMMA_3_12B, Bucket, transformer_config
 from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, sdpa
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, gemma3_program
 from ltx_neuron.sampling.latents import video_positions
+from ltx_neuron.tiny.config import released_config
 
 # The largest deviation of the scores of `three`: an error of a score, as large as a sum of `size`
 # summands of this deviation makes it, is a relative error of its weight.
@@ -125,6 +126,38 @@ def test_pytorchs_kernel_does_not_hold_the_scores_of_a_long_sequence():
     short = query[:, :, :1024]
     # What the measure sees where they are held.
     assert peak(lambda: matmul(short, short, short, 0.25)) >= 4 * 1024**2
+
+
+@pytest.mark.parametrize("shape", [(4, 24, 24, 8), (3, 25, 25, 16), (2, 1, 1, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_flash_kernel_with_a_mask_is_matmul_of_some_queries_at_a_time(shape, dtype):
+    """To the bit where a product's rows do not depend on how many there are, else to rounding."""
+    query, key, value = three(*shape, dtype)
+    mask = torch.where(randn(shape[1], shape[2], seed=4) > 1, -3.0, 0.5).to(dtype)
+    got, wanted = (KERNELS[name](query, key, value, 0.3, mask) for name in ("nki", "matmul"))
+    assert got.dtype == dtype and got.shape == wanted.shape
+    assert rel(got, wanted) < rounding(dtype, shape[2], shape[3])
+    if shape[1] > 1:
+        other = KERNELS["nki"](query, key, value, 0.3, mask.flip(0))
+        assert rel(other, wanted) > 0.1  # a query's own row of the mask
+
+
+def test_a_masked_block_of_the_release_holds_no_more_than_one_head_s_scores():
+    """Counted in the graph that is compiled, stage 1 of an IC-LoRA at 512x768x121, of one of four
+    ranks: eight heads, 12,288 tokens. No tensor has the scores of more than half a head, and two of
+    those are the most that are alive at once, beside the mask's rows in fp32."""
+    tokens, bucket = 12288, Bucket(12288, 126, timesteps=2, max_steps=8, biased=True)
+    head, config = 4 * tokens**2, transformer_config(released_config())
+    graphs = {}
+    with fake_process_group(4):
+        for each in (bucket, dataclasses.replace(bucket, biased=False)):
+            program = dit_program(config, each, 4, TorchDistComm(4), torch.bfloat16, 1, "nki")
+            graphs[each.biased] = trace(program, "blocks", torch.bfloat16)
+    values = [node.meta["val"] for node in operations(graphs[True])]
+    scores = [x for x in values if isinstance(x, torch.Tensor) and x.shape[-1] == tokens]
+    assert max(x.nbytes for x in scores) == head / 2
+    masked, plain = (peak_bytes(graphs[biased]) for biased in (True, False))
+    assert masked - plain < (1 + 1 / 16) * head < 0.65e9
 
 
 def kernels_of(graph) -> set[str]:

@@ -325,7 +325,10 @@ def test_a_masked_reference_is_planned_with_its_tokens_its_scores_and_two_weight
         assert [stage.video_tokens for stage in made.stages] == [2 * tokens, 4 * tokens]
         assert made.disk_bytes == pytest.approx(67.90e9 + 38.02e9, rel=1e-3)
     held = [[stage.score_bytes_per_core for stage in made.stages] for made in plans]
-    assert held == [[0, 0], [4 * 8 * (2 * tokens) ** 2, 0]]  # fp32, 8 heads a rank
+    assert held == [[0, 0], [4 * (2 * tokens) ** 2 / 2, 0]]  # fp32, of half a head at once
+    assert plans[1].stages[0].score_ms == pytest.approx(
+        2 * 4 * 32 * (2 * tokens) ** 2 * 48 / TRN2.memory_bytes_per_second(4) * 1e3
+    )
     rows = clip(of=plans[1], job=masked, neuron_gemma=True).rows
     names = [row.name for row in rows]
     assert names[2:7] == [

@@ -11,7 +11,7 @@ from conftest import ROOT
 from helpers import fp32_bound, generator, one_thread, randn, randomised, rel  # noqa: F401
 from torch import nn
 
-from ltx_neuron.host import vae, winograd
+from ltx_neuron.host import vae, vae_stages, winograd
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic, arithmetic, bfloat16_speed
 from ltx_neuron.host.vae import FastVideoDecoder, unknown_modules
 from ltx_neuron.tiny import TinySizes
@@ -251,12 +251,12 @@ def test_memory_that_earlier_tiles_freed_is_given_back_before_the_next(monkeypat
         before = resident()
         decoder(latent)
         assert resident() < before - 80e6
-        monkeypatch.setattr(vae, "GIVE_BACK", 1)
+        monkeypatch.setattr(vae_stages, "GIVE_BACK", 1)
 
 
 def test_memory_that_a_tiles_earlier_stages_freed_is_given_back_before_the_next_stage(monkeypatch):
     in_use, freed, given_back = [], [], []
-    upsample, conv_out = vae._Stage.upsample, vae._Stage.conv_out
+    upsample, unpatchify = vae._DecoderStage.upsample, vae.unpatchify
 
     def upsample_and_free(stage, block):
         if freed:
@@ -266,11 +266,11 @@ def test_memory_that_a_tiles_earlier_stages_freed_is_given_back_before_the_next_
         freed.append(resident())
         return following
 
-    def last(stage, conv):
+    def last(pixels, patch_size):
         given_back.append(freed[-1] - resident())
-        return conv_out(stage, conv)
+        return unpatchify(pixels, patch_size)
 
-    monkeypatch.setattr(vae._Stage, "upsample", upsample_and_free)
-    monkeypatch.setattr(vae._Stage, "conv_out", last)
+    monkeypatch.setattr(vae._DecoderStage, "upsample", upsample_and_free)
+    monkeypatch.setattr(vae, "unpatchify", last)
     FastVideoDecoder(ltx_decoder())(randn(1, 128, 1, 1, 1))
     assert len(given_back) == 4 and min(given_back) > 80e6

@@ -44,6 +44,13 @@ class Arithmetic(NamedTuple):
     speed: int = 1
     libraries: Libraries = ONEDNN_ALONE
 
+    def of_latents(self, dtype: torch.dtype) -> "Arithmetic":
+        """What latents are made in, by encoder and upsamplers, of a run in `dtype`: one in float32
+        keeps them so whatever frames are decoded in."""
+        if dtype == torch.bfloat16:
+            return self
+        return Arithmetic(libraries=self.libraries)
+
     def describe(self) -> dict:
         """What bits depend on: for reports and sidecars."""
         return {

@@ -1,7 +1,8 @@
 """Clips and sounds as latents: ltx-core's encoders over whole clips, in upstream's tiles."""
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,15 +30,9 @@ def encode_tiled(encode: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
 
     Source: ltx-pipelines 1.2.0, VideoEncoder.tiled_encode with its default tiles.
     """
-    frames, height, width = pixels.shape[2:]
-    latent = (frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
-    axes = [
-        parts(latent[0], TIME_TILE, TIME_OVERLAP, causal=True),
-        parts(latent[1], SPACE_TILE, SPACE_OVERLAP),
-        parts(latent[2], SPACE_TILE, SPACE_OVERLAP),
-    ]
+    latent = _latent(pixels.shape[2:])
     total = None
-    for time, row, column in itertools.product(*axes):
+    for time, row, column in _tiles(latent):
         # The first latent of a tile, as of a clip, is one frame.
         tile = pixels[
             :,
@@ -53,6 +48,27 @@ def encode_tiled(encode: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
         place = total[:, :, time.start : time.stop, row.start : row.stop]
         place[..., column.start : column.stop] += encoded * weights
     return total
+
+
+def tile_counts(pixels: Sequence[int]) -> Counter[tuple[int, int, int]]:
+    """How many tiles of which frames, rows and columns a clip of so many is encoded in."""
+    lengths = ([part.stop - part.start for part in tile] for tile in _tiles(_latent(pixels)))
+    return Counter(
+        ((f - 1) * TIME_SCALE + 1, h * SPACE_SCALE, w * SPACE_SCALE) for f, h, w in lengths
+    )
+
+
+def _latent(pixels: Sequence[int]) -> tuple[int, int, int]:
+    """Latent frames, rows and columns of a clip."""
+    frames, height, width = pixels
+    return (frames - 1) // TIME_SCALE + 1, height // SPACE_SCALE, width // SPACE_SCALE
+
+
+def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[Part, Part, Part]]:
+    """The tiles of a clip's latents."""
+    times = parts(latent[0], TIME_TILE, TIME_OVERLAP, causal=True)
+    sides = (parts(length, SPACE_TILE, SPACE_OVERLAP) for length in latent[1:])
+    return itertools.product(times, *sides)
 
 
 def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Part]:

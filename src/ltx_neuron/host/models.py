@@ -81,17 +81,16 @@ class HostModels:
         *_path           the upsamplers' files; None where none was given
         audio_dtype      of audio decoder and vocoder. bfloat16 is audible, ltx-core has float32 too
         profile          says into which tiles a video is cut; without one they are ltx-core's
-        arithmetic       of the released video decoder, from weights as they are stored; in
-                         bfloat16 also of encoder and upsamplers. Without it they are ltx-core's.
-                         Its products, where they are AMX's, also of sound
+        arithmetic       of the released video decoder and encoder, from weights as they are stored;
+                         in bfloat16 also of upsamplers. Without it all but the decoder are
+                         ltx-core's. Its products, where they are AMX's, also of sound
         """
         self.profile = profile
         self.checkpoint_path = checkpoint_path
         self.config = config
         self.dtype, self.audio_dtype, self.arithmetic = dtype, audio_dtype, arithmetic
         # A run in bfloat16 is computed in float32 where that is faster, and rounded then.
-        in_bfloat16 = arithmetic and dtype == torch.bfloat16
-        self.latent_dtype = arithmetic.dtype if in_bfloat16 else dtype
+        self.latent_dtype = arithmetic.of_latents(dtype).dtype if arithmetic else dtype
         self.upsampler_paths = {
             "spatial": spatial_upsampler_path,
             "temporal": temporal_upsampler_path,
@@ -203,7 +202,14 @@ class HostModels:
 
     @cached_property
     def video_encoder(self) -> torch.nn.Module:
-        return self._laid_out(self._spec("video_encoder").load())
+        """A FastVideoEncoder where there is an arithmetic and the checkpoint's encoder is built as
+        the released one, else ltx-core's own."""
+        encoder = self._spec("video_encoder").load()
+        from ltx_neuron.host.vae_encoder import FastVideoEncoder, unknown_modules
+
+        if self.arithmetic is None or unknown_modules(encoder):
+            return self._laid_out(encoder.to(self.latent_dtype))
+        return FastVideoEncoder(encoder, self.arithmetic.of_latents(self.dtype))
 
     @cached_property
     def video_decoder(self) -> torch.nn.Module:
@@ -297,7 +303,7 @@ class HostModels:
         audio_decoder = audio_vae.AudioDecoderConfigurator.from_config
         vocoder = audio_vae.VocoderConfigurator.from_config
         from_config, prefix, dtype = {
-            "video_encoder": (encoder, "vae.encoder.", self.latent_dtype),
+            "video_encoder": (encoder, "vae.encoder.", None),
             "video_decoder": (decoder, "vae.decoder.", None),
             "video_statistics": (statistics, "vae.per_channel_statistics.", self.latent_dtype),
             "audio_encoder": (audio_encoder, "audio_vae.encoder.", self.audio_dtype),

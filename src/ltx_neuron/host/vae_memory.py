@@ -1,18 +1,26 @@
-"""Peak host memory of a video decode, counted from shapes; nothing is loaded or computed.
+"""Peak host memory of decoding and of encoding a video, counted from shapes; nothing is loaded or
+computed.
 
-The plan compares it with the host's memory ("to decode") before a job starts. It follows vae.py and
-winograd.py step by step instead of using a formula: which stage holds most depends on the size, on
-where ltx-core's tiles end and on the number of threads. The sum lies within 1 to 10 % of the
-measured peak, at the sizes of its test and at the released ones.
+The plan compares it with the host's memory before a job starts. It follows vae_stages.py, vae.py,
+vae_encoder.py and winograd.py step by step instead of using a formula: which stage holds most
+depends on the size, on where ltx-core's tiles end and on the number of threads. The sum lies within
+1 to 10 % of the measured peak, at the sizes of its test and at the released ones.
 """
 
 from math import prod
 
 import torch
-from ltx_core.model.video_vae import TilingConfig, VideoDecoder, VideoDecoderConfigurator
+from ltx_core.model.video_vae import (
+    TilingConfig,
+    VideoDecoder,
+    VideoDecoderConfigurator,
+    VideoEncoder,
+    VideoEncoderConfigurator,
+)
 from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from torch import nn
 
+from ltx_neuron.host import encoding
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.winograd import (
     LARGEST_FILTERS,
@@ -65,7 +73,7 @@ def decode_bytes(
     for span, time, later in zip(spans, slices, [*slices[1:], None], strict=True):
         blended = 2 * _FLOAT32 * frame * (time.stop - time.start)
         working = max(
-            _TilePeak(
+            _DecoderPeak(
                 decoder,
                 [part.stop - part.start for part in tile.in_coords[2:]],
                 threads,
@@ -82,30 +90,52 @@ def decode_bytes(
     return weights + peak
 
 
-class _TilePeak:
-    """Peak bytes of one call of FastVideoDecoder with a latent (F, h, w), as attribute `peak`."""
+def encode_bytes(
+    config: dict,
+    pixels: tuple[int, int, int],
+    threads: int,
+    arithmetic: Arithmetic = FLOAT32,
+    dtype: torch.dtype = torch.float32,
+    whole: bool = False,
+) -> int:
+    """Peak bytes, weights and pixels included, of encoding a clip of 8k+1 frames of height x width
+    pixels.
 
-    def __init__(
-        self, decoder: VideoDecoder, latent: list[int], threads: int, arithmetic: Arithmetic
-    ):
+    arithmetic  what the encoder computes in
+    dtype       of the run, in which pixels wait
+    whole       encoded in one piece, not in tiles: HostModels.encode_video
+
+    Pixels are collected in float32 a frame at a time and joined, before anything is encoded.
+    """
+    with torch.device("meta"):
+        encoder = VideoEncoderConfigurator.from_config(config)
+    weights = sum(tensor.numel() for tensor in encoder.state_dict().values()) * _STORED
+    clip, itemsize = 3 * prod(pixels), arithmetic.dtype.itemsize
+    joined = 2 * _FLOAT32 * clip
+    given = (_FLOAT32 + dtype.itemsize * (dtype != torch.float32)) * clip
+    given += itemsize * clip * (arithmetic.dtype != dtype)
+    tiles = [pixels] if whole else encoding.tile_counts(pixels)
+    working = max(_EncoderPeak(encoder, tile, threads, arithmetic).peak for tile in tiles)
+    return weights + max(joined, given + working)
+
+
+class _Peak:
+    """Peak bytes of one call of a model with the forward of vae_stages.py, as attribute `peak`."""
+
+    def __init__(self, threads: int, arithmetic: Arithmetic):
         self.threads, self.arithmetic, self.peak = threads, arithmetic, 0
+        self.kept = 0  # what lives to the end
         self.scratch: dict[str, int] = {}  # name -> bytes of all workers, see Workers.scratch
-        shape = (*latent, decoder.conv_in.conv.in_channels)
-        # The latent, un-normalised, and what the first convolution reads live to the end.
-        self.kept = 2 * _FLOAT32 * prod(shape) + self._map(shape)
-        shape = (*latent, decoder.conv_in.conv.out_channels)
-        self._convolution((*latent, decoder.conv_in.conv.in_channels), shape[3], self._maps(shape))
-        for block in decoder.up_blocks:
-            if isinstance(block, UNetMidBlock3D):
-                for _ in block.res_blocks:  # both convolutions have the stage's channels
-                    self._convolution(shape, shape[3], self._maps(shape))
-            else:
-                shape = self._upsample(shape, block)
-        outputs = decoder.conv_out.conv.out_channels
-        pixels = _FLOAT32 * prod(shape[:3]) * outputs
-        self._convolution(shape, outputs, self._maps(shape) + pixels)
-        self._hold(self._maps(shape) + 2 * pixels)  # unpatchify copies them
-        self._hold(3 * pixels)  # stacked and blended, without the maps
+
+    def _first(self, shape: tuple[int, ...], conv: nn.Conv3d) -> tuple[int, ...]:
+        """Count the first stage, of what the model is given (F, H, W, C). Returns its shape."""
+        first = (*shape[:3], conv.out_channels)
+        self._convolution(shape, conv.out_channels, self._map(shape) + self._maps(first))
+        return first
+
+    def _residuals(self, shape: tuple[int, ...], block: UNetMidBlock3D) -> None:
+        for _ in block.res_blocks:  # both convolutions have the stage's channels
+            self._convolution(shape, shape[3], self._maps(shape))
 
     def _map(self, shape: tuple[int, ...]) -> int:
         """Bytes of a winograd.FeatureMap (F, H, W, C)."""
@@ -118,24 +148,15 @@ class _TilePeak:
         """The three maps of a stage."""
         return 3 * self._map(shape)
 
-    def _upsample(self, shape: tuple[int, ...], block: nn.Module) -> tuple[int, ...]:
-        """Count an upsampling, which holds this stage's features and the next stage's maps. Returns
-        the next stage's shape."""
-        (frames, height, width, inputs), (time, down, across) = shape, block.stride
-        parts = time * down * across
-        channels = block.conv.conv.out_channels // parts
-        larger = (frames * time - (time - 1), height * down, width * across, channels)
-        parts_at_once = min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
-        itemsize = self.arithmetic.dtype.itemsize
-        weight = itemsize * block.conv.conv.weight.numel() // parts * parts_at_once
-        others = self._map(shape) + self._maps(larger) + weight
-        self._convolution(shape, parts_at_once * channels, others)
-        return larger
-
     def _convolution(self, shape: tuple[int, ...], outputs: int, others: int) -> None:
         """Count a convolution of a map (F, H, W, Cin) while `others` bytes are held as well."""
         inputs = shape[3]
         weight = _FLOAT32 * 27 * inputs * outputs
+        if shape[0] == 1 and self.arithmetic.dtype == torch.float32:
+            # A third of the weights, the map without its border and the result, by oneDNN.
+            numbers = prod(shape) + prod(shape[:3]) * outputs
+            self._hold(others + 2 * (weight // 3 + _FLOAT32 * numbers))
+            return
         if not winograd_is_faster(shape, outputs, self.arithmetic.speed):
             if self.arithmetic.dtype != torch.float32:
                 self._bfloat16_convolution(shape, outputs, others)
@@ -182,3 +203,78 @@ class _TilePeak:
     def _hold(self, size: int) -> None:
         """Count a moment at which `size` bytes are held besides what is kept."""
         self.peak = max(self.peak, self.kept + sum(self.scratch.values()) + size)
+
+
+class _DecoderPeak(_Peak):
+    """Of FastVideoDecoder with a latent (F, h, w)."""
+
+    def __init__(
+        self, decoder: VideoDecoder, latent: list[int], threads: int, arithmetic: Arithmetic
+    ):
+        super().__init__(threads, arithmetic)
+        shape = (*latent, decoder.conv_in.conv.in_channels)
+        self.kept = 2 * _FLOAT32 * prod(shape)  # the latent, un-normalised
+        shape = self._first(shape, decoder.conv_in.conv)
+        for block in decoder.up_blocks:
+            if isinstance(block, UNetMidBlock3D):
+                self._residuals(shape, block)
+            else:
+                shape = self._upsample(shape, block)
+        outputs = decoder.conv_out.conv.out_channels
+        pixels = _FLOAT32 * prod(shape[:3]) * outputs
+        self._convolution(shape, outputs, self._maps(shape) + pixels)
+        self._hold(self._maps(shape) + 2 * pixels)  # unpatchify copies them
+        self._hold(3 * pixels)  # stacked and blended, without the maps
+
+    def _upsample(self, shape: tuple[int, ...], block: nn.Module) -> tuple[int, ...]:
+        """Count an upsampling, which holds this stage's features and the next stage's maps. Returns
+        the next stage's shape."""
+        (frames, height, width, inputs), (time, down, across) = shape, block.stride
+        parts = time * down * across
+        channels = block.conv.conv.out_channels // parts
+        larger = (frames * time - (time - 1), height * down, width * across, channels)
+        parts_at_once = min(parts, max(1, LARGEST_FILTERS // (inputs * channels)))
+        itemsize = self.arithmetic.dtype.itemsize
+        weight = itemsize * block.conv.conv.weight.numel() // parts * parts_at_once
+        others = self._map(shape) + self._maps(larger) + weight
+        self._convolution(shape, parts_at_once * channels, others)
+        return larger
+
+
+class _EncoderPeak(_Peak):
+    """Of FastVideoEncoder with frames, rows and columns of pixels."""
+
+    def __init__(
+        self,
+        encoder: VideoEncoder,
+        pixels: tuple[int, int, int],
+        threads: int,
+        arithmetic: Arithmetic,
+    ):
+        super().__init__(threads, arithmetic)
+        frames, *sides = pixels
+        patches = [side // encoder.patch_size for side in sides]
+        shape = (frames, *patches, encoder.conv_in.conv.in_channels)
+        self.kept = arithmetic.dtype.itemsize * prod(shape)  # patchify copies the pixels
+        shape = self._first(shape, encoder.conv_in.conv)
+        for block in encoder.down_blocks:
+            if isinstance(block, UNetMidBlock3D):
+                self._residuals(shape, block)
+            else:
+                shape = self._downsample(shape, block)
+        outputs = encoder.latent_channels
+        latents = _FLOAT32 * prod(shape[:3]) * outputs
+        self._convolution(shape, outputs, self._maps(shape) + latents)
+
+    def _downsample(self, shape: tuple[int, ...], block: nn.Module) -> tuple[int, ...]:
+        """Count a downsampling, which holds this stage's features, a convolution of them in float32
+        and the next stage's maps. Returns the next stage's shape."""
+        outputs = block.conv.conv.out_channels
+        result = _FLOAT32 * prod(shape[:3]) * outputs
+        self._convolution(shape, outputs, self._map(shape) + result)
+        smaller = [-(-size // step) for size, step in zip(shape, block.stride, strict=False)]
+        smaller = (*smaller, outputs * prod(block.stride))
+        rows = min(smaller[1], max(1, NUMBERS_IN_CACHE // prod(smaller[2:])))
+        self._keep_scratch("piece", self.threads * rows * prod(smaller[2:]))
+        self._hold(self._map(shape) + result + self._maps(smaller))
+        return smaller

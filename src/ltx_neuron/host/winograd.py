@@ -55,9 +55,9 @@ class FeatureMap:
     """A feature map (F, H, W, C) with what a 3x3x3 convolution reads around it.
 
     inner   the map itself, (F, H, W, C): a view of `padded`
-    padded  the map with the first and the last frame once more (ltx-core's padding in time). In
-            float32 with zeros around every frame, and room for whole tiles; in bfloat16 without,
-            as oneDNN's convolutions are faster then
+    padded  the map with the first and the last frame once more (ltx-core's padding in time) or, of
+            a causal one, with the first frame twice more. In float32 with zeros around every frame,
+            and room for whole tiles; in bfloat16 without, as oneDNN's convolutions are faster then
     """
 
     def __init__(
@@ -67,16 +67,19 @@ class FeatureMap:
         width: int,
         channels: int,
         dtype: torch.dtype = torch.float32,
+        causal: bool = False,
     ):
         self.shape = (frames, height, width, channels)
         self.bordered = dtype == torch.float32
+        self.before = 2 if causal else 1  # frames of the border before the map
+        own = slice(self.before, self.before + frames)
         if self.bordered:
             padded_size = [count * TILE + 2 for count in tile_counts(self.shape)]
             self.padded = torch.zeros(*padded_size, channels)
-            self.inner = self.padded[1 : 1 + frames, 1 : 1 + height, 1 : 1 + width]
+            self.inner = self.padded[own, 1 : 1 + height, 1 : 1 + width]
         else:
             self.padded = torch.empty(frames + 2, height, width, channels, dtype=dtype)
-            self.inner = self.padded[1 : 1 + frames]
+            self.inner = self.padded[own]
 
     def window(self, frames: slice, rows: slice, workers: "Workers") -> Tensor:
         """Frames and rows of the map with its border and room for whole tiles, float32."""
@@ -95,9 +98,9 @@ class FeatureMap:
 
     def repeat_end_frames(self) -> None:
         """Copy the first and the last frame into the border; needed after writing to `inner`."""
-        frames = self.shape[0]
-        self.padded[0] = self.padded[1]
-        self.padded[frames + 1] = self.padded[frames]
+        stop = self.before + self.shape[0]
+        self.padded[: self.before] = self.padded[self.before]
+        self.padded[stop : self.shape[0] + 2] = self.padded[stop - 1]
 
 
 class Workers:
@@ -175,7 +178,9 @@ def convolve(
     speed    how many times as fast as in float32 a direct convolution is in the map's dtype
     library  that multiplies float32 matrices (host.products)
     """
-    if winograd_is_faster(source.shape, weight.shape[0], speed):
+    if source.shape[0] == 1 and source.bordered:
+        convolve_frame(source, weight, bias, write, workers)
+    elif winograd_is_faster(source.shape, weight.shape[0], speed):
         convolve_winograd(source, weight, bias, write, workers, library)
     else:
         method = convolve_direct if source.bordered else convolve_bfloat16
@@ -196,6 +201,26 @@ def winograd_is_faster(shape: Sequence[int], outputs: int, speed: int = 1) -> bo
     narrow, large = min(inputs, outputs) < 32, pairs > LARGEST_FILTERS
     cost = pairs * (5 * tiled + 16000) + tiled * (180 * inputs + 110 * outputs)
     return not narrow and not large and speed * cost < 27 * pairs * math.prod(sizes)
+
+
+def convolve_frame(
+    source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
+) -> None:
+    """`convolve` by torch's conv2d, of a map of one frame in float32: its border repeats that
+    frame, so the three taps in time are one filter, their sum. In bfloat16 to sum them takes longer
+    than it saves."""
+    _, height, width, _ = source.shape
+    image, outputs = source.inner.permute(0, 3, 1, 2).contiguous(), len(weight)
+    taps = weight.sum(2, dtype=torch.float32)
+    result = F.conv2d(image, taps, bias.float(), padding=1).permute(0, 2, 3, 1)
+    rows_at_once = max(1, NUMBERS_IN_CACHE // (width * outputs))
+
+    def write_rows(row: int) -> None:
+        rows = slice(row, min(height, row + rows_at_once))
+        piece = workers.scratch("piece", 1, rows.stop - row, width, outputs)
+        write(slice(0, 1), rows, piece.copy_(result[:, rows]))
+
+    workers.run(write_rows, range(0, height, rows_at_once))
 
 
 def convolve_direct(

@@ -35,27 +35,54 @@ def matmul(
 
     mask is added to the scores, broadcast to (B, H, T, S). Holds the scores of all heads.
     """
-    batch_and_heads = query.shape[:-2]
-    # Heads go into the batch of a bmm: a plain product, with nothing to broadcast.
-    queries = query.flatten(0, -3).float()  # (B H, T, D)
-    keys = key.flatten(0, -3).float().transpose(1, 2)  # (B H, D, S)
+    return _attended(*_batched(query, key, value), scale, mask, query.shape[:-2]).view(query.shape)
+
+
+def _batched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B H, T, D) and keys (B H, D, S) in fp32, and values (B H, S, D): heads go into the
+    batch of a bmm, a plain product with nothing to broadcast."""
+    keys = key.flatten(0, -3).float().transpose(1, 2)
+    return query.flatten(0, -3).float(), keys, value.flatten(0, -3)
+
+
+def _attended(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    batch_and_heads: torch.Size,
+) -> Tensor:
+    """What some queries attend to, (B H, T, D). Holds their scores twice, in fp32."""
     scores = torch.bmm(queries, keys) * scale  # (B H, T, S)
     if mask is not None:
         scores = (scores.unflatten(0, batch_and_heads) + mask.float()).flatten(0, -3)
     # fp32 up to here: in bf16 a score of 40 is right to 0.1, and its weight to a tenth.
-    weights = scores.softmax(-1).to(value.dtype)
-    return torch.bmm(weights, value.flatten(0, -3)).view(query.shape)
+    return torch.bmm(scores.softmax(-1).to(values.dtype), values)
 
 
 def nki(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """nkilib's flash kernel, which a backend puts in the place of `attention_cte`: (B, H, T, D) and
-    (B, H, S, D) twice -> (B, H, T, D). Head sizes to 128. It takes no mask: `matmul` does."""
+    (B, H, S, D) twice -> (B, H, T, D). Head sizes to 128.
+
+    It takes no mask: with one, (T, S), this is `matmul` of `rows_at_once` queries after others.
+    """
     if mask is not None:
-        return matmul(query, key, value, scale, mask)
+        queries, keys, values = _batched(query, key, value)
+        rows = rows_at_once(*queries.shape[:2])
+        parts = zip(queries.split(rows, 1), mask.split(rows, 0), strict=True)
+        attended = [_attended(q, keys, values, scale, m, query.shape[:-2]) for q, m in parts]
+        return torch.cat(attended, 1).view(query.shape)
     heads = (x.flatten(0, -3) for x in (query, key, value))  # the kernel's batch is B H
     return attention_cte(*heads, scale).view(query.shape)
+
+
+def rows_at_once(heads: int, queries: int) -> int:
+    """Queries of which `nki` holds the masked scores of all heads at once: twice those are as many
+    as the scores of one head."""
+    return -(-queries // (2 * heads))
 
 
 @torch.library.custom_op("ltx_neuron::attention_cte", mutates_args=())

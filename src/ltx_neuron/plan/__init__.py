@@ -27,6 +27,7 @@ from ltx_neuron.config import (
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.models.attention import rows_at_once
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
@@ -34,6 +35,7 @@ from ltx_neuron.models.programs import (
     gemma3_program,
     may_divide,
 )
+from ltx_neuron.plan.given import encode_bytes
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
@@ -75,8 +77,8 @@ class StagePlan:
     sequence_parallel: bool
     whole: dict | None
     activation_bytes_per_core: int
-    score_bytes_per_core: int  # of these: scores of attention that no flash kernel computes
-    score_ms: float | None  # to write and read them once, in all blocks
+    score_bytes_per_core: int  # of these: scores held at once, where no flash kernel computes them
+    score_ms: float | None  # to write and read all of them once, in all blocks
     upload_bytes: int  # once per stage: noise, contexts, RoPE and modulation tables, one rank's
 
 
@@ -104,7 +106,8 @@ class Plan:
     # them what it has room for.
     host_bytes_to_load: int
     host_bytes_mapped: int
-    host_bytes_to_decode: int  # with this machine's threads and dtype
+    host_bytes_to_encode: int  # images and videos that are given, with this machine's threads and
+    host_bytes_to_decode: int  # dtype, as decoding the video; 0 where none is given
     host_dtype: str  # what this machine decodes in
     host_limit_bytes: int | None
     disk_bytes: int
@@ -298,7 +301,7 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        **_decoding(checkpoint, profile, upscaled(latent, job.upscale), torch_dtype),
+        **_on_the_host(checkpoint, profile, job, upscaled(latent, job.upscale), torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
         assumed=ASSUMED,
@@ -313,19 +316,25 @@ def weight_sets(job: Job) -> int:
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
-def _decoding(
-    checkpoint: Checkpoint, profile: Profile, latent: tuple[int, int, int], dtype: torch.dtype
+def _on_the_host(
+    checkpoint: Checkpoint,
+    profile: Profile,
+    job: Job,
+    latent: tuple[int, int, int],
+    dtype: torch.dtype,
 ) -> dict:
-    """What decoding the video on the host computes in, and its memory."""
+    """What the host encodes and decodes videos in, and its memory for each."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
     from ltx_neuron.host.vae_memory import decode_bytes
 
-    decoding = arithmetic(profile.host_dtype, dtype)
+    config, threads = checkpoint.config, profile.host_threads
+    computes = arithmetic(profile.host_dtype, dtype)
     return {
+        "host_bytes_to_encode": encode_bytes(config, job, threads, computes, dtype),
         "host_bytes_to_decode": decode_bytes(
-            checkpoint.config, latent, profile.host_threads, decoding, tiles.tiling(profile)
+            config, latent, threads, computes, tiles.tiling(profile)
         ),
-        "host_dtype": decoding.describe()["host_dtype"],
+        "host_dtype": computes.describe()["host_dtype"],
     }
 
 
@@ -371,7 +380,7 @@ def _stage(
     whole = divides and _between_ranks(_step(config, bucket, profile, tp, dtype)[1], profile, tp)
     parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
     weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
-    scores, score_ms = _score_bytes(config, bucket, profile, tp), None
+    (held, scores), score_ms = _score_bytes(config, bucket, profile, tp), None
     compute_ms = memory_ms = None
     if profile.chip:
         moved = 2 * scores * config.num_layers * tp
@@ -395,16 +404,21 @@ def _stage(
         sequence_parallel=divides,
         whole=whole or None,
         activation_bytes_per_core=step["peak_bytes"],
-        score_bytes_per_core=scores,
+        score_bytes_per_core=held,
         score_ms=score_ms,
         upload_bytes=_upload_bytes(program),
     )
 
 
-def _score_bytes(config: TransformerConfig, bucket: Bucket, profile: Profile, tp: int) -> int:
-    """Bytes of the video's scores in fp32, of all heads of a rank, where they are held."""
-    held = {"matmul": True, "nki": bucket.biased}.get(profile.attention, False)
-    return 4 * held * config.video.heads // tp * bucket.video_tokens**2
+def _score_bytes(
+    config: TransformerConfig, bucket: Bucket, profile: Profile, tp: int
+) -> tuple[int, int]:
+    """Bytes of the video's scores in fp32, of all heads of a rank: that are held, and that are
+    computed, where a graph has them."""
+    heads, tokens = config.video.heads // tp, bucket.video_tokens
+    rows = {"matmul": tokens, "nki": bucket.biased and rows_at_once(heads, tokens)}
+    row, held = 4 * heads * tokens, rows.get(profile.attention, 0)
+    return row * held, row * tokens if held else 0
 
 
 def _step(

@@ -4,16 +4,15 @@ FLOPs are counted, rates are measured or assumed, and every row says which. A cl
 models were loaded for one before it and its prompt is new.
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ltx_neuron.host import encoding
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
+from ltx_neuron.plan.given import given_clips
 from ltx_neuron.plan.rates import Rate, host_rate
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
@@ -141,12 +140,9 @@ class Clip:
         from ltx_neuron.plan import host_flops  # imports ltx-core
 
         given, config = self.job.given, self.config
-        size, rows = (given.num_frames, given.height, given.width), []
-        clips = [_tiles(size)] if given.retake else []
-        for reference in given.references:
-            frames = reference.taken_frames(given.num_frames)
-            clips.append(Counter([(frames, *given.reference_size(reference))]))
-        for tiles in clips:
+        rows = []
+        for clip in given_clips(self.job):
+            tiles = clip.tiles
             counted = {t: host_flops.video_encoder_flops(config, t) * n for t, n in tiles.items()}
             shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in tiles.items())
             flops = sum(counted.values())
@@ -268,19 +264,6 @@ class Clip:
     def _mp4(self) -> Row:
         what = f"{self._pixels[0]} frames"
         return self._host("encode_mp4", math.prod(self._pixels), "encode_mp4", what)
-
-
-def _tiles(pixels: tuple[int, int, int]) -> Counter[tuple[int, int, int]]:
-    """How many tiles of which frames, rows and columns a clip is encoded in."""
-    frames, rows, columns = video_latent_shape(pixels[1], pixels[2], pixels[0])
-    times = encoding.parts(frames, encoding.TIME_TILE, encoding.TIME_OVERLAP, causal=True)
-    tile, overlap = encoding.SPACE_TILE, encoding.SPACE_OVERLAP
-    sides = (encoding.parts(length, tile, overlap) for length in (rows, columns))
-    lengths = ([part.stop - part.start for part in parts] for parts in (times, *sides))
-    return Counter(
-        ((f - 1) * TIME_SCALE + 1, h * SPACE_SCALE, w * SPACE_SCALE)
-        for f, h, w in itertools.product(*lengths)
-    )
 
 
 def _tera(flops: float) -> str:

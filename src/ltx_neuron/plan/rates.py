@@ -119,18 +119,16 @@ class _RandomModels(HostModels):
 
     def _spec(self, name: str) -> SimpleNamespace:
         spec = super()._spec(name)
-        # As a checkpoint stores it, and as it is loaded.
-        stored = {"video_decoder": torch.bfloat16, "video_encoder": self.latent_dtype}
 
         def load() -> torch.nn.Module:
-            if name not in stored:
+            if name not in ("video_decoder", "video_encoder"):
                 module = spec.from_config(self.config)
-            else:  # large: not initialised
+            else:  # large: not initialised; in bfloat16, as a checkpoint stores them
                 with torch.device("meta"):
                     module = spec.from_config(self.config)
                 weights = module.state_dict().items()
                 module.load_state_dict(
-                    {each: torch.full(w.shape, 0.01, dtype=stored[name]) for each, w in weights},
+                    {each: torch.full(w.shape, 0.01, dtype=torch.bfloat16) for each, w in weights},
                     assign=True,
                 )
             return module.eval().requires_grad_(False)

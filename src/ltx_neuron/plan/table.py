@@ -50,7 +50,7 @@ def _stage_lines(stage: StagePlan) -> list[str]:
     if stage.score_bytes_per_core:
         lines.append(
             f"  attention scores      {_gb(stage.score_bytes_per_core)} a core are held in fp32, at"
-            f" least twice; {_ms(stage.score_ms)} to write and read them once"
+            f" least twice; {_ms(stage.score_ms)} to write and read all once"
         )
     return lines + [
         f"  activations a core    {_gb(stage.activation_bytes_per_core)}",
@@ -61,6 +61,8 @@ def _stage_lines(stage: StagePlan) -> list[str]:
 def table(plan: Plan) -> str:
     """The plan in columns. 1 GB is 1e9 bytes."""
 
+    encode = plan.host_bytes_to_encode
+    encode = f" {_gb(encode)} to encode," if encode else ""
     lines = [f"profile {plan.profile}, tp {plan.tp}, {plan.dtype}", ""]
     for stage in plan.stages:
         lines += _stage_lines(stage)
@@ -82,7 +84,7 @@ def table(plan: Plan) -> str:
         ),
         (
             f"host memory             {_gb(plan.host_bytes_to_load)} to load,"
-            f" {_gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, of"
+            f"{encode} {_gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, of"
             f" {_gb(plan.host_limit_bytes)}"
         ),
         *mapped,

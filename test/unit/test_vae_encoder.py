@@ -1,0 +1,198 @@
+"""Our forward of the video encoder against ltx-core's, on the same modules."""
+
+import pytest
+import torch
+from helpers import fp32_bound, one_thread, randn, randomised, rel  # noqa: F401
+from torch import nn
+
+from ltx_neuron.host import winograd
+from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.encoding import encode_tiled
+from ltx_neuron.host.vae_encoder import FastVideoEncoder, unknown_modules
+from ltx_neuron.tiny import TinySizes
+from ltx_neuron.tiny.config import merge, released_config, tiny_config
+
+BOUND = 1e-5  # from ltx-core in float32; a frame, pixel or channel in the wrong place leaves 0.1
+BFLOAT16 = Arithmetic(torch.bfloat16, 8)
+# Latent frames, rows and columns: one frame, 9 frames, odd sides.
+SIZES = [(1, 1, 1), (1, 3, 2), (2, 3, 1), (3, 2, 5), (4, 1, 3)]
+# Not the released order, nor its factors: groups of 1, 2, 4 and 8 positions are averaged.
+OTHER_ORDER = [
+    ["compress_space_res", {"multiplier": 4}],
+    ["res_x", {"num_layers": 2}],
+    ["compress_all_res", {"multiplier": 1}],
+    ["compress_all_res", {"multiplier": 2}],
+    ["compress_time_res", {"multiplier": 1}],
+]
+
+
+# Steps alone: a quick encoder that still sees over the borders of tiles.
+STEPS = [
+    ["compress_space_res", {"multiplier": 1}],
+    ["compress_time_res", {"multiplier": 1}],
+    ["compress_all_res", {"multiplier": 1}],
+    ["compress_all_res", {"multiplier": 1}],
+]
+CHANNELS = 32  # of a latent, and of the first stage
+
+
+def ltx_encoder(**changes) -> nn.Module:
+    """ltx-core's encoder of the tiny config with changes, narrower, with random weights."""
+    from ltx_core.model.video_vae import VideoEncoderConfigurator
+
+    vae = {"latent_channels": CHANNELS} | changes
+    config = merge(tiny_config(TinySizes()), {"vae": vae})
+    return randomised(VideoEncoderConfigurator.from_config(config))
+
+
+def pixels(frames: int, rows: int, columns: int) -> torch.Tensor:
+    """A clip of so many latents, whose pixels bfloat16 holds."""
+    clip = randn(1, 3, 8 * frames - 7, 32 * rows, 32 * columns)
+    return clip.clip(-1, 1).bfloat16().float()
+
+
+@pytest.fixture(params=["tiles", "direct"])
+def method(request, monkeypatch) -> str:
+    """Every convolution by one method."""
+    monkeypatch.setattr(
+        winograd, "winograd_is_faster", lambda shape, outputs, speed: request.param == "tiles"
+    )
+    return request.param
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_latents_equal_ltx_cores(method, size):
+    encoder, clip = ltx_encoder(), pixels(*size)
+    wanted = encoder(clip)
+    assert wanted.shape == (1, CHANNELS, *size)
+    got = FastVideoEncoder(encoder)(clip)
+    assert got.dtype == torch.float32
+    assert rel(got, wanted) < BOUND
+
+
+def test_every_border_of_a_latent_equals_ltx_cores(method):
+    """The first frame, which causal convolutions repeat, the last one, and those at zeros."""
+    encoder, clip = ltx_encoder(), pixels(3, 3, 5)
+    ours, theirs = FastVideoEncoder(encoder)(clip), encoder(clip)
+    for axis in (2, 3, 4):
+        for end in (0, -1):
+            assert rel(ours.select(axis, end), theirs.select(axis, end)) < BOUND, (axis, end)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_another_order_of_blocks_is_followed(method, monkeypatch, frames):
+    monkeypatch.setattr("ltx_neuron.host.vae_encoder.NUMBERS_IN_CACHE", 3000)  # uneven pieces
+    encoder = ltx_encoder(encoder_blocks=OTHER_ORDER)
+    clip = pixels(frames, 2, 3)
+    assert rel(FastVideoEncoder(encoder)(clip), encoder(clip)) < BOUND
+
+
+def test_a_later_frame_changes_no_earlier_latent(method):
+    """The encoder is causal in time. Tiles of four frames share roundings."""
+    encoder, clip = FastVideoEncoder(ltx_encoder()), pixels(3, 1, 2)
+    changed = clip.clone()
+    changed[:, :, 9] += 1  # the first frame of the third latent
+    before, after = encoder(clip), encoder(changed)
+    assert rel(after[:, :, :2], before[:, :, :2]) < BOUND
+    assert rel(after[:, :, 2], before[:, :, 2]) > 0.01
+
+
+# 14 latent frames are two tiles in time, 25 columns two in width, which overlap.
+@pytest.mark.parametrize("size", [(14, 1, 1), (2, 1, 25)], ids=str)
+def test_a_clip_in_tiles_is_blended_as_of_ltx_cores_encoder(size):
+    encoder, clip = ltx_encoder(encoder_blocks=STEPS), pixels(*size)
+    ours, theirs = (encode_tiled(each, clip) for each in (FastVideoEncoder(encoder), encoder))
+    assert rel(ours, theirs) < BOUND
+    whole = encoder(clip)
+    assert rel(theirs, whole) > 10 * BOUND, "tiles do not show in this clip"
+
+
+def bfloat16_encoders(**changes) -> tuple[nn.Module, nn.Module]:
+    """ltx-core's encoder with weights that bfloat16 holds, in float32 and in bfloat16."""
+    half, exact = ltx_encoder(**changes).bfloat16(), ltx_encoder(**changes)
+    exact.load_state_dict(half.state_dict())
+    return exact, half
+
+
+@pytest.mark.parametrize("size", SIZES[1:], ids=str)  # the first has too few numbers to say
+def test_bfloat16_is_no_further_from_float32_than_ltx_cores_own(method, size):
+    exact, half = bfloat16_encoders()
+    clip = pixels(*size)
+    wanted = exact(clip)
+    theirs = rel(half(clip.bfloat16()), wanted)
+    latents = FastVideoEncoder(half, BFLOAT16)(clip.bfloat16())
+    assert latents.dtype == torch.float32
+    assert 0 < rel(latents, wanted) <= theirs
+
+
+def test_bfloat16_weights_and_pixels_are_computed_with_in_float32():
+    exact, half = bfloat16_encoders()
+    clip = pixels(2, 2, 2)
+    assert rel(FastVideoEncoder(half)(clip.bfloat16()), exact(clip)) < BOUND
+
+
+def test_twice_the_same_clip_gives_the_same_bits(method):
+    for arithmetic in (Arithmetic(), BFLOAT16):
+        encoder, clip = FastVideoEncoder(ltx_encoder(), arithmetic), pixels(2, 2, 3)
+        assert torch.equal(encoder(clip), encoder(clip))
+
+
+def test_each_clip_of_a_batch_is_encoded():
+    encoder, clips = FastVideoEncoder(ltx_encoder()), randn(2, 3, 9, 32, 64)
+    wanted = torch.cat([encoder(clip[None]) for clip in clips])
+    assert torch.equal(encoder(clips), wanted)
+
+
+def test_frames_beyond_8k_and_1_are_left_out_as_in_ltx_core():
+    encoder, clip = ltx_encoder(), randn(1, 3, 15, 32, 32)
+    got = FastVideoEncoder(encoder)(clip)
+    assert rel(got, encoder(clip)) < BOUND
+    assert torch.equal(got, FastVideoEncoder(encoder)(clip[:, :, :9]))
+
+
+def test_sides_that_are_no_multiples_of_32_are_refused():
+    with pytest.raises(ValueError, match="wanted multiples of 32 pixels, got 64x48"):
+        FastVideoEncoder(ltx_encoder())(randn(1, 3, 1, 64, 48))
+
+
+def test_weights_are_shared_with_the_encoder_it_was_made_from():
+    encoder = ltx_encoder()
+    ours = FastVideoEncoder(encoder).state_dict()
+    assert ours.keys() == encoder.state_dict().keys()
+    assert all(ours[name].data_ptr() == w.data_ptr() for name, w in encoder.state_dict().items())
+
+
+def test_the_released_encoder_is_known():
+    from ltx_core.model.video_vae import VideoEncoderConfigurator
+
+    with torch.device("meta"):
+        assert unknown_modules(VideoEncoderConfigurator.from_config(released_config())) == []
+
+
+def another_activation(encoder):
+    encoder.down_blocks[0].res_blocks[0].non_linearity = nn.GELU()
+
+
+def another_epsilon(encoder):
+    encoder.conv_norm_out.eps = 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "change", "named"),
+    [
+        ({"latent_log_var": "per_channel"}, None, "encoder: VideoEncoder"),
+        ({"encoder_blocks": [["compress_all", {}]]}, None, "down_blocks.0.conv: Conv3d"),
+        ({"encoder_blocks": [["res_x_y", {"multiplier": 2}]]}, None, "norm3: GroupNorm"),
+        ({"norm_layer": "group_norm"}, None, "conv_norm_out: GroupNorm"),
+        ({"spatial_padding_mode": "reflect"}, None, "conv_in.conv: Conv3d"),
+        ({}, another_activation, "down_blocks.0.res_blocks.0.non_linearity: GELU"),
+        ({}, another_epsilon, "conv_norm_out: PixelNorm"),
+    ],
+)
+def test_what_the_released_encoder_does_not_have_is_refused_by_name(changes, change, named):
+    encoder = ltx_encoder(**changes)
+    if change:
+        change(encoder)
+    with pytest.raises(ValueError, match="not the released video encoder") as error:
+        FastVideoEncoder(encoder)
+    assert named in str(error.value)
