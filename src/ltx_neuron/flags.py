@@ -454,7 +454,7 @@ def shape(args: argparse.Namespace, recipe: str) -> Job:
     if (
         args.video_path is not None and args.extend is None
     ):  # whichever seconds of it: the graphs are the same
-        seconds = {"start_time": 0.0, "end_time": of.num_frames / of.frame_rate}
+        seconds = {"start_time": 0.0, "end_time": of.seconds}
         args = argparse.Namespace(**vars(args) | seconds)
     return Job(
         "", of, recipe=recipe, stage_1_loras=loras(args.ic_lora, "--ic-lora"), **inputs(args)

@@ -140,12 +140,12 @@ class Clip:
         """What a sound and videos are encoded in, before the first stage."""
         from ltx_neuron.plan import host_flops  # imports ltx-core
 
-        given, config = self.job.given, self.config
-        size, rows = (given.num_frames, given.height, given.width), []
-        clips = [_tiles(size)] if given.retake else []
+        given, config, rows = self.job, self.config, []
+        size, sides = given.size, given.size.first.sides
+        clips = [_tiles((size.num_frames, *sides))] if given.retake else []
         for reference in given.references:
-            frames = reference.taken_frames(given.num_frames)
-            clips.append(Counter([(frames, *given.reference_size(reference))]))
+            frames = reference.taken_frames(size.num_frames)
+            clips.append(Counter([(frames, *reference.sides(*sides))]))
         for tiles in clips:
             counted = {t: host_flops.video_encoder_flops(config, t) * n for t, n in tiles.items()}
             shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in tiles.items())
@@ -153,8 +153,8 @@ class Clip:
             what, rate = f"video, {_tera(flops)}, {shapes}", f"encode_video {self._dtype}"
             rows.append(self._host("encode_inputs", flops, rate, what))
         if given.sound or given.retake:
-            flops = host_flops.audio_encoder_flops(config, 4 * given.audio_frames)
-            what = f"sound, {_tera(flops)}, {given.seconds:.1f} s"
+            flops = host_flops.audio_encoder_flops(config, 4 * size.audio_frames)
+            what = f"sound, {_tera(flops)}, {size.seconds:.1f} s"
             rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
         return rows
 
