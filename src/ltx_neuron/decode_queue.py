@@ -211,7 +211,7 @@ class DecodeQueue:
         and sound beside them; else each when it is asked for."""
         chunks, sound = self._pictures(video), cache(sound)
         if job.extension:
-            chunks = with_source(job.given, chunks)
+            chunks = with_source(job, chunks)
         task = None
         with ExitStack() as ending:
             ending.enter_context(closing(chunks))

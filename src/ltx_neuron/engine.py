@@ -316,7 +316,7 @@ class Engine:
         adaln = self.residency.use_weights(stage.loras)
         if job.has_media and not (stage.upsampled or "video_latent" in run.tensors):
             with self.recorder.phase("encode_inputs"):
-                run.tensors |= conditions.encode(self.host, job.given)
+                run.tensors |= conditions.encode(self.host, job)
         start = self._initial_latents(run, stage)
         ranks, dtype = self.residency.ranks, workspace.dtype
         stage_run = StageRun(ranks, compiled, workspace.transformer, dtype, adaln, self.compat)

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
-from ltx_neuron.sampling.extension import Extension, Window, extension_of
+from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
-from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.guidance import (
     NEGATIVE_PROMPT,
     Guidance,
@@ -22,7 +21,7 @@ from ltx_neuron.sampling.guidance import (
     default_steps,
 )
 from ltx_neuron.sampling.inputs import Inputs, check_together
-from ltx_neuron.sampling.latents import audio_latent_frames, video_latent_shape
+from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.res_2s import steps_of_evaluations
 from ltx_neuron.sampling.schedules import (
     DISTILLED_MAX_STEPS,
@@ -117,7 +116,7 @@ class Job(Inputs):
         Distilled: 8 steps (and 3). Dev: a guided first stage.
         """
         size, sampler, guided = self.size, self.sampler, self.recipe == "dev"
-        first = tuple(side // (2 if size.two_stage else 1) for side in (size.height, size.width))
+        first = size.first.sides
         tokens = SCHEDULE_TOKENS
         if sampler == "res_2s":  # HQ alone counts them
             tokens = math.prod(video_latent_shape(*first, size.num_frames))
@@ -130,11 +129,6 @@ class Job(Inputs):
             return (half,)
         full = Stage("stage_2", size.height, size.width, STAGE_2_SIGMAS, sampler=sampler)
         return half, full._replace(upsampled=True, loras=loras[1])
-
-    @property
-    def extension(self) -> Extension | None:
-        """How the retaken video is made longer, where it is; the size is that of a window."""
-        return extension_of(self.retake, self.size.num_frames, self.size.frame_rate)
 
     @property
     def seen(self) -> str:
@@ -173,7 +167,7 @@ class Job(Inputs):
         tokens += sum(math.prod(r.latent_shape(*sides, size.num_frames)) for r in references)
         return Bucket(
             video_tokens=tokens,
-            audio_tokens=audio_latent_frames(size.num_frames, size.frame_rate),
+            audio_tokens=size.audio_frames,
             timesteps=timesteps or self.timesteps(stage.upsampled),
             max_steps=stage.max_steps,
             guided=stage.guided,
@@ -185,13 +179,6 @@ class Job(Inputs):
     def all_loras(self) -> WeightSet:
         """Those that any stage may run with."""
         return self.loras + self.stage_1_loras + self.stage_2_loras
-
-    @property
-    def given(self) -> Given:
-        """The sound and the videos that its first stage is conditioned on."""
-        size, first = self.size, self.stages[0]
-        shape = first.height, first.width, size.num_frames, size.frame_rate
-        return Given(*shape, self.sound, self.retake, self.references, self.attention_mask)
 
     @property
     def resolved_guidance(self) -> Guidance:
@@ -254,9 +241,8 @@ class Job(Inputs):
         if self.recipe not in RECIPES:
             raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
         check_upscale(self.upscale, self.size.two_stage)
-        size, stages = self.size, 1 + self.size.two_stage
         asked = {
-            "--two-stage": size.two_stage,
+            "--two-stage": self.size.two_stage,
             f"--recipe {self.recipe}": True,
             "--upscale": self.upscale is not None,
             # HQ's distilled LoRA, of the dev recipe, is in stage 1 as well.
@@ -266,9 +252,7 @@ class Job(Inputs):
         check_together(self.asked | asked)
         if self.recipe == "dev":
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
-        self.check_inputs(
-            size.height // stages, size.width // stages, size.num_frames, size.frame_rate
-        )
+        self.check_inputs()
 
     def _check_unguided(self) -> None:
         if self.negative_prompt is not None or self.guidance is not None:

@@ -60,7 +60,7 @@ class Preflight:
         for job in jobs:
             for image in job.images:
                 check_image(image.path, job.size.height, job.size.width)
-            conditions.check(job.given)
+            conditions.check(job)
         self._check_host_models([name for job in jobs for name in _host_models(job)])
         self._check_weight_files(jobs)
         try:

@@ -241,7 +241,7 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torc
     """Refuse tensors of other shapes or dtypes than the job's: somebody may have changed them."""
     wanted, needed = {}, ("attention_mask", *_CONTEXTS)
     needed += tuple(f"{job.stages[0].key}_{stream}" for stream in ("video", "audio"))
-    frames = latents.audio_latent_frames(job.size.num_frames, job.size.frame_rate)
+    frames = job.size.audio_frames
     audio = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
     for stage in job.stages:
         shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)

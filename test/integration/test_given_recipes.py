@@ -11,22 +11,20 @@ from functools import cache
 import given_oracle
 import pytest
 import torch
+from engines import drawn, give_contexts, opened_engine, opened_workspace
 from given_oracle import Given, Stream
 from helpers import (
     STREAMS,
     one_thread,  # noqa: F401
     picture_frames,
-    randn,
     rel,
     tone,
     write_film,
     write_sound,
 )
 
-from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.engine import Engine
 from ltx_neuron.job import Job, Size
-from ltx_neuron.profiles import resolve
-from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
@@ -35,9 +33,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
-from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -53,13 +49,6 @@ VIDEO = (
     ("rescale_scale", 0.6),
 )
 AUDIO = (("cfg_scale", 5.0), ("stg_scale", 1.3), ("stg_blocks", (0,)), ("modality_scale", 1.7))
-
-
-@cache
-def contexts(prompt: str, widths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of video and audio; a model that reads them as it would an encoder's."""
-    seed = zlib.crc32(prompt.encode())
-    return tuple(randn(1, 1024, width, seed=seed + n) for n, width in enumerate(widths))
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +73,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def workspace(tiny, tmp_path_factory):
-    artifacts = tmp_path_factory.mktemp("artifacts")
     # A graph of one block is compiled sooner.
-    settings = resolve("cpu"), artifacts, 1, "float32", tiny.gemma_root, 1
-    found = Workspace(tiny.checkpoint, *settings)
+    found = opened_workspace(tiny, tmp_path_factory.mktemp("artifacts"), blocks_per_graph=1)
     found.shard_dit([(), loras_of(lora(tiny))])
     return found
 
@@ -99,9 +86,7 @@ def opened(workspace, tiny):
 
     def engine(compat: str | None = None) -> Engine:
         if compat not in made:
-            options = RunOptions(compat=compat, spatial_upsampler_path=tiny.spatial_upsampler)
-            made[compat] = Engine(workspace, Recorder(), options)
-            made[compat].progress = False
+            made[compat] = opened_engine(workspace, tiny, compat=compat)
         return made[compat]
 
     yield engine
@@ -110,27 +95,24 @@ def opened(workspace, tiny):
 
 
 @pytest.fixture(scope="module")
-def drawn(workspace):
-    """The contexts of a prompt."""
-    widths = workspace.transformer.video.inner, workspace.transformer.audio.inner
-    return lambda prompt: contexts(prompt, widths)
+def contexts(workspace):
+    """Those of a prompt."""
+    return cache(lambda prompt: drawn(workspace, zlib.crc32(prompt.encode())))
 
 
 @pytest.fixture(scope="module")
-def wanted(tiny, drawn):
-    return cache(lambda job, recipe=Given: given_oracle.generate(tiny, job, drawn, recipe))
+def wanted(tiny, contexts):
+    return cache(lambda job, recipe=Given: given_oracle.generate(tiny, job, contexts, recipe))
 
 
 @pytest.fixture(scope="module")
-def generate(opened, drawn):
+def generate(opened, contexts):
     @cache
     def generate(given: given_oracle.Job, compat: str | None = None) -> dict[str, torch.Tensor]:
         engine, job = opened(compat), told(given)
         for stage in job.stages:
             engine.workspace.compile_dit([job.bucket(stage)])
-        engine._contexts[job.prompts] = [
-            Contexts(*drawn(prompt), torch.ones(1, 1024), None) for prompt in job.prompts
-        ]
+        give_contexts(engine, job, contexts)
         (result,) = engine.run([job], keep=True, decode=False)
         return result.tensors
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import made_film, one_thread, randn  # noqa: F401
+from engines import drawn, give_contexts, opened_engine, opened_workspace
+from helpers import made_film, one_thread  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.generate import run_identity
 from ltx_neuron.job import Job, Size
-from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import restore_state, save_state
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import (
@@ -24,9 +24,7 @@ from ltx_neuron.sampling.conditions import (
     Retake,
     SoundCondition,
 )
-from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.weights.lora import Lora
-from ltx_neuron.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -79,18 +77,14 @@ def mixed(tiny, jobs, masked) -> list[Job]:
 @pytest.fixture(scope="module")
 def opened(tiny, jobs, mixed, tmp_path_factory):
     """opened(): the engine, as if it were a new one; it is given the contexts of the jobs."""
-    artifacts, jobs = tmp_path_factory.mktemp("artifacts"), [*jobs, *mixed]
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), artifacts, 1, "float32", tiny.gemma_root)
+    jobs = [*jobs, *mixed]
+    workspace = opened_workspace(tiny, tmp_path_factory.mktemp("artifacts"))
     stages = {stage: job for job in jobs for stage in job.stages}
     workspace.shard_dit({stage.loras for stage in stages})
     workspace.compile_dit(list({bucket for job in jobs for bucket in job.buckets}))
-    options = RunOptions(spatial_upsampler_path=tiny.spatial_upsampler)
-    engine = Engine(workspace, Recorder(), options)
-    engine.progress = False
+    engine = opened_engine(workspace, tiny)
     for job in jobs:
-        streams = workspace.transformer.video, workspace.transformer.audio
-        drawn = [randn(1, 1024, stream.inner, seed=job.seed) for stream in streams]
-        engine._contexts[job.prompts] = [Contexts(*drawn, torch.ones(1, 1024), None)]
+        give_contexts(engine, job, lambda _, seed=job.seed: drawn(workspace, seed))
 
     def anew() -> Engine:
         engine.close()

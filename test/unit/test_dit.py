@@ -26,6 +26,7 @@ from helpers import (  # noqa: F401
     step_number,
 )
 from oracle import later_semantics
+from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.models import dit
@@ -35,12 +36,6 @@ from ltx_neuron.sampling.conditioning import timestep_choice, video_state
 from ltx_neuron.sampling.conditions import ImageCondition, distinct_masks
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, STAGE_2_SIGMAS
-
-SHAPE, FPS, AUDIO_TOKENS = (3, 2, 3), 24.0, 18
-# Up to three blocks of a width of up to 80; the Euler steps of a schedule are weighted averages of
-# what the model predicts, and add nothing to it
-EQUAL = fp32_bound(*block_summands(80) * 3)
-SHOWS = 1e-3  # fifty times that and more: what a wrong timestep, context or position changes
 
 # Images of a stage and so the distinct timesteps of its tokens: 1, 2 or 3
 JOBS = {
@@ -104,47 +99,28 @@ def our_latents(s: Setting, sigmas, **options):
 
 def ltx_states(s: Setting, values):
     """ltx-core's states of both streams for the values of our step."""
-    from ltx_core.types import LatentState
-
-    def bounds(middles):  # ltx-core takes the middle of these
-        return torch.stack([middles, middles], dim=-1)
-
     audio = values["audio_latent"]
-    ones = torch.ones(1, AUDIO_TOKENS, 1)
+    ones = torch.ones(AUDIO_TOKENS, 1)
     return {
-        "video_state": LatentState(
-            values["video_latent"],
-            s.held.denoise_mask[None],
-            bounds(s.positions),
-            s.held.clean_latent,
+        "video_state": ltx_state(
+            values["video_latent"], s.held.denoise_mask, s.positions, s.held.clean_latent
         ),
-        "audio_state": LatentState(
-            audio, ones, bounds(audio_positions(AUDIO_TOKENS)), torch.zeros_like(audio)
+        "audio_state": ltx_state(
+            audio, ones, audio_positions(AUDIO_TOKENS), torch.zeros_like(audio)
         ),
     }
 
 
 def ltx_latents(s: Setting, sigmas):
     """The latents after all steps of a schedule, by ltx-pipelines' own loop."""
-    from ltx_core.components.diffusion_steps import EulerDiffusionStep
     from ltx_core.model.transformer import X0Model
     from ltx_pipelines.utils.helpers import simple_denoising_func
-    from ltx_pipelines.utils.samplers import euler_denoising_loop
 
     values = step_values(s, sigmas)
     denoise = simple_denoising_func(
         values["video_context"], values["audio_context"], X0Model(s.model)
     )
-    states = ltx_states(s, values)
-    sigmas = torch.tensor(sigmas)
-    video, audio = euler_denoising_loop(
-        sigmas, **states, stepper=EulerDiffusionStep(), denoise_fn=denoise
-    )
-    return {"video": video.latent, "audio": audio.latent}
-
-
-def distance(ours, theirs):
-    return max(rel(ours[stream], theirs[stream]) for stream in STREAMS)
+    return ltx_loop(sigmas, *ltx_states(s, values).values(), denoise)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -1,7 +1,6 @@
 """A video made longer: which latents each window holds and makes, at which times, and what of the
 decoded clip is shown; which flags ask for it, and what is refused."""
 
-import argparse
 import json
 import shlex
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import randn, tone
+from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.errors import UserError
@@ -206,23 +206,6 @@ def clip(tmp_path_factory):
         return str(path)
 
     return made
-
-
-def parsed(*words, compiles: bool = False) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    if compiles:
-        flags.add_size(parser)
-        flags.add_ic_loras(parser)
-        flags.add_conditions(parser, shape_only=True)
-    else:
-        flags.add_job(parser)
-    args = parser.parse_args([*map(str, words)])
-    args.recipe = args.recipe or "distilled"
-    return args
-
-
-def said(*words) -> Job:
-    return flags.job(parsed("--prompt", "rain", *words))
 
 
 def test_windows_are_as_long_as_any_clip_or_as_all_that_there_is(clip):

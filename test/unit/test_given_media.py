@@ -29,7 +29,6 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
-from ltx_neuron.sampling.given import Given
 from ltx_neuron.sampling.latents import sound_latent_frames
 from ltx_neuron.text.encoders import Contexts
 
@@ -105,11 +104,11 @@ def pixels(path, height, width, count):
 
 
 def a2v(path, frames=25, rate=24.0, **settings):
-    return Given(64, 96, frames, rate, sound=SoundCondition(path, **settings))
+    return Job("", Size(64, 96, frames, rate), sound=SoundCondition(path, **settings))
 
 
 def ic_lora(*references, frames=25, mask=None, size=(64, 96)):
-    return Given(*size, frames, 24.0, references=references, attention_mask=mask)
+    return Job("", Size(*size, frames), references=references, attention_mask=mask)
 
 
 # --- a given sound --------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ def test_a_short_sound_is_said_with_how_long_it_must_be_and_what_to_type(files):
         error.value
     )
     assert "type --num-frames 33" in str(error.value)
-    check(given._replace(num_frames=33))
+    check(a2v(files / "sound.wav", 33, start_time=0.5))
     with pytest.raises(
         UserError, match="with --audio-max-duration 0.4, .* leave --audio-max-durat"
     ):
@@ -218,7 +217,7 @@ def test_what_is_no_usable_sound_is_a_users_error(files, tmp_path):
 
 
 def retake(path, frames, size=(64, 96)):
-    return Given(*size, frames, 24.0, retake=Retake(path, 0.1, 0.3))
+    return Job("", Size(*size, frames), retake=Retake(path, 0.1, 0.3))
 
 
 def test_a_retaken_video_is_encoded_with_its_sound(files, host, theirs):
@@ -303,7 +302,7 @@ def test_a_reference_is_encoded_whole_in_its_own_size_and_step(
     with torch.no_grad():
         wanted = theirs[0](seen)
     assert got.keys() == {"reference_latent"}
-    assert tuple(got["reference_latent"].shape[2:]) == given.reference_latent(reference)
+    assert tuple(got["reference_latent"].shape[2:]) == reference.latent_shape(64, 128, 25)
     assert rel(got["reference_latent"], wanted) < ENCODED
 
 
@@ -380,10 +379,14 @@ def given_sound(files, host):
     return encode(host, a2v(files / "sound.wav"))
 
 
-def test_a_job_hands_on_what_it_was_given_at_the_size_of_its_first_stage(files):
-    sound = SoundCondition(files / "sound.wav")
-    assert job_with(sound).given == Given(32, 48, 25, 24.0, sound)
-    assert Job("rain", Size(64, 96, 9)).given == Given(64, 96, 9, 24.0)
+def test_of_two_stages_a_reference_is_encoded_at_half_the_size(files, host):
+    reference = ReferenceVideo(files / "film.mp4", 1.0, 25)
+    job = Job("rain", Size(128, 192, 25, two_stage=True), references=(reference,))
+    check(job)
+    assert job.size.first == Size(64, 96, 25)
+    assert torch.equal(
+        encode(host, job)["reference_latent"], encode(host, ic_lora(reference))["reference_latent"]
+    )
 
 
 def test_the_given_sound_is_what_is_heard_and_nothing_of_it_is_decoded(files, tiny, host, tmp_path):

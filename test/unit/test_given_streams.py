@@ -8,8 +8,6 @@ import torch
 from helpers import (
     STREAMS,
     Held,
-    block_summands,
-    fp32_bound,
     ltx_model,
     made_config,
     randn,
@@ -19,6 +17,7 @@ from helpers import (
     step_number,
 )
 from oracle import later_semantics
+from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.models import attention
@@ -31,9 +30,6 @@ from ltx_neuron.sampling.latents import audio_positions, audio_seconds, unpatchi
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS, sigma_pairs, stream_sigmas
 from ltx_neuron.tiny.config import TinySizes
 
-SHAPE, FPS, AUDIO_TOKENS = (3, 2, 3), 24.0, 18
-EQUAL = fp32_bound(*block_summands(80) * 3)  # as in test_dit.py
-SHOWS = 1e-3  # a hundred times that: what the wrong sigma, mask or bias changes
 STEPS = len(STAGE_2_SIGMAS) - 1
 
 
@@ -97,28 +93,20 @@ def our_latents(model, values, kernel="sdpa"):
 
 def ltx_latents(model, values, audio_mask=None, attention_mask=None, frozen_audio=False):
     """The same by ltx-pipelines' Euler loop and ltx-core's model."""
-    from ltx_core.components.diffusion_steps import EulerDiffusionStep
     from ltx_core.model.transformer import X0Model
-    from ltx_core.types import LatentState
     from ltx_pipelines.utils.helpers import modality_from_latent_state
-    from ltx_pipelines.utils.samplers import euler_denoising_loop
-
-    def state(name, positions, mask, clean, attention_mask=None):
-        bounds = torch.stack([positions, positions], dim=-1)  # ltx-core takes their middle
-        latent = values[f"{name}_latent"]
-        return LatentState(latent, mask[None], bounds, clean, attention_mask)
 
     mask = torch.ones(AUDIO_TOKENS, 1) if audio_mask is None else audio_mask
     mask = torch.zeros(AUDIO_TOKENS, 1) if frozen_audio else mask
     clean = values.get("audio_clean_latent", values["audio_latent"])
-    video = state(
-        "video",
-        values["video_positions"],
+    video = ltx_state(
+        values["video_latent"],
         values["denoise_mask"],
+        values["video_positions"],
         values["clean_latent"],
         attention_mask,
     )
-    audio = state("audio", audio_positions(AUDIO_TOKENS), mask, clean)
+    audio = ltx_state(values["audio_latent"], mask, audio_positions(AUDIO_TOKENS), clean)
     predict = X0Model(model[0])
 
     def denoise(video_state, audio_state, sigmas, step_index):
@@ -130,14 +118,7 @@ def ltx_latents(model, values, audio_mask=None, attention_mask=None, frozen_audi
         return predict(video=pictures, audio=sound, perturbations=None)
 
     with later_semantics():
-        after = euler_denoising_loop(
-            torch.tensor(STAGE_2_SIGMAS), video, audio, EulerDiffusionStep(), denoise
-        )
-    return dict(zip(STREAMS, (each.latent for each in after), strict=True))
-
-
-def distance(ours, theirs):
-    return max(rel(ours[stream], theirs[stream]) for stream in STREAMS)
+        return ltx_loop(STAGE_2_SIGMAS, video, audio, denoise)
 
 
 def retaken():

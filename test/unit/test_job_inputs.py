@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
@@ -259,23 +260,6 @@ def ic_lora(tmp_path_factory):
         return Lora(path)
 
     return made
-
-
-def parsed(*words, compiles: bool = False) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    if compiles:
-        flags.add_size(parser)
-        flags.add_ic_loras(parser)
-        flags.add_conditions(parser, shape_only=True)
-    else:
-        flags.add_job(parser)
-    args = parser.parse_args([*map(str, words)])
-    args.recipe = args.recipe or "distilled"
-    return args
-
-
-def said(*words) -> Job:
-    return flags.job(parsed("--prompt", "rain", *words))
 
 
 def refused(*words) -> str:

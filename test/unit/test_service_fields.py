@@ -124,7 +124,7 @@ def test_every_key_of_a_prompts_file_can_be_said_but_paths_and_what_goes_with_th
     with_them |= {"images-as-guides", "skip-stage-2", "sampler", "extend"}
     loras = {"lora", "ic-lora", "distilled-lora"}  # a lora_set names them
     loras |= {f"distilled-lora-strength-stage-{stage}" for stage in (1, 2)}
-    got = set(flags._job_flags()) - said - sizes - loras
+    got = set(flags.job_flags()) - said - sizes - loras
     assert got == {"prompt", *paths, *with_them}
 
 

@@ -33,7 +33,7 @@ from ltx_neuron.host.spectrogram import can_resample
 from ltx_neuron.host.video import aac_rate
 from ltx_neuron.sampling.attention_mask import mask_divides, token_weights
 from ltx_neuron.sampling.conditions import ReferenceVideo
-from ltx_neuron.sampling.given import Given
+from ltx_neuron.sampling.inputs import Inputs
 from ltx_neuron.sampling.latents import (
     SAMPLE_RATE,
     TIME_SCALE,
@@ -48,7 +48,7 @@ CHANNELS = 2  # of the sound that is encoded
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, which is reflected
 
 
-def check(given: Given) -> None:
+def check(given: Inputs) -> None:
     """Raise UserError where `encode` would for what a file is: of videos only headers are read."""
     if given.sound:
         check_sound(given)
@@ -59,7 +59,7 @@ def check(given: Given) -> None:
     check_references(given)
 
 
-def encode(host: HostModels, given: Given) -> dict[str, Tensor]:
+def encode(host: HostModels, given: Inputs) -> dict[str, Tensor]:
     """A job's given sound and videos by name; what it was not given is not there.
 
     mel               (1, 2, frames, 64) float32; of a retake only where its file has sound
@@ -88,27 +88,27 @@ def encode(host: HostModels, given: Given) -> dict[str, Tensor]:
 # --- sound ----------------------------------------------------------------------------------------
 
 
-def check_sound(given: Given) -> None:
+def check_sound(given: Inputs) -> None:
     """Raise UserError unless the sound is there, in one or two channels, and long enough."""
     rate = _read_given(given).rate
     _check_rate(given.sound.path, SOUND, rate, aac_rate(rate))
 
 
-def _encode_sound(host: HostModels, given: Given) -> dict[str, Tensor]:
+def _encode_sound(host: HostModels, given: Inputs) -> dict[str, Tensor]:
     sound = _stereo(_read_given(given), f"{SOUND} {given.sound.path}")
     mel, latent = host.encode_audio(sound)
     return {
         "mel": mel,
-        "audio_latent": latent[:, :, : given.audio_frames].contiguous(),
+        "audio_latent": latent[:, :, : given.size.audio_frames].contiguous(),
         "waveform": sound.samples,
         "waveform_rate": torch.tensor(sound.rate),
     }
 
 
-def _read_given(given: Given) -> Sound:
+def _read_given(given: Inputs) -> Sound:
     """The samples that a sound condition asks for, in one or two channels."""
     path, start, duration = given.sound.path, given.sound.start_time, given.sound.max_duration
-    duration = given.seconds if duration is None else duration
+    duration = given.size.seconds if duration is None else duration
     sound = read_sound(path, SOUND, start, duration)
     if sound is None:
         if read_sound(path, SOUND) is None:
@@ -117,29 +117,29 @@ def _read_given(given: Given) -> Sound:
             f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
         )
     frames = sound_latent_frames(sound.samples.shape[1], sound.rate)
-    if frames < given.audio_frames or _is_too_short(sound):
+    if frames < given.size.audio_frames or _is_too_short(sound):
         raise _too_short(given, sound, frames)
     _check_format(sound, path, SOUND)
     return sound
 
 
-def _too_short(given: Given, sound: Sound, audio_frames: int) -> UserError:
+def _too_short(given: Inputs, sound: Sound, audio_frames: int) -> UserError:
     """audio_frames  latents that the sound is encoded as"""
-    asked, where, advice = given.sound, "", "pass a longer sound"
+    asked, size, where, advice = given.sound, given.size, "", "pass a longer sound"
     if asked.start_time:
         where += f" from --audio-start-time {asked.start_time:g} on"
         advice += ", or type a smaller --audio-start-time"
     if asked.max_duration is not None:
         where += f" with --audio-max-duration {asked.max_duration:g}"
         advice = f"leave --audio-max-duration out, or {advice}"
-    for num_frames in range(given.num_frames - TIME_SCALE, 0, -TIME_SCALE):
-        if 1 <= audio_latent_frames(num_frames, given.frame_rate) <= audio_frames:
+    for num_frames in range(size.num_frames - TIME_SCALE, 0, -TIME_SCALE):
+        if 1 <= audio_latent_frames(num_frames, size.frame_rate) <= audio_frames:
             advice += f", or type --num-frames {num_frames}"
             break
     return UserError(
         f"{SOUND} {asked.path} is shorter than the video: got"
-        f" {sound.samples.shape[1] / sound.rate:.2f} s of sound{where}, wanted {given.seconds:.2f}"
-        f" s ({given.num_frames} frames at {given.frame_rate:g} per second); {advice}"
+        f" {sound.samples.shape[1] / sound.rate:.2f} s of sound{where}, wanted {size.seconds:.2f} s"
+        f" ({size.num_frames} frames at {size.frame_rate:g} per second); {advice}"
     )
 
 
@@ -180,22 +180,22 @@ def _stereo(sound: Sound, typed: str) -> Sound:
 # --- retake ---------------------------------------------------------------------------------------
 
 
-def check_retake(given: Given) -> None:
+def check_retake(given: Inputs) -> None:
     """Raise UserError unless every frame of the video is there by its time, and its sound, where it
     has any, is one that can be encoded."""
     path = given.retake.path
-    timed = timed_frames(path, RETAKE, 0.0, given.seconds)
+    timed = timed_frames(path, RETAKE, 0.0, given.size.seconds)
     if timed is not None:
-        _check_number(path, RETAKE, timed, given.num_frames)
-    _retaken_sound(path, given.seconds)
+        _check_number(path, RETAKE, timed, given.size.num_frames)
+    _retaken_sound(path, given.size.seconds)
 
 
-def _encode_retake(host: HostModels, given: Given) -> dict[str, Tensor]:
-    path, frames = given.retake.path, given.audio_frames
-    timed = frames_between(path, RETAKE, 0.0, given.seconds)
-    pixels = pixels_of(_exactly(given.num_frames, timed, path, RETAKE), given.height, given.width)
+def _encode_retake(host: HostModels, given: Inputs) -> dict[str, Tensor]:
+    path, frames = given.retake.path, given.size.audio_frames
+    timed = frames_between(path, RETAKE, 0.0, given.size.seconds)
+    pixels = pixels_of(_exactly(given.size.num_frames, timed, path, RETAKE), *given.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype))}
-    if sound := _retaken_sound(path, given.seconds):
+    if sound := _retaken_sound(path, given.size.seconds):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
         # What the sound is too short for is zeros, which are no encoded silence: upstream's rule.
         padded = F.pad(latent, (0, 0, 0, max(0, frames - latent.shape[2])))
@@ -215,7 +215,7 @@ def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
 # --- a video that is made longer ------------------------------------------------------------------
 
 
-def check_extension(given: Given) -> None:
+def check_extension(given: Inputs) -> None:
     """Raise UserError unless every frame of the video is there, and its sound, where it has any, is
     one that can be encoded."""
     path, extension = given.retake.path, given.extension
@@ -225,9 +225,9 @@ def check_extension(given: Given) -> None:
     _retaken_sound(path, extension.source_seconds)
 
 
-def _encode_extension(host: HostModels, given: Given) -> dict[str, Tensor]:
+def _encode_extension(host: HostModels, given: Inputs) -> dict[str, Tensor]:
     extension, dtype = given.extension, host.dtype
-    pixels = pixels_of(_known_frames(given), given.height, given.width)
+    pixels = pixels_of(_known_frames(given), *given.size.sides)
     known = host.encode_video(pixels.to(dtype))[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
     video[:, :, extension.known_video] = known
@@ -239,7 +239,7 @@ def _encode_extension(host: HostModels, given: Given) -> dict[str, Tensor]:
     return {"mel": mel, "video_latent": video, "audio_latent": audio}
 
 
-def _known_frames(given: Given) -> Iterator[np.ndarray]:
+def _known_frames(given: Inputs) -> Iterator[np.ndarray]:
     """The file's frames that the windows see."""
     extension, frames = given.extension, _source_frames(given)
     if not extension.before:
@@ -250,7 +250,7 @@ def _known_frames(given: Given) -> Iterator[np.ndarray]:
     return chain([first, first], islice(frames, extension.known_frames - 1))
 
 
-def _extended_sound(given: Given) -> Sound:
+def _extended_sound(given: Inputs) -> Sound:
     """The file's sound as long as its video, behind as much silence as is made before it. A file
     without sound is silent."""
     extension, path = given.extension, given.retake.path
@@ -266,12 +266,12 @@ def _extended_sound(given: Given) -> Sound:
     return Sound(F.pad(samples, (before, whole - before - samples.shape[1])), rate)
 
 
-def _source_frames(given: Given) -> Iterator[np.ndarray]:
+def _source_frames(given: Inputs) -> Iterator[np.ndarray]:
     path = given.retake.path
     return _exactly(given.extension.source_frames, first_frames(path, RETAKE), path, RETAKE)
 
 
-def with_source(given: Given, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
+def with_source(given: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
     """The frames of a video that is made longer, in chunks, uint8 (N, H, W, 3): the file's own, bit
     for bit, and the new ones of those that are decoded."""
     kept, new = _in_chunks(_source_frames(given)), _taken(decoded, given.extension.decoded)
@@ -299,52 +299,58 @@ def _taken(chunks: Iterator[Tensor], wanted: slice) -> Iterator[Tensor]:
 # --- references -----------------------------------------------------------------------------------
 
 
-def check_references(given: Given) -> None:
+def check_references(given: Inputs) -> None:
     """Raise UserError unless the reference videos and their mask are videos that can be scaled to
     fill the clip, and the mask has frames for each latent frame of the references."""
     for reference in given.references:
-        there = _checked_footage(reference.path, REFERENCE, *given.reference_size(reference))
+        sides = reference.sides(*given.size.first.sides)
+        there = _checked_footage(reference.path, REFERENCE, *sides)
         _check_number(reference.path, REFERENCE, there.num_frames, reference.num_frames)
     if given.attention_mask:
-        _checked_footage(given.attention_mask.path, MASK, given.height, given.width)
+        _checked_footage(given.attention_mask.path, MASK, *given.size.first.sides)
         _mask_frames(given)
 
 
-def _encode_reference(host: HostModels, given: Given, reference: ReferenceVideo) -> Tensor:
+def _encode_reference(host: HostModels, given: Inputs, reference: ReferenceVideo) -> Tensor:
     """The latent of the first frames by their number, of which every time_scale-th is taken after
     frame 0; never in tiles."""
-    path, there = reference.path, min(reference.num_frames, given.num_frames)
+    path, there = reference.path, min(reference.num_frames, given.size.num_frames)
     frames = _exactly(there, first_frames(path, REFERENCE), path, REFERENCE)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
-    pixels = pixels_of(taken, *given.reference_size(reference))
+    pixels = pixels_of(taken, *reference.sides(*given.size.first.sides))
     # The encoder takes 8k+1 frames: upstream's leaves the last ones out, too.
-    pixels = pixels[:, :, : reference.taken_frames(given.num_frames)]
+    pixels = pixels[:, :, : reference.taken_frames(given.size.num_frames)]
     return host.encode_video(pixels.to(host.dtype), whole=True)
 
 
-def _reference_attention(given: Given, dtype: torch.dtype) -> Tensor:
+def _reference_attention(given: Inputs, dtype: torch.dtype) -> Tensor:
     """(1, M): the mask's weight of each reference's token, times its strength."""
     mask = given.attention_mask
     frames = _exactly(_mask_frames(given), first_frames(mask.path, MASK), mask.path, MASK)
     # At the size of the stage, not of the references.
-    pixels = pixels_of(frames, given.height, given.width).to(dtype)
-    weights = [token_weights(pixels, given.reference_latent(each)) for each in given.references]
+    pixels = pixels_of(frames, *given.size.first.sides).to(dtype)
+    weights = [token_weights(pixels, _latent_shape(given, each)) for each in given.references]
     return torch.cat(weights, dim=1) * mask.strength
 
 
-def _mask_frames(given: Given) -> int:
+def _latent_shape(given: Inputs, reference: ReferenceVideo) -> tuple[int, int, int]:
+    """(F, h, w) of a reference's latent."""
+    return reference.latent_shape(*given.size.first.sides, given.size.num_frames)
+
+
+def _mask_frames(given: Inputs) -> int:
     """How many frames of the mask are taken. UserError where they do not divide among the latent
     frames of a reference."""
     mask = given.attention_mask
-    frames = min(footage(mask.path, MASK).num_frames, given.num_frames)
+    frames = min(footage(mask.path, MASK).num_frames, given.size.num_frames)
     for reference in given.references:
-        latent_frames, _, _ = given.reference_latent(reference)
+        latent_frames, _, _ = _latent_shape(given, reference)
         if not mask_divides(frames, latent_frames):
             raise UserError(
                 f"{MASK} {mask.path}: its first {frames} frames do not divide among the"
                 f" {latent_frames} latent frames of the reference {reference.path}: wanted 1 + a"
                 f" multiple of {latent_frames - 1}; pass a mask and a reference of"
-                f" {given.num_frames} frames each"
+                f" {given.size.num_frames} frames each"
             )
     return frames
 

@@ -139,8 +139,7 @@ class Clip:
         """What a sound and videos are encoded in, before the first stage."""
         from ltx_neuron.plan import host_flops  # imports ltx-core
 
-        given, config = self.job.given, self.config
-        rows = []
+        config, size, rows = self.config, self.job.size, []
         for clip in given_clips(self.job):
             tiles = clip.tiles
             counted = {t: host_flops.video_encoder_flops(config, t) * n for t, n in tiles.items()}
@@ -148,9 +147,9 @@ class Clip:
             flops = sum(counted.values())
             what, rate = f"video, {_tera(flops)}, {shapes}", f"encode_video {self._dtype}"
             rows.append(self._host("encode_inputs", flops, rate, what))
-        if given.sound or given.retake:
-            flops = host_flops.audio_encoder_flops(config, 4 * given.audio_frames)
-            what = f"sound, {_tera(flops)}, {given.seconds:.1f} s"
+        if self.job.sound or self.job.retake:
+            flops = host_flops.audio_encoder_flops(config, 4 * size.audio_frames)
+            what = f"sound, {_tera(flops)}, {size.seconds:.1f} s"
             rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
         return rows
 

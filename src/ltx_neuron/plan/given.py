@@ -27,15 +27,17 @@ class GivenClip(NamedTuple):
 
 def given_clips(job: Job) -> list[GivenClip]:
     """The videos that are encoded before the first stage, see host.conditions."""
-    given, clips = job.given, []
-    if given.retake:
-        frames, longer = given.num_frames, given.extension
-        if longer:  # what the windows see, behind a frame more where they are before it
+    clips, size, sides = [], job.size, job.size.first.sides
+    if job.retake:
+        frames = size.num_frames
+        if (
+            longer := job.extension
+        ):  # what windows see, behind a frame more where they are before it
             frames = TIME_SCALE * (longer.known_latents + longer.before - 1) + 1
-        clips.append(GivenClip((frames, given.height, given.width)))
-    for reference in given.references:
-        frames = reference.taken_frames(given.num_frames)
-        clips.append(GivenClip((frames, *given.reference_size(reference)), whole=True))
+        clips.append(GivenClip((frames, *sides)))
+    for reference in job.references:
+        frames = reference.taken_frames(size.num_frames)
+        clips.append(GivenClip((frames, *reference.sides(*sides)), whole=True))
     return clips
 
 

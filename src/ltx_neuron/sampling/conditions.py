@@ -72,10 +72,13 @@ class ReferenceVideo:
         taken = 1 + -(-(there - 1) // self.time_scale)
         return (taken - 1) // TIME_SCALE * TIME_SCALE + 1
 
+    def sides(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in which it is encoded for a clip of so many pixels."""
+        return height // self.space_scale, width // self.space_scale
+
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int]:
         """(F, h, w) of its latent beside a clip of so many pixels and frames."""
-        taken = self.taken_frames(num_frames)
-        return video_latent_shape(height // self.space_scale, width // self.space_scale, taken)
+        return video_latent_shape(*self.sides(height, width), self.taken_frames(num_frames))
 
 
 @dataclass(frozen=True)

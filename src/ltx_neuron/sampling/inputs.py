@@ -3,6 +3,7 @@ that is known to be wrong before a model loads, and the flags that ask for it.""
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,11 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
     distinct_masks,
 )
-from ltx_neuron.sampling.extension import extension_of
+from ltx_neuron.sampling.extension import Extension, extension_of
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE
 from ltx_neuron.sampling.res_2s import SAMPLERS
+from ltx_neuron.sampling.size import Size
 
 REGENERATE = ("both", "video", "audio")
 # Flag -> those that it goes with.
@@ -61,7 +63,7 @@ Condition = ImageCondition | SoundCondition | Retake | ReferenceVideo | Attentio
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(ABC):
     """What a video is made from besides its prompt, and how it is taken.
 
     skip_stage_2      of a two-stage run: the half-size result is decoded
@@ -77,6 +79,11 @@ class Inputs:
     skip_stage_2: bool = False
     images_as_guides: bool = False
     sampler: str = "euler"
+
+    @property
+    @abstractmethod
+    def size(self) -> Size:
+        """Of the video that is made."""
 
     # --- what they are to a graph -----------------------------------------------------------------
 
@@ -106,6 +113,11 @@ class Inputs:
         """Whether a graph is compiled for these inputs alone; else it is text to video's, and
         another one of an image at frame 0."""
         return bool(self.images or self.references or self.retake)
+
+    @property
+    def extension(self) -> Extension | None:
+        """How the retaken video is made longer, where it is; the size is that of a window."""
+        return extension_of(self.retake, self.size.num_frames, self.size.frame_rate)
 
     # --- the files --------------------------------------------------------------------------------
 
@@ -195,23 +207,22 @@ class Inputs:
 
     # --- what is wrong ----------------------------------------------------------------------------
 
-    def check_inputs(self, height: int, width: int, num_frames: int, frame_rate: float) -> None:
-        """Raise UserError for a file that is not there and for what cannot be made of it; height
-        and width are those of stage 1."""
+    def check_inputs(self) -> None:
+        """Raise UserError for a file that is not there and for what cannot be made of it."""
         for flag, name, condition in self._named():
             check_fields(condition, f"{name}.")
             what, values = _TAKES[flag]
             check_readable(condition.path, flag, f"; pass {what} as {flag} {values}")
         for image in self.images:
-            _check_image(image, num_frames)
+            _check_image(image, self.size.num_frames)
         for reference in self.references:
-            _check_reference(reference, height, width)
+            _check_reference(reference, self.size.first)
         if self.sound:
             _check_sound(self.sound)
         if self.retake:
-            if extension := extension_of(self.retake, num_frames, frame_rate):
-                extension.check()
-            _check_retake(self.retake, num_frames / frame_rate)
+            if self.extension:
+                self.extension.check()
+            _check_retake(self.retake, self.size.seconds)
         if mask := self.attention_mask:
             ends = "1 takes it as it is, 0 hides the reference"
             _check_strength(f"--conditioning-attention-mask {mask.path}", mask.strength, ends)
@@ -303,7 +314,7 @@ def _check_retake(retake: Retake, seconds: float) -> None:
         raise UserError(f"--regenerate {retake.regenerate!r} is not known; known: {known}")
 
 
-def _check_reference(reference: ReferenceVideo, height: int, width: int) -> None:
+def _check_reference(reference: ReferenceVideo, stage_1: Size) -> None:
     flag = f"--video-conditioning {reference.path}"
     _check_strength(flag, reference.strength, "1 shows the reference as it is, 0 as noise")
     counts = reference.num_frames, reference.space_scale, reference.time_scale
@@ -312,13 +323,13 @@ def _check_reference(reference: ReferenceVideo, height: int, width: int) -> None
             f"{flag}: num_frames, space_scale and time_scale are {counts}, wanted 1 or more"
         )
     unit = SPACE_SCALE * reference.space_scale
-    if height % unit or width % unit:
+    if any(side % unit for side in stage_1.sides):
         lower, upper = (
-            "x".join(str(2 * round_to(side / unit) * unit) for side in (height, width))
+            "x".join(str(2 * round_to(side / unit) * unit) for side in stage_1.sides)
             for round_to in (lambda count: max(1, math.floor(count)), math.ceil)
         )
         raise UserError(
             f"{flag}: the IC-LoRA takes references of 1/{reference.space_scale} of stage 1's size,"
-            f" {height}x{width}, whose sides must be multiples of {unit}; type a --height and"
-            f" --width that are multiples of {2 * unit}: {lower} or {upper}"
+            f" {stage_1.height}x{stage_1.width}, whose sides must be multiples of {unit}; type a"
+            f" --height and --width that are multiples of {2 * unit}: {lower} or {upper}"
         )

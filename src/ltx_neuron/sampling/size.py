@@ -1,6 +1,7 @@
 """The size of a video: pixels, frames and frames per second."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.sampling.fields import check_fields
@@ -19,6 +20,27 @@ class Size:
     num_frames: int = 121
     frame_rate: float = 24.0
     two_stage: bool = False
+
+    @property
+    def first(self) -> Self:
+        """The size of stage 1."""
+        if not self.two_stage:
+            return self
+        return replace(self, height=self.height // 2, width=self.width // 2, two_stage=False)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.height, self.width
+
+    @property
+    def seconds(self) -> float:
+        return self.num_frames / self.frame_rate
+
+    @property
+    def audio_frames(self) -> int:
+        """Latents of a sound as long as the video."""
+        return audio_latent_frames(self.num_frames, self.frame_rate)
 
     def check(self) -> None:
         """Raise UserError for a size the model cannot have, naming the nearest one it can."""
@@ -45,7 +67,7 @@ class Size:
                 f"--frame-rate {self.frame_rate:g} is not a number from {FRAME_RATES[0]} to"
                 f" {FRAME_RATES[1]}; type for example --frame-rate 24"
             )
-        if audio_latent_frames(self.num_frames, self.frame_rate) < 1:
+        if self.audio_frames < 1:
             raise UserError(
                 f"{self.num_frames} frames at --frame-rate {self.frame_rate:g} last too short for"
                 " any sound; lower the frame rate or raise --num-frames"

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.finished import MAX_TIMESTEPS
 from ltx_neuron.job import LORA_FIELDS, RECIPES, Job, Size, Stage
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
 from ltx_neuron.service.refusal import Refusal, invalid
-from ltx_neuron.workspace import MAX_TIMESTEPS, Workspace
+from ltx_neuron.workspace import Workspace
 
 FRAME_RATES = (24.0, 25.0, 30.0, 48.0, 50.0, 60.0)
 NO_LORAS = {"default": dict.fromkeys(LORA_FIELDS, ())}

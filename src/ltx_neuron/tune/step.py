@@ -72,7 +72,7 @@ def with_inputs(run: StageRun, job: Job, stage: Stage, inputs: Inputs) -> StageR
     """Prepare a stage whose noise and contexts are given; its images are random as well."""
     size, dtype = job.size, run.dtype
     shape = latents.video_latent_shape(stage.height, stage.width, size.num_frames)
-    frames = latents.audio_latent_frames(size.num_frames, size.frame_rate)
+    frames = size.audio_frames
     empty = (
         torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
         torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype),

@@ -1,0 +1,44 @@
+"""Engines of one rank in this process, whose prompts need no text encoder: their contexts are
+drawn. Imported as `engines`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from helpers import randn
+from torch import Tensor
+
+from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.job import Job
+from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.workspace import Workspace
+
+
+def opened_workspace(tiny, artifacts: Path, blocks_per_graph: int | None = None) -> Workspace:
+    profile = resolve("cpu")
+    gemma = tiny.gemma_root
+    return Workspace(tiny.checkpoint, profile, artifacts, 1, "float32", gemma, blocks_per_graph)
+
+
+def opened_engine(workspace: Workspace, tiny, **options) -> Engine:
+    options = RunOptions(spatial_upsampler_path=tiny.spatial_upsampler, **options)
+    engine = Engine(workspace, Recorder(), options)
+    engine.progress = False
+    return engine
+
+
+def drawn(workspace: Workspace, seed: int) -> list[Tensor]:
+    """Contexts of video and audio (1, 1024, D); a model that reads them as it would an
+    encoder's."""
+    streams = workspace.transformer.video, workspace.transformer.audio
+    return [randn(1, TEXT_TOKENS, each.inner, seed=seed + n) for n, each in enumerate(streams)]
+
+
+def give_contexts(engine: Engine, job: Job, draw: Callable[[str], list[Tensor]]) -> None:
+    """Have the engine take a job's prompts as encoded."""
+    engine._contexts[job.prompts] = [
+        Contexts(*draw(prompt), torch.ones(1, TEXT_TOKENS), None) for prompt in job.prompts
+    ]

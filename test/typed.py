@@ -1,0 +1,25 @@
+"""Jobs as they are typed: what tests of flags begin with. Imported as `typed`."""
+
+import argparse
+
+from ltx_neuron import flags
+from ltx_neuron.job import Job
+
+
+def parsed(*words, compiles: bool = False) -> argparse.Namespace:
+    """The flags of a job, or of a script that compiles its graphs."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    if compiles:
+        flags.add_size(parser)
+        flags.add_ic_loras(parser)
+        flags.add_conditions(parser, shape_only=True)
+    else:
+        flags.add_job(parser)
+    args = parser.parse_args([*map(str, words)])
+    args.recipe = args.recipe or "distilled"
+    return args
+
+
+def said(*words) -> Job:
+    """The job that is asked for."""
+    return flags.job(parsed("--prompt", "rain", *words))
