@@ -660,6 +660,7 @@ def guidance_keys(job: Job) -> dict[str, Any]:
 
 def job(args: argparse.Namespace) -> Job:
     """The job of the flags of `add_job`, whose recipe is settled."""
+    _check_resumed(args)
     return Job(
         prompt=args.prompt or "",
         size=size(args),
@@ -672,6 +673,26 @@ def job(args: argparse.Namespace) -> Job:
         **lora_fields(args),
         **inputs(args),
     )
+
+
+def _check_resumed(args: argparse.Namespace) -> None:
+    """Raise UserError for a file that an interrupted run began from, and that is gone."""
+    named = {flag: [getattr(args, _dest(flag))] for flag in ("--audio-path", "--video-path")}
+    for flag in ("--image", "--video-conditioning", "--conditioning-attention-mask"):
+        named[flag] = [values[0] for values in getattr(args, _dest(flag))]
+    gone = [
+        (flag, path)
+        for flag, paths in named.items()
+        for path in paths
+        if path is not None and not Path(path).exists()
+    ]
+    if gone and getattr(args, "resume", None):
+        flag, path = gone[0]
+        raise UserError(
+            f"--resume needs {flag} {path} as well, which is not there: a run is gone on with where"
+            f" what it was given is the same. Type {flag} with where that file lies now, under"
+            " whatever name, or leave --resume out"
+        )
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
