@@ -16,6 +16,7 @@ from ltx_neuron.fleet.batch import line_of
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.plan import weight_sets
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import JobRun
 from ltx_neuron.sampling.compat import COMPAT
@@ -271,6 +272,7 @@ def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
     assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
     dev = said("--video-path", clip(26), "--extend", 3, "--recipe", "dev")
     assert all(stage.guided and stage.steps == 40 for stage in dev.stages)
+    assert len(dev.stages) > 1 and weight_sets(dev) == 1  # none of them is a second stage
 
 
 def test_what_compiles_it_is_said_with_the_window(tiny, tmp_path, clip):
