@@ -261,11 +261,7 @@ class Extension:
                 f"--extend {self.seconds:g}: wanted seconds of a frame or more and at most"
                 f" {_MOST_SECONDS:g}, as in --extend 2, or --extend -2 before the beginning"
             )
-        if self.source_frames < LEAST_SOURCE:
-            raise UserError(
-                f"--extend goes on from a video of {LEAST_SOURCE} frames or more, and --video-path"
-                f" has {self.source_frames}"
-            )
+        check_source(self.source_frames)
         most = self._most_window_frames
         least = min(most, TIME_SCALE * OVERLAP + 1)
         if not least <= self.window_frames <= most:
@@ -279,6 +275,15 @@ class Extension:
     @property
     def _most_window_frames(self) -> int:
         return TIME_SCALE * (self._available + self.new_latents - 1) + 1
+
+
+def check_source(frames: int) -> None:
+    """Raise UserError for a file of too few frames."""
+    if frames < LEAST_SOURCE:
+        raise UserError(
+            f"--extend goes on from a video of {LEAST_SOURCE} frames or more, and --video-path has"
+            f" {frames}; pass a longer one"
+        )
 
 
 def default_window(seconds: float, source_frames: int, frame_rate: float) -> int:
