@@ -17,10 +17,11 @@ from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.workspace import Workspace
 
 
-def opened_workspace(tiny, artifacts: Path, blocks_per_graph: int | None = None) -> Workspace:
-    profile = resolve("cpu")
+def opened_workspace(
+    tiny, artifacts: Path, blocks_per_graph: int | None = None, dtype: str = "float32"
+) -> Workspace:
     gemma = tiny.gemma_root
-    return Workspace(tiny.checkpoint, profile, artifacts, 1, "float32", gemma, blocks_per_graph)
+    return Workspace(tiny.checkpoint, resolve("cpu"), artifacts, 1, dtype, gemma, blocks_per_graph)
 
 
 def opened_engine(workspace: Workspace, tiny, **options) -> Engine:

@@ -59,34 +59,36 @@ class Stream(NamedTuple):
 
 
 @torch.no_grad()
-def generate(assets, job: Job, contexts, recipe: type | None = None) -> dict[str, Tensor]:
+def generate(
+    assets, job: Job, contexts, recipe: type | None = None, dtype: torch.dtype = FP32
+) -> dict[str, Tensor]:
     """Latents and encoded inputs under --save-tensors' names; `contexts` is called with a prompt;
     `recipe` is a subclass of Given."""
     recipe = recipe or Given
     with recipes_oracle.semantics("later"), _semantics(recipe), oracle.one_thread():
-        return recipe(assets, job, contexts).run()
+        return recipe(assets, job, contexts, dtype).run()
 
 
 @cache
-def _transformer(assets, loras: tuple):
-    return recipes_oracle._fused(assets, loras).float().eval()
+def _transformer(assets, loras: tuple, dtype: torch.dtype):
+    return recipes_oracle._fused(assets, loras).to(dtype).eval()
 
 
 @cache
-def _encoders(assets) -> tuple:
+def _encoders(assets, dtype: torch.dtype) -> tuple:
     """Of video and audio, loaded by ltx-core's factory, and that."""
-    models = oracle.ledger(assets, FP32)
+    models = oracle.ledger(assets, dtype)
     return models, models.video_encoder(), models.audio_encoder()
 
 
 class Given(recipes_oracle.Recipe):
     """The stages of a2vid_two_stage, retake, ic_lora and keyframe_interpolation."""
 
-    def __init__(self, assets, job: Job, contexts):
+    def __init__(self, assets, job: Job, contexts, dtype: torch.dtype = FP32):
         from ltx_core.components.noisers import GaussianNoiser
 
-        self.assets, self.job, self.dtype, self.contexts = assets, job, FP32, contexts
-        self.models, self.encoder, self.audio_encoder = _encoders(assets)
+        self.assets, self.job, self.dtype, self.contexts = assets, job, dtype, contexts
+        self.models, self.encoder, self.audio_encoder = _encoders(assets, dtype)
         self.step0: dict[str, Tensor] = {}
         self.noiser = GaussianNoiser(torch.Generator().manual_seed(job.seed))
         self.inputs: dict[str, Tensor] = {}
@@ -115,7 +117,7 @@ class Given(recipes_oracle.Recipe):
         return tensors | {"upsampled": upsampled, "s2_video": video, "s2_audio": audio}
 
     def _transformer(self, loras: tuple):
-        return _transformer(self.assets, loras)
+        return _transformer(self.assets, loras, self.dtype)
 
     # --- what the wrong ways change ---------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class Given(recipes_oracle.Recipe):
         frames = AudioLatentShape.from_duration(1, seconds).frames
         if job.retake:
             path, size = str(job.retake[0]), (job.height, job.width)
-            pixels = load_video_conditioning(path, *size, job.num_frames, FP32, CPU)
+            pixels = load_video_conditioning(path, *size, job.num_frames, self.dtype, CPU)
             inputs["video_latent"] = self.encoder(pixels)
             sound = self._sound(path, 0.0, seconds)
             if sound is not None:
@@ -201,7 +203,8 @@ class Given(recipes_oracle.Recipe):
 
     def _latent_of_sound(self, waveform: Tensor, rate: int) -> Tensor:
         sizes = mel_sizes(self.models.transformer_builder.model_config())
-        return self.audio_encoder(log_mel(resample(waveform, rate, sizes.rate), sizes))
+        mel = log_mel(resample(waveform, rate, sizes.rate), sizes)
+        return self.audio_encoder(mel.to(self.dtype))
 
     def _stage(
         self, height: int, width: int, sigmas: Tensor, video=None, audio=None
@@ -248,8 +251,8 @@ class Given(recipes_oracle.Recipe):
             shape,
             self.noiser,
             list(stream.items),
-            PipelineComponents(FP32, CPU),
-            FP32,
+            PipelineComponents(self.dtype, CPU),
+            self.dtype,
             CPU,
             stream.noise_scale,
             stream.latent,
@@ -274,9 +277,9 @@ class Given(recipes_oracle.Recipe):
         images = [ImageConditioningInput(str(path), *placed) for path, *placed in job.images]
         if job.images_as_guides:
             append = helpers.image_conditionings_by_adding_guiding_latent
-            return tuple(append(images, height, width, self.encoder, FP32, CPU))
+            return tuple(append(images, height, width, self.encoder, self.dtype, CPU))
         pipeline = SimpleNamespace(
-            dtype=FP32,
+            dtype=self.dtype,
             device=CPU,
             reference_downscale_factor=job.scales[0],
             _downsample_mask_to_latent=ic_lora.ICLoraPipeline._downsample_mask_to_latent,
@@ -309,7 +312,7 @@ class Given(recipes_oracle.Recipe):
         from ltx_pipelines.utils.media_io import load_video_conditioning
 
         path, size = str(self.job.attention_mask[0]), self.mask_size(height, width)
-        pixels = load_video_conditioning(path, *size, self.job.num_frames, FP32, CPU)
+        pixels = load_video_conditioning(path, *size, self.job.num_frames, self.dtype, CPU)
         return ((pixels.mean(dim=1, keepdim=True) + 1) / 2).clamp(0, 1)
 
 

@@ -8,10 +8,13 @@ import ctypes
 import json
 import math
 import os
+import re
 import signal
 import stat
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -294,6 +297,63 @@ def forked(function: Callable[[], None], seconds: int = 30) -> int:
 def exit_code(child: int) -> int:
     """Of a forked process, once it has ended; negative where a signal ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes that a run's fork server started."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    return [grandchild for child in children.get(pid, []) for grandchild in children.get(child, [])]
+
+
+def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]]:
+    """A run that has come to where its terminal shows `until`, and the processes of its ranks."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    said = ""
+    while not re.search(until, said):
+        said += (read := process.stderr.read(1))
+        assert read, said
+    return process, ranks_of(process.pid)
+
+
+# A run of which a stage waits before each step, so that it is still in its steps when its terminal
+# has been read: a fast machine's whole stage would be over, and its bar never be shown at 33 %.
+UNHURRIED = """
+import runpy, sys, time
+import ltx_neuron.engine as engine
+
+class Unhurried(engine.tqdm):
+    def __iter__(self):
+        for number in super().__iter__():
+            if self.desc.startswith(slow):
+                time.sleep(0.5)
+            yield number
+
+engine.tqdm, slow = Unhurried, sys.argv[1]
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def unhurried(command: list[str], stage: str) -> list[str]:
+    """The command, with time to interfere between the steps of a stage, by its title."""
+    return [command[0], "-c", UNHURRIED, stage, *command[1:]]
+
+
+def ended(pids: list[int], seconds: float = 10) -> bool:
+    """Whether processes end soon."""
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def rewrite(source, destination, change, metadata_change=None):

@@ -72,8 +72,8 @@ def read_lines(
             try:
                 job = job_of_line(_parse(raw))
                 job.check()
-                files = [content_digest(path) for path in job.files.values()]
-                lines.append(Line(number, job, digest([job.identity, files, identity])))
+                told = job.with_paths(content_digest).identity
+                lines.append(Line(number, job, digest([told, identity])))
             except UserError as error:
                 problems.append(f"line {number}: {error}")
     if problems:
@@ -140,8 +140,7 @@ def run(
         except UserError:  # the line, or what it runs on, has changed since
             print(f"line {number} begins anew: {path} does not fit it")
             return None
-        stages = ", ".join(stage.name for stage in run.stages_left)
-        print(f"resumed: line {number}; {stages or 'the decoding'} is left")
+        print(f"resumed: line {number}; {run.left}")
         return run
 
     # Jobs end one after another, whichever thread decodes them: no two of these run at a time.

@@ -189,9 +189,9 @@ class StageRun:
             sigma, sigma_next = self.stage.sigmas[number : number + 2]
             dtype = str(self.dtype).removeprefix("torch.")
             raise RunError(
-                f"{error} after step {number + 1} of {self.stage.steps} of {self.stage.name} (sigma"
-                f" {sigma:.4g} to {sigma_next:.4g}): the weights or the inputs are broken, or"
-                f" {dtype} is too narrow for them"
+                f"{error} after step {number + 1} of {self.stage.steps} of {self.stage.title}"
+                f" (sigma {sigma:.4g} to {sigma_next:.4g}): the weights or the inputs are broken,"
+                f" or {dtype} is too narrow for them"
             ) from None
 
     def _run(self, number: int) -> float:

@@ -361,7 +361,7 @@ class Engine:
         with recorder.phase(f"denoise_{stage.name}"):
             stage_run.start()
             numbers = range(stage.steps)
-            for number in tqdm(numbers, desc=stage.name, unit="step", disable=not self.progress):
+            for number in tqdm(numbers, desc=stage.title, unit="step", disable=not self.progress):
                 self._step(stage_run, number)
             return stage_run.result()
 

@@ -179,10 +179,10 @@ def generate_batch(
 
 
 def run_identity(job: Job, workspace: Workspace, options: RunOptions) -> dict:
-    """Everything that the latents depend on: a run is resumed only where all of it is the same."""
+    """Everything that the latents depend on: a run is resumed only where all of it is the same.
+    Files count by their content, wherever they lie."""
     return {
-        **job.identity,
-        "files_sha256": [content_digest(path) for path in job.files.values()],
+        **job.with_paths(content_digest).identity,
         "profile": workspace.profile.name,
         "tp": workspace.tp,
         **workspace.graphs_of(job),
@@ -209,8 +209,7 @@ def interrupted_run(
         print(f"nothing to resume: there is no {path}; beginning anew")
         return None
     run = progress.restore_state(path, job, identity, dtype)
-    stages = ", ".join(stage.name for stage in run.stages_left)
-    print(f"resuming from {path}: {stages or 'the decoding'} is left")
+    print(f"resuming from {path}: {run.left}")
     return run
 
 

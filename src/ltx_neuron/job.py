@@ -67,6 +67,11 @@ class Stage(NamedTuple):
         return self.window.key if self.window else self.name.replace("stage_", "s")
 
     @property
+    def title(self) -> str:
+        """What it is called to the user: "stage_1", "window 2 of 3"."""
+        return self.window.title if self.window else self.name
+
+    @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
 

@@ -147,7 +147,7 @@ class Preflight:
 
 def _check_distilled_loras(jobs: list[Job]) -> None:
     """Raise UserError where stage 2 of dev lacks the distilled LoRA, or nothing is for one."""
-    refining = [job for job in jobs if job.recipe == "dev" and len(job.stages) > 1]
+    refining = [job for job in jobs if job.recipe == "dev" and job.stages[-1].upsampled]
     if not all(job.stage_2_loras for job in refining):
         raise UserError(
             "--recipe dev --two-stage needs --distilled-lora: stage 2 refines in 3 steps, which"

@@ -73,6 +73,14 @@ class JobRun:
         """The stages that are still to be run."""
         return [stage for stage in self.job.stages if f"{stage.key}_video" not in self.tensors]
 
+    @property
+    def left(self) -> str:
+        """That in words."""
+        stages = self.stages_left
+        if len(stages) > 1 and (window := stages[0].window):
+            return f"windows {window.number} to {window.count} of {window.count} are left"
+        return f"{', '.join(stage.title for stage in stages) or 'the decoding'} is left"
+
     def finish(self, stage: Stage, video: Tensor, audio: Tensor) -> None:
         """Take a stage's latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         self.tensors[f"{stage.key}_video"] = video
@@ -208,7 +216,7 @@ def restore_state(
         run.generator.set_state(tensors[_GENERATOR])
     elif run.stages_left:
         raise UserError(
-            f"--resume {path} lacks {run.stages_left[0].name} and what is needed to run it; leave"
+            f"--resume {path} lacks {run.stages_left[0].title} and what is needed to run it; leave"
             " it out to begin anew"
         )
     return run

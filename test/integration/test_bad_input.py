@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import made_film, picture_frames, tone, write_film, write_sound
 
 from ltx_neuron import artifacts as places
 from ltx_neuron import errors
@@ -47,18 +48,18 @@ class World(NamedTuple):
     root: Path
     assets: object  # TinyAssets
 
-    def words(self, script: str, flags: str = "") -> list[str]:
+    def words(self, script: str, flags: str = "", size: str = SIZE) -> list[str]:
         """The flags of a run in which all is well, then `flags`; {names} stand for paths."""
         common = (
             "--checkpoint-path {ckpt} --artifacts-dir {root}/artifacts --tp-degree 1 --dtype"
             " float32"
         )
         own = {
-            COMPILE_DIT: SIZE,
+            COMPILE_DIT: size,
             SHARD_GEMMA: "--gemma-root {gemma}",
             COMPILE_GEMMA: "--gemma-root {gemma}",
             GENERATE: (
-                "--gemma-root {gemma} --prompt rain --output-path {root}/out/video.mp4 " + SIZE
+                "--gemma-root {gemma} --prompt rain --output-path {root}/out/video.mp4 " + size
             ),
         }
         paths = {
@@ -133,6 +134,13 @@ def _break_files(world: World) -> None:
     )
     (bad / "text.png").write_text("no image")
     (bad / "a file").write_text("")
+    for name, count, height in (("film", 30, 64), ("odd", 26, 48), ("nine", 9, 64)):
+        made_film(bad / f"{name}.mp4", count, height, 64)
+    film = (bad / "film.mp4").read_bytes()
+    (bad / "half.mp4").write_bytes(film[: len(film) // 2])
+    write_film(bad / "mute.mkv", picture_frames(9, 64, 64, 3))
+    stored = (tone(48000, 0.5) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+    write_sound(bad / "sound.wav", stored, 48000, "pcm_s16le", "stereo", "s16")
     shutil.copy(tiny.image, bad / "image.json")
     (bad / "frames").mkdir()
     shutil.copy(tiny.image, bad / "frames/frame_00020.png")
@@ -922,6 +930,97 @@ ARTIFACTS = [
         script=SHARD_DIT,
     ),
 ]
+VIDEO, CUT = "--video-path {bad}/film.mp4", "--start-time 0 --end-time 0.2"
+# Sound and videos, whose size is the file's.
+MEDIA = [
+    case("extend nothing", "--extend 1", "--extend goes with --video-path FILE"),
+    case("extend in words", f"{VIDEO} --extend much", "--extend: invalid float value"),
+    case(
+        "extend by 0", f"{VIDEO} --extend 0", "type seconds, as in --extend 2", script=COMPILE_DIT
+    ),
+    case("extend by no frame", f"{VIDEO} --extend 0.01", "seconds of a frame or more"),
+    case("extend by years", f"{VIDEO} --extend 1e9", "at most 3600"),
+    case("extend a part", f"{VIDEO} --extend 1 --end-time 3", "leave out --end-time"),
+    case(
+        "windows of no frames",
+        f"{VIDEO} --extend 1 --num-frames 0",
+        "--num-frames 0 is not of the form 8k+1",
+    ),
+    case(
+        "windows too long",
+        f"{VIDEO} --extend 1 --num-frames 121",
+        "25 to 49 frames here",
+        "Type --num-frames 49",
+        script=COMPILE_DIT,
+    ),
+    *(
+        case(
+            f"extend with {flag.split()[0]}",
+            f"{VIDEO} --extend 1 {flag}",
+            f"--video-path does not go with {flag.split(' {')[0]}",
+            "leave one of them out",
+        )
+        for flag in (
+            "--skip-stage-2",
+            "--sampler res_2s",
+            "--images-as-guides",
+            "--ic-lora {lora}",
+            "--image {image}",
+            "--conditioning-attention-mask {bad}/film.mp4 1",
+            "--audio-path {bad}/sound.wav",
+        )
+    ),
+    case("extend with a rate", f"{VIDEO} --extend 1 --fps 24", "leave out --frame-rate"),
+    case(
+        "extend a picture",
+        "--video-path {image} --extend 1",
+        "a video of 9 frames or more, and --video-path has 1",
+        "pass a longer one",
+    ),
+    case(
+        "extend odd sides",
+        "--video-path {bad}/odd.mp4 --extend 1",
+        "has 26 frames of 48x64; wanted sides that are multiples of 32.",
+        "Type: ffmpeg",
+        "-frames:v 26",
+    ),
+    case("extend text", "--video-path {bad}/text.png --extend 1", "pass another file with"),
+    case("extend a sound", "--video-path {bad}/sound.wav --extend 1", "has no video"),
+    case("extend half a file", "--video-path {bad}/half.mp4 --extend 1", "the file is cut off"),
+    case(
+        "resume without the video",
+        "--video-path {bad}/gone.mp4 --extend 1 --resume",
+        "--resume needs --video-path",
+        "where that file lies now",
+    ),
+    case(
+        "resume without the sound",
+        f"{SIZE} --audio-path {{bad}}/gone.wav --resume",
+        "--resume needs --audio-path",
+    ),
+    case("retake no seconds", "--video-path {bad}/nine.mp4", "--video-path needs --start-time"),
+    case("retake no end", "--video-path {bad}/nine.mp4 --start-time 0", "needs --end-time"),
+    case("retake too far", "--video-path {bad}/nine.mp4 --start-time 0 --end-time 9", "at most"),
+    case(
+        "retake taste",
+        f"--video-path {{bad}}/nine.mp4 {CUT} --regenerate smell",
+        "choose from 'both', 'video', 'audio'",
+    ),
+    case(
+        "a sound too short",
+        f"{SIZE} --num-frames 25 --audio-path {{bad}}/sound.wav",
+        "type --num-frames 9",
+    ),
+    case("a video as sound", f"{SIZE} --audio-path {{bad}}/mute.mkv", "has no sound"),
+    case(
+        "no sound there", f"{SIZE} --audio-path {{bad}}/sound.wav --audio-start-time 5", "smaller"
+    ),
+    case(
+        "guided sound",
+        f"{SIZE} --recipe dev --audio-path {{bad}}/sound.wav --audio-skip-step 1",
+        "is given",
+    ),
+]
 WITHOUT_ARTIFACTS = [*CHECKPOINTS, *FLAGS, *IMAGES, *OUTPUTS, *GEMMA, *UPSAMPLERS]
 
 
@@ -930,9 +1029,9 @@ def check(world, capsys, monkeypatch):
     """Run a case and check exit code, message and that nothing was written."""
     monkeypatch.chdir(world.root / "out")
 
-    def check(script: str, flags: str, words: tuple[str, ...]) -> None:
+    def check(script: str, flags: str, words: tuple[str, ...], size: str = SIZE) -> None:
         before = world.listing()
-        code = run(script, world.words(script, flags))
+        code = run(script, world.words(script, flags, size))
         said = capsys.readouterr().err
         _judge(code, said, words)
         assert world.listing() == before
@@ -959,6 +1058,11 @@ def test_a_wrong_flag(check, script, flags, words):
 @pytest.mark.parametrize("script, flags, words", IMAGES)
 def test_a_wrong_image(check, script, flags, words):
     check(script, flags, words)
+
+
+@pytest.mark.parametrize("script, flags, words", MEDIA)
+def test_a_wrong_sound_or_video(check, script, flags, words):
+    check(script, flags, words, size="")
 
 
 @pytest.mark.parametrize("script, flags, words", OUTPUTS)

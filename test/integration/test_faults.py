@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, words
+from helpers import ended, started, unhurried
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK
@@ -69,68 +70,12 @@ def run(command: list[str], code: int = 0) -> subprocess.CompletedProcess:
     return done
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Processes that a run's fork server started."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    return [grandchild for child in children.get(pid, []) for grandchild in children.get(child, [])]
-
-
-def started(command: list[str], until: str) -> tuple[subprocess.Popen, list[int]]:
-    """A run that has come to where its terminal shows `until`, and the processes of its ranks."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    said = ""
-    while not re.search(until, said):
-        said += (read := process.stderr.read(1))
-        assert read, said
-    return process, ranks_of(process.pid)
-
-
-# A run whose stage 2 waits before each step, so that it is still in its steps when its terminal has
-# been read: a fast machine's whole stage would be over, and its bar never be shown at 33 %.
-UNHURRIED = """
-import runpy, sys, time
-import ltx_neuron.engine as engine
-
-class Unhurried(engine.tqdm):
-    def __iter__(self):
-        for number in super().__iter__():
-            if self.desc.startswith("stage_2"):
-                time.sleep(0.5)
-            yield number
-
-engine.tqdm = Unhurried
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def unhurried(command: list[str]) -> list[str]:
-    """The command, with time to interfere between the steps of stage 2."""
-    return [command[0], "-c", UNHURRIED, *command[1:]]
-
-
-def ended(pids: list[int]) -> bool:
-    deadline = time.monotonic() + SOON
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
 STAGE_2 = r"stage_2:\s+33%"
 PAUSE = 12  # seconds: longer than any rank may show no sign of life
 
 
 def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(made, tmp_path):
-    process, ranks = started(unhurried(made.command(tmp_path)), STAGE_2)
+    process, ranks = started(unhurried(made.command(tmp_path), "stage_2"), STAGE_2)
     assert len(ranks) == 4
     began = time.monotonic()
     os.kill(ranks[2], signal.SIGKILL)
@@ -156,7 +101,7 @@ def test_a_rank_killed_in_stage_2_loses_nothing_and_resume_makes_the_same_bytes(
 
 def test_a_run_that_is_paused_goes_on_and_makes_the_same_bytes(made, tmp_path):
     """Ctrl-Z in the steps, and fg."""
-    command = unhurried(made.command(tmp_path))
+    command = unhurried(made.command(tmp_path), "stage_2")
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -178,7 +123,7 @@ def test_a_run_that_is_paused_goes_on_and_makes_the_same_bytes(made, tmp_path):
 )
 def test_ctrl_c_and_sigterm_end_cleanly(made, tmp_path, number, code, word):
     before = set(os.listdir("/dev/shm"))
-    process, ranks = started(unhurried(made.command(tmp_path)), STAGE_2)
+    process, ranks = started(unhurried(made.command(tmp_path), "stage_2"), STAGE_2)
     process.send_signal(number)
     said = process.communicate(timeout=SOON)[1]
     assert process.returncode == code and word in said and "Traceback" not in said

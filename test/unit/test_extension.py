@@ -16,7 +16,10 @@ from ltx_neuron.fleet.batch import line_of
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
+from ltx_neuron.plan import weight_sets
 from ltx_neuron.profiles import resolve
+from ltx_neuron.progress import JobRun
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditioning import audio_state, video_state
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.sampling.extension import OVERLAP, Extension, default_window, joined, start_of
@@ -27,7 +30,10 @@ from ltx_neuron.sampling.latents import (
     video_positions,
     video_seconds,
 )
+from ltx_neuron.sampling.states import initial_states
 from ltx_neuron.service.jobs import job_of
+from ltx_neuron.service.worker import DENOISED, _percent
+from ltx_neuron.text.encoders import Contexts
 from ltx_neuron.workspace import Workspace
 
 SECONDS = 1.0, -1.0, 0.3, -0.1, 5.1, -12.7
@@ -159,6 +165,26 @@ def test_one_window_that_sees_all_of_a_file_is_a_retake_of_the_longer_clip():
 
 
 @pytest.mark.parametrize("seconds", [1.0, -1.0])
+def test_windows_round_their_times_as_the_first_release_rounded_a_clips(seconds):
+    """--compat ltx-core-1.0.0 in bf16: bounds, then middles; what begins at 0 is such a clip."""
+    extension, dtype, shape = Extension(seconds, 25, 25, 24.0), torch.bfloat16, (4, 2, 3)
+    job = Job("rain", Size(64, 96, 25), retake=Retake(__file__, extend=seconds, source_frames=25))
+    sound = audio_latent_frames(25, 24.0)
+    start = torch.zeros(1, 128, *shape, dtype=dtype), torch.zeros(1, 8, sound, 16, dtype=dtype)
+    for window in extension.windows:
+        found = [
+            [state.positions.float() for state in initial_states(*given, dtype, window)]
+            for compat in ("ltx-core-1.0.0", None)
+            for given in [(job, 24.0, False, {}, start, [], COMPAT[compat])]
+        ]
+        (video, audio), (exact, heard) = found
+        assert torch.equal(audio, heard) and not torch.equal(video, exact)
+        if not window.video:
+            assert torch.equal(video, video_positions(shape, 24.0, dtype).float())
+            assert torch.equal(exact, video_positions(shape, 24.0))
+
+
+@pytest.mark.parametrize("seconds", [1.0, -1.0])
 def test_a_window_goes_on_from_those_before_it(seconds):
     extension = Extension(seconds, 25, 25, 24.0)
     video = torch.zeros(1, 128, extension.video_latents, 2, 2)
@@ -229,6 +255,7 @@ def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
     assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
     dev = said("--video-path", clip(26), "--extend", 3, "--recipe", "dev")
     assert all(stage.guided and stage.steps == 40 for stage in dev.stages)
+    assert len(dev.stages) > 1 and weight_sets(dev) == 1  # none of them is a second stage
 
 
 def test_what_compiles_it_is_said_with_the_window(tiny, tmp_path, clip):
@@ -278,6 +305,27 @@ def test_what_cannot_be_made_longer_is_refused(text, clip):
     with pytest.raises(UserError) as error:
         said(*words).check()
     assert text in str(error.value)
+
+
+def test_what_is_left_names_the_windows():
+    job = Job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
+    run = JobRun(job, [Contexts(*torch.zeros(3, 1), None)])
+    said = []
+    for stage in job.stages:
+        said.append(run.left)
+        run.finish(stage, torch.zeros(1), torch.zeros(1))
+    assert said == [
+        "windows 1 to 3 of 3 are left",
+        "windows 2 to 3 of 3 are left",
+        "window 3 of 3 is left",
+    ]
+    assert run.left == "the decoding is left"
+
+
+def test_every_window_brings_a_job_forward():
+    job = Job("rain", Size(32, 64, 25), retake=Retake(__file__, extend=1, source_frames=26))
+    percents = [_percent(job, stage, step) for stage in job.stages for step in (0, 4, 8)]
+    assert percents == [DENOISED * done // 24 for done in (0, 4, 8, 8, 12, 16, 16, 20, 24)]
 
 
 class Jobs:

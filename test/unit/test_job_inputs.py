@@ -472,7 +472,9 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
         assert "--start-time" not in words and "--audio-start-time" not in words
 
 
-def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path, ic_lora):
+def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie(
+    tiny, tmp_path, ic_lora
+):
     files = [tmp_path / name for name in ("image", "sound", "reference", "mask", "video")]
     for file in files:
         file.write_bytes(b"before")
@@ -492,6 +494,8 @@ def test_a_run_depends_on_what_each_of_its_files_holds(tiny, tmp_path, ic_lora):
             assert run_identity(kind, opened, RunOptions()) != before
             path.write_bytes(b"before")
         assert run_identity(kind, opened, RunOptions()) == json.loads(json.dumps(before))
+        elsewhere = kind.with_paths(lambda path: str(path.rename(f"{path}.moved")))
+        assert run_identity(elsewhere, opened, RunOptions()) == before
     assert {flag.split()[0] for kind in kinds for flag in kind.files} == {
         *("--image", "--audio-path", "--video-conditioning", "--conditioning-attention-mask"),
         "--video-path",

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags.conditions import add_conditions, inputs
+from ltx_neuron.flags.conditions import add_conditions, check_resumed, inputs
 from ltx_neuron.flags.guided import add_guidance, guidance
 from ltx_neuron.flags.lora import add_loras, lora_fields, loras
 from ltx_neuron.host.media import video_size
@@ -100,6 +100,7 @@ def recipe(args: argparse.Namespace) -> str:
 
 def job(args: argparse.Namespace) -> Job:
     """The job of the flags of `add_job`, whose recipe is settled."""
+    check_resumed(args)
     return Job(
         prompt=args.prompt or "",
         size=size(args),

@@ -18,7 +18,7 @@ from torch import Tensor
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_readable, check_regular
 from ltx_neuron.host.images import MAX_SIDE, fill
-from ltx_neuron.sampling.extension import default_window
+from ltx_neuron.sampling.extension import check_source, default_window
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.size import Size
 
@@ -139,17 +139,21 @@ def video_size(
     frames = num_frames
     if extend is None:
         frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+    else:
+        check_source(num_frames)
     sides = [max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in (height, width)]
     if [num_frames, height, width] != [frames, *sides]:
         name = f"{Path(path).stem}-{sides[0]}x{sides[1]}x{frames}.mp4"
         scaled = ("ffmpeg", "-i", path, "-vf", f"scale={sides[1]}:{sides[0]}")
         command = shlex.join(map(str, (*scaled, "-frames:v", frames, name)))
+        counted = "8k+1 frames and " if extend is None else ""
         raise UserError(
-            f"{flag} {path} has {num_frames} frames of {height}x{width}; wanted 8k+1 frames and"
-            f" sides that are multiples of {SPACE_SCALE}.\nType: {command}"
+            f"{flag} {path} has {num_frames} frames of {height}x{width}; wanted {counted}sides that"
+            f" are multiples of {SPACE_SCALE}.\nType: {command}"
         )
     if extend is not None:
-        num_frames = window_frames or default_window(extend, num_frames, frame_rate)
+        window = default_window(extend, num_frames, frame_rate)
+        num_frames = window if window_frames is None else window_frames
     return Size(height, width, num_frames, frame_rate)
 
 

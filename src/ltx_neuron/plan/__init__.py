@@ -312,7 +312,7 @@ def plan(
 def weight_sets(job: Job) -> int:
     """How many sets of the transformer's weights its stages run on: an IC-LoRA is merged in stage
     1's alone, and in stage 2 of dev there is a distilled LoRA, which no graph depends on."""
-    refined = job.recipe == "dev" and len(job.stages) > 1
+    refined = job.recipe == "dev" and job.stages[-1].upsampled
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 

@@ -30,9 +30,7 @@ def given_clips(job: Job) -> list[GivenClip]:
     clips, size, sides = [], job.size, job.size.first.sides
     if job.retake:
         frames = size.num_frames
-        if (
-            longer := job.extension
-        ):  # what windows see, behind a frame more where they are before it
+        if longer := job.extension:  # what windows see, and a frame where they are before it
             frames = TIME_SCALE * (longer.known_latents + longer.before - 1) + 1
         clips.append(GivenClip((frames, *sides)))
     for reference in job.references:

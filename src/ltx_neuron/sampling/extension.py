@@ -38,12 +38,14 @@ _MOST_SECONDS = 3600.0
 class Window(NamedTuple):
     """One window. Latents are counted from the clip's first, of the new ones from the window's.
 
+    number, count         which one of how many
     video, audio          its first latents
     new_video, new_audio  from which latent to before which it makes them
     sound_offset          seconds from the sound's beginning to the video's
     """
 
     number: int
+    count: int
     video: int
     audio: int
     new_video: tuple[int, int]
@@ -55,16 +57,28 @@ class Window(NamedTuple):
         """What the names of its tensors begin with."""
         return f"window_{self.number}"
 
+    @property
+    def title(self) -> str:
+        return f"window {self.number} of {self.count}"
+
     def states(
-        self, video: LatentState, audio: LatentState, frame_rate: float
+        self,
+        video: LatentState,
+        audio: LatentState,
+        frame_rate: float,
+        positions_dtype: torch.dtype = torch.float32,
     ) -> tuple[LatentState, LatentState]:
-        """The states of its latents, at their times and with all held but the new ones."""
+        """The states of its latents, at their times and with all held but the new ones.
+
+        positions_dtype  what the video's times are rounded to: see compat.Compat.positions
+        """
         per_frame = _per_frame(video, frame_rate)
         bounds = video_seconds(self.video + len(video.denoise_mask) // per_frame, frame_rate)
         origin = bounds[self.video].item()
+        seen = (bounds[self.video :] - origin).to(positions_dtype)
         sound = audio_seconds(self.audio + len(audio.denoise_mask)) - self.sound_offset
         return (
-            _held(video, bounds[self.video :] - origin, self.new_video, per_frame),
+            _held(video, seen, self.new_video, per_frame),
             _held(audio, sound[self.audio :] - origin, self.new_audio, 1),
         )
 
@@ -224,7 +238,7 @@ class Extension:
                 )
                 video_end, audio_end = start + length, sound + sound_length
             seconds = self._unseen / self.frame_rate
-            windows.append(Window(number, start, sound, new_video, new_audio, seconds))
+            windows.append(Window(number, len(starts), start, sound, new_video, new_audio, seconds))
         return tuple(windows)
 
     def _sound_start(self, video: int, length: int, made_to: int) -> int:
@@ -247,11 +261,7 @@ class Extension:
                 f"--extend {self.seconds:g}: wanted seconds of a frame or more and at most"
                 f" {_MOST_SECONDS:g}, as in --extend 2, or --extend -2 before the beginning"
             )
-        if self.source_frames < LEAST_SOURCE:
-            raise UserError(
-                f"--extend goes on from a video of {LEAST_SOURCE} frames or more, and --video-path"
-                f" has {self.source_frames}"
-            )
+        check_source(self.source_frames)
         most = self._most_window_frames
         least = min(most, TIME_SCALE * OVERLAP + 1)
         if not least <= self.window_frames <= most:
@@ -265,6 +275,15 @@ class Extension:
     @property
     def _most_window_frames(self) -> int:
         return TIME_SCALE * (self._available + self.new_latents - 1) + 1
+
+
+def check_source(frames: int) -> None:
+    """Raise UserError for a file of too few frames."""
+    if frames < LEAST_SOURCE:
+        raise UserError(
+            f"--extend goes on from a video of {LEAST_SOURCE} frames or more, and --video-path has"
+            f" {frames}; pass a longer one"
+        )
 
 
 def default_window(seconds: float, source_frames: int, frame_rate: float) -> int:

@@ -37,7 +37,19 @@ _NEEDS = {
 }
 # Flag -> those that it does not go with.
 _EXCLUDES = {
-    "--video-path": ("--audio-path", "--image", "--two-stage", "--upscale"),
+    "--video-path": (
+        "--audio-path",
+        "--image",
+        "--two-stage",
+        "--upscale",
+        # They need what it excludes.
+        "--ic-lora",
+        "--video-conditioning",
+        "--conditioning-attention-mask",
+        "--skip-stage-2",
+        "--images-as-guides",
+        "--sampler res_2s",
+    ),
     "--sampler res_2s": ("--audio-path",),
 }
 # Keys that a graph's shape depends on.
@@ -232,6 +244,10 @@ class Inputs(ABC):
 
 def check_together(asked: dict[str, bool]) -> None:
     """Raise UserError for flags that need or exclude others; `asked`: whether each is given."""
+    for flag, excluded in _EXCLUDES.items():
+        wrong = [other for other in excluded if asked.get(other)]
+        if asked.get(flag) and wrong:
+            raise UserError(f"{flag} does not go with {' '.join(wrong)}; leave one of them out")
     for flag, needed in _NEEDS.items():
         missing = [other for other in needed if not asked.get(other)]
         if asked.get(flag) and missing:
@@ -239,10 +255,6 @@ def check_together(asked: dict[str, bool]) -> None:
                 f"{flag} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
                 f" {' '.join(missing)} as well, or leave out {flag}"
             )
-    for flag, excluded in _EXCLUDES.items():
-        wrong = [other for other in excluded if asked.get(other)]
-        if asked.get(flag) and wrong:
-            raise UserError(f"{flag} does not go with {' '.join(wrong)}; leave one of them out")
 
 
 def in_folder(line: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def initial_states(
         own_tokens = start[0].shape[2:].numel()
         video = _with_references(inputs.references, video, own_tokens, frame_rate, tensors)
     if window:
-        return window.states(video, audio, frame_rate)
+        return window.states(video, audio, frame_rate, positions)
     if retake := inputs.retake:
         times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)
         audio_seconds = latents.audio_seconds(start[1].shape[2])

@@ -158,9 +158,7 @@ class Worker:
         return progress.state_path(self._folder(self._entry(job)) / VIDEO)
 
     def _identity(self, job: Job) -> dict:
-        identity = run_identity(job, self.engine.workspace, self.engine.options)
-        # Where its files lie differs from machine to machine; files_sha256 is what they hold.
-        return identity | job.with_paths(lambda path: path.name).describe()
+        return run_identity(job, self.engine.workspace, self.engine.options)
 
     def _resume(self, job: Job) -> JobRun | None:
         """The run of a worker that died over this job, after its last finished stage."""
@@ -276,9 +274,9 @@ class Worker:
 
 def _percent(job: Job, stage: Stage, done: int) -> int:
     """How far a job is after so many steps of a stage."""
-    names = [each.name for each in job.stages]
+    keys = [each.key for each in job.stages]  # windows share their name
     steps = [each.steps for each in job.stages]
-    before = sum(steps[: names.index(stage.name)])
+    before = sum(steps[: keys.index(stage.key)])
     return DENOISED * (before + done) // sum(steps)
 
 
