@@ -1,8 +1,13 @@
 """Jobs as they are typed: what tests of flags begin with. Imported as `typed`."""
 
 import argparse
+import runpy
+import sys
+from unittest import mock
 
-from ltx_neuron import flags
+from conftest import ROOT
+
+from ltx_neuron import errors, flags
 from ltx_neuron.job import Job
 
 
@@ -23,3 +28,17 @@ def parsed(*words, compiles: bool = False) -> argparse.Namespace:
 def said(*words) -> Job:
     """The job that is asked for."""
     return flags.job(parsed("--prompt", "rain", *words))
+
+
+def run(script: str, words: list[str]) -> int:
+    """A script in this process; its exit code."""
+    with (
+        mock.patch.object(sys, "argv", [script, *words]),
+        mock.patch.object(sys, "path", list(sys.path)),
+    ):
+        main = runpy.run_path(str(ROOT / script))["main"]
+        try:
+            errors.run(main)
+        except SystemExit as ending:
+            return ending.code
+    return 0

@@ -254,6 +254,13 @@ class Job(Inputs):
             "--ic-lora": bool(self.stage_1_loras)
             and (self.recipe == "distilled" or bool(self.references)),
         }
+        if self.references and self.loras and not self.stage_1_loras:
+            named = " ".join(f"--ic-lora {each.path} {each.strength:g}" for each in self.loras)
+            raise UserError(
+                "--video-conditioning is a reference for an --ic-lora, and got --lora alone, which"
+                f" is in every stage and takes none; type {named} in its place, or leave out"
+                " --video-conditioning"
+            )
         check_together(self.asked | asked)
         if self.recipe == "dev":
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)

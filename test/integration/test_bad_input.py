@@ -9,7 +9,6 @@ must hold.
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -21,9 +20,9 @@ from unittest import mock
 import pytest
 import torch
 from helpers import made_film, picture_frames, tone, write_film, write_sound
+from typed import run
 
 from ltx_neuron import artifacts as places
-from ltx_neuron import errors
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.tiny.config import merge
@@ -81,20 +80,6 @@ class World(NamedTuple):
         """Every path with its time and size: equal before and after when nothing was written."""
         found = [(path, path.lstat()) for path in self.root.rglob("*")]
         return sorted((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found)
-
-
-def run(script: str, words: list[str]) -> int:
-    """A script in this process; its exit code."""
-    with (
-        mock.patch.object(sys, "argv", [script, *words]),
-        mock.patch.object(sys, "path", list(sys.path)),
-    ):
-        main = runpy.run_path(str(ROOT / script))["main"]
-        try:
-            errors.run(main)
-        except SystemExit as ending:
-            return ending.code
-    return 0
 
 
 @pytest.fixture(scope="module")

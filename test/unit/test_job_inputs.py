@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from typed import parsed, said
+from typed import parsed, run, said
 
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
@@ -315,6 +315,71 @@ def test_loras_that_scale_references_differently_are_refused(ic_lora):
         reference_scale((half, third))
     with pytest.raises(UserError, match="factor 'half', wanted a whole number"):
         reference_scale((ic_lora(downscale_factor="half"),))
+
+
+def generated(capsys, *words) -> tuple[int, str, str]:
+    """Exit code of generate_ltx23.py, what it printed, and its error; no checkpoint is there."""
+    common = "--checkpoint-path none --gemma-root none --output-path out.mp4 --prompt rain"
+    code = run("src/generate_ltx23.py", [*common.split(), *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+REFERRED = "--two-stage", "--height", 256, "--width", 256, "--num-frames", 9
+
+
+def test_a_lora_that_says_no_reference_scale_is_taken_with_factor_1_and_that_is_said_once(
+    clip, ic_lora, capsys, tmp_path
+):
+    lora = tmp_path / "depth.safetensors"
+    lora.write_bytes(ic_lora().path.read_bytes())
+    words = "--ic-lora", lora, "--video-conditioning", clip(9, 32, 64), 0.8, *REFERRED
+    code, printed, error = generated(capsys, *words)
+    assert code == 2 and "no such file: none" in error  # so nothing was loaded by then
+    said_of_it = (
+        f"IC-LoRA {lora} says no reference scale: references are taken at the size of stage 1"
+        " (factor 1)"
+    )
+    assert said_of_it in printed.splitlines()
+    line = {"ic-lora": str(lora), "video-conditioning": [words[3], 1.0]}
+    assert len(lines(tmp_path, line, line, command=REFERRED)) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_lora_that_says_a_reference_scale_is_taken_in_silence(clip, ic_lora, capsys):
+    film, silent = clip(9, 32, 64), ic_lora().path
+    for lora in (ic_lora(downscale_factor="1").path, ic_lora(temporal_scale_factor="2").path):
+        for more in ((), ("--ic-lora", silent)):  # one that says it speaks for all
+            words = "--ic-lora", lora, *more, "--video-conditioning", film, 1.0, *REFERRED
+            code, printed, _ = generated(capsys, *words)
+            assert code == 2 and "reference scale" not in printed
+
+
+@pytest.mark.parametrize("factor", ["0", "-1", "1.5", "half", ""])
+@pytest.mark.parametrize("name", ["downscale_factor", "temporal_scale_factor"])
+def test_a_factor_that_is_no_whole_number_from_1_ends_the_script(
+    clip, ic_lora, capsys, name, factor
+):
+    lora = ic_lora(**{name: factor}).path
+    words = "--ic-lora", lora, "--video-conditioning", clip(9, 32, 64), 1.0, *REFERRED
+    code, _, error = generated(capsys, *words)
+    assert code == 2 and f"has reference_{name} {factor!r}, wanted a whole number from 1" in error
+
+
+def test_sides_that_a_factor_does_not_divide_end_the_script(clip, ic_lora, capsys):
+    lora = ic_lora(downscale_factor="3").path
+    words = "--ic-lora", lora, "--video-conditioning", clip(9, 32, 64), 1.0, *REFERRED
+    code, _, error = generated(capsys, *words)
+    assert code == 2 and "stage 1's size, 128x128, whose sides must be multiples of 96" in error
+    assert "type a --height and --width that are multiples of 192: 192x192 or 384x384" in error
+
+
+def test_a_reference_for_a_lora_of_every_stage_is_refused_with_the_flag_to_type(
+    clip, ic_lora, capsys
+):
+    lora = ic_lora().path
+    words = "--lora", lora, 0.5, "--video-conditioning", clip(9, 32, 64), 1.0, *REFERRED
+    code, _, error = generated(capsys, *words)
+    assert code == 2 and f"type --ic-lora {lora} 0.5 in its place" in error
 
 
 FLAGS_ALONE = {

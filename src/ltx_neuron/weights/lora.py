@@ -21,6 +21,8 @@ from ltx_neuron.weights.tensorfile import TensorFile
 
 DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled-lora-384.safetensors --local-dir ."
 _PREFIX = "diffusion_model."  # of the published files; others leave it out
+# Of an IC-LoRA's metadata: how often a reference's sides and frames go into those of stage 1.
+_FACTORS = "reference_downscale_factor", "reference_temporal_scale_factor"
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"  # (rank, inputs) and (outputs, rank)
 
 
@@ -76,10 +78,20 @@ def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
 
 def reference_scale(loras: WeightSet) -> tuple[int, int]:
     """How often a reference video's sides and frames go into those of stage 1, by the metadata of
-    the IC-LoRAs that it is for. UserError where that is no whole number, or not one for all."""
-    return (
-        _factor(loras, "reference_downscale_factor"),
-        _factor(loras, "reference_temporal_scale_factor"),
+    the IC-LoRAs that it is for. UserError where that is no whole number, or not one for all. Where
+    no file says either, which is how files of factor 1 are published, that is printed once."""
+    if loras and not any(name in lora.file().metadata for lora in loras for name in _FACTORS):
+        _say_unscaled(tuple(lora.path for lora in loras))
+    space, time = (_factor(loras, name) for name in _FACTORS)
+    return space, time
+
+
+@cache
+def _say_unscaled(paths: tuple[Path, ...]) -> None:
+    who, say = ("IC-LoRA", "says") if len(paths) == 1 else ("IC-LoRAs", "say")
+    print(
+        f"{who} {', '.join(map(str, paths))} {say} no reference scale: references are taken at the"
+        " size of stage 1 (factor 1)"
     )
 
 
