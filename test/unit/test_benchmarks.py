@@ -37,6 +37,16 @@ def test_upsample_compares_ours_with_ltx_core_in_both_dtypes():
     assert models == ["spatial upsampler", "image encoder"], output
 
 
+def test_vae_encode_compares_ours_with_ltx_core_in_both_dtypes():
+    small = ("--repeats", "1", "--threads", "1", *("--height", "64", "--width", "64"))
+    output = printed("vae_encode.py", *small, "--num-frames", "9")
+    ratios = re.findall(r"(.*) is [\d.]+ times as fast as (.*), [\d.]+ times in CPU", output)
+    theirs = ("ltx-core float32", "ltx-core bfloat16")
+    assert ratios == [(ours, other) for ours in ("ours float32", "ours") for other in theirs]
+    distances = dict(re.findall(r"(\S.*\S) +(\S+) from ltx-core float32", output))
+    assert float(distances["ours float32"]) < 1e-5, output
+
+
 def test_the_table_lists_every_script_and_every_result():
     table = (ROOT / "benchmarks/README.md").read_text()
     scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py")]

@@ -198,6 +198,32 @@ def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, ch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_encodes_clips_by_the_fast_convolutions_in_what_its_latents_are_made_in(tiny, dtype):
+    chosen = Arithmetic(torch.bfloat16, 8)  # of frames; a run in float32 has its latents so
+    host, exact = host_models(tiny, dtype, arithmetic=chosen), host_models(tiny)
+    assert type(host.video_encoder).__name__ == "FastVideoEncoder"
+    assert host.video_encoder.arithmetic == (FLOAT32 if dtype == torch.float32 else chosen)
+    assert type(exact.video_encoder).__name__ == "VideoEncoder"
+    clip = latent((1, 3, 97, 32, 64)).clip(-1, 1).bfloat16().float()  # in two tiles
+    got, wanted = host.encode_video(clip), exact.encode_video(clip)
+    assert got.dtype == dtype
+    theirs = rel(host_models(tiny, torch.bfloat16).encode_video(clip), wanted)
+    assert rel(got, wanted) < (1e-5 if dtype == torch.float32 else theirs)
+
+
+def test_an_encoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path):
+    vae = metadata_config(tiny.checkpoint)["vae"] | {"spatial_padding_mode": "reflect"}
+    path = rewrite(tiny.checkpoint, tmp_path / "other.safetensors", lambda _: None, {"vae": vae})
+    clip, wanted = (
+        latent((1, 3, 9, 64, 64)).clip(-1, 1),
+        HostModels(path, {"vae": vae}, torch.float32),
+    )
+    host = HostModels(path, {"vae": vae}, torch.float32, arithmetic=FLOAT32)
+    assert type(host.video_encoder).__name__ == "VideoEncoder"
+    assert torch.equal(host.encode_video(clip), wanted.encode_video(clip))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path, dtype):
     vae = metadata_config(tiny.checkpoint)["vae"] | {"causal_decoder": True}
     path = rewrite(tiny.checkpoint, tmp_path / "causal.safetensors", lambda _: None, {"vae": vae})
@@ -370,6 +396,12 @@ def test_a_long_sounds_spectrogram_is_decoded_in_windows_and_is_that_of_the_whol
     assert lengths[5:] == [110]
 
 
+def _encode_fast(host: HostModels) -> None:
+    host.arithmetic = FLOAT32
+    host.encode_image(latent((1, 3, 1, 64, 64)))
+    assert type(host.video_encoder).__name__ == "FastVideoEncoder"
+
+
 RUNS = {  # the start of a model's tensors in the checkpoint, and what runs it
     "video decoder": (
         "vae.decoder.",
@@ -378,6 +410,7 @@ RUNS = {  # the start of a model's tensors in the checkpoint, and what runs it
     "audio decoder": ("audio_vae.decoder.", lambda host: host.decode_audio(latent(AUDIO_SHAPE))),
     "vocoder": ("vocoder.", lambda host: host.decode_audio(latent(AUDIO_SHAPE))),
     "video encoder": ("vae.encoder.", lambda host: host.encode_image(latent((1, 3, 1, 64, 64)))),
+    "fast video encoder": ("vae.encoder.", lambda host: _encode_fast(host)),
     "spatial upsampler": ("", lambda host: host.upsample(latent((1, 128, 1, 2, 3)))),
     "temporal upsampler": ("", lambda host: host.upsample(latent((1, 128, 2, 2, 3)), "temporal")),
 }
@@ -396,6 +429,7 @@ def test_a_model_whose_weights_are_broken_is_named_with_their_file(tiny, tmp_pat
         tensors[last].flatten()[0] = float(value)
 
     rewrite(getattr(tiny, path.removesuffix("_path")), broken, damage)
+    model = model.removeprefix("fast ")
     with pytest.raises(RunError, match=f"NaN or Inf in what the {model} returned") as error:
         run(host_models(tiny, **{path: broken}))
     assert str(broken) in str(error.value) and "Download the file again: " in str(error.value)

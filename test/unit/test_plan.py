@@ -12,13 +12,14 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import transformer_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import calibration
+from ltx_neuron.host import calibration, vae_memory
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.products import Libraries, has_amx
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan import rates
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import Clip
+from ltx_neuron.plan.given import encode_bytes, given_clips
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import PROFILES, Chip, resolve
 from ltx_neuron.report.recorder import PHASES, Recorder
@@ -308,6 +309,46 @@ def test_given_sound_and_video_are_encoded_and_a_given_sound_is_not_decoded(clip
     # Of 16 latents 10, then the rest with 3 of those, and one earlier than that.
     (video,) = (row for row in rows if row.rate.startswith("video, "))
     assert "2 x 73x512x768" in video.rate
+
+
+def encoded(pixels: tuple[int, int, int], whole: bool = False) -> int:
+    """Bytes of the host that one such clip takes, of a run in bfloat16 in float32 on two cores."""
+    config = released_config()
+    return vae_memory.encode_bytes(config, pixels, 2, FLOAT32, torch.bfloat16, whole)
+
+
+def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded():
+    """Images at the size of each stage, a retake in tiles, references whole and at the size of
+    stage 1, of a longer video what its windows see."""
+    size = Size(512, 768, 121, two_stage=True)
+    retake, reference = Retake("v.mp4", 0, 1), ReferenceVideo("r.mp4", 1.0, 121)
+    for job, wanted in (
+        (Job("", size), 0),
+        (Job("", size, images=(ImageCondition("i.png"),)), encoded((1, 512, 768))),
+        (Job("", Size(512, 768, 121), retake=retake), encoded((121, 512, 768))),
+        (Job("", size, references=(reference,)), encoded((121, 256, 384), whole=True)),
+    ):
+        assert encode_bytes(released_config(), job, 2, FLOAT32, torch.bfloat16) == wanted
+    assert encoded((121, 512, 768)) < encoded((121, 512, 768), whole=True)
+
+
+@pytest.mark.parametrize("extend", [3.0, -3.0])
+def test_of_a_video_that_is_made_longer_what_the_windows_see_is_encoded(extend):
+    retake = Retake("v.mp4", extend=extend, source_frames=241)
+    job = Job("", Size(512, 768, 41), retake=retake)
+    (clip,) = given_clips(job)
+    # Behind a frame more where it is the end of the clip.
+    frames = job.extension.known_frames + (extend < 0)
+    assert clip == ((frames, 512, 768), False) and frames < 41 and frames % 8 == 1
+
+
+def test_the_host_s_memory_to_encode_is_in_the_table_where_something_is(released):
+    size = Size(256, 384, 25)
+    plain, retake = Job("", size), Job("", size, retake=Retake("v.mp4", 0, 1))
+    none, made = (plan.plan(released, TRN2, job, 4, "bfloat16") for job in (plain, retake))
+    assert none.host_bytes_to_encode == 0 and "to encode" not in table(none)
+    assert made.host_bytes_to_encode > encoded((1, 256, 384))
+    assert f"{made.host_bytes_to_encode / 1e9:.2f} GB to encode, " in table(made)
 
 
 def test_a_masked_reference_is_planned_with_its_tokens_its_scores_and_two_weight_sets(

@@ -1,4 +1,4 @@
-"""Clips and sounds as latents: ltx-core's encoders over whole clips, in upstream's tiles."""
+"""Clips as latents: an encoder over whole clips, in upstream's tiles."""
 
 import itertools
 from collections import Counter
