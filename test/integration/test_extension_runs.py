@@ -1,9 +1,17 @@
 """A tiny video made longer by three windows: what is kept is kept bit for bit, the sound has no
-seam, and an interrupted run goes on to the same bits."""
+seam, and an interrupted or killed run goes on to the same bits.
+
+Ranks sum in another order than one does, so that bits are those of a number of ranks: with four of
+them latents are one rank's within the rounding of fp32, and what is kept is the same to the bit.
+"""
 
 import argparse
 import copy
 import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,14 +19,19 @@ from pathlib import Path
 import av
 import pytest
 import torch
+from conftest import ROOT, words
 from helpers import (
+    ended,
     made_film,
     one_thread,  # noqa: F401
     randn,
     read_video,
     rel,
+    started,
     tone,
+    unhurried,
 )
+from safetensors.torch import load_file
 
 from ltx_neuron import batch, flags
 from ltx_neuron.engine import Engine, RunOptions
@@ -30,7 +43,7 @@ from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.preflight import _decoded_latent as decoded_latent
 from ltx_neuron.profiles import resolve
-from ltx_neuron.progress import restore_state, save_state
+from ltx_neuron.progress import SUFFIX, restore_state, save_state
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.sampling.extension import joined
@@ -41,6 +54,7 @@ from ltx_neuron.workspace import Workspace
 pytestmark = pytest.mark.slow
 
 FRAMES, WINDOW, RATE = 30, 25, 24.0
+FP32 = 1e-5  # sums in another order, over ranks and over many steps
 FRAME_COUNTS = 1  # frames are cut to whole numbers
 
 
@@ -368,3 +382,85 @@ def test_lines_among_others_equal_their_single_runs(engine, film, tmp_path):
     assert [entry["status"] for entry in entries] == ["done"] * 4
     assert [(folder / line.file).read_bytes() for line in lines] == wanted
     assert len(set(wanted)) == 4
+
+
+# --- by the scripts, killed, on one rank and on four ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def command(tiny, film, prepared) -> Callable:
+    """command(tp, folder, ...): generate_ltx23.py that makes the film longer by three windows."""
+
+    def command(tp: int, folder: Path, *more: str) -> list[str]:
+        given = {
+            "checkpoint_path": tiny.checkpoint,
+            "gemma_root": tiny.gemma_root,
+            "artifacts_dir": prepared(tp).artifacts,
+            "tp_degree": tp,
+            "dtype": "float32",
+            "profile": "cpu",
+            "prompt": "waves",
+            "seed": 7,
+            "video_path": film,
+            "extend": 1,
+            "num_frames": WINDOW,
+            "output_path": folder / "longer.mp4",
+            "save_tensors": folder / "longer.safetensors",
+        }
+        script = ROOT / "src/generate_ltx23.py"
+        return [*map(str, (sys.executable, script, *words(**given), *more))]
+
+    return command
+
+
+def run(command: list[str], code: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(command, tmp_path_factory) -> Callable:
+    """undisturbed(tp): the folder of a run that nobody interfered with."""
+
+    @cache
+    def undisturbed(tp: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"tp{tp}")
+        run(command(tp, folder))
+        return folder
+
+    return undisturbed
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_killed_in_its_second_window_it_is_resumed_to_the_same_bits(
+    tp, command, undisturbed, tmp_path
+):
+    process, ranks = started(unhurried(command(tp, tmp_path), "window 2"), r"window 2 of 3:\s+38%")
+    assert len(ranks) == tp
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and ended(ranks)
+    assert [path.name for path in tmp_path.iterdir()] == ["longer" + SUFFIX]
+    resumed = run(command(tp, tmp_path, "--resume"))
+    assert "windows 2 to 3 of 3 are left" in resumed.stdout and "window 1" not in resumed.stderr
+    wanted = undisturbed(tp)
+    assert (tmp_path / "longer.mp4").read_bytes() == (wanted / "longer.mp4").read_bytes()
+    got, tensors = (load_file(path / "longer.safetensors") for path in (tmp_path, wanted))
+    assert {"s1_video", "s1_audio", "window_3_video", "frames", "waveform"} <= got.keys()
+    assert all(torch.equal(got[name], tensors[name]) for name in got)
+    assert not (tmp_path / ("longer" + SUFFIX)).exists()
+
+
+def test_four_ranks_keep_the_same_bits_and_make_the_same_within_rounding(undisturbed, film):
+    one, four = (load_file(undisturbed(tp) / "longer.safetensors") for tp in (1, 4))
+    known = longer(film, 1.0).extension
+    for stream, kept in (("video", known.known_video), ("audio", known.known_audio)):
+        name = f"s1_{stream}"
+        assert torch.equal(one[name][:, :, kept], four[name][:, :, kept])
+        off = rel(four[name], one[name])
+        print(f"{name}: {off:.1e}")
+        assert 0 < off <= FP32
+    for made in (one, four):
+        assert torch.equal(made["frames"][:FRAMES], source(film))
+    assert (one["frames"].int() - four["frames"].int()).abs().max() <= FRAME_COUNTS

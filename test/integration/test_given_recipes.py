@@ -27,6 +27,7 @@ from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling import extension
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
@@ -42,6 +43,9 @@ from ltx_neuron.workspace import Workspace
 pytestmark = pytest.mark.slow
 
 FP32, GUIDED = 1e-5, 3e-5  # guidance multiplies what sums in another order change
+# bf16 keeps 8 bits: as far from the truth as ltx-core's own bf16 run, twice that where rounding
+# falls out differently, and a floor of one rounding (2**-8 = 0.004).
+BF16_FACTOR, BF16_FLOOR = 2, 0.005
 SHOWS = 1e-3  # what a wrong way changes at least
 
 RAIN, DUST = "rain on a tin roof", "dust"
@@ -431,6 +435,53 @@ def test_a_retake_of_a_video_without_sound_makes_all_of_its_sound(generate, want
     assert_equals_the_oracle(got, wanted(job))
 
 
+# --- extend ---------------------------------------------------------------------------------------
+
+
+class Longer(Given):
+    """A retake of the clip that one window sees all of: what is known, and then zeros."""
+
+    def _encoded_inputs(self):
+        job, seconds = self.job, self.job.retake[1]
+        self.job = short = replace(job, num_frames=round(seconds * job.frame_rate))
+        known, self.job = super()._encoded_inputs(), job
+        whole = extension.Extension(
+            job.num_frames / job.frame_rate - seconds,
+            short.num_frames,
+            job.num_frames,
+            job.frame_rate,
+        )
+        video = torch.zeros(1, 128, whole.video_latents, *known["video_latent"].shape[3:])
+        audio = torch.zeros(1, 8, whole.audio_latents, 16)
+        video[:, :, whole.known_video] = known["video_latent"]
+        audio[:, :, whole.known_audio] = known["audio_latent"][:, :, whole.known_audio]
+        return {"video_latent": video, "audio_latent": audio}
+
+    def padded(self, sound, frames):
+        return sound
+
+
+@pytest.mark.parametrize("recipe", ["distilled", "dev"])
+def test_a_video_made_longer_in_one_window_equals_a_retake_of_the_longer_clip(
+    opened, drawn, wanted, files, recipe
+):
+    guided = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
+    job = retake(files, **guided if recipe == "dev" else {}, num_frames=25)
+    job = replace(job, retake=(files / "film.mkv", 17 / 20, 25 / 20, "both"))
+    engine, asked = opened(), told(job)
+    asked = replace(asked, retake=Retake(files / "film.mkv", extend=8 / 20, source_frames=17))
+    assert len(asked.stages) == 1 and asked.stages[0].window
+    engine.workspace.compile_dit(asked.buckets)
+    engine._contexts[asked.prompts] = [
+        Contexts(*drawn(prompt), torch.ones(1, 1024), None) for prompt in asked.prompts
+    ]
+    (result,) = engine.run([asked], keep=True, decode=False)
+    want = wanted(job, Longer)
+    extended = {name: want[name] for name in ("s1_video", "s1_audio")}
+    assert_equals_the_oracle(result.tensors, extended, GUIDED if recipe == "dev" else FP32)
+    assert_differs(result.tensors, wanted(replace(job, seed=22), Longer), "s1_video", "s1_audio")
+
+
 # --- IC-LoRA --------------------------------------------------------------------------------------
 
 
@@ -580,3 +631,27 @@ def test_images_as_guides_equal_ltx_pipelines(generate, wanted, files, tiny):
     assert_equals_the_oracle(got, wanted(job), GUIDED)
     replaced = wanted(replace(job, images_as_guides=False))
     assert_differs(got, replaced, "s1_video", "s1_audio", "s2_video")
+
+
+# --- bfloat16 -------------------------------------------------------------------------------------
+
+IN_BF16 = {
+    "a sound": lambda files, tiny: a2v(files),
+    "a retake of both": lambda files, tiny: retake(files),
+    "masked references": lambda files, tiny: replace(ic_lora(files, tiny), skip_stage_2=True),
+}
+
+
+@pytest.mark.parametrize("kind", IN_BF16)
+def test_bfloat16_is_as_near_to_the_truth_as_ltx_pipelines_own(generate, wanted, files, tiny, kind):
+    """Three ways: ltx-pipelines in fp32 is the truth; ours in bf16 may be twice as far from it as
+    theirs is."""
+    job = IN_BF16[kind](files, tiny)
+    truth, theirs = wanted(job), wanted(job, dtype=torch.bfloat16)
+    ours = generate(job, dtype="bfloat16")
+    off, allowed = distances(ours, truth), distances(theirs, truth)
+    print({name: f"{off[name]:.4f} {allowed[name]:.4f}" for name in off})
+    assert {"s1_video", "s1_audio"} <= off.keys() and ours["s1_video"].dtype == torch.bfloat16
+    assert {name for name in off if not off[name] <= BF16_FACTOR * allowed[name] + BF16_FLOOR} == (
+        set()
+    )
