@@ -253,7 +253,8 @@ def test_windows_share_the_graph_of_a_retake_of_as_many_frames(clip):
     retake = Job("rain", Size(32, 64, 25), retake=Retake(clip(26), 0.1, 0.2))
     assert windows.buckets == windows.buckets_to_compile == retake.buckets
     assert len(windows.stages) == 9 and {s.name for s in windows.stages} == {"stage_1"}
-    dev = said("--video-path", clip(26), "--extend", 3, "--recipe", "dev")
+    size = "--extend", 3, "--num-frames", 25
+    dev = said("--video-path", clip(26), *size, "--recipe", "dev")
     assert all(stage.guided and stage.steps == 40 for stage in dev.stages)
     assert len(dev.stages) > 1 and weight_sets(dev) == 1  # none of them is a second stage
 
