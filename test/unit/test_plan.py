@@ -342,13 +342,13 @@ def test_of_a_video_that_is_made_longer_what_the_windows_see_is_encoded(extend):
     assert clip == ((frames, 512, 768), False) and frames < 41 and frames % 8 == 1
 
 
-def test_the_host_s_memory_to_encode_is_in_the_table_where_something_is(released):
-    size = Size(256, 384, 25)
-    plain, retake = Job("", size), Job("", size, retake=Retake("v.mp4", 0, 1))
-    none, made = (plan.plan(released, TRN2, job, 4, "bfloat16") for job in (plain, retake))
-    assert none.host_bytes_to_encode == 0 and "to encode" not in table(none)
-    assert made.host_bytes_to_encode > encoded((1, 256, 384))
+def test_the_host_s_memory_to_encode_is_in_the_table_where_something_is(released, tmp_path):
+    (tmp_path / "v.mp4").touch()
+    retake = Job("", Size(64, 64, 9), retake=Retake(tmp_path / "v.mp4", 0, 0.2))
+    made = plan.plan(released, TRN2, retake, 4, "bfloat16")
+    assert made.host_bytes_to_encode > 2 * 318.9e6  # its weights, in bfloat16
     assert f"{made.host_bytes_to_encode / 1e9:.2f} GB to encode, " in table(made)
+    assert "to encode" not in table(dataclasses.replace(made, host_bytes_to_encode=0))
 
 
 def test_a_masked_reference_is_planned_with_its_tokens_its_scores_and_two_weight_sets(
