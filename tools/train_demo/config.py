@@ -21,13 +21,13 @@ GEMMA = TinySizes(
     head_dim=HEAD_DIM,
     audio_head_dim=AUDIO_HEAD_DIM,
     connector_layers=1,
-    gemma_layers=3,
+    gemma_layers=4,
     gemma_heads=4,
     gemma_kv_heads=4,
     gemma_head_dim=16,
     gemma_hidden=64,
     gemma_intermediate=128,
-    gemma_vocab=384,
+    gemma_vocab=512,
 )
 
 TRANSFORMER = {
@@ -70,13 +70,13 @@ VIDEO_VAE = {
     "decoder_base_channels": 8,
 }
 
-AUDIO_VAE = {
-    "model": {"params": {"ddconfig": {"ch": 32, "ch_mult": [1, 1, 2], "num_res_blocks": 1}}}
-}
+# ch must be 128, for it is also how many statistics of latents there are (8 channels of 16 bins).
+AUDIO_VAE = {"model": {"params": {"ddconfig": {"ch_mult": [1, 1, 1], "num_res_blocks": 0}}}}
 _SMALL_VOCODER = {"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3, 5]]}
 VOCODER = {
-    "vocoder": _SMALL_VOCODER | {"upsample_initial_channel": 256},
-    "bwe": _SMALL_VOCODER | {"upsample_initial_channel": 64},
+    "vocoder": _SMALL_VOCODER | {"upsample_initial_channel": 128},
+    # The tables of its Fourier transform would take 1 MB at the released window of 512.
+    "bwe": _SMALL_VOCODER | {"upsample_initial_channel": 32, "n_fft": 256, "win_size": 256},
 }
 
 UPSAMPLER = {
