@@ -46,15 +46,15 @@ TRANSFORMER = {
     "audio_connector_attention_head_dim": AUDIO_HEAD_DIM,
 }
 
-# The encoder's blocks work on 128 channels; the decoder's first on 8 * decoder_base_channels, and
-# every multiplier divides them. The decoder's list is built from its end.
+# The encoder's blocks work on 128 channels; the decoder's first on 8 * decoder_base_channels, which
+# every multiplier divides. The decoder's list is built from its end. Most of the time goes into the
+# encoder's first convolution, so the next block makes an eighth of the positions.
 VIDEO_VAE = {
     "encoder_blocks": [
-        ["compress_space_res", {"multiplier": 1}],
-        ["compress_time_res", {"multiplier": 1}],
         ["compress_all_res", {"multiplier": 1}],
         ["compress_all_res", {"multiplier": 1}],
         ["res_x", {"num_layers": 1}],
+        ["compress_all_res", {"multiplier": 1}],
     ],
     "encoder_base_channels": 128,
     "decoder_blocks": [
@@ -63,11 +63,12 @@ VIDEO_VAE = {
         ["res_x", {"num_layers": 1}],
         ["compress_time", {"multiplier": 1}],
         ["res_x", {"num_layers": 1}],
+        ["compress_all", {"multiplier": 1}],
+        ["res_x", {"num_layers": 1}],
         ["compress_all", {"multiplier": 2}],
         ["res_x", {"num_layers": 1}],
-        ["compress_all", {"multiplier": 1}],
     ],
-    "decoder_base_channels": 8,
+    "decoder_base_channels": 6,
 }
 
 # ch must be 128, for it is also how many statistics of latents there are (8 channels of 16 bins).
