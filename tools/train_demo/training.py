@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ltx_neuron.tiny.weights import save
 
 SAVE_SECONDS = 120.0
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 class LossLog:
@@ -93,10 +95,11 @@ def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.detach().bfloat16().clone().contiguous() for name, weight in weights.items()}
 
 
-def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
+def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict | None = None) -> None:
     """Write weights by way of a file beside it, so that others never read half of it."""
     beside = path.with_suffix(".part")
-    save(beside, {name: weight.detach().contiguous() for name, weight in weights.items()})
+    tensors = {name: weight.detach().contiguous() for name, weight in weights.items()}
+    save(beside, tensors, metadata)
     beside.replace(path)
 
 

@@ -25,7 +25,9 @@ GROUNDS = {
     "maroon": (76, 14, 30),
     "forest": (12, 60, 34),
 }
-PITCHES = {"circle": 262.0, "square": 392.0, "triangle": 587.0, "star": 880.0}  # Hz, fifths apart
+# Hz, a fourth and two fifths apart. Each repeats with every mel frame, of 10 ms, which is all that
+# a vocoder can know of a steady tone's phase.
+PITCHES = {"circle": 300.0, "square": 400.0, "triangle": 600.0, "star": 900.0}
 SHAPES = tuple(PITCHES)
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
 SPEEDS = {"slow": 0.5, "fast": 1.0}  # frame heights per second
@@ -152,7 +154,7 @@ class Scene:
             since = (times - bounce).clamp(min=0)
             envelope = (since / ATTACK).clamp(max=1) * torch.exp(-since / DECAY)
             for order, loudness in enumerate(HARMONICS, 1):
-                wave = torch.sin(2 * math.pi * order * PITCHES[self.shape] * since)
+                wave = torch.sin(2 * math.pi * order * PITCHES[self.shape] * times)
                 sound += LOUDNESS * loudness * envelope * wave
         return sound.float().expand(2, -1).clone()
 
