@@ -11,6 +11,7 @@ Writes audio_vae.safetensors (published names) to the folder.
 """
 
 import argparse
+import itertools
 from functools import cache
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from torch import Tensor, nn
 from ltx_neuron.host.models import import_ltx_core, lay_channels_last
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes
 
-STEPS = {"both": 900, "decoder": 900}
-BATCH, FRAMES, PEAK = 4, 61, 1.5e-3  # stretches of a step, and their mel frames
+STEPS = {"both": 800, "decoder": 800}
+BATCH, FRAMES, PEAK = 3, 49, 2e-3  # stretches of a step, and their mel frames
 NOISE = 0.3  # at most, of latents whose standard deviation is 1
 LEAST_STD = 0.1  # of a channel, as a share of all channels' mean
+MEAN, SCALE = -8.0, 0.25  # of log-mels, about: what the encoder begins with
 KEEP = 0.98  # of the running statistics, from a step to the next
 SEED = 32
 FILE, PREFIX = "audio_vae.safetensors", "audio_vae."
@@ -80,6 +82,8 @@ class AudioVae(nn.Module):
         self.encoder = AudioEncoderConfigurator.from_config(config.demo_config())
         self.decoder = AudioDecoderConfigurator.from_config(config.demo_config())
         self.set_statistics(torch.zeros(128), torch.ones(128))
+        set_front(self.encoder)
+        nn.init.constant_(self.decoder.conv_out.conv.bias, MEAN)
         lay_channels_last(self)
 
     def set_statistics(self, mean: Tensor, std: Tensor) -> None:
@@ -108,6 +112,40 @@ class AudioVae(nn.Module):
             }
             getattr(self, part).load_state_dict(own | statistics)
         return self
+
+
+@torch.no_grad()
+def set_front(encoder: nn.Module) -> None:
+    """Set the encoder's first three convolutions, which have nothing but each other between them:
+    they gather the 2 x 4 x 4 log-mels of a latent's position, scaled, and are not trained."""
+    first, *halvings = (encoder.conv_in, *(encoder.down[i].downsample for i in range(2)))
+    for layer in (first, *halvings):
+        layer.conv.requires_grad_(False)
+        layer.conv.weight.zero_()
+        layer.conv.bias.zero_()
+    for channel, earlier, higher in itertools.product(range(2), range(2), range(2)):
+        to = 4 * channel + 2 * earlier + higher
+        first.conv.weight[to, channel, 2 - earlier, 1 + higher] = SCALE
+        first.conv.bias[to] = -MEAN * SCALE
+    for to in range(8):
+        halvings[0].conv.weight[to, to, 2, 0] = 1.0
+        for earlier, higher in itertools.product(range(2), range(2)):
+            halvings[1].conv.weight[16 * earlier + 8 * higher + to, to, 2 - earlier, higher] = 1.0
+
+
+def encode(encoder: nn.Module, mel: Tensor) -> Tensor:
+    """Latents (B, 8, T, 16) of log-mels (B, 2, 4T - 3, 64), equal to the encoder's forward: what
+    the convolutions of `set_front` gather is gathered here by a change of shape."""
+    from ltx_core.model.audio_vae.audio_vae import run_mid_block
+
+    padded = nn.functional.pad((mel - MEAN) * SCALE, (0, 0, 3, 0))
+    padded[:, :, 2] = -MEAN * SCALE  # before the sound: what the first convolution makes of zeros
+    frames, bins = padded.shape[2] // 4, padded.shape[3] // 4
+    parts = padded.unflatten(2, (frames, 2, 2)).unflatten(5, (bins, 2, 2)).flip(3, 4)
+    hidden = parts.permute(0, 3, 6, 1, 4, 7, 2, 5).reshape(len(mel), 32, frames, bins)
+    hidden = nn.functional.pad(hidden, (0, 0, 0, 0, 0, encoder.ch - 32))
+    hidden = run_mid_block(encoder.mid, hidden.contiguous(memory_format=torch.channels_last))
+    return encoder._normalize_latents(encoder._finalize_output(hidden))
 
 
 class Statistics:
@@ -142,7 +180,7 @@ def train_both(vae: AudioVae, folder: Path, log: training.LossLog) -> None:
     def losses(step: int) -> dict[str, Tensor]:
         wanted = mels(generator, BATCH, FRAMES)
         with torch.autocast("cpu", torch.bfloat16):
-            latents = vae.encoder(wanted.contiguous(memory_format=torch.channels_last)).float()
+            latents = encode(vae.encoder, wanted).float()
             running.take(latents)
             mean, std = (each.view(1, 8, 1, 16) for each in running.now())
             noise = torch.randn(latents.shape, generator=generator)
@@ -167,11 +205,9 @@ def set_statistics(vae: AudioVae) -> None:
     """Measure the latents' statistics on clips, and set them."""
     generator = torch.Generator().manual_seed(SEED + 2)
     running = Statistics()
-    rows = [
-        vae.encoder(mels(generator, 1, CLIP_FRAMES, clip=True)).permute(0, 2, 1, 3).flatten(2)[0]
-        for _ in range(64)
-    ]
-    rows = torch.cat(rows)
+    clips = [mels(generator, 1, CLIP_FRAMES, clip=True) for _ in range(64)]
+    latents = torch.cat([encode(vae.encoder, clip) for clip in clips])
+    rows = latents.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
     running.weight, running.mean, running.square = 1.0, rows.mean(0), rows.square().mean(0)
     vae.set_statistics(*running.now())
 
@@ -191,7 +227,7 @@ def train_decoder(vae: AudioVae, folder: Path, log: training.LossLog) -> None:
         wanted = mels(generator, BATCH, FRAMES)
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
-                latents = vae.encoder(wanted.contiguous(memory_format=torch.channels_last)).float()
+                latents = encode(vae.encoder, wanted).float()
             noise = torch.randn(latents.shape, generator=generator)
             noise = noise * NOISE / 2 * torch.rand(BATCH, 1, 1, 1, generator=generator)
             made = vae.decoder(latents + noise).float()

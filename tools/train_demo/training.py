@@ -92,7 +92,9 @@ def train(
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights as they are shipped, in bf16, as new tensors."""
-    return {name: weight.detach().bfloat16().clone().contiguous() for name, weight in weights.items()}
+    return {
+        name: weight.detach().bfloat16().clone().contiguous() for name, weight in weights.items()
+    }
 
 
 def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict | None = None) -> None:
