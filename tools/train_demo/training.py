@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from muon import Muon
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -66,28 +67,40 @@ def train(
     log: LossLog,
     on_pause: Callable[[], None] = lambda: None,
     first: int = 0,
+    muon: float = 0.0,
 ) -> None:
     """Minimise the sum of `losses(step)` over the modules' parameters by AdamW.
 
     on_pause  is called every SAVE_SECONDS, and at the end: it saves what is there
     first     the step to begin with, of a training that goes on
+    muon      the rate at which matrices and convolutions learn by Muon instead; 0: they do not
     """
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.99), weight_decay=0.01)
+    optimisers = _optimisers(parameters, peak, muon)
     saved = time.monotonic()
     for step in range(first, steps):
-        for group in optimiser.param_groups:
-            group["lr"] = rate(step, steps, peak)
+        for optimiser, highest in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate(step, steps, highest)
+            optimiser.zero_grad(set_to_none=True)
         found = losses(step)
-        optimiser.zero_grad(set_to_none=True)
         sum(found.values()).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
+        for optimiser, _ in optimisers:
+            optimiser.step()
         log.add(step, **{name: loss.detach() for name, loss in found.items()})
         if time.monotonic() - saved > SAVE_SECONDS:
             on_pause()
             saved = time.monotonic()
     on_pause()
+
+
+def _optimisers(parameters: list[nn.Parameter], peak: float, muon: float) -> list:
+    """Optimisers of the parameters, each with its highest rate."""
+    others = [p for p in parameters if not muon or p.ndim < 2]
+    matrices = [p for p in parameters if muon and p.ndim >= 2]
+    adam = torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.99), weight_decay=0.01)
+    return [(adam, peak), *([(Muon(matrices, lr=muon), muon)] if matrices else [])]
 
 
 def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:

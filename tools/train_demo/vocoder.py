@@ -28,7 +28,7 @@ from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.spectrogram import log_mel
 from ltx_neuron.tiny.weights import mel_stft
 
-STEPS, BATCH, FRAMES, PEAK = 1000, 2, 40, 2e-3
+STEPS, BATCH, FRAMES, PEAK, MUON = 1000, 2, 40, 2e-3, 0.02
 WINDOWS = (128, 512, 1024)  # samples: of the spectrograms that are compared
 FAINT = 1e-3  # magnitudes below it count as silence in those
 SEED = 48
@@ -96,7 +96,7 @@ def train(vocoder: nn.Module, folder: Path, log: training.LossLog, first: int) -
     def keep() -> None:
         training.save_weights(folder / FILE, training.rounded(published(vocoder)))
 
-    training.train([vocoder.vocoder], losses, STEPS, PEAK, log, keep, first)
+    training.train([vocoder.vocoder], losses, STEPS, PEAK, log, keep, first, MUON)
 
 
 @torch.no_grad()
