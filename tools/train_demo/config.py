@@ -80,10 +80,11 @@ VOCODER = {
     "bwe": _SMALL_VOCODER | {"upsample_initial_channel": 32, "n_fft": 256, "win_size": 256},
 }
 
+# Groups of its norms are two channels: of one alone the norm would take away a whole clip's level.
 UPSAMPLER = {
     "_class_name": "LatentUpsampler",
     "in_channels": 128,
-    "mid_channels": 32,
+    "mid_channels": 64,
     "num_blocks_per_stage": 1,
     "dims": 3,
     "spatial_upsample": True,

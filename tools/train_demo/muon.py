@@ -1,4 +1,4 @@
-"""An optimiser that learns from few steps: Muon for matrices and convolutions, Adam for the rest."""
+"""An optimiser that learns from few steps: Muon, for matrices and convolutions."""
 
 import torch
 from torch import Tensor, nn
