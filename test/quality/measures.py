@@ -1,4 +1,4 @@
-"""What is seen and heard in a clip of the demo's world, found without knowing what was asked for."""
+"""What is seen and heard in a clip of the demo's world, found without knowing what was asked."""
 
 from typing import NamedTuple
 
@@ -59,8 +59,8 @@ def _inside(frame: Tensor, mask: Tensor) -> Tensor:
 
 
 def _centres(masks: Tensor) -> Tensor:
-    """The middles (F, 2) of the masks' bounding boxes as x, y in frame heights; a pixel counts where
-    its row and column hold two or more."""
+    """The middles (F, 2) of the masks' bounding boxes as x, y in frame heights. Rows and columns with
+    one pixel alone do not count."""
     height = masks.shape[1]
     centres = []
     for axis in (1, 2):  # x: columns; y: rows

@@ -230,7 +230,7 @@ class Training:
         return {"video": error.mean(), "audio": heard_error}
 
     def step(self, step: int, rates: tuple[float, float], batch: int) -> dict[str, float]:
-        """One step of both optimisers; every third on the large size, every fourth with an image."""
+        """One step of both optimisers: every third at the large size, every fourth with an image."""
         large = step % 3 == 2 and len(self.latents.large) > 0
         found = self.losses(large, step % 4 == 3, batch // 4 if large else batch)
         self.model.zero_grad(set_to_none=True)
@@ -244,7 +244,7 @@ class Training:
             for name, weight in self.model.state_dict().items():
                 self.average[name].lerp_(weight, 1 - keep)
         kind = "_large" if large else ""
-        return {name + kind: float(loss) for name, loss in found.items()}
+        return {name + kind: float(loss.detach()) for name, loss in found.items()}
 
     def save(self) -> None:
         save_weights(self.folder / "dit_training.safetensors", self.model.state_dict())

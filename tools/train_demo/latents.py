@@ -22,7 +22,7 @@ from world import Scene
 from ltx_neuron.host.spectrogram import log_mel
 
 # Of a context's 1024 vectors: the first, among which all words are, and some of the others.
-TEXT_SLOTS, REGISTER_SLOTS = 24, 24
+TEXT_SLOTS, REGISTER_SLOTS = 16, 16
 PROMPTS = 2  # of a scene
 CHUNK = 128  # scenes in a file
 LARGE_EVERY = 3  # every so-many-th chunk has latents at full size, too
