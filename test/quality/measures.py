@@ -59,7 +59,7 @@ def _inside(frame: Tensor, mask: Tensor) -> Tensor:
 
 
 def _centres(masks: Tensor) -> Tensor:
-    """The middles (F, 2) of the masks' bounding boxes as x, y in frame heights. Rows and columns with
+    """The middles (F, 2) of the masks' bounding boxes as x, y in frame heights; rows and columns of
     one pixel alone do not count."""
     height = masks.shape[1]
     centres = []

@@ -21,7 +21,7 @@ from ltx_core.types import AudioLatentShape, VideoLatentShape, VideoPixelShape
 from muon import Muon
 from safetensors.torch import load_file
 from torch import Generator, Tensor
-from training import LossLog, rate, save_weights
+from training import THREADS, LossLog, rate, save_weights
 
 from ltx_neuron.tiny.weights import DIFFUSION
 
@@ -230,7 +230,7 @@ class Training:
         return {"video": error.mean(), "audio": heard_error}
 
     def step(self, step: int, rates: tuple[float, float], batch: int) -> dict[str, float]:
-        """One step of both optimisers: every third at the large size, every fourth with an image."""
+        """One step of both optimisers: every third at full size, every fourth with an image."""
         large = step % 3 == 2 and len(self.latents.large) > 0
         found = self.losses(large, step % 4 == 3, batch // 4 if large else batch)
         self.model.zero_grad(set_to_none=True)
@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=60, help="how long to train")
     parser.add_argument("--batch", type=int, default=64, help="samples at the small size")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=THREADS)
     parser.add_argument("--rates", type=float, nargs=2, default=(2e-2, 2e-3))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

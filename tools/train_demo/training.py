@@ -27,18 +27,16 @@ class LossLog:
         self.path = folder / f"{part}.jsonl"
         self.part, self.every = part, every
         self.began = time.monotonic()
-        self._sums: dict[str, float] = {}
-        self._count = 0
+        self._losses: dict[str, list[float]] = {}
 
     def add(self, step: int, **losses: float) -> None:
         """Count a step's losses; every so many steps, write their means."""
         for name, loss in losses.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(loss)
-        self._count += 1
+            self._losses.setdefault(name, []).append(float(loss))
         if (step + 1) % self.every == 0:
-            means = {name: total / self._count for name, total in self._sums.items()}
+            means = {name: sum(found) / len(found) for name, found in self._losses.items()}
             self.write(step=step + 1, **means)
-            self._sums, self._count = {}, 0
+            self._losses = {}
 
     def write(self, **entry) -> None:
         """One line, numbers with five digits."""
