@@ -29,6 +29,7 @@ BATCH, FRAMES, PEAK = 3, 49, 2e-3  # stretches of a step, and their mel frames
 NOISE = 0.3  # at most, of latents whose standard deviation is 1
 LEAST_STD = 0.1  # of a channel, as a share of all channels' mean
 MEAN, SCALE = -8.0, 0.25  # of log-mels, about: what the encoder begins with
+FARTHEST = 4.0  # standard deviations, of all but one in 1000
 KEEP = 0.98  # of the running statistics, from a step to the next
 SEED = 32
 FILE, PREFIX = "audio_vae.safetensors", "audio_vae."
@@ -202,14 +203,17 @@ def train_both(vae: AudioVae, folder: Path, log: training.LossLog) -> None:
 
 @torch.no_grad()
 def set_statistics(vae: AudioVae) -> None:
-    """Measure the latents' statistics on clips, and set them."""
+    """Measure the latents' statistics on clips, and set them. Most of a clip is quiet: where the
+    standard deviation leaves a pulse's beginning far out, it is taken larger."""
     generator = torch.Generator().manual_seed(SEED + 2)
-    running = Statistics()
+    vae.set_statistics(torch.zeros(128), torch.ones(128))
     clips = [mels(generator, 1, CLIP_FRAMES, clip=True) for _ in range(64)]
     latents = torch.cat([encode(vae.encoder, clip) for clip in clips])
     rows = latents.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
-    running.weight, running.mean, running.square = 1.0, rows.mean(0), rows.square().mean(0)
-    vae.set_statistics(*running.now())
+    mean, std = rows.mean(0), rows.std(0)
+    far = (rows - mean).abs().quantile(0.999, dim=0)
+    least = LEAST_STD * float(std.mean())
+    vae.set_statistics(mean, torch.maximum(std, far / FARTHEST).clamp(min=least))
 
 
 def round_weights(module: nn.Module) -> None:
