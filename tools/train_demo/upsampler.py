@@ -23,8 +23,8 @@ from ltx_neuron.host.models import import_ltx_core
 import_ltx_core()
 from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video  # noqa: E402
 
-STEPS, BATCH, FRAMES = 1200, 4, 17
-PAIRS = 320  # scenes whose latents are kept to draw batches from
+STEPS, BATCH, FRAMES = 1000, 4, 17
+PAIRS = 160  # scenes whose latents are kept to draw batches from
 RENEWED = 4  # of them, every eighth step
 LEARNING_RATE = 0.02
 NOISE = 0.15  # largest deviation of what is added to the small latents: denoised ones are not exact

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from config import HEIGHT, NUM_FRAMES, WIDTH, demo_config
 from einops import rearrange
 from muon import Muon
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
+from training import save_weights
 from world import Scene
 
 from ltx_neuron.host.models import import_ltx_core
@@ -32,11 +33,12 @@ from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfi
 from ltx_core.model.video_vae.ops import patchify  # noqa: E402
 
 STEPS, BATCH, FRAMES = 2000, 2, 17
-REFINE_STEPS = 1500
+REFINE_STEPS = 3000
 LEARNING_RATE = 0.02  # of weights, by Muon
 VECTORS = 0.05  # of it for biases, by Adam
 IMAGES_FIRST = 400  # steps with mostly single frames, and squared differences alone
 NOISE = 0.3  # largest deviation of what is added to normalised latents
+REFINE_NOISE = 0.1
 NOISE_RISE = 800  # steps until the noise is as large
 FOLLOWS = 0.1  # of the way that running statistics go in a step, at the highest rate
 AVERAGE = 0.998  # of the weights' running mean, which is what ships
@@ -317,8 +319,7 @@ def write(vae: VideoVae, folder: Path) -> None:
         if ".per_channel_statistics." in name:
             name = name.partition(".")[2]  # encoder and decoder share them
         weights[f"vae.{name}"] = weight.bfloat16().contiguous()
-    save_file(weights, folder / "unfinished", {"format": "pt"})
-    (folder / "unfinished").replace(folder / FILE)
+    save_weights(folder / FILE, weights)
 
 
 @torch.no_grad()
@@ -341,32 +342,38 @@ def freeze(folder: Path, clips: int) -> None:
 
 
 def refine(folder: Path, steps: int) -> None:
-    """Train the decoder on for the frozen encoder's latents, on whole clips of both sizes."""
+    """Train the decoder on for the frozen encoder's latents, on whole pictures of both sizes."""
     vae = frozen(folder)
     vae.encoder.requires_grad_(False)
     training = Training("video_decoder", vae, folder, vae.decoder)
     generator = Generator().manual_seed(100000 + training.step)
+    half = HEIGHT // 2, WIDTH // 2
     while training.step < steps:
-        kind = training.step % 4
-        if kind == 3:
-            wanted = torch.stack([clip(generator, HEIGHT, WIDTH, 1) for _ in range(8)])
-        elif kind == 1:
-            wanted = clip(generator, HEIGHT, WIDTH)[None]
-        else:
-            wanted = torch.stack([clip(generator, HEIGHT // 2, WIDTH // 2) for _ in range(2)])
+        # Long clips at last: the decoder sees both neighbours of a latent.
+        frames = FRAMES if training.step < 0.8 * steps else NUM_FRAMES
+        name, count, *size = (
+            ("half clip", 4 if frames == FRAMES else 2, *half, frames),
+            ("clip", 1, HEIGHT, WIDTH, frames),
+            ("half clip", 4 if frames == FRAMES else 2, *half, frames),
+            ("image", 8, HEIGHT, WIDTH, 1),
+        )[training.step % 4]
+        wanted = torch.stack([clip(generator, *size) for _ in range(count)])
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 latents = encode(vae.encoder, wanted)
-            noise = 0.15 * torch.rand(len(latents), 1, 1, 1, 1, generator=generator)
+            noise = REFINE_NOISE * torch.rand(count, 1, 1, 1, 1, generator=generator)
             noise = noise * torch.randn(latents.shape, generator=generator)
             decoded = vae.decoder(latents + noise).float()
-        loss = difference(decoded, wanted)
-        error = (decoded.detach() - wanted).square().mean().item()
-        log = {f"kind {kind} loss": loss.item(), f"kind {kind} error": error}
-        training.update(loss, learning_rate(training.step, steps, LEARNING_RATE / 4), log)
+        error = decoded - wanted
+        square = error.square().mean()
+        loss = 4 * square + 0.5 * error.abs().mean()
+        rate = learning_rate(training.step, steps, LEARNING_RATE)
+        training.update(loss, rate, {f"{name} error": square.item()})
+        if training.step % 400 == 0 or training.step == steps:
+            shipped = VideoVae()
+            shipped.load_state_dict(training.mean)
+            write(shipped, folder)
     training.save()
-    vae.load_state_dict(training.mean)
-    write(vae, folder)
 
 
 @torch.no_grad()
