@@ -2,7 +2,7 @@
 
 Through ltx-core's model, with the released conventions: x = (1 - sigma) * latent + sigma * noise,
 the model predicts noise - latent, a clean first frame has timestep 0. Both sizes of the two-stage
-pipeline are learnt, and image to video.
+pipeline are learnt, and image to video. Goes on from what lies in the folder, with any --minutes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from ltx_core.types import AudioLatentShape, VideoLatentShape, VideoPixelShape
 from muon import Muon
 from safetensors.torch import load_file
 from torch import Generator, Tensor
-from training import THREADS, LossLog, rate, save_weights
+from training import THREADS, LossLog, save_weights
 
 from ltx_neuron.tiny.weights import DIFFUSION
 
@@ -31,6 +31,7 @@ STAGE_2_SIGMAS = (0.909375, 0.725, 0.421875, 0.0)
 KNOTS = (1.0, 0.975, 0.909375, 0.725, 0.421875, 0.02)
 CONTEXT = 1024  # tokens of a context, of which training sees TEXT_SLOTS and some others
 EMA = 0.998
+DECAY = 0.4  # the share of the time, at the end, in which the learning rates fall to nothing
 
 
 def new_model() -> LTXModel:
@@ -265,7 +266,7 @@ def main() -> None:
     began = saved = time.monotonic()
     step = 0
     while (done := (time.monotonic() - began) / 60 / args.minutes) < 1:
-        course = rate(int(done * 10000), 10000, 1.0, 0) * min(1, (step + 1) / 50)
+        course = min(1.0, (step + 1) / 50, (1 - done) / DECAY)
         log.add(step, **training.step(step, tuple(course * r for r in args.rates), args.batch))
         if time.monotonic() - saved > 120:
             training.save()
