@@ -23,7 +23,7 @@ from ltx_neuron.host.models import import_ltx_core
 import_ltx_core()
 from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video  # noqa: E402
 
-STEPS, BATCH, FRAMES = 1000, 4, 17
+STEPS, BATCH = 1000, 4
 PAIRS = 160  # scenes whose latents are kept to draw batches from
 RENEWED = 4  # of them, every eighth step
 LEARNING_RATE = 0.02
@@ -31,14 +31,15 @@ NOISE = 0.15  # largest deviation of what is added to the small latents: denoise
 FILE = "upsampler.safetensors"
 
 
-def pair(encoder: nn.Module, generator: Generator, num_frames: int) -> tuple[Tensor, Tensor]:
-    """A scene's normalised latents (128, F, h, w) at half and at full size."""
+def pair(encoder: nn.Module, generator: Generator) -> tuple[Tensor, Tensor]:
+    """A scene's normalised latents (128, F, h, w) at half and at full size, of a whole clip: the
+    norms are over all its latents."""
     scene = Scene.draw(generator)
     start = float(torch.rand((), generator=generator))
     sizes = (HEIGHT // 2, WIDTH // 2), (HEIGHT, WIDTH)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         small, large = (
-            encode(encoder, pixels(scene.frames(*size, num_frames, start=start))[None])[0]
+            encode(encoder, pixels(scene.frames(*size, NUM_FRAMES, start=start))[None])[0]
             for size in sizes
         )
     return small, large
@@ -51,12 +52,12 @@ def train(folder: Path, steps: int) -> None:
     upsampler = LatentUpsamplerConfigurator.from_config(UPSAMPLER)
     training = Training("upsampler", upsampler, folder)
     generator = Generator().manual_seed(200000 + training.step)
-    pairs = [pair(encoder, generator, FRAMES) for _ in range(PAIRS)]
+    pairs = [pair(encoder, generator) for _ in range(PAIRS)]
     while training.step < steps:
         if training.step % 8 == 0:
             for _ in range(RENEWED):
                 place = int(torch.randint(PAIRS, (), generator=generator))
-                pairs[place] = pair(encoder, generator, FRAMES)
+                pairs[place] = pair(encoder, generator)
         chosen = torch.randint(PAIRS, (BATCH,), generator=generator).tolist()
         small, large = (torch.stack([pairs[c][size] for c in chosen]) for size in (0, 1))
         noise = NOISE * torch.rand(BATCH, 1, 1, 1, 1, generator=generator)
