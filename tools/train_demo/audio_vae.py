@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ltx_neuron.host.models import import_ltx_core, lay_channels_last
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes
 
-STEPS = {"both": 800, "decoder": 800}
+STEPS = {"both": 800, "decoder": 300}
 BATCH, FRAMES, PEAK = 3, 49, 2e-3  # stretches of a step, and their mel frames
 NOISE = 0.3  # at most, of latents whose standard deviation is 1
 LEAST_STD = 0.1  # of a channel, as a share of all channels' mean

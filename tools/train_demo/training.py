@@ -108,6 +108,12 @@ def rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def round_weights(module: nn.Module) -> None:
+    """Round parameters and buffers to bf16, as they are shipped."""
+    for weight in (*module.parameters(), *module.buffers()):
+        weight.data = weight.data.bfloat16().float()
+
+
 def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict | None = None) -> None:
     """Write weights by way of a file beside it, so that others never read half of it."""
     beside = path.with_suffix(".part")
