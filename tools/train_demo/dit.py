@@ -7,6 +7,7 @@ pipeline are learnt, and image to video. Goes on from what lies in the folder, w
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -81,6 +82,7 @@ class Layouts:
         self.audio = tools.create_initial_state("cpu", torch.float32).positions
         for preprocessor in (model.video_args_preprocessor, model.audio_args_preprocessor):
             _remember_tables(preprocessor.simple_preprocessor)
+            _own_timesteps(preprocessor)
 
 
 def _remember_tables(preprocessor) -> None:
@@ -96,6 +98,24 @@ def _remember_tables(preprocessor) -> None:
     preprocessor._prepare_positional_embeddings = lambda positions, **named: tables(
         positions, named.pop("inner_dim"), named.pop("max_pos"), **named
     )
+
+
+def _own_timesteps(preprocessor) -> None:
+    """Have scale and shift of the audio-video cross attentions follow the stream's own timesteps,
+    token by token, as they do from ltx-core 1.1.4 on: here they follow the other stream's sigma."""
+    prepare = preprocessor.prepare
+
+    def with_own(modality: Modality, cross_modality: Modality | None = None):
+        args = prepare(modality, cross_modality)
+        own, _ = preprocessor._prepare_cross_attention_timestep(
+            modality.timesteps,
+            preprocessor.simple_preprocessor.timestep_scale_multiplier,
+            len(args.x),
+            modality.latent.dtype,
+        )
+        return replace(args, cross_scale_shift_timestep=own)
+
+    preprocessor.prepare = with_own
 
 
 def velocities(
@@ -165,11 +185,8 @@ def sample(
     for sigma, following in zip(sigmas, sigmas[1:], strict=False):
         if first is not None:
             video = torch.cat([first, video[:, :, 1:]], 2)
-        with torch.autocast("cpu", torch.bfloat16):
-            level = torch.full((len(video),), sigma)
-            seen, heard = velocities(
-                model, layouts, video, audio, contexts, level, first is not None
-            )
+        level = torch.full((len(video),), sigma)
+        seen, heard = velocities(model, layouts, video, audio, contexts, level, first is not None)
         video = video + (following - sigma) * seen.float()
         audio = audio + (following - sigma) * heard.float()
     if first is not None:

@@ -78,7 +78,8 @@ def make(folder: Path, prompts: list[str], two_stages: bool, first: tuple | None
     model = new_model()
     model.load_state_dict(load_part(folder / "dit.safetensors", DIFFUSION))
     model.eval()
-    layouts, contexts = Layouts(model), text.frozen(folder)(prompts)
+    with torch.autocast("cpu", enabled=False):
+        layouts, contexts = Layouts(model), text.frozen(folder)(prompts)
     generator = Generator().manual_seed(SEED)
     count, (small, large) = len(prompts), first or (None, None)
     video = torch.randn(count, 128, 7, HEIGHT // 64, WIDTH // 64, generator=generator)
@@ -125,7 +126,8 @@ def main() -> None:
     scenes = [Scene.draw(generator) for _ in range(args.prompts)]
     prompts = [scene.prompt(generator) for scene in scenes]
     both = not args.one_stage
-    made = truth(args.folder, scenes, both) if args.truth else make(args.folder, prompts, both)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = truth(args.folder, scenes, both) if args.truth else make(args.folder, prompts, both)
     decoders, video = Decoders(args.folder), made.stage_2 if both else made.stage_1
     clips = [decoders.decode(*each) for each in zip(video, made.audio, strict=True)]
     scores = [scored(*each) for each in zip(scenes, clips, strict=True)]
