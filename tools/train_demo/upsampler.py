@@ -23,7 +23,7 @@ from ltx_neuron.host.models import import_ltx_core
 import_ltx_core()
 from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video  # noqa: E402
 
-STEPS, BATCH = 1000, 4
+STEPS, BATCH = 1600, 4
 PAIRS = 160  # scenes whose latents are kept to draw batches from
 RENEWED = 4  # of them, every eighth step
 LEARNING_RATE = 0.02

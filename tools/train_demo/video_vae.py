@@ -33,7 +33,7 @@ from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfi
 from ltx_core.model.video_vae.ops import patchify  # noqa: E402
 
 STEPS, BATCH, FRAMES = 2000, 2, 17
-REFINE_STEPS = 2400
+REFINE_STEPS = 2800
 LEARNING_RATE = 0.02  # of weights, by Muon
 VECTORS = 0.05  # of it for biases, by Adam
 IMAGES_FIRST = 400  # steps with mostly single frames, and squared differences alone
@@ -350,7 +350,7 @@ def refine(folder: Path, steps: int) -> None:
     half = HEIGHT // 2, WIDTH // 2
     while training.step < steps:
         # Long clips at last: the decoder sees both neighbours of a latent.
-        frames = FRAMES if training.step < 0.8 * steps else NUM_FRAMES
+        frames = FRAMES if training.step < 0.95 * steps else NUM_FRAMES
         name, count, *size = (
             ("half clip", 4 if frames == FRAMES else 2, *half, frames),
             ("clip", 1, HEIGHT, WIDTH, frames),
