@@ -33,7 +33,7 @@ from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfi
 from ltx_core.model.video_vae.ops import patchify  # noqa: E402
 
 STEPS, BATCH, FRAMES = 2000, 2, 17
-REFINE_STEPS = 2800
+REFINE_STEPS = 3200
 LEARNING_RATE = 0.02  # of weights, by Muon
 VECTORS = 0.05  # of it for biases, by Adam
 IMAGES_FIRST = 400  # steps with mostly single frames, and squared differences alone
@@ -367,7 +367,7 @@ def refine(folder: Path, steps: int) -> None:
         error = decoded - wanted
         square = error.square().mean()
         loss = 4 * square + 0.5 * error.abs().mean()
-        rate = learning_rate(training.step, steps, 0.6 * LEARNING_RATE)
+        rate = learning_rate(training.step, steps, LEARNING_RATE)
         training.update(loss, rate, {f"{name} error": square.item()})
         if training.step % 400 == 0 or training.step == steps:
             shipped = VideoVae()
