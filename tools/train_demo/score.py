@@ -58,7 +58,7 @@ class Decoders:
         frames = (frames.permute(1, 2, 3, 0) / 2 + 0.5).clamp(0, 1)
         if self.vocoder is None:
             return Clip(frames, None)
-        return Clip(frames, decode_audio(audio[None], self.audio, self.vocoder).waveform[0])
+        return Clip(frames, decode_audio(audio[None].float(), self.audio, self.vocoder).waveform)
 
 
 class Made(NamedTuple):
