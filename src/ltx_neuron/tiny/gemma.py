@@ -125,7 +125,7 @@ def gemma_shapes(config: dict) -> "dict[str, Tensor]":
     with torch.device("meta"):
         shapes = Gemma3ForConditionalGeneration(Gemma3Config.from_dict(config)).state_dict()
     return {
-        _published_gemma_name(name): like
+        published_gemma_name(name): like
         for name, like in shapes.items()
         if not name.startswith("lm_head")
     }
@@ -142,7 +142,7 @@ def random_gemma_weight(name: str, like: "Tensor", generator: "Generator") -> "T
     return noise / math.sqrt(math.prod(like.shape[1:]))
 
 
-def _published_gemma_name(name: str) -> str:
+def published_gemma_name(name: str) -> str:
     """The published name of a parameter, which transformers 5 and the last versions of
     transformers 4 name otherwise."""
     name = name.removeprefix("model.")

@@ -136,12 +136,12 @@ def vocoder_weights(config: dict, generator: "Generator") -> "dict[str, Tensor]"
     # Not on meta: its state dict holds the values of the low-pass filters.
     weights = random_weights(VocoderConfigurator.from_config(config).state_dict(), generator)
     weights |= {
-        f"mel_stft.{name}": basis for name, basis in _mel_stft(config["vocoder"]["bwe"]).items()
+        f"mel_stft.{name}": basis for name, basis in mel_stft(config["vocoder"]["bwe"]).items()
     }
     return {f"vocoder.{name}": weight for name, weight in weights.items()}
 
 
-def _mel_stft(bwe: dict) -> "dict[str, Tensor]":
+def mel_stft(bwe: dict) -> "dict[str, Tensor]":
     """The constants of the bandwidth extension's mel spectrogram.
 
     Fourier bases (2 * frequencies, 1, n_fft): windowed cosines, then sines, of n_fft // 2 + 1

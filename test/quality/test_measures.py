@@ -1,0 +1,70 @@
+"""The measures of quality find in the world's own clips what is there, and not what is not."""
+
+import measures
+import pytest
+import torch
+import world
+from torch import Generator
+
+RATE = 48000
+FRAMES, FRAME_RATE = 49, 24.0
+SECONDS = FRAMES / FRAME_RATE
+
+
+def scenes(count: int, seed: int = 99) -> list[world.Scene]:
+    generator = Generator().manual_seed(seed)
+    return [world.Scene.draw(generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("size", [(64, 96), (128, 192)])
+def test_all_that_a_scene_shows_and_sounds_is_found_at_both_sizes(size):
+    for scene in scenes(12):
+        clip = scene.frames(*size, FRAMES, FRAME_RATE), scene.waveform(RATE, SECONDS)
+        assert all(measures.score(scene, *clip, RATE, FRAME_RATE)), scene
+
+
+def test_bounces_and_onsets_are_found_to_within_a_frame():
+    for scene in scenes(12):
+        counted = [bounce for bounce in scene.bounces(SECONDS) if bounce < SECONDS - 0.1]
+        seen = measures.see(scene.frames(64, 96, FRAMES, FRAME_RATE), FRAME_RATE)
+        heard = measures.hear(scene.waveform(RATE, SECONDS), RATE)
+        assert measures.offset(seen.bounces, counted, SECONDS) < 1 / FRAME_RATE, scene
+        assert measures.offset(heard.onsets, counted, SECONDS) < 0.02, scene
+
+
+def test_another_scenes_clip_scores_nothing_that_differs():
+    for asked, shown in zip(scenes(8, 1), scenes(8, 2), strict=True):
+        clip = shown.frames(64, 96, FRAMES, FRAME_RATE), shown.waveform(RATE, SECONDS)
+        score = measures.score(asked, *clip, RATE, FRAME_RATE)
+        for attribute in ("colour", "shape", "ground", "direction"):
+            alike = getattr(asked, attribute) == getattr(shown, attribute)
+            assert getattr(score, attribute) == alike, (attribute, asked, shown)
+        assert score.pitch == (asked.shape == shown.shape)
+
+
+def test_a_sound_half_a_second_late_is_not_together():
+    for scene in scenes(8):
+        late = torch.nn.functional.pad(scene.waveform(RATE, SECONDS), (RATE // 2, 0))
+        clip = scene.frames(64, 96, FRAMES, FRAME_RATE), late[:, : round(SECONDS * RATE)]
+        apart = measures.score(scene, *clip, RATE, FRAME_RATE)
+        alternates = len(scene.bounces(SECONDS)) > 2  # then another pulse may be near
+        assert alternates or not apart.together, scene
+
+
+def test_noise_and_silence_show_and_sound_like_nothing():
+    noise = torch.rand(FRAMES, 64, 96, 3, generator=Generator().manual_seed(0))
+    assert measures.see(noise, FRAME_RATE).direction is None
+    assert measures.hear(torch.zeros(2, RATE), RATE) == measures.Heard(None, [])
+
+
+def test_a_scene_has_its_first_bounce_early_enough_to_be_seen():
+    for scene in scenes(200):
+        assert 0.34 < scene.bounces(SECONDS)[0] < 1.61, scene
+
+
+def test_both_sizes_of_a_scene_are_the_same_picture():
+    for scene in scenes(4):
+        small, large = (scene.frames(h, h * 3 // 2, 9, FRAME_RATE) for h in (64, 128))
+        halved = torch.nn.functional.avg_pool2d(large.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+        assert (small - halved).abs().max() < 0.25
+        assert (small - halved).square().mean() < 1e-4
