@@ -1,7 +1,7 @@
 """The flags of what a video is made from besides its prompt: images, sound, videos."""
 
 import argparse
-from pathlib import Path
+import os
 from typing import Any
 
 from ltx_neuron.errors import UserError
@@ -76,22 +76,18 @@ def inputs(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_resumed(args: argparse.Namespace) -> None:
     """Raise UserError for a file that an interrupted run began from, and that is gone."""
+    if not getattr(args, "resume", None):
+        return
     named = {flag: [getattr(args, dest(flag))] for flag in ("--audio-path", "--video-path")}
     for flag in ("--image", "--video-conditioning", "--conditioning-attention-mask"):
         named[flag] = [values[0] for values in getattr(args, dest(flag))]
-    gone = [
-        (flag, path)
-        for flag, paths in named.items()
-        for path in paths
-        if path is not None and not Path(path).exists()
-    ]
-    if gone and getattr(args, "resume", None):
-        flag, path = gone[0]
-        raise UserError(
-            f"--resume needs {flag} {path} as well, which is not there: a run is gone on with where"
-            f" what it was given is the same. Type {flag} with where that file lies now, under"
-            " whatever name, or leave --resume out"
-        )
+    for flag, path in ((flag, path) for flag, paths in named.items() for path in paths):
+        if path is not None and not os.path.exists(path):  # False of a name that no file may have
+            raise UserError(
+                f"--resume needs {flag} {path} as well, which is not there: a run is gone on with"
+                f" where what it was given is the same. Type {flag} with where that file lies now,"
+                " under whatever name, or leave --resume out"
+            )
 
 
 def _sound(args: argparse.Namespace) -> SoundCondition | None:
