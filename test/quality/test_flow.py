@@ -1,14 +1,8 @@
 """The demo's DiT is trained and sampled as the released pipelines run it: ltx-core's own loop, with
 the numerics of its later releases, makes the same latents."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))
-
 from oracle import later_semantics, one_thread
 
 SIGMAS = (1.0, 0.975, 0.421875, 0.0)
