@@ -180,7 +180,7 @@ def train_both(vae: AudioVae, folder: Path, log: training.LossLog) -> None:
 
     def losses(step: int) -> dict[str, Tensor]:
         wanted = mels(generator, BATCH, FRAMES)
-        with torch.autocast("cpu", torch.bfloat16):
+        with training.fast():
             latents = encode(vae.encoder, wanted).float()
             running.take(latents)
             mean, std = (each.view(1, 8, 1, 16) for each in running.now())
@@ -229,7 +229,7 @@ def train_decoder(vae: AudioVae, folder: Path, log: training.LossLog) -> None:
 
     def losses(step: int) -> dict[str, Tensor]:
         wanted = mels(generator, BATCH, FRAMES)
-        with torch.autocast("cpu", torch.bfloat16):
+        with training.fast():
             with torch.no_grad():
                 latents = encode(vae.encoder, wanted).float()
             noise = torch.randn(latents.shape, generator=generator)

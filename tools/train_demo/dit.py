@@ -22,7 +22,7 @@ from ltx_core.types import AudioLatentShape, VideoLatentShape, VideoPixelShape
 from muon import Muon
 from safetensors.torch import load_file
 from torch import Generator, Tensor
-from training import THREADS, LossLog, save_weights
+from training import THREADS, LossLog, fast, save_weights
 
 from ltx_neuron.tiny.weights import DIFFUSION
 
@@ -237,7 +237,7 @@ class Training:
         if first_frame:
             noisy[:, :, 0] = video[:, :, 0]
         noisy_audio = audio + wide * (audio_noise - audio)
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast():
             seen, heard = velocities(
                 self.model, self.layouts, noisy, noisy_audio, contexts, sigma, first_frame
             )

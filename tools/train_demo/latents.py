@@ -16,7 +16,7 @@ import video_vae
 from config import FRAME_RATE, HEIGHT, MEL_RATE, NUM_FRAMES, WIDTH
 from safetensors.torch import load_file
 from torch import Generator, Tensor
-from training import THREADS, save_weights
+from training import THREADS, fast, save_weights
 from world import Scene
 
 from ltx_neuron.host.spectrogram import log_mel
@@ -62,7 +62,7 @@ class Encoders:
     ) -> Tensor:
         """Normalised latents (128, F, h, w) of a scene."""
         frames = video_vae.pixels(scene.frames(height, width, num_frames, FRAME_RATE))
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast():
             return video_vae.encode(self.video, frames[None])[0].float()
 
     @torch.no_grad()

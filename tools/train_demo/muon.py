@@ -34,12 +34,20 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, iterations: int = 5) -> Tensor:
-    """About the nearest matrix whose singular values are all 1 (Newton-Schulz, in bfloat16)."""
+    """About the nearest matrix whose singular values are all 1 (Newton-Schulz, in float32).
+
+    Iterations are on the small square matrix x @ x.T alone: all that they make are polynomials of
+    it, which commute.
+    """
     a, b, c = _QUINTIC
     upright = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if upright else matrix).bfloat16()
+    x = (matrix.T if upright else matrix).float()
     x = x / (x.norm() + 1e-7)
+    square, all_steps = x @ x.T, None
+    identity = torch.eye(len(square))
     for _ in range(iterations):
-        square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
+        step = a * identity + b * square + c * square @ square
+        square = step @ square @ step
+        all_steps = step if all_steps is None else step @ all_steps
+    x = all_steps @ x
     return (x.T if upright else x).to(matrix.dtype)

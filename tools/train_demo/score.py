@@ -21,7 +21,7 @@ from ltx_core.model.audio_vae import VocoderConfigurator, decode_audio
 from ltx_core.model.upsampler import LatentUpsamplerConfigurator, upsample_video
 from PIL import Image
 from torch import Generator, Tensor
-from training import THREADS, load_part
+from training import THREADS, fast, load_part
 from video_vae import frozen as frozen_video_vae
 from world import Scene
 
@@ -53,7 +53,7 @@ class Decoders:
     @torch.no_grad()
     def decode(self, video: Tensor, audio: Tensor) -> Clip:
         """The clip of latents (128, F, h, w) and (8, T, 16)."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast():
             frames = self.video(video[None]).float()[0]
         frames = (frames.permute(1, 2, 3, 0) / 2 + 0.5).clamp(0, 1)
         if self.vocoder is None:
@@ -126,7 +126,7 @@ def main() -> None:
     scenes = [Scene.draw(generator) for _ in range(args.prompts)]
     prompts = [scene.prompt(generator) for scene in scenes]
     both = not args.one_stage
-    with torch.autocast("cpu", torch.bfloat16):
+    with fast():
         made = truth(args.folder, scenes, both) if args.truth else make(args.folder, prompts, both)
     decoders, video = Decoders(args.folder), made.stage_2 if both else made.stage_1
     clips = [decoders.decode(*each) for each in zip(video, made.audio, strict=True)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from config import HEIGHT, NUM_FRAMES, UPSAMPLER, WIDTH
 from torch import Generator, Tensor, nn
-from training import load_part, rounded, save_weights
+from training import THREADS, fast, load_part, rounded, save_weights
 from video_vae import Training, encode, frozen, learning_rate, pixels, psnr
 from world import Scene
 
@@ -37,7 +37,7 @@ def pair(encoder: nn.Module, generator: Generator) -> tuple[Tensor, Tensor]:
     scene = Scene.draw(generator)
     start = float(torch.rand((), generator=generator))
     sizes = (HEIGHT // 2, WIDTH // 2), (HEIGHT, WIDTH)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), fast():
         small, large = (
             encode(encoder, pixels(scene.frames(*size, NUM_FRAMES, start=start))[None])[0]
             for size in sizes
@@ -62,7 +62,7 @@ def train(folder: Path, steps: int) -> None:
         small, large = (torch.stack([pairs[c][size] for c in chosen]) for size in (0, 1))
         noise = NOISE * torch.rand(BATCH, 1, 1, 1, 1, generator=generator)
         small = small + noise * torch.randn(small.shape, generator=generator)
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast():
             found = upsample_video(small, encoder, upsampler)
         loss = (found.float() - large).square().mean()
         rate = learning_rate(training.step, steps, LEARNING_RATE)
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="of weights and states")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--clips", type=int, default=20, help="to measure")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=THREADS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.what == "train":

@@ -23,7 +23,7 @@ from einops import rearrange
 from muon import Muon
 from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
-from training import save_weights
+from training import THREADS, fast, save_weights
 from world import Scene
 
 from ltx_neuron.host.models import import_ltx_core
@@ -32,8 +32,8 @@ import_ltx_core()
 from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator  # noqa: E402
 from ltx_core.model.video_vae.ops import patchify  # noqa: E402
 
-STEPS, BATCH, FRAMES = 2000, 2, 17
-REFINE_STEPS = 3200
+STEPS, BATCH, FRAMES = 2600, 2, 17
+REFINE_STEPS = 2800
 LEARNING_RATE = 0.02  # of weights, by Muon
 VECTORS = 0.05  # of it for biases, by Adam
 IMAGES_FIRST = 400  # steps with mostly single frames, and squared differences alone
@@ -277,7 +277,7 @@ def train(folder: Path, steps: int) -> None:
         single = training.step % 4 > 0 if early else training.step % 4 == 1
         size, frames = (8 * BATCH, 1) if single else (BATCH, FRAMES)
         wanted = batch(generator, size, frames)
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast():
             latents = encode(vae.encoder, wanted)
             highest = NOISE * min(1.0, training.step / NOISE_RISE)
             noise = highest * torch.rand(len(latents), 1, 1, 1, 1, generator=generator)
@@ -358,7 +358,7 @@ def refine(folder: Path, steps: int) -> None:
             ("image", 8, HEIGHT, WIDTH, 1),
         )[training.step % 4]
         wanted = torch.stack([clip(generator, *size) for _ in range(count)])
-        with torch.autocast("cpu", torch.bfloat16):
+        with fast():
             with torch.no_grad():
                 latents = encode(vae.encoder, wanted)
             noise = REFINE_NOISE * torch.rand(count, 1, 1, 1, 1, generator=generator)
@@ -427,7 +427,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"{STEPS} to train, {REFINE_STEPS} to refine")
     parser.add_argument("--clips", type=int, default=40, help="to measure or take statistics of")
     parser.add_argument("--sheet", type=Path, metavar="PNG", help="of clips and what was decoded")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=THREADS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -300,7 +300,7 @@ def through(vae: audio_vae.AudioVae, mels: Tensor) -> Tensor:
     """Mels (B, 2, T, 64) as the audio VAE gives them back."""
     frames = mels.shape[2]
     padded = F.pad(mels, (0, 0, 0, (1 - frames) % 4), mode="replicate")
-    with torch.autocast("cpu", torch.bfloat16):
+    with training.fast():
         made = vae.decoder(audio_vae.encode(vae.encoder, padded).float())
     return made.float()[:, :, :frames]
 

@@ -27,13 +27,14 @@ GROUNDS = {
 }
 # Hz, a fourth and two fifths apart. Each repeats with every mel frame, of 10 ms, which is all that
 # a vocoder can know of a steady tone's phase.
-PITCHES = {"circle": 300.0, "square": 400.0, "triangle": 600.0, "star": 900.0}
+PITCHES = {"circle": 300.0, "square": 400.0, "triangle": 600.0, "cross": 900.0}
 SHAPES = tuple(PITCHES)
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
-SPEEDS = {"slow": 0.5, "fast": 1.0}  # frame heights per second
+SPEEDS = {"slow": 0.4, "fast": 0.8}  # frame heights per second
 
 WIDTH = 1.5  # of the frame
-HALF = 0.16  # of the shape's bounding box: 41 pixels across at 128 x 192
+HALF = 0.2  # of the shape's bounding box: 51 pixels across at 128 x 192
+BAR = 0.34  # of a cross, half as wide
 FIRST_BOUNCE = (0.35, 1.6)  # seconds, earliest and latest
 ATTACK, DECAY = 0.008, 0.11  # seconds: of a pulse's rise, and until it fell to 1 / e
 HARMONICS = (1.0, 0.25, 0.08)
@@ -171,16 +172,9 @@ def distance(shape: str, offsets: Tensor) -> Tensor:
         # Its tip at the top: two slanted sides, of which |x| makes one, and the base.
         slanted = (2 * x.abs() - (y + 1)) / math.sqrt(5)
         return torch.maximum(slanted, y - 1)
-    # Five tips: the plane folded into one tenth, then one straight side from tip to notch.
-    angle = torch.atan2(x, -y).abs().remainder(2 * math.pi / 5)
-    angle = torch.minimum(angle, 2 * math.pi / 5 - angle)
-    radius = offsets.norm(dim=-1)
-    across, along = radius * torch.sin(angle), radius * torch.cos(angle)
-    notch = 0.48
-    notch_across, notch_along = notch * math.sin(math.pi / 5), notch * math.cos(math.pi / 5)
-    normal = (1 - notch_along, notch_across)
-    length = math.hypot(*normal)
-    return (across * normal[0] + (along - 1) * normal[1]) / length
+    # Two bars across each other.
+    long, short = offsets.abs().amax(-1), offsets.abs().amin(-1)
+    return torch.maximum(long - 1, short - BAR)
 
 
 def _ground(name: str, height: int, width: int) -> Tensor:
