@@ -3,9 +3,10 @@
     python benchmarks/long_clip.py --folder DIR [--before CHECKOUT]
 
 The transformer and the text encoder are tiny, with two blocks: ranks' memory grows with the tokens
-of a size and is counted apart. The video decoder has the released blocks with fewer channels, the
-vocoder is tiny. Both clips are made with the same flags, in bfloat16, with decoding overlapped;
-with --before also by another checkout of the project. The last line compares their peaks.
+of a size and is counted apart. The video decoder has the released blocks, all or fewer, with the
+released channels or fewer; the vocoder is tiny. Both clips are made with the same flags, in
+bfloat16, with decoding overlapped; with --before also by another checkout of the project. The last
+line compares their peaks.
 """
 
 import argparse
@@ -25,10 +26,14 @@ SIZES = ["512x768x121", "512x768x1001"]
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"
 
 
-def decoder_of(channels: int) -> dict:
-    """What the config says of the released decoder, with other channels."""
-    vae = released_config()["vae"]
-    return {"vae": {"decoder_blocks": vae["decoder_blocks"], "decoder_base_channels": channels}}
+def decoder_of(channels: int, blocks: int | None) -> dict:
+    """What the config says of the released decoder, with other channels, and with no more residual
+    blocks between two changes of resolution than so many."""
+    stages = [[name, dict(sizes)] for name, sizes in released_config()["vae"]["decoder_blocks"]]
+    for _, sizes in stages:
+        if blocks and "num_layers" in sizes:
+            sizes["num_layers"] = min(blocks, sizes["num_layers"])
+    return {"vae": {"decoder_blocks": stages, "decoder_base_channels": channels}}
 
 
 def flags_of(size: Size) -> list[str]:
@@ -36,9 +41,9 @@ def flags_of(size: Size) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
-def made(folder: Path, size: Size, channels: int, checkout: Path) -> tuple[Watched, dict]:
+def made(folder: Path, size: Size, decoder: dict, checkout: Path) -> tuple[Watched, dict]:
     """A clip of a size, watched while it is made, and its latency report."""
-    scripts = TinyScripts(folder, 1, flags_of(size), config=decoder_of(channels), checkout=checkout)
+    scripts = TinyScripts(folder, 1, flags_of(size), config=decoder, checkout=checkout)
     scripts.common += ["--dtype", "bfloat16"]
     scripts.prepare()
     video, report = folder / f"{size.num_frames}.mp4", folder / f"{size.num_frames}.report.json"
@@ -79,12 +84,15 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="HxWxF")
     help = "decoder_base_channels (default %(default)s; 128 in the release)"
     parser.add_argument("--channels", type=int, default=32, help=help)
+    help = "residual blocks of the decoder between two changes of resolution, at most (default all)"
+    parser.add_argument("--blocks", type=int, help=help)
     args = parser.parse_args()
+    decoder = decoder_of(args.channels, args.blocks)
     checkouts = {"before": args.before.resolve()} if args.before else {}
     for name, checkout in {**checkouts, "after": ROOT}.items():
         peaks = []
         for size in map(parse_size, args.sizes):
-            clip = made(args.folder / name, size, args.channels, checkout)
+            clip = made(args.folder / name, size, decoder, checkout)
             peaks.append(print_row(name, size, *clip))
         print(f"{name}: the largest peak is {max(peaks) / peaks[0]:.3f} times the first clip's")
 
