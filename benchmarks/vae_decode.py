@@ -20,40 +20,21 @@ import time
 from importlib.metadata import version
 
 import torch
+from lib.video_vae import MODELS, REFERENCE, computes_in, video_model
 
-from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.machine import processor
 from ltx_neuron.tiny.config import released_config
-from ltx_neuron.tiny.weights import random_weight
-
-REFERENCE = "ltx-core float32"
-DECODERS = (REFERENCE, "ltx-core bfloat16", "ours float32", "ours")
 
 
 def decoder(which: str) -> torch.nn.Module:
-    """The released decoder with random weights that bfloat16 holds exactly. ltx-core's in float32
-    has them in float32, the others as a checkpoint stores them."""
+    """One of MODELS."""
     import_ltx_core()
     from ltx_core.model.video_vae import VideoDecoderConfigurator
 
     from ltx_neuron.host.vae import FastVideoDecoder
 
-    with torch.device("meta"):
-        model = VideoDecoderConfigurator.from_config(released_config())
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if which == REFERENCE else torch.bfloat16
-    for name, tensor in model.state_dict().items():
-        weight = random_weight(name, torch.empty(tensor.shape), generator).bfloat16().to(dtype)
-        model.load_state_dict({name: weight}, strict=False, assign=True)
-    model.eval().requires_grad_(False)
-    return model if which.startswith("ltx-core") else FastVideoDecoder(model, computes_in(which))
-
-
-def computes_in(which: str) -> Arithmetic:
-    """What our decoder of that name computes in."""
-    found = arithmetic("float32" if which == "ours float32" else "auto", torch.bfloat16)
-    return found._replace(libraries=fastest_libraries())
+    return video_model(which, VideoDecoderConfigurator, FastVideoDecoder, released_config())
 
 
 def latent(size: argparse.Namespace) -> torch.Tensor:
@@ -126,10 +107,10 @@ def main() -> None:
     add("--repeats", type=int, default=3, help="timed runs of each (default %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="default: all cores, %(default)s")
     help = "which to time (default: all)"
-    add("--decoders", nargs="+", choices=DECODERS, default=DECODERS, metavar="NAME", help=help)
+    add("--decoders", nargs="+", choices=MODELS, default=MODELS, metavar="NAME", help=help)
     add("--memory", action="store_true", help="the peak memory of each, and no times")
     help = "decode once with this one and print this process's peak memory"
-    add("--memory-of", choices=DECODERS, help=help)
+    add("--memory-of", choices=MODELS, help=help)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_of:

@@ -16,21 +16,16 @@ import time
 from importlib.metadata import version
 
 import torch
+from lib.video_vae import MODELS, REFERENCE, computes_in, video_model
 from torch import Tensor, nn
 
-from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.machine import processor
 from ltx_neuron.tiny.config import merge, released_config
-from ltx_neuron.tiny.weights import random_weight
-
-REFERENCE = "ltx-core float32"
-ENCODERS = (REFERENCE, "ltx-core bfloat16", "ours float32", "ours")
 
 
 def encoder(which: str, tiny: bool) -> nn.Module:
-    """The released encoder with random weights that bfloat16 holds exactly. ltx-core's in float32
-    has them in float32, the others as a checkpoint stores them."""
+    """One of MODELS."""
     import_ltx_core()
     from ltx_core.model.video_vae import VideoEncoderConfigurator
 
@@ -39,21 +34,7 @@ def encoder(which: str, tiny: bool) -> nn.Module:
     config = released_config()
     if tiny:
         config = merge(config, {"vae": {"latent_channels": 16}})
-    with torch.device("meta"):
-        model = VideoEncoderConfigurator.from_config(config)
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if which == REFERENCE else torch.bfloat16
-    for name, tensor in model.state_dict().items():
-        weight = random_weight(name, torch.empty(tensor.shape), generator).bfloat16().to(dtype)
-        model.load_state_dict({name: weight}, strict=False, assign=True)
-    model.eval().requires_grad_(False)
-    return model if which.startswith("ltx-core") else FastVideoEncoder(model, computes_in(which))
-
-
-def computes_in(which: str) -> Arithmetic:
-    """What our encoder of that name computes in."""
-    found = arithmetic("float32" if which == "ours float32" else "auto", torch.bfloat16)
-    return found._replace(libraries=fastest_libraries())
+    return video_model(which, VideoEncoderConfigurator, FastVideoEncoder, config)
 
 
 @torch.no_grad()
@@ -76,7 +57,7 @@ def main() -> None:
     add("--repeats", type=int, default=3, help="timed runs of each (default %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="default: all cores, %(default)s")
     help = "which to time (default: all)"
-    add("--encoders", nargs="+", choices=ENCODERS, default=ENCODERS, metavar="NAME", help=help)
+    add("--encoders", nargs="+", choices=MODELS, default=MODELS, metavar="NAME", help=help)
     add("--tiny", action="store_true", help="tiny widths: shows that this script runs")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,8 +1,8 @@
 """The contact sheet shows a clip's frames and the spectrum of its sound."""
 
-import sys
 from pathlib import Path
 
+import contact_sheet
 import numpy as np
 import pytest
 import torch
@@ -10,10 +10,6 @@ import torch
 from ltx_neuron.host.video import write_video
 
 TOOL = Path(__file__).parents[2] / "tools" / "contact_sheet.py"
-sys.path.append(str(TOOL.parent))
-
-import contact_sheet  # noqa: E402
-
 RATE = 48000
 
 
