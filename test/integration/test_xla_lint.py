@@ -146,7 +146,7 @@ def graphs():
 
 
 def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
-    assert len(graphs) == 2 * (2 * 49 + 11)  # widths; blocks, graphs; the video decoder's
+    assert len(graphs) == 2 * (2 * 63 + 11)  # widths; blocks, graphs; the video decoder's
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
 
 
