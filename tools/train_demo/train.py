@@ -2,6 +2,9 @@
 
 All parts in their order, each in a process of its own, with its own seeds; then the files are put
 together. A part that stopped goes on where it was saved. Losses are written to FOLDER/*.jsonl.
+
+tools/train_demo/trained holds the parts that are trained by now, with their losses. To go on from
+there, copy it to FOLDER and name the PARTs that are left; latents and DiT depend on all of them.
 """
 
 import argparse
