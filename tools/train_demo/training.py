@@ -20,6 +20,7 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 @cache
+@torch.enable_grad()
 def computes_in() -> torch.dtype:
     """bfloat16 where a convolution of the video VAE is faster in it on this CPU, else float32."""
     convolution = nn.Conv3d(24, 24, 3, padding=1)
