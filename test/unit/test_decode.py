@@ -191,7 +191,9 @@ def test_a_run_in_bfloat16_encodes_and_upsamples_in_what_is_faster_here(tiny, ch
         assert got.dtype == torch.bfloat16
         assert rel(got, wanted) <= 1.2 * rel(other, wanted)
         if chosen == FLOAT32:
-            assert torch.equal(got, wanted.bfloat16())
+            # Float32's rounding differs by CPU, so that a few numbers round to bfloat16 otherwise;
+            # computing in bfloat16 is ten times as far away.
+            assert rel(got, wanted.bfloat16()) < 1e-3 < rel(other, wanted.bfloat16())
     weights = [p for p in ours.spatial_upsampler.parameters() if p.ndim == 5 and p.shape[1] > 1]
     laid_out = {p.is_contiguous(memory_format=torch.channels_last_3d) for p in weights}
     assert laid_out == {chosen != FLOAT32}
