@@ -7,11 +7,11 @@ python tools/train_demo/score.py --folder FOLDER --prompts 32 --sheet sheet.png
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import latents
+import measures
 import text
 import torch
 from audio_vae import frozen as frozen_audio_vae
@@ -26,9 +26,6 @@ from video_vae import frozen as frozen_video_vae
 from world import Scene
 
 from ltx_neuron.tiny.weights import DIFFUSION
-
-sys.path.append(str(Path(__file__).parents[2] / "test" / "quality"))
-import measures  # noqa: E402
 
 SEED = 1_000_000  # of the prompts: the training's seeds are the numbers of its chunks
 
