@@ -18,8 +18,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Take one step along the gradients that the weights have."""
+        """Take one step along the gradients that the weights have. Weights that are alike as
+        matrices are computed together: hundreds of small products take longer one by one."""
         for group in self.param_groups:
+            alike: dict[torch.Size, list[tuple[nn.Parameter, Tensor]]] = {}
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
@@ -29,25 +31,30 @@ class Muon(torch.optim.Optimizer):
                 mean, momentum = state["mean"], group["momentum"]
                 mean.lerp_(weight.grad, 1 - momentum)
                 ahead = weight.grad.lerp(mean, momentum).flatten(1)
-                shape = max(1.0, ahead.shape[0] / ahead.shape[1]) ** 0.5
-                weight.add_(orthogonal(ahead).view_as(weight), alpha=-group["lr"] * shape)
+                alike.setdefault(ahead.shape, []).append((weight, ahead))
+            for (rows, columns), pairs in alike.items():
+                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                steps = orthogonal(torch.stack([ahead for _, ahead in pairs]))
+                for (weight, _), step in zip(pairs, steps, strict=True):
+                    weight.add_(step.view_as(weight), alpha=-rate)
 
 
-def orthogonal(matrix: Tensor, iterations: int = 5) -> Tensor:
-    """About the nearest matrix whose singular values are all 1 (Newton-Schulz, in float32).
+def orthogonal(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """About the nearest matrices (..., M, N) whose singular values are all 1 (Newton-Schulz, in
+    float32).
 
-    Iterations are on the small square matrix x @ x.T alone: all that they make are polynomials of
-    it, which commute.
+    Iterations are on the small square matrices x @ x.T alone: all that they make are polynomials of
+    them, which commute.
     """
     a, b, c = _QUINTIC
-    upright = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if upright else matrix).float()
-    x = x / (x.norm() + 1e-7)
-    square, all_steps = x @ x.T, None
-    identity = torch.eye(len(square))
+    upright = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if upright else matrices).float()
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    square, all_steps = x @ x.mT, None
+    identity = torch.eye(square.shape[-1])
     for _ in range(iterations):
         step = a * identity + b * square + c * square @ square
         square = step @ square @ step
         all_steps = step if all_steps is None else step @ all_steps
     x = all_steps @ x
-    return (x.T if upright else x).to(matrix.dtype)
+    return (x.mT if upright else x).to(matrices.dtype)
