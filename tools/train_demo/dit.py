@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from config import FRAME_RATE, HEIGHT, NUM_FRAMES, WIDTH, demo_config
-from latents import TEXT_SLOTS, load_latents
+from latents import NOTHING, TEXT_SLOTS, load_latents
 from ltx_core.components.patchifiers import AudioPatchifier, VideoLatentPatchifier
 from ltx_core.model.transformer import LTXModel, LTXModelConfigurator
 from ltx_core.model.transformer.attention import Attention
@@ -22,7 +22,7 @@ from ltx_core.types import AudioLatentShape, VideoLatentShape, VideoPixelShape
 from muon import Muon
 from safetensors.torch import load_file
 from torch import Generator, Tensor
-from training import THREADS, LossLog, fast, save_weights
+from training import THREADS, LossLog, fast, load_part, save_weights
 
 from ltx_neuron.tiny.weights import DIFFUSION
 
@@ -31,6 +31,7 @@ STAGE_2_SIGMAS = (0.909375, 0.725, 0.421875, 0.0)
 # Sigmas are drawn with equal density between neighbours of these; the least is never reached.
 KNOTS = (1.0, 0.975, 0.909375, 0.725, 0.421875, 0.02)
 CONTEXT = 1024  # tokens of a context, of which training sees TEXT_SLOTS and some others
+DROPPED = 0.1  # the share of prompts that training leaves empty: what guidance steers away from
 EMA = 0.998
 DECAY = 0.4  # the share of the time, at the end, in which the learning rates fall to nothing
 
@@ -202,13 +203,15 @@ class Training:
         self.folder = folder
         self.generator = torch.Generator().manual_seed(seed)
         self.model = new_model()
-        if (path := folder / "dit_training.safetensors").exists():
-            self.model.load_state_dict(load_file(path))
         self.average = {n: w.detach().clone() for n, w in self.model.state_dict().items()}
         if (path := folder / "dit.safetensors").exists():
-            self.average = {n.removeprefix(DIFFUSION): w for n, w in load_file(path).items()}
+            self.average = load_part(path, DIFFUSION)
+        path = folder / "dit_training.safetensors"  # not kept where a part is handed on
+        self.model.load_state_dict(load_file(path) if path.exists() else self.average)
         self.layouts = Layouts(self.model)
         self.latents = load_latents(folder)
+        nothing = load_file(folder / NOTHING)
+        self.nothing = nothing["video"], nothing["audio"]
         matrices, others = [], []
         for name, weight in self.model.named_parameters():
             inside = name.startswith("transformer_blocks") and weight.ndim == 2
@@ -226,9 +229,12 @@ class Training:
         index = torch.randint(len(video), (count,), generator=generator)
         video, audio = video[index].float(), kept.audio[index].float()
         contexts = kept.video_context[index].float(), kept.audio_context[index].float()
-        if contexts[0].ndim == 4:
-            said = int(torch.randint(contexts[0].shape[1], (), generator=generator))
-            contexts = contexts[0][:, said], contexts[1][:, said]
+        said = int(torch.randint(contexts[0].shape[1], (), generator=generator))
+        dropped = (torch.rand(count, generator=generator) < DROPPED)[:, None, None]
+        contexts = tuple(
+            torch.where(dropped, nothing, each[:, said])
+            for nothing, each in zip(self.nothing, contexts, strict=True)
+        )
         sigma = draw_sigmas(count, STAGE_2_SIGMAS[0] if large else 1.0, generator)
         noise = torch.randn(video.shape, generator=generator)
         audio_noise = torch.randn(audio.shape, generator=generator)

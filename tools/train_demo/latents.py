@@ -25,6 +25,7 @@ from ltx_neuron.host.spectrogram import log_mel
 TEXT_SLOTS, REGISTER_SLOTS = 16, 16
 PROMPTS = 2  # of a scene
 CHUNK = 128  # scenes in a file
+NOTHING = "nothing.safetensors"  # the contexts (1, slots, D) of an empty prompt
 LARGE_EVERY = 3  # every so-many-th chunk has latents at full size, too
 
 
@@ -112,6 +113,8 @@ def main() -> None:
 def run(folder: Path, chunks: int) -> None:
     (folder / "latents").mkdir(exist_ok=True)
     encoders = Encoders(folder)
+    nothing = encoders.contexts([""], Generator().manual_seed(0))
+    save_weights(folder / NOTHING, dict(zip(("video", "audio"), nothing, strict=True)))
     for number in range(chunks):
         path = folder / "latents" / f"{number:04}.safetensors"
         if not path.exists():
