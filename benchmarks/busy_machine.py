@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.scripts import TinyScripts
+from lib.tiny_scripts import TinyScripts
 
 TP, PAUSE_SECONDS, CLIPS_A_PROCESS, AT_A_TIME = 4, 10.0, 5, 8
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]

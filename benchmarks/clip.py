@@ -16,8 +16,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from lib.scripts import ROOT, TinyScripts
 from lib.sizes import parse_size
+from lib.tiny_scripts import ROOT, TinyScripts
 
 from ltx_neuron.errors import run
 from ltx_neuron.job import Size

@@ -21,7 +21,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.scripts import TinyScripts
+from lib.tiny_scripts import TinyScripts
 from safetensors.torch import load_file
 
 TP, LIMIT_SECONDS = 4, 10

@@ -13,8 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from lib.scripts import ROOT, TinyScripts
 from lib.sizes import parse_size
+from lib.tiny_scripts import ROOT, TinyScripts
 from lib.watch import Watched, run_watched
 
 from ltx_neuron.errors import run

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 from lib.local_ray import LocalRay
-from lib.scripts import TinyScripts
+from lib.tiny_scripts import TinyScripts
 
 from ltx_neuron.service.queue import Queue
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import openai
 from lib.local_ray import LocalRay
-from lib.scripts import TinyScripts
+from lib.tiny_scripts import TinyScripts
 from serve_kill import PROMPTS, Service
 
 from ltx_neuron.service.queue import NewJob, Queue

@@ -15,10 +15,14 @@ from config import GEMMA, LIMIT, UPSAMPLER, demo_config
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ltx_neuron.demo import assets_in
 from ltx_neuron.tiny.gemma import write_gemma_root
 from ltx_neuron.tiny.weights import checkpoint_weights, save, upsampler_weights
 
+CHECKPOINT, UPSAMPLER_FILE, GEMMA_FOLDER = (
+    "ltx-2.3-demo.safetensors",
+    "upsampler.safetensors",
+    "gemma",
+)
 PARTS = ("video_vae", "audio_vae", "vocoder", "text", "dit")
 
 
@@ -47,15 +51,14 @@ def assemble(folder: Path, output: Path) -> None:
     config = demo_config()
     checkpoint = trained(folder, checkpoint_weights(config, GEMMA), PARTS)
     metadata = {"config": json.dumps(config), "model_version": "2.3.0"}
-    assets = assets_in(output)
-    save(assets.checkpoint, checkpoint, metadata)
+    save(output / CHECKPOINT, checkpoint, metadata)
     upsampler = trained(folder, upsampler_weights(UPSAMPLER, 0), ("upsampler",))
-    save(assets.spatial_upsampler, upsampler, {"config": json.dumps(UPSAMPLER)})
-    shutil.rmtree(assets.gemma_root, ignore_errors=True)
-    if (folder / "gemma" / "model.safetensors").exists():
-        shutil.copytree(folder / "gemma", assets.gemma_root)
+    save(output / UPSAMPLER_FILE, upsampler, {"config": json.dumps(UPSAMPLER)})
+    shutil.rmtree(output / GEMMA_FOLDER, ignore_errors=True)
+    if (folder / GEMMA_FOLDER / "model.safetensors").exists():
+        shutil.copytree(folder / GEMMA_FOLDER, output / GEMMA_FOLDER)
     else:
-        write_gemma_root(assets.gemma_root, GEMMA)
+        write_gemma_root(output / GEMMA_FOLDER, GEMMA)
     written = [path for path in output.rglob("*") if path.is_file() and path.suffix != ".py"]
     total = sum(path.stat().st_size for path in written)
     print(f"{output}: {total / 1e6:.2f} MB in {len(written)} files, at most {LIMIT / 1e6:.0f} MB")

@@ -5,6 +5,7 @@ together. A part that stopped goes on where it was saved. Losses are written to 
 
 tools/train_demo/trained holds the parts that are trained by now, with their losses. To go on from
 there, copy it to FOLDER and name the PARTs that are left; latents and DiT depend on all of them.
+The video decoder there is not refined yet (video_vae.py refine), and the DiT half trained.
 """
 
 import argparse

@@ -32,7 +32,7 @@ import_ltx_core()
 from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator  # noqa: E402
 from ltx_core.model.video_vae.ops import patchify  # noqa: E402
 
-STEPS, BATCH, FRAMES = 1800, 2, 17
+STEPS, BATCH, FRAMES = 7200, 2, 17
 REFINE_STEPS = 2800
 LEARNING_RATE = 0.02  # of weights, by Muon
 VECTORS = 0.05  # of it for biases, by Adam

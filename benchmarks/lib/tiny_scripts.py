@@ -1,4 +1,4 @@
-"""The five scripts as command lines, on tiny assets or others, in a folder of their own."""
+"""The five scripts on tiny assets in a folder of their own, as command lines."""
 
 import os
 import subprocess
@@ -12,29 +12,28 @@ ROOT = Path(__file__).resolve().parents[2]
 GENERATE = Path("src/generate_ltx23.py")
 
 
-class Scripts:
-    """The commands that run on assets that are there.
+class TinyScripts:
+    """Tiny assets in float32, and the commands that run on them.
 
-    assets    paths: checkpoint, gemma_root, spatial_upsampler
-    folder    of what is sharded and compiled
     size      flags of the video's size, as in ["--height", "64"]
+    sizes     of the models, and `config` what differs from theirs
     checkout  of the project: its scripts and package are taken
     """
 
     def __init__(
         self,
-        assets,
         folder: Path,
         tp: int,
         size: list[str],
-        dtype: str = "float32",
+        sizes: TinySizes = TinySizes(),  # noqa: B008 - frozen, so it may be shared
+        config: dict | None = None,
         checkout: Path = ROOT,
     ):
-        self.assets, self.size = assets, size
+        self.assets, self.size = make_tiny(folder / "assets", sizes, config), size
         self.checkout, self.env = checkout, os.environ | {"PYTHONPATH": str(checkout / "src")}
         self.common = ["--checkpoint-path", self.assets.checkpoint, "--profile", "cpu"]
         self.common += ["--artifacts-dir", folder / "artifacts"]
-        self.common += ["--tp-degree", tp, "--dtype", dtype]
+        self.common += ["--tp-degree", tp, "--dtype", "float32"]
 
     def prepare(self) -> None:
         """Shard and compile what a generation needs."""
@@ -55,22 +54,3 @@ class Scripts:
         words += ["--gemma-root", self.assets.gemma_root]
         words += ["--spatial-upsampler-path", self.assets.spatial_upsampler]
         return list(map(str, [*words, *more]))
-
-
-class TinyScripts(Scripts):
-    """The same on tiny assets in float32.
-
-    sizes   of the models, and `config` what differs from theirs
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        tp: int,
-        size: list[str],
-        sizes: TinySizes = TinySizes(),  # noqa: B008 - frozen, so it may be shared
-        config: dict | None = None,
-        checkout: Path = ROOT,
-    ):
-        assets = make_tiny(folder / "assets", sizes, config)
-        super().__init__(assets, folder, tp, size, checkout=checkout)
