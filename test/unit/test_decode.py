@@ -207,11 +207,15 @@ def test_a_run_encodes_clips_by_the_fast_convolutions_in_what_its_latents_are_ma
     assert type(host.video_encoder).__name__ == "FastVideoEncoder"
     assert host.video_encoder.arithmetic == (FLOAT32 if dtype == torch.float32 else chosen)
     assert type(exact.video_encoder).__name__ == "VideoEncoder"
-    clip = latent((1, 3, 97, 32, 64)).clip(-1, 1).bfloat16().float()  # in two tiles
+    # In two tiles; in one where oneDNN may have no kernels for bfloat16 and takes minutes.
+    frames = 97 if dtype == torch.float32 else 17
+    clip = latent((1, 3, frames, 32, 64)).clip(-1, 1).bfloat16().float()
     got, wanted = host.encode_video(clip), exact.encode_video(clip)
     assert got.dtype == dtype
-    theirs = rel(host_models(tiny, torch.bfloat16).encode_video(clip), wanted)
-    assert rel(got, wanted) < (1e-5 if dtype == torch.float32 else theirs)
+    if dtype == torch.float32:
+        assert rel(got, wanted) < 1e-5
+    else:
+        assert rel(got, wanted) < rel(host_models(tiny, dtype).encode_video(clip), wanted)
 
 
 def test_an_encoder_unlike_the_released_one_is_ltx_cores_own(tiny, tmp_path):

@@ -1,11 +1,12 @@
-"""The latents and contexts of drawn scenes, which the DiT learns from.
+"""The latents and contexts of all scenes that the DiT learns, in an order drawn once.
 
-python tools/train_demo/latents.py --folder FOLDER --chunks 16
+python tools/train_demo/latents.py --folder FOLDER
 
 Writes FOLDER/latents/0000.safetensors and so on; goes on after those that are there.
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +26,9 @@ from ltx_neuron.host.spectrogram import log_mel
 TEXT_SLOTS, REGISTER_SLOTS = 16, 16
 PROMPTS = 2  # of a scene
 CHUNK = 128  # scenes in a file
+CHUNKS = math.ceil(len(Scene.on_courses()) / CHUNK)
 NOTHING = "nothing.safetensors"  # the contexts (1, slots, D) of an empty prompt
-LARGE_EVERY = 3  # every so-many-th chunk has latents at full size, too
+LARGE_EVERY = 2  # every so-many-th chunk has latents at full size, too
 
 
 class Latents(NamedTuple):
@@ -83,9 +85,10 @@ class Encoders:
 
 
 def make_chunk(encoders: Encoders, number: int) -> dict[str, Tensor]:
-    """The latents of CHUNK scenes, drawn from the number."""
-    generator = Generator().manual_seed(number)
-    scenes = [Scene.draw(generator) for _ in range(CHUNK)]
+    """The latents of CHUNK scenes; their prompts' wording is drawn from the number."""
+    generator, scenes = Generator().manual_seed(number), Scene.on_courses()
+    order = torch.randperm(len(scenes), generator=Generator().manual_seed(0)).tolist()
+    scenes = [scenes[place] for place in order[number * CHUNK : (number + 1) * CHUNK]]
     made = {
         "small": torch.stack([encoders.picture(s, HEIGHT // 2, WIDTH // 2) for s in scenes]),
         "audio": torch.stack([encoders.sound(scene) for scene in scenes]),
@@ -104,7 +107,7 @@ def make_chunk(encoders: Encoders, number: int) -> dict[str, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--chunks", type=int, default=48, help=f"files of {CHUNK} scenes to have")
+    parser.add_argument("--chunks", type=int, default=CHUNKS, help=f"files of {CHUNK} scenes")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
     run(args.folder, args.chunks)

@@ -3,8 +3,10 @@ frame's edges, and every bounce sounds.
 
 A scene is drawn from a generator, said in words, rendered at any size and heard at any rate.
 Lengths are in units of the frame's height, so one scene is the same picture at every size.
+What encodes and decodes learns shapes at any place; the DiT learns six courses for each prompt.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -36,6 +38,8 @@ WIDTH = 1.5  # of the frame
 HALF = 0.2  # of the shape's bounding box: 51 pixels across at 128 x 192
 BAR = 0.34  # of a cross, half as wide
 FIRST_BOUNCE = (0.35, 1.6)  # seconds, earliest and latest
+LANES = (0.3, 0.5, 0.7)  # of the frame, across the direction: where a course lies ...
+FIRST_BOUNCES = (0.45, 0.75)  # seconds: ... and where on it the shape begins
 ATTACK, DECAY = 0.008, 0.11  # seconds: of a pulse's rise, and until it fell to 1 / e
 HARMONICS = (1.0, 0.25, 0.08)
 LOUDNESS = 0.4
@@ -82,12 +86,25 @@ class Scene:
             _choose(names, generator) for names in (COLOURS, SHAPES, DIRECTIONS, SPEEDS, GROUNDS)
         )
         x, y = (_between(HALF, side - HALF, generator) for side in (WIDTH, 1.0))
-        (across, down), heights = DIRECTIONS[direction], SPEEDS[speed]
-        room = (WIDTH if across else 1.0) - 2 * HALF
+        heights = SPEEDS[speed]
+        room = (WIDTH if direction in ("left", "right") else 1.0) - 2 * HALF
         earliest, latest = (heights * seconds for seconds in FIRST_BOUNCE)
         way = _between(earliest, min(latest, room), generator)
-        at = HALF + (room - way if across + down > 0 else way)
-        return Scene(colour, shape, direction, speed, ground, *((at, y) if across else (x, at)))
+        place = _before_bounce(direction, way, (x, y))
+        return Scene(colour, shape, direction, speed, ground, *place)
+
+    @staticmethod
+    def on_courses() -> "list[Scene]":
+        """All scenes that the DiT learns: what a prompt says, on each of its courses."""
+        said = itertools.product(COLOURS, SHAPES, DIRECTIONS, SPEEDS, GROUNDS)
+        return [
+            Scene(
+                *words, *_before_bounce(words[2], SPEEDS[words[3]] * seconds, (lane * WIDTH, lane))
+            )
+            for words in said
+            for lane in LANES
+            for seconds in FIRST_BOUNCES
+        ]
 
     def prompt(self, generator: Generator) -> str:
         """The scene in one of the grammar's sentences."""
@@ -183,6 +200,14 @@ def _ground(name: str, height: int, width: int) -> Tensor:
     shade = SHADE[0] + (SHADE[1] - SHADE[0]) * rows
     colour = torch.tensor(GROUNDS[name]) / 255
     return (shade[:, None, None] * colour).expand(height, width, 3)
+
+
+def _before_bounce(direction: str, way: float, place: tuple[float, float]) -> tuple[float, float]:
+    """The place (x, y) of a shape that turns round after a way, moved along its direction."""
+    across, down = DIRECTIONS[direction]
+    room = (WIDTH if across else 1.0) - 2 * HALF
+    at = HALF + (room - way if across + down > 0 else way)
+    return (at, place[1]) if across else (place[0], at)
 
 
 def _choose(names, generator: Generator):
