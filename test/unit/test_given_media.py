@@ -20,6 +20,7 @@ from ltx_neuron import flags, preflight, progress
 from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.arithmetic import FLOAT32
 from ltx_neuron.host.conditions import check, encode
 from ltx_neuron.host.media import Sound, read_sound
 from ltx_neuron.host.models import HostModels

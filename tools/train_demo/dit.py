@@ -254,9 +254,10 @@ class Training:
         return {"video": error.mean(), "audio": heard_error}
 
     def step(self, step: int, rates: tuple[float, float], batch: int) -> dict[str, float]:
-        """One step of both optimisers: every third at full size, every fourth with an image."""
-        large = step % 3 == 2 and len(self.latents.large) > 0
-        found = self.losses(large, step % 4 == 3, batch // 4 if large else batch)
+        """One step of both optimisers: every second at full size, every fourth with an image, of
+        both sizes in turn."""
+        large = step % 2 == 1
+        found = self.losses(large, step % 8 in (2, 3), batch // 3 if large else batch)
         self.model.zero_grad(set_to_none=True)
         (found["video"] + 0.5 * found["audio"]).backward()
         torch.nn.utils.clip_grad_norm_(self.optimisers[1].param_groups[0]["params"], 1.0)
