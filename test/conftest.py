@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
 # Scripts that tests start import this checkout, whatever is installed.
@@ -71,14 +71,8 @@ class Setup:
         flags |= {"checkpoint_path": self.assets.checkpoint, "artifacts_dir": self.artifacts}
         flags |= {"tp_degree": self.tp, "dtype": self.dtype, "profile": flags.get("profile", "cpu")}
         flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
-        command = [sys.executable, ROOT / script, *words(**flags)]
-        return subprocess.run(
-            list(map(str, command)),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=SCRIPT_SECONDS,
-        )
+        command = list(map(str, [ROOT / script, *words(**flags)]))
+        return warm_python.run(command, ROOT, SCRIPT_SECONDS)
 
     def prepare(self, **size) -> None:
         """Shard both models and compile both, the transformer for a size. Two at a time: they need

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx, nn
+from torch.fx import config as fx_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
@@ -106,7 +107,7 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     }
     # On meta only the dtype changes. Without gradients the graph is the inference one.
     module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
-    with torch.no_grad():
+    with torch.no_grad(), _without_stack_traces():
         exported = torch.export.export(module, (), example)
     kinds = torch.export.graph_signature.InputKind
     if any(
@@ -116,6 +117,18 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
         # Traced on meta, such a tensor has no value.
         raise RuntimeError("the graph holds a tensor of its own; make it an input instead")
     return _without_origin(exported)
+
+
+@contextmanager
+def _without_stack_traces():
+    """Trace without looking up every operation's source line, which is dropped afterwards. torch
+    releases before this switch look them up."""
+    before = getattr(fx_config, "do_not_emit_stack_traces", None)
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before
 
 
 def _without_origin(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
