@@ -165,8 +165,9 @@ def decoded_by_the_oracle(assets, got: dict) -> torch.Tensor:
         return oracle.decode_audio(assets, got["s2_audio" if "s2_audio" in got else "s1_audio"])
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 4])
 def test_text_to_video_equals_ltx_core_at_every_degree(scripts, tiny, wanted, tp):
+    """At TP 2, an image beside it: test_a_partly_held_image..."""
     case = text_to_video(tiny, tp)
     assert_equals_the_oracle(tiny, case.generate(scripts, tiny).tensors, wanted(tiny, case.job))
 
@@ -246,10 +247,9 @@ def test_the_same_command_makes_the_same_bits(scripts, tiny):
     assert first.video.read_bytes() == second.video.read_bytes()
 
 
-@pytest.mark.parametrize("blocks", [0, 1])
-def test_how_the_step_is_cut_into_graphs_does_not_matter(scripts, tiny, blocks):
+def test_how_the_step_is_cut_into_graphs_does_not_matter(scripts, tiny):
     default, cut = (
-        partly_held_image(tiny, blocks_per_graph=n).generate(scripts, tiny) for n in (None, blocks)
+        partly_held_image(tiny, blocks_per_graph=n).generate(scripts, tiny) for n in (None, 1)
     )
     assert differing(default.tensors, cut.tensors) == set()
 

@@ -425,7 +425,8 @@ def test_a_rank_that_holds_python_s_lock_lives_in_a_first_run_and_not_in_a_warm_
         began = time.monotonic()
         with pytest.raises(RankError, match="of 2 failed: it hangs"):
             ranks.run("toy", step=3)
-        assert time.monotonic() - began < SOON
+        # Long before the run would have ended; a busy machine takes longer than SOON to say so.
+        assert time.monotonic() - began < HELD[2] / 2
         assert_all_end(pids)
 
 
