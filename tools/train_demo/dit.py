@@ -1,8 +1,10 @@
 """Train the DiT by flow matching: python tools/train_demo/dit.py --folder FOLDER
 
 Through ltx-core's model, with the released conventions: x = (1 - sigma) * latent + sigma * noise,
-the model predicts noise - latent, a clean first frame has timestep 0. Both sizes of the two-stage
-pipeline are learnt, and image to video. Goes on from what lies in the folder, with any --minutes.
+the model predicts noise - latent, a clean first frame has timestep 0. It is trained straight on
+the sigmas of the distilled pipeline, the only ones at which it is ever asked. Both sizes of the
+two-stage pipeline are learnt, and image to video. Goes on from what lies in the folder, with any
+--minutes.
 """
 
 import argparse
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import torch
 from config import FRAME_RATE, HEIGHT, NUM_FRAMES, WIDTH, demo_config
-from latents import NOTHING, TEXT_SLOTS, load_latents
+from latents import TEXT_SLOTS, load_latents
 from ltx_core.components.patchifiers import AudioPatchifier, VideoLatentPatchifier
 from ltx_core.model.transformer import LTXModel, LTXModelConfigurator
 from ltx_core.model.transformer.attention import Attention
@@ -28,10 +30,11 @@ from ltx_neuron.tiny.weights import DIFFUSION
 
 SIGMAS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)  # as released
 STAGE_2_SIGMAS = (0.909375, 0.725, 0.421875, 0.0)
-# Sigmas are drawn with equal density between neighbours of these; the least is never reached.
-KNOTS = (1.0, 0.975, 0.909375, 0.725, 0.421875, 0.02)
+# How often each is drawn, at both sizes: most often where shape and place are decided.
+SHARES = (0.08, 0.03, 0.03, 0.04, 0.16, 0.26, 0.22, 0.18)
+STAGE_2_SHARES = (0.45, 0.3, 0.25)
 CONTEXT = 1024  # tokens of a context, of which training sees TEXT_SLOTS and some others
-DROPPED = 0.1  # the share of prompts that training leaves empty: what guidance steers away from
+AUDIO = 0.25  # weight of the sound's error; most of it is noise that no prompt explains
 EMA = 0.998
 DECAY = 0.4  # the share of the time, at the end, in which the learning rates fall to nothing
 
@@ -161,12 +164,11 @@ def velocities(
     )
 
 
-def draw_sigmas(count: int, largest: float, generator: Generator) -> Tensor:
-    """Sigmas (count,) between neighbouring knots, none above the largest."""
-    knots = torch.tensor([knot for knot in KNOTS if knot <= largest])
-    place = torch.rand(count, generator=generator) * (len(knots) - 1)
-    below = place.long().clamp(max=len(knots) - 2)
-    return knots[below] + (knots[below + 1] - knots[below]) * (place - below)
+def draw_sigmas(count: int, large: bool, generator: Generator) -> Tensor:
+    """Sigmas (count,) of the schedule, or of its second stage."""
+    sigmas, shares = (STAGE_2_SIGMAS, STAGE_2_SHARES) if large else (SIGMAS, SHARES)
+    drawn = torch.multinomial(torch.tensor(shares), count, True, generator=generator)
+    return torch.tensor(sigmas)[drawn]
 
 
 @torch.no_grad()
@@ -210,8 +212,6 @@ class Training:
         self.model.load_state_dict(load_file(path) if path.exists() else self.average)
         self.layouts = Layouts(self.model)
         self.latents = load_latents(folder)
-        nothing = load_file(folder / NOTHING)
-        self.nothing = nothing["video"], nothing["audio"]
         matrices, others = [], []
         for name, weight in self.model.named_parameters():
             inside = name.startswith("transformer_blocks") and weight.ndim == 2
@@ -230,12 +230,8 @@ class Training:
         video, audio = video[index].float(), kept.audio[index].float()
         contexts = kept.video_context[index].float(), kept.audio_context[index].float()
         said = int(torch.randint(contexts[0].shape[1], (), generator=generator))
-        dropped = (torch.rand(count, generator=generator) < DROPPED)[:, None, None]
-        contexts = tuple(
-            torch.where(dropped, nothing, each[:, said])
-            for nothing, each in zip(self.nothing, contexts, strict=True)
-        )
-        sigma = draw_sigmas(count, STAGE_2_SIGMAS[0] if large else 1.0, generator)
+        contexts = contexts[0][:, said], contexts[1][:, said]
+        sigma = draw_sigmas(count, large, generator)
         noise = torch.randn(video.shape, generator=generator)
         audio_noise = torch.randn(audio.shape, generator=generator)
         wide = sigma[:, None, None, None]
@@ -259,7 +255,7 @@ class Training:
         large = step % 2 == 1
         found = self.losses(large, step % 8 in (2, 3), batch // 3 if large else batch)
         self.model.zero_grad(set_to_none=True)
-        (found["video"] + 0.5 * found["audio"]).backward()
+        (found["video"] + AUDIO * found["audio"]).backward()
         torch.nn.utils.clip_grad_norm_(self.optimisers[1].param_groups[0]["params"], 1.0)
         for optimiser, size in zip(self.optimisers, rates, strict=True):
             optimiser.param_groups[0]["lr"] = size

@@ -27,7 +27,6 @@ TEXT_SLOTS, REGISTER_SLOTS = 16, 16
 PROMPTS = 2  # of a scene
 CHUNK = 128  # scenes in a file
 CHUNKS = math.ceil(len(Scene.on_courses()) / CHUNK)
-NOTHING = "nothing.safetensors"  # the contexts (1, slots, D) of an empty prompt
 LARGE_EVERY = 2  # every so-many-th chunk has latents at full size, too
 
 
@@ -116,8 +115,6 @@ def main() -> None:
 def run(folder: Path, chunks: int) -> None:
     (folder / "latents").mkdir(exist_ok=True)
     encoders = Encoders(folder)
-    nothing = encoders.contexts([""], Generator().manual_seed(0))
-    save_weights(folder / NOTHING, dict(zip(("video", "audio"), nothing, strict=True)))
     for number in range(chunks):
         path = folder / "latents" / f"{number:04}.safetensors"
         if not path.exists():
