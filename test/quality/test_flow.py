@@ -95,8 +95,10 @@ def test_registers_that_stand_for_many_give_what_the_many_give(flow):
         torch.testing.assert_close(few_made, many_made, rtol=1e-4, atol=1e-4)
 
 
-def test_sigmas_are_drawn_below_the_stage_s_first():
+@pytest.mark.parametrize("large", [False, True])
+def test_the_sigmas_that_are_drawn_are_those_at_which_a_stage_asks(large):
     import dit
 
-    drawn = dit.draw_sigmas(1000, dit.STAGE_2_SIGMAS[0], torch.Generator().manual_seed(0))
-    assert 0.02 <= drawn.min() < 0.1 and 0.85 < drawn.max() <= dit.STAGE_2_SIGMAS[0]
+    drawn = dit.draw_sigmas(1000, large, torch.Generator().manual_seed(0))
+    asked = (dit.STAGE_2_SIGMAS if large else dit.SIGMAS)[:-1]
+    assert sorted(set(drawn.tolist())) == sorted(torch.tensor(asked).tolist())

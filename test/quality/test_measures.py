@@ -1,5 +1,7 @@
 """The measures of quality find in the world's own clips what is there, and not what is not."""
 
+from dataclasses import replace
+
 import measures
 import pytest
 import torch
@@ -68,3 +70,15 @@ def test_both_sizes_of_a_scene_are_the_same_picture():
         halved = torch.nn.functional.avg_pool2d(large.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
         assert (small - halved).abs().max() < 0.25
         assert (small - halved).square().mean() < 1e-4
+
+
+def test_a_clip_is_nearest_to_the_course_that_it_takes_and_far_from_other_words():
+    for scene in scenes(2):
+        for course in scene.courses()[::5]:
+            clip = course.frames(64, 96, FRAMES, FRAME_RATE), course.waveform(RATE, SECONDS)
+            found = measures.nearest(scene, *clip, RATE, FRAME_RATE)
+            assert found.scene == course and found.psnr > 100 and found.sound > 0.999
+    asked, shown = (replace(scene, shape=shape) for shape in ("circle", "cross"))
+    clip = shown.courses()[0].frames(64, 96, FRAMES, FRAME_RATE), shown.waveform(RATE, SECONDS)
+    found = measures.nearest(asked, *clip, RATE, FRAME_RATE)
+    assert found.psnr < 25 and found.sound < 0.2, found

@@ -204,3 +204,42 @@ def score(
         heard.pitch is not None and semitones(heard.pitch, world.PITCHES[scene.shape]) < 1,
         apart is not None and apart < 8 / frame_rate,
     )
+
+
+class Nearest(NamedTuple):
+    """How near a clip comes to what is asked for, on whichever course it comes nearest.
+
+    psnr   of all frames, in dB
+    sound  the cosine between magnitudes of the clip's spectrum over time and the scene's; 1: alike
+    """
+
+    scene: world.Scene
+    psnr: float
+    sound: float
+
+
+def nearest(
+    scene: world.Scene, frames: Tensor, waveform: Tensor, rate: int, frame_rate: float = 24.0
+) -> Nearest:
+    """Compare frames (F, H, W, 3) in 0..1 and a sound (2, samples) with the scene's words on each
+    of its courses. The sound is that of the course which the picture takes."""
+
+    def psnr(course: world.Scene) -> float:
+        drawn = course.frames(*frames.shape[1:3], len(frames), frame_rate)
+        return float(-10 * (drawn - frames).square().mean().log10())
+
+    found = max(scene.courses(), key=psnr)
+    wanted = spectrum(found.waveform(rate, waveform.shape[1] / rate))
+    heard = spectrum(waveform)
+    length = min(heard.shape[1], wanted.shape[1])
+    sound = torch.nn.functional.cosine_similarity(
+        heard[:, :length].flatten(), wanted[:, :length].flatten(), dim=0
+    )
+    return Nearest(found, psnr(found), float(sound))
+
+
+def spectrum(waveform: Tensor) -> Tensor:
+    """Magnitudes (frequencies, times) of a sound's mean channel, 2048 samples at a time."""
+    window = torch.hann_window(2048)
+    mono = waveform.float().mean(0)
+    return torch.stft(mono, 2048, 512, window=window, return_complex=True).abs()

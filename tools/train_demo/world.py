@@ -8,7 +8,7 @@ What encodes and decodes learns shapes at any place; the DiT learns six courses 
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
@@ -97,14 +97,17 @@ class Scene:
     def on_courses() -> "list[Scene]":
         """All scenes that the DiT learns: what a prompt says, on each of its courses."""
         said = itertools.product(COLOURS, SHAPES, DIRECTIONS, SPEEDS, GROUNDS)
-        return [
-            Scene(
-                *words, *_before_bounce(words[2], SPEEDS[words[3]] * seconds, (lane * WIDTH, lane))
-            )
-            for words in said
+        return [scene for words in said for scene in Scene(*words, 0, 0).courses()]
+
+    def courses(self) -> "list[Scene]":
+        """The scenes of the same words that the DiT learns."""
+        heights = SPEEDS[self.speed]
+        places = [
+            _before_bounce(self.direction, heights * seconds, (lane * WIDTH, lane))
             for lane in LANES
             for seconds in FIRST_BOUNCES
         ]
+        return [replace(self, x=x, y=y) for x, y in places]
 
     def prompt(self, generator: Generator) -> str:
         """The scene in one of the grammar's sentences."""
