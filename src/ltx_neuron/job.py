@@ -242,7 +242,7 @@ class Job(Inputs):
     def check_shape(self) -> None:
         """Raise UserError for what no graph can be compiled for, which the prompt is no part of."""
         check_fields(self)
-        self.size.check()
+        self.size.check(self.extension and self.extension.legal_window_frames)
         if self.recipe not in RECIPES:
             raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
         check_upscale(self.upscale, self.size.two_stage)

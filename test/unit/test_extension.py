@@ -293,7 +293,12 @@ WRONG = {
     "a video of 9 frames or more": (8, "--extend", 1),
     "--num-frames 17 with --extend is the length": (26, "--extend", 1, "--num-frames", 17),
     "which can have 25 to 49 frames here": (26, "--extend", 1, "--num-frames", 57),
-    "--num-frames 24 is not of the form 8k+1": (26, "--extend", 1, "--num-frames", 24),
+    "--num-frames 24 is not of the form 8k+1; nearest legal: 25.": (
+        *(26, "--extend", 1),
+        *("--num-frames", 24),
+    ),
+    "nearest legal: 41 or 49.": (26, "--extend", 1, "--num-frames", 45),
+    "nearest legal: 49.": (26, "--extend", 1, "--num-frames", 60),
 }
 
 
@@ -305,7 +310,7 @@ def test_what_cannot_be_made_longer_is_refused(text, clip):
         text = "--two-stage does not go with --video-path"
     with pytest.raises(UserError) as error:
         said(*words).check()
-    assert text in str(error.value)
+    assert text in f"{error.value}."
 
 
 def test_what_is_left_names_the_windows():

@@ -256,14 +256,13 @@ class Extension:
 
     def check(self) -> None:
         """Raise UserError for what cannot be made."""
-        if not 0 < abs(self.seconds) <= _MOST_SECONDS or self.new_frames < 1:
+        if not self._is_some_seconds:
             raise UserError(
                 f"--extend {self.seconds:g}: wanted seconds of a frame or more and at most"
                 f" {_MOST_SECONDS:g}, as in --extend 2, or --extend -2 before the beginning"
             )
         check_source(self.source_frames)
-        most = self._most_window_frames
-        least = min(most, TIME_SCALE * OVERLAP + 1)
+        least, most = self.legal_window_frames
         if not least <= self.window_frames <= most:
             raise UserError(
                 f"--num-frames {self.window_frames} with --extend is the length of a window, which"
@@ -271,6 +270,18 @@ class Extension:
                 f" there are {self.source_frames} known and {self.new_frames} new frames. Type"
                 f" --num-frames {min(WINDOW_FRAMES, most)}"
             )
+
+    @property
+    def _is_some_seconds(self) -> bool:
+        return 0 < abs(self.seconds) <= _MOST_SECONDS and self.new_frames >= 1
+
+    @property
+    def legal_window_frames(self) -> tuple[int, int] | None:
+        """The least and the most frames that a window can have; None where the rest is refused."""
+        if not self._is_some_seconds or self.source_frames < LEAST_SOURCE:
+            return None
+        most = self._most_window_frames
+        return min(most, TIME_SCALE * OVERLAP + 1), most
 
     @property
     def _most_window_frames(self) -> int:
@@ -288,10 +299,9 @@ def check_source(frames: int) -> None:
 
 def default_window(seconds: float, source_frames: int, frame_rate: float) -> int:
     """A window's frames where none are typed: as many as every clip has, or all that there are."""
-    if not 0 < abs(seconds) <= _MOST_SECONDS or source_frames < LEAST_SOURCE:
-        return WINDOW_FRAMES  # refused when it is checked
     whole = Extension(seconds, source_frames, WINDOW_FRAMES, frame_rate)
-    return min(WINDOW_FRAMES, whole._most_window_frames)
+    _, most = whole.legal_window_frames or (None, WINDOW_FRAMES)
+    return min(WINDOW_FRAMES, most)
 
 
 def extension_of(retake: Retake | None, window_frames: int, frame_rate: float) -> Extension | None:
