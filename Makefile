@@ -1,14 +1,14 @@
 # make demo: from a fresh clone to outputs/demo.mp4.   make test: everything that needs no Neuron device.
-# make serve-demo: the same model behind http://127.0.0.1:8000/v1 (docs/serving.md).
+# make serve-demo: the demo's model behind http://127.0.0.1:8000/v1 (docs/serving.md).
 PYTHON ?= python3
 # The CPU default. On a Neuron machine: make TORCH="torch==2.9.*" venv
 TORCH ?= torch==2.13.0
 PY := .venv/bin/python
-DEMO := outputs/demo-assets
-CKPT := $(DEMO)/ltx-2.3-tiny.safetensors
-SIZE := --height 128 --width 192 --num-frames 25 --frame-rate 24 --two-stage
+DEMO := src/ltx_neuron/demo
+CKPT := $(DEMO)/ltx-2.3-demo.safetensors
+SIZE := --height 128 --width 192 --num-frames 49 --frame-rate 24 --two-stage
 
-.PHONY: demo serve-demo demo-artifacts test lint venv
+.PHONY: demo demo-sheet serve-demo demo-artifacts test lint venv
 venv: .venv/installed
 
 .venv/installed: pyproject.toml requirements.txt requirements-ltx.txt constraints.txt
@@ -19,7 +19,6 @@ venv: .venv/installed
 	touch $@
 
 demo-artifacts: venv
-	$(PY) -m ltx_neuron.tiny $(DEMO)
 	$(PY) shards/shard_backbone_weights.py --checkpoint-path $(CKPT)
 	$(PY) shards/shard_gemma3_weights.py --gemma-root $(DEMO)/gemma --checkpoint-path $(CKPT)
 	$(PY) compile/compile_transformer.py --checkpoint-path $(CKPT) $(SIZE)
@@ -28,8 +27,15 @@ demo-artifacts: venv
 demo: demo-artifacts
 	$(PY) src/generate_ltx23.py --neuron-gemma --checkpoint-path $(CKPT) --gemma-root $(DEMO)/gemma \
 	  --spatial-upsampler-path $(DEMO)/upsampler.safetensors $(SIZE) \
-	  --prompt "a golden retriever puppy runs across a sunny green meadow" \
+	  --prompt "a red circle glides slowly to the right on a navy ground" \
 	  --output-path outputs/demo.mp4 --perf-dump-path outputs/demo-perf.json
+
+# The README's picture: six prompts of the demo's world.
+demo-sheet: demo-artifacts
+	$(PY) src/generate_ltx23.py --neuron-gemma --checkpoint-path $(CKPT) --gemma-root $(DEMO)/gemma \
+	  --spatial-upsampler-path $(DEMO)/upsampler.safetensors $(SIZE) \
+	  --prompts-file tools/demo_prompts.jsonl --output-dir outputs/demo-sheet
+	$(PY) tools/contact_sheet.py --output outputs/demo.png outputs/demo-sheet/*.mp4
 
 serve-demo: demo-artifacts
 	$(PY) -m ltx_neuron.serve --neuron-gemma --checkpoint-path $(CKPT) --gemma-root $(DEMO)/gemma \

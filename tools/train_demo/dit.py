@@ -276,8 +276,8 @@ class Training:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=60, help="how long to train")
-    parser.add_argument("--batch", type=int, default=64, help="samples at the small size")
+    parser.add_argument("--minutes", type=float, default=120, help="how long to train")
+    parser.add_argument("--batch", type=int, default=32, help="samples at the small size")
     parser.add_argument("--threads", type=int, default=THREADS)
     parser.add_argument("--rates", type=float, nargs=2, default=(2e-2, 2e-3))
     args = parser.parse_args()

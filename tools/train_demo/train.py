@@ -3,9 +3,8 @@
 All parts in their order, each in a process of its own, with its own seeds; then the files are put
 together. A part that stopped goes on where it was saved. Losses are written to FOLDER/*.jsonl.
 
-tools/train_demo/trained holds the parts that are trained by now, with their losses. To go on from
-there, copy it to FOLDER and name the PARTs that are left; latents and DiT depend on all of them.
-The video decoder there is not refined yet (video_vae.py refine), and the DiT half trained.
+To go on from the files that are shipped, take them apart with assemble.py --split and name the
+PARTs that are to be trained; latents and DiT depend on all the others.
 """
 
 import argparse
