@@ -27,6 +27,7 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling import conditioning
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import TIME_SCALE, _grid, _middles
+from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
 
 pytestmark = pytest.mark.slow
@@ -52,8 +53,10 @@ FP32 = 1e-5
 # As far from the truth as ltx-core's own bf16, twice that where rounding falls out otherwise in
 # every rank, and a floor of one rounding.
 BF16_FACTOR, BF16_FLOOR = 2, 0.005
-# Every whole clip of these prompts is above both, every faulty one below one of them.
-PSNR, SOUND = 20.0, 0.8
+# Every whole clip is at least so near to what is asked for, and its sound's latents spread no more
+# (those of all scenes have a deviation of 1): measured 22 dB, 0.82 and 1.03 at worst. A faulty one
+# is beyond one of the three: a sound that is not noised again sounds well, and spreads to 1.47.
+PSNR, SOUND, SPREAD = 20.0, 0.75, 1.2
 KEPT = 30.0  # dB of the first frame from the image that it begins with
 SHARPER = 1.3
 
@@ -111,6 +114,12 @@ def nearest(prompt: str, clip: Clip) -> measures.Nearest:
     return measures.nearest(PROMPTS[prompt], clip.frames, clip.sound, SAMPLE_RATE, FRAME_RATE)
 
 
+def is_near(found: measures.Nearest, clip: Clip) -> bool:
+    spread = float(clip.tensors["s2_audio"].float().std())
+    print(f"{found.psnr:.1f} dB, {found.sound:.2f}, spread {spread:.2f}")
+    return found.psnr > PSNR and found.sound > SOUND and spread < SPREAD
+
+
 # --- what is asked for ----------------------------------------------------------------------------
 
 
@@ -119,9 +128,9 @@ def test_a_clip_shows_and_sounds_what_its_prompt_says(clips, tp, dtype):
     for prompt, clip in clips(tp, dtype).items():
         score = measures.score(PROMPTS[prompt], clip.frames, clip.sound, SAMPLE_RATE, FRAME_RATE)
         found = nearest(prompt, clip)
-        print(prompt, score, f"{found.psnr:.1f} dB", f"{found.sound:.2f}")
+        print(prompt, score)
         assert all(score), (prompt, score)
-        assert found.psnr > PSNR and found.sound > SOUND, (prompt, found)
+        assert is_near(found, clip), (prompt, found)
 
 
 def test_an_image_is_kept_and_moves_on(engines, tmp_path):
@@ -227,9 +236,8 @@ FAULTS += first_frame_of_eight, rows_off_by_one
 
 def assert_seen(engine: Engine) -> None:
     """Of the clips, one at least is far from what was asked for."""
-    found = [nearest(prompt, made(engine, prompt)) for prompt in list(PROMPTS)[1:3]]
-    print([f"{each.psnr:.1f} dB {each.sound:.2f}" for each in found])
-    assert any(each.psnr < PSNR or each.sound < SOUND for each in found)
+    faulty = {prompt: made(engine, prompt) for prompt in list(PROMPTS)[1:3]}
+    assert not all(is_near(nearest(prompt, clip), clip) for prompt, clip in faulty.items())
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
@@ -241,7 +249,7 @@ def test_a_fault_is_seen(engines, monkeypatch, fault):
 def test_two_ranks_exchanged_heads_are_seen(engines, artifacts, tmp_path):
     shutil.copytree(artifacts, tmp_path / "artifacts")
     folder = workspace(tmp_path / "artifacts", 4, "bfloat16").shard_dit({()})[0]
-    files = [folder / f"rank_{rank:02}.safetensors" for rank in (1, 2)]
+    files = [folder / rank_file(rank) for rank in (1, 2)]
     for name in headers(files[0]):
         if ".attn1.to_out.0.weight" in name:
             exchange(files, name)
