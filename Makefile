@@ -6,9 +6,10 @@ TORCH ?= torch==2.13.0
 PY := .venv/bin/python
 DEMO := src/ltx_neuron/demo
 CKPT := $(DEMO)/ltx-2.3-demo.safetensors
+PROMPT := "a red circle glides slowly to the right on a navy ground"
 SIZE := --height 128 --width 192 --num-frames 49 --frame-rate 24 --two-stage
 
-.PHONY: demo demo-sheet serve-demo demo-artifacts test lint venv
+.PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test lint venv
 venv: .venv/installed
 
 .venv/installed: pyproject.toml requirements.txt requirements-ltx.txt constraints.txt
@@ -27,8 +28,7 @@ demo-artifacts: venv
 demo: demo-artifacts
 	$(PY) src/generate_ltx23.py --neuron-gemma --checkpoint-path $(CKPT) --gemma-root $(DEMO)/gemma \
 	  --spatial-upsampler-path $(DEMO)/upsampler.safetensors $(SIZE) \
-	  --prompt "a red circle glides slowly to the right on a navy ground" \
-	  --output-path outputs/demo.mp4 --perf-dump-path outputs/demo-perf.json
+	  --prompt $(PROMPT) --output-path outputs/demo.mp4 --perf-dump-path outputs/demo-perf.json
 
 # The README's picture: six prompts of the demo's world.
 demo-sheet: demo-artifacts
@@ -36,6 +36,14 @@ demo-sheet: demo-artifacts
 	  --spatial-upsampler-path $(DEMO)/upsampler.safetensors $(SIZE) \
 	  --prompts-file tools/demo_prompts.jsonl --output-dir outputs/demo-sheet
 	$(PY) tools/contact_sheet.py --output outputs/demo.png outputs/demo-sheet/*.mp4
+
+# The demo's prompt with the demo's LoRA.
+STYLE := --lora $(DEMO)/blueprint-lora.safetensors
+demo-style: demo-artifacts
+	$(PY) shards/shard_backbone_weights.py --checkpoint-path $(CKPT) $(STYLE)
+	$(PY) src/generate_ltx23.py --neuron-gemma --checkpoint-path $(CKPT) --gemma-root $(DEMO)/gemma \
+	  --spatial-upsampler-path $(DEMO)/upsampler.safetensors $(SIZE) $(STYLE) \
+	  --prompt $(PROMPT) --output-path outputs/demo-style.mp4
 
 serve-demo: demo-artifacts
 	$(PY) -m ltx_neuron.serve --neuron-gemma --checkpoint-path $(CKPT) --gemma-root $(DEMO)/gemma \

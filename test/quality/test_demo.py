@@ -16,7 +16,7 @@ from config import FRAME_RATE, HEIGHT, NUM_FRAMES, SAMPLE_RATE, WIDTH
 from helpers import one_thread, rel  # noqa: F401
 from PIL import Image
 from torch import Tensor
-from world import Scene
+from world import BLUEPRINT, Scene
 
 from ltx_neuron import denoise
 from ltx_neuron.demo import ASSETS
@@ -24,9 +24,10 @@ from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.sampling import conditioning
+from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.latents import TIME_SCALE, _grid, _middles
+from ltx_neuron.sampling.latents import TIME_SCALE
+from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
 
@@ -49,6 +50,7 @@ PROMPTS = {
     ),
 }
 SEED = 1
+STYLE = Lora(ASSETS.style_lora)
 FP32 = 1e-5
 # As far from the truth as ltx-core's own bf16, twice that where rounding falls out otherwise in
 # every rank, and a floor of one rounding.
@@ -86,7 +88,7 @@ def engines(artifacts):
     @cache
     def engine(tp: int, dtype: str, folder: Path = artifacts) -> Engine:
         found = workspace(folder, tp, dtype)
-        found.shard_dit({()})
+        found.shard_dit({(), (STYLE,)})
         found.compile_dit(Job("", SIZE).buckets_to_compile)
         options = RunOptions(spatial_upsampler_path=ASSETS.spatial_upsampler)
         opened.append(Engine(found, Recorder(), options))
@@ -156,6 +158,18 @@ def test_stage_2_is_sharper_than_stage_1(engines, clips):
         assert steepness(clip.frames) > SHARPER * steepness(larger.permute(0, 2, 3, 1))
 
 
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (4, "bfloat16")])
+def test_a_style_changes_the_colours_and_nothing_else(engines, tp, dtype):
+    for prompt in list(PROMPTS)[1:4:2]:
+        clip = made(engines(tp, dtype), prompt, loras=(STYLE,))
+        drawn = replace(PROMPTS[prompt], **BLUEPRINT)
+        score = measures.score(drawn, clip.frames, clip.sound, SAMPLE_RATE, FRAME_RATE)
+        found = measures.nearest(drawn, clip.frames, clip.sound, SAMPLE_RATE, FRAME_RATE)
+        print(prompt, score)
+        assert all(score), (prompt, score)
+        assert is_near(found, clip), (prompt, found)
+
+
 def steepness(frames: Tensor) -> float:
     """How fast a row's colours change where they change most."""
     return float(frames.diff(dim=2).abs().amax((1, 2, 3)).mean())
@@ -218,11 +232,9 @@ def sound_not_noised_again(monkeypatch):
 
 
 def first_frame_of_eight(monkeypatch):
-    def positions(shape, frame_rate, *_):
-        bounds = torch.arange(shape[0] + 1) * TIME_SCALE / frame_rate
-        return _grid(_middles(bounds), *shape[1:])
-
-    monkeypatch.setattr(conditioning, "video_positions", positions)
+    monkeypatch.setattr(
+        latents, "video_seconds", lambda frames, rate: torch.arange(frames + 1) * TIME_SCALE / rate
+    )
 
 
 def rows_off_by_one(monkeypatch):

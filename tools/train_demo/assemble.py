@@ -54,7 +54,7 @@ def trained(folder: Path, names: dict[str, Tensor], parts: tuple[str, ...]) -> d
 
 
 def assemble(folder: Path, output: Path) -> None:
-    """Write checkpoint, upsampler and Gemma's folder to `output` from the parts in `folder`."""
+    """Write all files that are shipped to `output` from the parts in `folder`."""
     output.mkdir(parents=True, exist_ok=True)
     config, made = demo_config(), assets_in(output)
     checkpoint = trained(folder, checkpoint_weights(config, GEMMA), PARTS)
@@ -67,6 +67,8 @@ def assemble(folder: Path, output: Path) -> None:
         shutil.copytree(folder / "gemma", made.gemma_root)
     else:
         write_gemma_root(made.gemma_root, GEMMA)
+    if (style := folder / "style.safetensors").exists():
+        shutil.copy(style, made.style_lora)
     written = [path for path in output.rglob("*") if path.is_file() and path.suffix != ".py"]
     total = sum(path.stat().st_size for path in written)
     print(f"{output}: {total / 1e6:.2f} MB in {len(written)} files, at most {LIMIT / 1e6:.0f} MB")
@@ -82,6 +84,7 @@ def split(folder: Path) -> None:
     for part, weights in parts.items():
         save(folder / f"{part}.safetensors", weights, None)
     shutil.copy(ASSETS.spatial_upsampler, folder / "upsampler.safetensors")
+    shutil.copy(ASSETS.style_lora, folder / "style.safetensors")
     shutil.copytree(ASSETS.gemma_root, folder / "gemma", dirs_exist_ok=True)
 
 

@@ -249,14 +249,14 @@ class Training:
         heard_error = (heard.float() - (audio_noise - audio)).square().mean()
         return {"video": error.mean(), "audio": heard_error}
 
-    def step(self, step: int, rates: tuple[float, float], batch: int) -> dict[str, float]:
-        """One step of both optimisers: every second at full size, every fourth with an image, of
+    def step(self, step: int, rates: tuple[float, ...], batch: int) -> dict[str, float]:
+        """One step of the optimisers: every second at full size, every fourth with an image, of
         both sizes in turn."""
         large = step % 2 == 1
         found = self.losses(large, step % 8 in (2, 3), batch // 3 if large else batch)
         self.model.zero_grad(set_to_none=True)
         (found["video"] + AUDIO * found["audio"]).backward()
-        torch.nn.utils.clip_grad_norm_(self.optimisers[1].param_groups[0]["params"], 1.0)
+        torch.nn.utils.clip_grad_norm_(self.optimisers[-1].param_groups[0]["params"], 1.0)
         for optimiser, size in zip(self.optimisers, rates, strict=True):
             optimiser.param_groups[0]["lr"] = size
             optimiser.step()

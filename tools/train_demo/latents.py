@@ -41,10 +41,22 @@ class Latents(NamedTuple):
     audio_context: Tensor
 
 
+def numbers(folder: Path) -> list[int]:
+    """The chunks that lie in a folder, those with large latents first."""
+    found = sorted(int(path.stem) for path in (folder / "latents").glob("*.safetensors"))
+    return sorted(found, key=lambda number: number % LARGE_EVERY != 0)
+
+
+def in_order(number: int) -> list[Scene]:
+    """The scenes of a chunk."""
+    scenes = Scene.on_courses()
+    order = torch.randperm(len(scenes), generator=Generator().manual_seed(0)).tolist()
+    return [scenes[place] for place in order[number * CHUNK : (number + 1) * CHUNK]]
+
+
 def load_latents(folder: Path) -> Latents:
-    """All latents that lie in a folder, those with large ones first."""
-    chunks = [load_file(path) for path in sorted((folder / "latents").glob("*.safetensors"))]
-    chunks.sort(key=lambda chunk: "large" not in chunk)
+    """All latents that lie in a folder, in the order of `numbers`."""
+    chunks = [load_file(_path(folder, number)) for number in numbers(folder)]
     return Latents(
         *(torch.cat([chunk[name] for chunk in chunks if name in chunk]) for name in Latents._fields)
     )
@@ -85,9 +97,7 @@ class Encoders:
 
 def make_chunk(encoders: Encoders, number: int) -> dict[str, Tensor]:
     """The latents of CHUNK scenes; their prompts' wording is drawn from the number."""
-    generator, scenes = Generator().manual_seed(number), Scene.on_courses()
-    order = torch.randperm(len(scenes), generator=Generator().manual_seed(0)).tolist()
-    scenes = [scenes[place] for place in order[number * CHUNK : (number + 1) * CHUNK]]
+    generator, scenes = Generator().manual_seed(number), in_order(number)
     made = {
         "small": torch.stack([encoders.picture(s, HEIGHT // 2, WIDTH // 2) for s in scenes]),
         "audio": torch.stack([encoders.sound(scene) for scene in scenes]),
@@ -103,6 +113,10 @@ def make_chunk(encoders: Encoders, number: int) -> dict[str, Tensor]:
     return {name: latents.bfloat16() for name, latents in made.items()}
 
 
+def _path(folder: Path, number: int) -> Path:
+    return folder / "latents" / f"{number:04}.safetensors"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
@@ -116,7 +130,7 @@ def run(folder: Path, chunks: int) -> None:
     (folder / "latents").mkdir(exist_ok=True)
     encoders = Encoders(folder)
     for number in range(chunks):
-        path = folder / "latents" / f"{number:04}.safetensors"
+        path = _path(folder, number)
         if not path.exists():
             save_weights(path, make_chunk(encoders, number))
             print(path, flush=True)

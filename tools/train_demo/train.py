@@ -4,7 +4,7 @@ All parts in their order, each in a process of its own, with its own seeds; then
 together. A part that stopped goes on where it was saved. Losses are written to FOLDER/*.jsonl.
 
 To go on from the files that are shipped, take them apart with assemble.py --split and name the
-PARTs that are to be trained; latents and DiT depend on all the others.
+PARTs that are to be trained; latents and DiT depend on all the others, the style on the DiT.
 """
 
 import argparse
@@ -26,6 +26,7 @@ PARTS = {
     "upsampler": [["upsampler.py", "train"]],
     "latents": [["latents.py"]],
     "dit": [["dit.py"]],
+    "style": [["style.py"]],
     "assemble": [["assemble.py"]],
 }
 

@@ -34,6 +34,8 @@ SHAPES = tuple(PITCHES)
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
 SPEEDS = {"slow": 0.4, "fast": 0.8}  # frame heights per second
 
+BLUEPRINT = {"colour": "cyan", "ground": "navy"}  # of every scene in that style
+
 WIDTH = 1.5  # of the frame
 HALF = 0.2  # of the shape's bounding box: 51 pixels across at 128 x 192
 BAR = 0.34  # of a cross, half as wide
