@@ -58,7 +58,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("clips", nargs="+", type=Path, metavar="CLIP.mp4", help="of one size")
-    parser.add_argument("--output", type=Path, required=True, metavar="PNG")
+    parser.add_argument("--output", type=Path, required=True, metavar="PICTURE")
     args = parser.parse_args()
     rows = [row(*read(clip)) for clip in args.clips]
     if len({each.shape for each in rows}) > 1:
