@@ -56,9 +56,10 @@ FP32 = 1e-5
 # every rank, and a floor of one rounding.
 BF16_FACTOR, BF16_FLOOR = 2, 0.005
 # Every whole clip is at least so near to what is asked for, and its sound's latents spread no more
-# (those of all scenes have a deviation of 1): measured 22 dB, 0.82 and 1.03 at worst. A faulty one
-# is beyond one of the three: a sound that is not noised again sounds well, and spreads to 1.47.
-PSNR, SOUND, SPREAD = 20.0, 0.75, 1.2
+# (those of all scenes have a deviation of 1): measured 25.5 dB, 0.82 and 1.03 at worst. A faulty
+# one is beyond one of the three: the least is what positions in bf16 do, a sound of 0.72; a sound
+# that is not noised again sounds well, and spreads to 1.37.
+PSNR, SOUND, SPREAD = 22.0, 0.77, 1.2
 KEPT = 30.0  # dB of the first frame from the image that it begins with
 SHARPER = 1.3
 

@@ -33,7 +33,7 @@ from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfi
 from ltx_core.model.video_vae.ops import patchify  # noqa: E402
 
 STEPS, BATCH, FRAMES = 7200, 2, 17
-REFINE_STEPS = 2800
+REFINE_STEPS = 1600
 LEARNING_RATE = 0.02  # of weights, by Muon
 VECTORS = 0.05  # of it for biases, by Adam
 IMAGES_FIRST = 400  # steps with mostly single frames, and squared differences alone
