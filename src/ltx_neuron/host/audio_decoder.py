@@ -14,7 +14,6 @@ import math
 
 import numpy as np
 import torch
-from llvmlite import ir
 from ltx_core.model.audio_vae.audio_vae import AudioDecoder
 from ltx_core.model.audio_vae.causal_conv_2d import CausalConv2d
 from ltx_core.model.audio_vae.causality_axis import CausalityAxis
@@ -67,10 +66,10 @@ def _silu(typing, x, at, norm, out, to):
     """Write SiLU of LANES numbers of x[at:], divided by the norm, to out[to:]."""
 
     def write(context, builder, signature, values):
-        kinds, none = signature.args, ir.Constant(values[1].type, 0)
-        x = Memory(context, builder, kinds[0], *values[:2]).load(0, none)
+        kinds = signature.args
+        x = Memory(context, builder, kinds[0], *values[:2]).load()
         x = x / splat(builder, values[2])
-        Memory(context, builder, kinds[3], *values[3:]).store(x / (exp(x * -1) + 1), 0, none)
+        Memory(context, builder, kinds[3], *values[3:]).store(x / (exp(x * -1) + 1))
         return context.get_dummy_value()
 
     return types.void(_ARRAY, _INDEX, types.float32, _ARRAY, _INDEX), write

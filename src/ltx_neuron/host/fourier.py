@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor, nn
 
-from ltx_neuron.host import kernels
+from ltx_neuron.host import fma, kernels
 from ltx_neuron.host.winograd import Workers
 
 # Input channels whose filters a core transforms at a time.
@@ -38,19 +38,21 @@ class Convolution:
         (self.dilation,), (self.taps,) = conv.dilation, conv.kernel_size
         self.before = (self.taps - 1) * self.dilation // 2
         self.size = kernels.output_count(self.taps)  # of a block
-        self.bias = flat(F.pad(conv.bias.repeat(self.dilation), (0, kernels.LANES)))
-        outputs, inputs, _ = conv.weight.shape
-        row = -(-outputs // kernels.LANES) * kernels.LANES
-        memory = workers.scratch(name, kernels.point_count(self.taps), inputs, row)
-        self.points = memory[:, :, :outputs]
-        weight, points = flat(conv.weight.contiguous()), flat(memory)
+        self.bias = flat(F.pad(conv.bias, (0, kernels.LANES)))
+        self.outputs, self.inputs, _ = conv.weight.shape
+        count = kernels.point_count(self.taps)
+        panels, rows = panel_count(self.outputs), panel_count(self.inputs) * kernels.LANES
+        memory = workers.scratch(name, count, panels, rows, kernels.LANES)
+        memory[:, :, self.inputs :] = 0
+        weight, self.points = flat(conv.weight.contiguous()), flat(memory)
+        strides = memory.stride(1), memory.stride(0)
 
         def transform(first: int) -> None:
-            part = first, min(inputs, first + INPUTS_AT_ONCE)
-            plane = memory.stride(0)
-            kernels.to_filters(weight, self.taps, inputs, outputs, *part, points, row, plane)
+            part = first, min(self.inputs, first + INPUTS_AT_ONCE)
+            shape = self.taps, self.inputs, self.outputs
+            kernels.to_filters(weight, *shape, *part, self.points, *strides)
 
-        workers.run(transform, range(0, inputs, INPUTS_AT_ONCE))
+        workers.run(transform, range(0, self.inputs, INPUTS_AT_ONCE))
 
     def reach(self, length: int) -> int:
         """Samples of a signal that are read for `length` outputs."""
@@ -65,10 +67,9 @@ class Convolution:
         self, signal: Tensor, length: int, x: Tensor, out: Tensor, more: bool, workers: Workers
     ) -> None:
         """Write `length` outputs and x added up to `out`, or add both to what is there."""
-        outputs = self.points.shape[2]
-        one = workers.scratch("values", self.size * self.dilation * outputs + kernels.LANES)
+        one = workers.scratch("one", self.size * self.dilation * self.outputs + kernels.LANES)
         given = self._multiply(signal, length, workers)
-        kernels.add_samples(*given, flat(x), flat(out), length * outputs, more, flat(one))
+        kernels.add_samples(*given, flat(x), flat(out), length * self.outputs, more, flat(one))
 
     def _blocks(self, length: int) -> int:
         return -(-length // (self.dilation * self.size))
@@ -76,23 +77,19 @@ class Convolution:
     def _multiply(self, signal: Tensor, length: int, workers: Workers) -> tuple:
         """The products, as the kernels take them."""
         # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
-        # Neighbouring samples are of different series, and one row of numbers for the kernels.
-        count, inputs, outputs = self.points.shape
-        blocks = self._blocks(length)
+        blocks, count = self._blocks(length), kernels.point_count(self.taps)
+        inputs, outputs = panel_count(self.inputs), panel_count(self.outputs)
         rows = blocks * self.dilation
-        # The kernel may write a little more than a plane.
-        memory = workers.scratch("values", count, rows * inputs + kernels.LANES)
-        values = memory[:, : rows * inputs].unflatten(1, (rows, inputs))
-        numbers = count * rows * outputs
-        products = workers.scratch("products", numbers + kernels.LANES)
-        row, plane = self.dilation * inputs, values.stride(0)
-        kernels.to_points(
-            flat(signal), self.taps, self.size * row, blocks, row, flat(memory), plane
-        )
-        # torch multiplies all points at once only where the result has no gaps.
-        torch.bmm(values, self.points, out=products[:numbers].view(count, rows, outputs))
-        row = self.dilation * outputs
-        return flat(products), self.taps, self.size * row, blocks, row, self.bias
+        values = flat(workers.scratch("values", count, inputs, rows, kernels.LANES))
+        products = flat(workers.scratch("products", count, outputs, rows, kernels.LANES))
+        shape = self.taps, self.size, self.dilation, blocks
+        kernels.to_points(flat(signal), *shape, self.inputs, values)
+        fma.multiply_all(values, self.points, products, count, rows, inputs, outputs)
+        return products, *shape, self.outputs, self.bias
+
+
+def panel_count(channels: int) -> int:
+    return -(-channels // kernels.LANES)
 
 
 def flat(x: Tensor) -> ndarray:

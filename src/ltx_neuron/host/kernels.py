@@ -11,6 +11,7 @@ Importing this module compiles it, or loads what was compiled before.
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 
 from llvmlite import ir
 from numba import njit, types
@@ -24,9 +25,10 @@ FILTER = 12  # taps of the low-pass filters around an activation
 PI = 3.140625, 9.67502593994140625e-4, 1.509957990978376e-7  # with few digits: products are exact
 SINE = -0.16666657096, 0.0083330172885, -0.00019806614879, 2.6000538513e-06
 ROUND = 1.5 * 2**23  # added to a float32 and subtracted again, it leaves a whole number
+_FIRST_LANE = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
 # A product and a sum may be rounded once, and what is zero may be left out.
 FLAGS = "contract", "nsz"
-_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_VECTOR, _INDEX_BITS = ir.VectorType(ir.FloatType(), LANES), ir.IntType(64)
 
 
 class Lanes:
@@ -57,6 +59,16 @@ class Lanes:
         bound = ir.Constant(_VECTOR, [limit] * LANES)
         less = self.builder.fcmp_ordered("<", self.value, bound)
         return Lanes(self.builder, self.builder.select(less, self.value, bound))
+
+    def first(self, count: ir.Value, rest: "Lanes | None" = None) -> "Lanes":
+        """The first `count` numbers, and of the others the rest's, or zeros."""
+        kind = ir.VectorType(count.type, LANES)
+        places = ir.Constant(kind, [*range(LANES)])
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), count, ir.IntType(32)(0))
+        counts = self.builder.shuffle_vector(one, one, _FIRST_LANE)
+        other = ir.Constant(_VECTOR, [0.0] * LANES) if rest is None else rest.value
+        there = self.builder.icmp_signed("<", places, counts)
+        return Lanes(self.builder, self.builder.select(there, self.value, other))
 
     def at_least(self, limit: float) -> "Lanes":
         return (self * -1).at_most(-limit) * -1
@@ -166,19 +178,32 @@ class Memory:
     """An array of float32 of a kernel, from an index on."""
 
     def __init__(self, context, builder: ir.IRBuilder, kind: types.Array, array, index):
-        self.builder, self.index = builder, index
-        self.data = context.make_array(kind)(context, builder, array).data
+        self.builder = builder
+        self.place = builder.gep(context.make_array(kind)(context, builder, array).data, [index])
 
-    def _pointer(self, count: int, step: ir.Value) -> ir.Value:
-        """To the number that lies `count` steps after the index."""
-        distance = self.builder.mul(step, ir.Constant(step.type, count))
-        pointer = self.builder.gep(self.data, [self.builder.add(self.index, distance)])
-        return self.builder.bitcast(pointer, _VECTOR.as_pointer())
+    def after(self, distance: ir.Value) -> "Memory":
+        """The array from so many numbers later on."""
+        memory = copy(self)
+        memory.place = self.builder.gep(self.place, [distance])
+        return memory
 
-    def load(self, count: int, step: ir.Value) -> Lanes:
+    def _number(self, count: int, step: ir.Value | None) -> ir.Value:
+        """To the number that lies `count` steps after the index. A step is one number, or more."""
+        distance = ir.Constant(_INDEX_BITS, count)
+        if step is not None:
+            distance = self.builder.mul(step, distance)
+        return self.builder.gep(self.place, [distance])
+
+    def _pointer(self, count: int, step: ir.Value | None) -> ir.Value:
+        return self.builder.bitcast(self._number(count, step), _VECTOR.as_pointer())
+
+    def load(self, count: int = 0, step: ir.Value | None = None) -> Lanes:
         return Lanes(self.builder, self.builder.load(self._pointer(count, step), align=4))
 
-    def store(self, value: Lanes, count: int, step: ir.Value) -> None:
+    def load_one(self, count: int) -> ir.Value:
+        return self.builder.load(self._number(count, None))
+
+    def store(self, value: Lanes, count: int = 0, step: ir.Value | None = None) -> None:
         self.builder.store(value.value, self._pointer(count, step), align=4)
 
     def store_past_caches(self, value: Lanes, count: int, step: ir.Value) -> None:
@@ -193,8 +218,7 @@ _ARRAY, _INDEX, _FILTER = types.float32[::1], types.intp, types.UniTuple(types.f
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> Lanes:
     one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.IntType(32)(0))
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    return Lanes(builder, builder.shuffle_vector(one, one, mask))
+    return Lanes(builder, builder.shuffle_vector(one, one, _FIRST_LANE))
 
 
 @intrinsic
@@ -205,8 +229,8 @@ def _upsample(typing, x, at, row, taps, a, b, param, high, to, plane):
         kinds = signature.args
         source = Memory(context, builder, kinds[0], args[0], args[1])
         target = Memory(context, builder, kinds[7], args[7], args[8])
-        step, plane, none = args[2], args[9], ir.Constant(args[2].type, 0)
-        a, b = (Memory(context, builder, kinds[i], args[i], args[6]).load(0, none) for i in (4, 5))
+        step, plane = args[2], args[9]
+        a, b = (Memory(context, builder, kinds[i], args[i], args[6]).load() for i in (4, 5))
         taps = [splat(builder, builder.extract_value(args[3], i)) for i in range(FILTER)]
         rows = [source.load(i, step) for i in range(-3, 4)]
         for phase in range(2):
@@ -248,40 +272,43 @@ def _downsample(typing, high, at, row, plane, taps, out, to):
 
 def _points_of(block: int):
     @intrinsic
-    def block_points(typing, x, at, step, points, to, plane):
-        """Write the points, in planes, of rows that are `step` apart."""
+    def block_points(typing, x, at, step, count, points, to, plane):
+        """Write the points, in planes, of rows that are `step` apart: of their `count` first
+        numbers, and zeros."""
 
         def write(context, builder, signature, args):
             source = Memory(context, builder, signature.args[0], args[0], args[1])
-            target = Memory(context, builder, signature.args[3], args[3], args[4])
-            inputs = [source.load(i, args[2]) for i in range(block)]
+            target = Memory(context, builder, signature.args[4], args[4], args[5])
+            inputs = [source.load(i, args[2]).first(args[3]) for i in range(block)]
             for i, point in enumerate(input_points(inputs)):
-                target.store(point, i, args[5])
+                target.store(point, i, args[6])
             return context.get_dummy_value()
 
-        return types.void(_ARRAY, _INDEX, _INDEX, _ARRAY, _INDEX, _INDEX), write
+        return types.void(_ARRAY, *[_INDEX] * 3, _ARRAY, _INDEX, _INDEX), write
 
     return block_points
 
 
 def _samples_of(taps: int):
     @intrinsic
-    def block_samples(typing, products, at, plane, bias, first, out, to, step):
-        """Write the outputs of products, which are in planes, to rows that are `step` apart."""
+    def block_samples(typing, products, at, plane, bias, first, out, to, step, count):
+        """Write the `count` first outputs of products, which are in planes, to rows that are `step`
+        apart. What follows in a row is read and written again."""
 
         def write(context, builder, signature, args):
-            kinds, count = signature.args, point_count(taps)
+            kinds = signature.args
             source = Memory(context, builder, kinds[0], args[0], args[1])
             bias = Memory(context, builder, kinds[3], args[3], args[4])
             target = Memory(context, builder, kinds[5], args[5], args[6])
-            products = [source.load(i, args[2]) for i in range(count)]
+            products = [source.load(i, args[2]) for i in range(point_count(taps))]
             # The mean, which is a part of every sample.
-            products[0] = products[0] + bias.load(0, args[2])
+            products[0] = products[0] + bias.load()
             for i, sample in enumerate(output_samples(products)[: output_count(taps)]):
-                target.store(sample, i, args[7])
+                target.store(sample.first(args[8], target.load(i, args[7])), i, args[7])
             return context.get_dummy_value()
 
-        return types.void(_ARRAY, _INDEX, _INDEX, _ARRAY, _INDEX, _ARRAY, _INDEX, _INDEX), write
+        places = [_ARRAY, _INDEX, _INDEX]
+        return types.void(*places, _ARRAY, _INDEX, *places, _INDEX), write
 
     return block_samples
 
@@ -367,14 +394,14 @@ def activate(x, at, row, rows, up, down, a, b, high, out, to):
 
 
 @kernel(_ARRAY, *[_INDEX] * 5, _ARRAY, _INDEX, _INDEX)
-def to_filters(weight, taps, inputs, outputs, first, last, points, row, plane):
-    """Write the points of weight (outputs, inputs, taps) for inputs `first` to `last`: a row of
-    `row` numbers for each input, `outputs` of them and some more. Rows, planes and `points` begin
-    at multiples of LANES numbers."""
+def to_filters(weight, taps, inputs, outputs, first, last, points, panel, plane):
+    """Write the points of weight (outputs, inputs, taps) for inputs `first` to `last`: panels of
+    LANES outputs, a row of them for each input. Panels, planes and `points` begin at multiples of
+    LANES numbers."""
     step = inputs * taps
     for i in range(first, last):
-        for c in range(0, row, LANES):
-            at, to, end = c * step + i * taps, i * row + c, outputs - 1 - c
+        for c in range(0, outputs, LANES):
+            at, to, end = c * step + i * taps, c // LANES * panel + i * LANES, outputs - 1 - c
             if taps == 3:
                 _filters3(weight, at, step, end, points, to, plane)
             elif taps == 7:
@@ -383,45 +410,61 @@ def to_filters(weight, taps, inputs, outputs, first, last, points, row, plane):
                 _filters11(weight, at, step, end, points, to, plane)
 
 
-@kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _INDEX)
-def to_points(x, taps, step, blocks, width, points, plane):
-    """Write the points, (blocks, width) in each plane, of blocks of rows of `width` numbers. Blocks
-    begin `step` numbers apart. Each plane needs room for LANES more."""
+@kernel(_ARRAY, *[_INDEX] * 5, _ARRAY)
+def to_points(x, taps, size, dilation, blocks, channels, points):
+    """Write the points of a signal of rows of channels: planes of panels (rows, LANES), with zeros
+    after the last channel. Of each block of `size * dilation` samples `dilation` rows are made. x
+    needs room for LANES more."""
+    step, rows = dilation * channels, blocks * dilation
+    panels = -(-channels // LANES)
+    plane = panels * rows * LANES
     for b in range(blocks):
-        for c in range(0, width, LANES):
-            c = max(0, min(c, width - LANES))
-            if taps == 3:
-                _points16(x, b * step + c, width, points, b * width + c, plane)
-            else:
-                _points32(x, b * step + c, width, points, b * width + c, plane)
+        for d in range(dilation):
+            at, row = (b * size * dilation + d) * channels, b * dilation + d
+            for panel in range(panels):
+                c = panel * LANES
+                count, to = channels - c, (panel * rows + row) * LANES
+                if taps == 3:
+                    _points16(x, at + c, step, count, points, to, plane)
+                else:
+                    _points32(x, at + c, step, count, points, to, plane)
 
 
 @njit(nogil=True)
-def _block_samples(products, at, plane, taps, width, bias, out, to):
-    for c in range(0, width, LANES):
-        c = max(0, min(c, width - LANES))
-        if taps == 3:
-            _samples3(products, at + c, plane, bias, c, out, to + c, width)
-        elif taps == 7:
-            _samples7(products, at + c, plane, bias, c, out, to + c, width)
-        else:
-            _samples11(products, at + c, plane, bias, c, out, to + c, width)
+def _block_samples(products, rows, row, taps, dilation, channels, bias, out, to):
+    """The samples of a block, whose products begin with `row`, written to out[to:]."""
+    step, panels = dilation * channels, -(-channels // LANES)
+    plane = panels * rows * LANES
+    for d in range(dilation):
+        for panel in range(panels):
+            c = panel * LANES
+            at, place = (panel * rows + row + d) * LANES, to + d * channels + c
+            if taps == 3:
+                _samples3(products, at, plane, bias, c, out, place, step, channels - c)
+            elif taps == 7:
+                _samples7(products, at, plane, bias, c, out, place, step, channels - c)
+            else:
+                _samples11(products, at, plane, bias, c, out, place, step, channels - c)
 
 
-@kernel(_ARRAY, *[_INDEX] * 4, _ARRAY, _ARRAY)
-def to_samples(products, taps, step, blocks, width, bias, out):
-    """Write the outputs of products (P, blocks, width), to rows of `width` numbers. Blocks begin
-    `step` numbers apart. All three need room for LANES more."""
+@kernel(_ARRAY, *[_INDEX] * 5, _ARRAY, _ARRAY)
+def to_samples(products, taps, size, dilation, blocks, channels, bias, out):
+    """Write the outputs of products, which lie as `to_points` writes points, to rows of channels.
+    `out` needs room for LANES more."""
     for b in range(blocks):
-        _block_samples(products, b * width, blocks * width, taps, width, bias, out, b * step)
+        to = b * size * dilation * channels
+        _block_samples(
+            products, blocks * dilation, b * dilation, taps, dilation, channels, bias, out, to
+        )
 
 
-@kernel(_ARRAY, *[_INDEX] * 4, *[_ARRAY] * 3, _INDEX, types.boolean, _ARRAY)
-def add_samples(products, taps, step, blocks, width, bias, x, out, count, more, one):
+@kernel(_ARRAY, *[_INDEX] * 5, *[_ARRAY] * 3, _INDEX, types.boolean, _ARRAY)
+def add_samples(products, taps, size, dilation, blocks, channels, bias, x, out, count, more, one):
     """Write the first `count` numbers of x and outputs added up to `out`, or add both to what is
     there. `one` is scratch memory for a block."""
+    rows, step = blocks * dilation, size * dilation * channels
     for b in range(blocks):
-        _block_samples(products, b * width, blocks * width, taps, width, bias, one, 0)
+        _block_samples(products, rows, b * dilation, taps, dilation, channels, bias, one, 0)
         begin, last = b * step, min(step, count - b * step)
         if more:
             for i in range(last):

@@ -1,0 +1,164 @@
+"""Products of float32 matrices by a processor's fused multiply-adds, for the convolutions of sound.
+
+Matrices are stored in panels of LANES columns, (panels, rows, LANES): what the inner loop reads
+lies together, and all its distances are known when it is compiled. The loop keeps a tile of the
+result in registers, as many rows and panels as they hold, and goes through LANES columns of the
+left matrix, a step, at a time. A left matrix's steps need not follow each other: those of a
+convolution's taps are the same panels from another row on.
+
+MKL, which torch takes, has half of this rate on processors that are not Intel's, and oneDNN has it
+for large matrices only (benchmarks/audio_decode.md).
+
+Importing this module compiles it, or loads what was compiled before.
+"""
+
+import os
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ltx_neuron.host.kernels import LANES, Lanes, Memory, kernel, splat
+
+# Steps whose products are one chain of additions: one long chain would round more.
+CHAIN = 8
+_UNROLLED = 4  # columns of a step
+_TOLD = "NUMBA_CPU_FEATURES", "NUMBA_CPU_NAME"  # for another processor than this one
+# Rows and panels of a tile: 24 of 32 registers of 16 numbers, or 12 of 16 registers of 8.
+_WIDE = get_host_cpu_features().get("avx512f") and not any(name in os.environ for name in _TOLD)
+ROWS, PANELS = (12, 2) if _WIDE else (6, 1)
+
+_ARRAY, _INDEX, _OFFSETS = types.float32[::1], types.intp, types.int64[::1]
+
+
+class _Tile:
+    """Instructions that multiply a tile of `rows` rows and `panels` panels."""
+
+    def __init__(self, builder: ir.IRBuilder, rows: int, panels: int):
+        self.builder = builder
+        zero = ir.Constant(ir.VectorType(ir.FloatType(), LANES), [0.0] * LANES)
+        # LLVM keeps them in registers.
+        self.sums = [
+            [cgutils.alloca_once_value(builder, zero) for _ in range(rows)] for _ in range(panels)
+        ]
+        for sums in self.sums:
+            for place in sums:
+                builder.store(zero, place)
+
+    def multiply(self, a: Memory, offsets: ir.Value, steps: ir.Value, filters: list[Memory]):
+        """Add up the products of all steps of a, which begin `offsets` after it."""
+        builder, size = self.builder, steps.type
+        with cgutils.for_range(builder, steps) as step:
+            offset = builder.load(builder.gep(offsets, [step.index]))
+            begin = builder.mul(step.index, ir.Constant(size, LANES * LANES))
+            with cgutils.for_range(builder, ir.Constant(size, LANES // _UNROLLED)) as part:
+                column = builder.mul(part.index, ir.Constant(size, _UNROLLED))
+                row = builder.add(begin, builder.mul(column, ir.Constant(size, LANES)))
+                left = a.after(builder.add(offset, column))
+                right = [memory.after(row) for memory in filters]
+                for k in range(_UNROLLED):
+                    self._add(left, [memory.load(k * LANES) for memory in right], k)
+
+    def _add(self, a: Memory, b: list[Lanes], column: int) -> None:
+        """Add the products of a column of a with a row of each panel."""
+        for row in range(len(self.sums[0])):
+            number = splat(self.builder, a.load_one(row * LANES + column))
+            for sums, vector in zip(self.sums, b, strict=True):
+                total = Lanes(self.builder, self.builder.load(sums[row])) + number * vector
+                self.builder.store(total.value, sums[row])
+
+    def store(self, panels: list[Memory], more: ir.Value) -> None:
+        """Write the sums to rows of panels, or add them to what is there."""
+        with self.builder.if_else(more) as (added, written):
+            for branch, old in ((added, True), (written, False)):
+                with branch:
+                    for panel, sums in zip(panels, self.sums, strict=True):
+                        for row, place in enumerate(sums):
+                            total = Lanes(self.builder, self.builder.load(place))
+                            at = row * LANES
+                            panel.store(panel.load(at) + total if old else total, at)
+
+
+def _tile_of(panels: int):
+    @intrinsic
+    def tile(typing, rows, a, at, offsets, first, steps, b, b_at, b_plane, c, c_at, c_plane, more):
+        """Write the products of `rows` rows, at most ROWS, from a[at:] with panels of b[b_at:] to
+        c[c_at:], or add them to what is there. Panels of b and c are planes apart."""
+
+        def write(context, builder, signature, args):
+            kinds = signature.args
+
+            def memories(array: int, count: int) -> list[Memory]:
+                memory = Memory(context, builder, kinds[array], args[array], args[array + 1])
+                planes = [memory]
+                for _ in range(count - 1):
+                    planes.append(planes[-1].after(args[array + 2]))
+                return planes
+
+            offsets = context.make_array(kinds[3])(context, builder, args[3]).data
+            offsets = builder.gep(offsets, [args[4]])
+            done = builder.append_basic_block("done")
+            switch = builder.switch(args[0], done)
+            for count in range(1, ROWS + 1):
+                block = builder.append_basic_block(f"rows{count}")
+                switch.add_case(ir.Constant(args[0].type, count), block)
+                builder.position_at_end(block)
+                tile = _Tile(builder, count, panels)
+                tile.multiply(memories(1, 1)[0], offsets, args[5], memories(6, panels))
+                tile.store(memories(9, panels), args[12])
+                builder.branch(done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
+
+        places = [_ARRAY, _INDEX, _INDEX]
+        kinds = [_INDEX, _ARRAY, _INDEX, _OFFSETS, _INDEX, _INDEX, *places, *places]
+        return types.void(*kinds, types.boolean), write
+
+    return tile
+
+
+_tile, _last_tile = _tile_of(PANELS), _tile_of(1)
+
+
+@njit(nogil=True)
+def multiply(a, at, offsets, b, b_at, c, c_at, c_plane, rows, panels):
+    """Write a matrix product of `rows` rows to panels of c[c_at:], which are `c_plane` numbers
+    apart.
+
+    a  panels of the left matrix; its steps begin offsets[:] after a[at]
+    b  the right one, (panels, steps * LANES, LANES) from b[b_at] on
+    """
+    steps, tiles = len(offsets), -(-rows // ROWS)
+    plane = steps * LANES * LANES
+    for panel in range(0, panels, PANELS):
+        for k in range(0, steps, CHAIN):
+            now, right = min(CHAIN, steps - k), b_at + panel * plane + k * LANES * LANES
+            first = 0
+            for tile in range(tiles):
+                end = (tile + 1) * rows // tiles
+                left, to = at + first * LANES, c_at + panel * c_plane + first * LANES
+                if panel + PANELS <= panels:
+                    _tile(
+                        *(end - first, a, left, offsets, k, now),
+                        *(b, right, plane, c, to, c_plane, k > 0),
+                    )
+                else:
+                    _last_tile(
+                        *(end - first, a, left, offsets, k, now),
+                        *(b, right, plane, c, to, c_plane, k > 0),
+                    )
+                first = end
+
+
+@kernel(*[_ARRAY] * 3, *[_INDEX] * 4)
+def multiply_all(a, b, c, count, rows, inputs, outputs):
+    """Write the products of `count` matrices a (inputs, rows, LANES) and b (outputs, inputs * LANES,
+    LANES) to c (outputs, rows, LANES), all in panels."""
+    plane = rows * LANES
+    offsets = np.arange(inputs) * plane
+    for i in range(count):
+        at, b_at = i * inputs * plane, i * outputs * inputs * LANES * LANES
+        multiply(a, at, offsets, b, b_at, c, i * outputs * plane, plane, rows, outputs)
