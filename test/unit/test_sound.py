@@ -26,7 +26,7 @@ from ltx_core.model.audio_vae import AudioDecoder, AudioDecoderConfigurator  # n
 from ltx_core.model.audio_vae import vocoder as ltx  # noqa: E402
 from ltx_core.model.audio_vae.model_configurator import VocoderConfigurator  # noqa: E402
 
-from ltx_neuron.host import kernels, sound  # noqa: E402
+from ltx_neuron.host import lanes, snake, sound, transforms  # noqa: E402
 from ltx_neuron.host.fourier import Convolution, flat  # noqa: E402
 from ltx_neuron.host.products import AMX, BLAS, Libraries, has_amx  # noqa: E402
 from ltx_neuron.host.sound import FastVocoder  # noqa: E402
@@ -142,7 +142,7 @@ def test_a_convolution_equals_torchs(taps, dilation, inputs, outputs, length):
     conv = torch.nn.Conv1d(inputs, outputs, taps, dilation=dilation).requires_grad_(False)
     signal, out = torch.randn(length + 400, inputs), torch.empty(length + 400, outputs)
     with Workers() as workers:
-        ours = Convolution(conv, workers, "points")
+        ours = Convolution(conv)
         ours.convolve(signal, length, out, workers)
     wanted = conv.double()(signal.double().T[None])[0].T[:length]
     assert ours.before == (taps - 1) * dilation // 2
@@ -152,14 +152,14 @@ def test_a_convolution_equals_torchs(taps, dilation, inputs, outputs, length):
 @pytest.mark.parametrize("size", [2, 4, 16, 32])
 def test_the_transform_of_a_block_equals_torchs_and_is_inverted(size):
     x = torch.randn(size, 3, dtype=torch.float64)
-    cos, sin = kernels.spectrum(list(x))
+    cos, sin = transforms.spectrum(list(x))
     wanted = torch.fft.rfft(x, dim=0)
     torch.testing.assert_close(torch.stack(cos), wanted.real, rtol=0, atol=1e-14)
     for number, expected in zip(sin[1:-1], wanted.imag[1:-1], strict=True):
         torch.testing.assert_close(number, -expected, rtol=0, atol=1e-14)
     # The sums from 0 to N / 2 are half of those from 0 to N - 1, but for the ends.
     ends = [cos[0] / 2, *cos[1:-1], cos[-1] / 2]
-    again = torch.stack(kernels.samples(ends, sin)) * 2 / size
+    again = torch.stack(transforms.samples(ends, sin)) * 2 / size
     torch.testing.assert_close(again, x, rtol=0, atol=1e-14)
 
 
@@ -183,11 +183,11 @@ def test_an_activation_equals_ltx_cores_also_at_the_ends_of_a_signal(channels, l
 
 def through_snake(x: torch.Tensor, rows: int) -> torch.Tensor:
     """y = x + sin(x)^2 of these numbers after the first 8, by filters that change nothing."""
-    out, ones = torch.empty(rows + kernels.LANES), np.ones(kernels.LANES, np.float32)
+    out, ones = torch.empty(rows + lanes.LANES), np.ones(lanes.LANES, np.float32)
     # A sample's two are itself, and of its two the first one is taken.
     up, down = (tuple(float(i in taps) for i in range(12)) for taps in ((5, 6), (5,)))
     high = np.empty(2 * (rows + 32), np.float32)
-    kernels.activate(flat(x.clone()), 8, 1, rows, up, down, ones, ones, high, flat(out), 0)
+    snake.activate(flat(x.clone()), 8, 1, rows, up, down, ones, ones, high, flat(out), 0)
     return out[:rows]
 
 
@@ -211,7 +211,7 @@ def test_a_kernel_is_compiled_where_no_folder_for_what_is_compiled_can_be_writte
     functions = {}  # of no file, so that numba finds no folder
     exec("def double(x):\n    x[0] = 2 * x[0]", functions)
     x = np.ones(1, np.float32)
-    kernels.kernel(kernels._ARRAY)(functions["double"])(x)
+    lanes.kernel(lanes.ARRAY)(functions["double"])(x)
     assert x[0] == 2
 
 
@@ -224,7 +224,7 @@ def test_a_processor_without_the_vectors_of_this_one_computes_the_same(tmp_path)
         "from ltx_neuron.host.winograd import Workers; torch.manual_seed(0)\n"
         "conv = torch.nn.Conv1d(24, 24, 11).requires_grad_(False)\n"
         "x, out = torch.randn(500, 24), torch.empty(500, 24)\n"
-        "with Workers(1) as w: Convolution(conv, w, 'points').convolve(x, 100, out, w)\n"
+        "with Workers(1) as w: Convolution(conv).convolve(x, 100, out, w)\n"
         "print((out[:100] - conv(x.T[None])[0].T[:100]).abs().max().item())"
     )
     changed = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": tmp_path}

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ltx_neuron.host import amx
 from ltx_neuron.host.amx import PARTS, STEP, TILE, TILE_BYTES
 from ltx_neuron.host.fourier import flat
-from ltx_neuron.host.kernels import kernel
+from ltx_neuron.host.lanes import kernel
 from ltx_neuron.host.winograd import Workers
 
 ROW_BYTES = 2 * STEP  # of parts

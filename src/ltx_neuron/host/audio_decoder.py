@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.host.amx_convolution import Filters, cut, exact, parts_memory, row_offsets
 from ltx_neuron.host.fourier import flat, fresh
-from ltx_neuron.host.kernels import LANES, ROUND, Lanes, Memory, kernel, splat
+from ltx_neuron.host.lanes import LANES, ROUND, Lanes, Memory, kernel, splat
 from ltx_neuron.host.vocoders import SMALL
 from ltx_neuron.host.winograd import Workers
 

@@ -14,14 +14,13 @@ Importing this module compiles it, or loads what was compiled before.
 
 import os
 
-import numpy as np
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ltx_neuron.host.kernels import LANES, Lanes, Memory, kernel, splat
+from ltx_neuron.host.lanes import ARRAY, INDEX, LANES, ZERO, Lanes, Memory, splat
 
 # Steps whose products are one chain of additions: one long chain would round more.
 CHAIN = 8
@@ -31,7 +30,7 @@ _TOLD = "NUMBA_CPU_FEATURES", "NUMBA_CPU_NAME"  # for another processor than thi
 _WIDE = get_host_cpu_features().get("avx512f") and not any(name in os.environ for name in _TOLD)
 ROWS, PANELS = (12, 2) if _WIDE else (6, 1)
 
-_ARRAY, _INDEX, _OFFSETS = types.float32[::1], types.intp, types.int64[::1]
+_OFFSETS = types.int64[::1]
 
 
 class _Tile:
@@ -39,14 +38,13 @@ class _Tile:
 
     def __init__(self, builder: ir.IRBuilder, rows: int, panels: int):
         self.builder = builder
-        zero = ir.Constant(ir.VectorType(ir.FloatType(), LANES), [0.0] * LANES)
         # LLVM keeps them in registers.
         self.sums = [
-            [cgutils.alloca_once_value(builder, zero) for _ in range(rows)] for _ in range(panels)
+            [cgutils.alloca_once_value(builder, ZERO) for _ in range(rows)] for _ in range(panels)
         ]
         for sums in self.sums:
             for place in sums:
-                builder.store(zero, place)
+                builder.store(ZERO, place)
 
     def multiply(self, a: Memory, offsets: ir.Value, steps: ir.Value, filters: list[Memory]):
         """Add up the products of all steps of a, which begin `offsets` after it."""
@@ -113,8 +111,8 @@ def _tile_of(panels: int):
             builder.position_at_end(done)
             return context.get_dummy_value()
 
-        places = [_ARRAY, _INDEX, _INDEX]
-        kinds = [_INDEX, _ARRAY, _INDEX, _OFFSETS, _INDEX, _INDEX, *places, *places]
+        places = [ARRAY, INDEX, INDEX]
+        kinds = [INDEX, ARRAY, INDEX, _OFFSETS, INDEX, INDEX, *places, *places]
         return types.void(*kinds, types.boolean), write
 
     return tile
@@ -124,41 +122,24 @@ _tile, _last_tile = _tile_of(PANELS), _tile_of(1)
 
 
 @njit(nogil=True)
-def multiply(a, at, offsets, b, b_at, c, c_at, c_plane, rows, panels):
-    """Write a matrix product of `rows` rows to panels of c[c_at:], which are `c_plane` numbers
-    apart.
+def multiply_part(
+    a, at, offsets, first, steps, b, b_at, b_plane, c, c_at, c_plane, rows, panels, more
+):
+    """Write the product of `rows` rows and `panels` panels, PANELS at most, to c[c_at:], or add it
+    to what is there.
 
-    a  panels of the left matrix; its steps begin offsets[:] after a[at]
-    b  the right one, (panels, steps * LANES, LANES) from b[b_at] on
+    a       its steps, from the one with the index `first` on, begin `offsets` after a[at]
+    steps   of a, CHAIN or fewer
+    planes  numbers from a panel to the next
     """
-    steps, tiles = len(offsets), -(-rows // ROWS)
-    plane = steps * LANES * LANES
-    for panel in range(0, panels, PANELS):
-        for k in range(0, steps, CHAIN):
-            now, right = min(CHAIN, steps - k), b_at + panel * plane + k * LANES * LANES
-            first = 0
-            for tile in range(tiles):
-                end = (tile + 1) * rows // tiles
-                left, to = at + first * LANES, c_at + panel * c_plane + first * LANES
-                if panel + PANELS <= panels:
-                    _tile(
-                        *(end - first, a, left, offsets, k, now),
-                        *(b, right, plane, c, to, c_plane, k > 0),
-                    )
-                else:
-                    _last_tile(
-                        *(end - first, a, left, offsets, k, now),
-                        *(b, right, plane, c, to, c_plane, k > 0),
-                    )
-                first = end
-
-
-@kernel(*[_ARRAY] * 3, *[_INDEX] * 4)
-def multiply_all(a, b, c, count, rows, inputs, outputs):
-    """Write the products of `count` matrices a (inputs, rows, LANES) and b (outputs, inputs * LANES,
-    LANES) to c (outputs, rows, LANES), all in panels."""
-    plane = rows * LANES
-    offsets = np.arange(inputs) * plane
-    for i in range(count):
-        at, b_at = i * inputs * plane, i * outputs * inputs * LANES * LANES
-        multiply(a, at, offsets, b, b_at, c, i * outputs * plane, plane, rows, outputs)
+    tiles = -(-rows // ROWS)
+    start = 0
+    for tile in range(tiles):
+        end = (tile + 1) * rows // tiles
+        left, to = at + start * LANES, c_at + start * LANES
+        given = end - start, a, left, offsets, first, steps, b, b_at, b_plane, c, to, c_plane, more
+        if panels == PANELS:
+            _tile(*given)
+        else:
+            _last_tile(*given)
+        start = end

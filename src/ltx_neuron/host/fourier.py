@@ -4,10 +4,10 @@ Fourier transform.
 A block of N inputs gives N - k + 1 outputs of a convolution with k taps. Along time, with the
 names of the paper that host/winograd.py follows:
 
-    U = G g      the filter transform: k taps to P points       kernels.to_filters
-    V = B^T d    the input transform: N inputs to P points      kernels.to_points
+    U = G g      the filter transform: k taps to P points       transforms.to_filters
+    V = B^T d    the input transform: N inputs to P points      transforms.to_points
     M = U V      products, summed over input channels: one matrix product per point
-    Y = A^T M    the output transform: P points to N - k + 1    kernels.to_samples
+    Y = A^T M    the output transform: P points to N - k + 1    transforms.to_samples
 
 A point is a real number: a real and a complex frequency's product takes 1 and 3 of them. N = 32
 has 47 points, which are 2.1 products an output where 11 taps take 11. Unlike Winograd's transforms
@@ -20,39 +20,24 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor, nn
 
-from ltx_neuron.host import fma, kernels
+from ltx_neuron.host import fma, transforms
+from ltx_neuron.host.lanes import LANES
 from ltx_neuron.host.winograd import Workers
-
-# Input channels whose filters a core transforms at a time.
-INPUTS_AT_ONCE = 16
 
 
 class Convolution:
-    """A convolution in time that keeps the length, ready to be computed in parts.
+    """A convolution in time that keeps the length, to be computed in parts.
 
     before  samples before the first one that the first output depends on
     """
 
-    def __init__(self, conv: nn.Conv1d, workers: Workers, name: str):
-        """The transformed filters are put into scratch memory of that name."""
+    def __init__(self, conv: nn.Conv1d):
         (self.dilation,), (self.taps,) = conv.dilation, conv.kernel_size
         self.before = (self.taps - 1) * self.dilation // 2
-        self.size = kernels.output_count(self.taps)  # of a block
-        self.bias = flat(F.pad(conv.bias, (0, kernels.LANES)))
+        self.size = transforms.output_count(self.taps)  # of a block
         self.outputs, self.inputs, _ = conv.weight.shape
-        count = kernels.point_count(self.taps)
-        panels, rows = panel_count(self.outputs), panel_count(self.inputs) * kernels.LANES
-        memory = workers.scratch(name, count, panels, rows, kernels.LANES)
-        memory[:, :, self.inputs :] = 0
-        weight, self.points = flat(conv.weight.contiguous()), flat(memory)
-        strides = memory.stride(1), memory.stride(0)
-
-        def transform(first: int) -> None:
-            part = first, min(self.inputs, first + INPUTS_AT_ONCE)
-            shape = self.taps, self.inputs, self.outputs
-            kernels.to_filters(weight, *shape, *part, self.points, *strides)
-
-        workers.run(transform, range(0, self.inputs, INPUTS_AT_ONCE))
+        self.weight = flat(conv.weight.contiguous())
+        self.bias = flat(F.pad(conv.bias, (0, LANES)))
 
     def reach(self, length: int) -> int:
         """Samples of a signal that are read for `length` outputs."""
@@ -61,15 +46,15 @@ class Convolution:
     def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
         """Write `length` outputs or more to `out` (samples, Cout). The first one is of the first
         samples of the signal (samples, Cin). Both are contiguous."""
-        kernels.to_samples(*self._multiply(signal, length, workers), flat(out))
+        transforms.to_samples(*self._multiply(signal, length, workers), flat(out))
 
     def add(
         self, signal: Tensor, length: int, x: Tensor, out: Tensor, more: bool, workers: Workers
     ) -> None:
         """Write `length` outputs and x added up to `out`, or add both to what is there."""
-        one = workers.scratch("one", self.size * self.dilation * self.outputs + kernels.LANES)
+        one = workers.scratch("one", self.size * self.dilation * self.outputs + LANES)
         given = self._multiply(signal, length, workers)
-        kernels.add_samples(*given, flat(x), flat(out), length * self.outputs, more, flat(one))
+        transforms.add_samples(*given, flat(x), flat(out), length * self.outputs, more, flat(one))
 
     def _blocks(self, length: int) -> int:
         return -(-length // (self.dilation * self.size))
@@ -77,19 +62,27 @@ class Convolution:
     def _multiply(self, signal: Tensor, length: int, workers: Workers) -> tuple:
         """The products, as the kernels take them."""
         # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
-        blocks, count = self._blocks(length), kernels.point_count(self.taps)
+        blocks, count = self._blocks(length), transforms.point_count(self.taps)
         inputs, outputs = panel_count(self.inputs), panel_count(self.outputs)
         rows = blocks * self.dilation
-        values = flat(workers.scratch("values", count, inputs, rows, kernels.LANES))
-        products = flat(workers.scratch("products", count, outputs, rows, kernels.LANES))
+        shapes = {
+            "values": (inputs, rows),
+            "products": (outputs, rows),
+            "filters": (fma.PANELS, fma.CHAIN * LANES),
+        }
+        values, products, filters = (
+            workers.scratch(name, count * transforms.plane_size(*shape)).numpy()
+            for name, shape in shapes.items()
+        )
         shape = self.taps, self.size, self.dilation, blocks
-        kernels.to_points(flat(signal), *shape, self.inputs, values)
-        fma.multiply_all(values, self.points, products, count, rows, inputs, outputs)
+        transforms.to_points(flat(signal), *shape, self.inputs, values)
+        given = self.taps, self.inputs, self.outputs, rows
+        transforms.multiply(values, self.weight, products, *given, filters)
         return products, *shape, self.outputs, self.bias
 
 
 def panel_count(channels: int) -> int:
-    return -(-channels // kernels.LANES)
+    return -(-channels // LANES)
 
 
 def flat(x: Tensor) -> ndarray:

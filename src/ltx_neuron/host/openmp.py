@@ -3,17 +3,17 @@
 Other threads would wait for torch's, which after an operation turn in circles on their cores for
 milliseconds. A kernel is a C function of an address: of a job, int64 numbers whose first is zero
 and counts the pieces that the threads have taken.
-
-numba keeps what it compiled of a kernel, with what is inlined from here, until the kernel's own
-file changes: whoever changes a function here touches those files as well.
 """
 
 import ctypes
+from functools import partial
 
 import torch
 from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
+
+from ltx_neuron.host.compiled import compile_or_load
 
 # Through the libraries that torch is made of: None where that is not GNU's OpenMP.
 _parallel = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
@@ -62,11 +62,7 @@ def number(typing_context, bits):
 
 def kernel(function):
     """Compile a kernel, or load what was compiled before."""
-    signature = types.void(types.voidptr)
-    try:
-        return cfunc(signature, cache=True)(function)
-    except RuntimeError:  # neither this file's folder nor the user's for caches can be written
-        return cfunc(signature)(function)
+    return compile_or_load(partial(cfunc, types.void(types.voidptr)), function)
 
 
 def run(function, *numbers: int) -> None:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from ltx_core.model.audio_vae import vocoder as ltx
 from torch import Tensor, nn
 
-from ltx_neuron.host import kernels
+from ltx_neuron.host import snake
 from ltx_neuron.host.fourier import Convolution, flat, fresh
+from ltx_neuron.host.lanes import LANES
 from ltx_neuron.host.vocoders import unknown_modules
 from ltx_neuron.host.winograd import Workers
 
@@ -201,8 +202,8 @@ class _Pair:
     ):
         self.workers = workers
         self.steps = [
-            (_Activation(act), laid_out.get(conv) or Convolution(conv, workers, name))
-            for act, conv, name in ((act1, conv1, "first"), (act2, conv2, "second"))
+            (_Activation(act), laid_out.get(conv) or Convolution(conv))
+            for act, conv in ((act1, conv1), (act2, conv2))
         ]
         self.margin = sum(REACH + conv.before for _, conv in self.steps)
 
@@ -250,10 +251,10 @@ class _Activation:
     """y = x + sin(ax)^2 / b at twice the rate, between low-pass filters."""
 
     def __init__(self, activation: ltx.Activation1d):
-        snake = activation.act
-        a, b = snake.alpha.exp(), 1 / (snake.beta.exp() + snake.eps)
+        act = activation.act
+        a, b = act.alpha.exp(), 1 / (act.beta.exp() + act.eps)
         # Repeated for whole rows that are a multiple of LANES.
-        rows = kernels.LANES // math.gcd(len(a), kernels.LANES)
+        rows = LANES // math.gcd(len(a), LANES)
         rows *= -(-GROUP // (rows * len(a)))
         self.a, self.b = a.repeat(rows).numpy(), b.repeat(rows).numpy()
         self.up = tuple((2 * activation.upsample.filter).flatten().flip(0).tolist())
@@ -267,10 +268,10 @@ class _Activation:
         low = workers.scratch("signal", BEFORE + length + AFTER, channels)
         # Whole groups of numbers, and three rows before and after.
         size = -(-length * channels // len(self.a)) * len(self.a) + 6 * channels
-        high = workers.scratch("values", 2, size + kernels.LANES)
+        high = workers.scratch("values", 2, size + LANES)
         start = BEFORE * channels
         filters = self.up, self.down, self.a, self.b
-        kernels.activate(flat(x), start, channels, length, *filters, flat(high), flat(low), start)
+        snake.activate(flat(x), start, channels, length, *filters, flat(high), flat(low), start)
         low[:BEFORE].zero_()
         low[BEFORE + length : BEFORE + zeros].zero_()
         return low
