@@ -236,8 +236,9 @@ def convolve(
     amx.configure(before.ctypes.data)
 
 
-def exact(conv: nn.Module) -> bool:
-    """Whether a convolution's weights are those of bf16, as they were stored."""
+def takes(conv: nn.Module) -> bool:
+    """Whether a convolution's weights are those of bf16, as they were stored: products are exact
+    then."""
     return torch.equal(conv.weight, conv.weight.bfloat16().to(conv.weight.dtype))
 
 
@@ -290,75 +291,6 @@ class Filters:
             *(_NOTHING if x is None else flat(x), more, flat(out)),
             *(step or len(self.bias), sums, _CONFIGURATION),
         )
-
-
-class Convolution:
-    """A convolution in time, transposed or not, that keeps the length or multiplies it.
-
-    before, after  samples before and after an output's that it depends on
-    """
-
-    def __init__(self, conv: nn.Conv1d | nn.ConvTranspose1d):
-        (self.stride,), (padding,), (dilation,) = conv.stride, conv.padding, conv.dilation
-        taps = range(conv.kernel_size[0])
-        if isinstance(conv, nn.ConvTranspose1d):
-            weight = conv.weight.transpose(0, 1)
-            ahead = [[phase + padding - tap for tap in taps] for phase in range(self.stride)]
-        else:
-            weight, ahead = conv.weight, [[tap * dilation - padding for tap in taps]]
-        # Each phase of the outputs has taps of its own.
-        reaches = [
-            {tap: rows // self.stride for tap, rows in enumerate(phase) if rows % self.stride == 0}
-            for phase in ahead
-        ]
-        every = [rows for phase in reaches for rows in phase.values()]
-        self.before, self.after = max(0, -min(every)), max(0, *every)
-        self.phases = [
-            (
-                Filters(weight[:, :, [*phase]], conv.bias),
-                row_offsets(self.before + r for r in phase.values()),
-            )
-            for phase in reaches
-        ]
-
-    def reach(self, length: int) -> int:
-        """Samples of a signal that are read for `length` outputs."""
-        return self.before + length + self.after
-
-    def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
-        """Write `length` outputs to `out` (samples, Cout). The first one is of the first samples of
-        the signal (samples, Cin). Both are contiguous."""
-        parts = self._cut(signal[: self.reach(length)], 0, length, workers)
-        filters, offsets = self.phases[0]
-        filters.convolve(parts, offsets, out, workers, (1, length))
-
-    def add(
-        self, signal: Tensor, length: int, x: Tensor, out: Tensor, more: bool, workers: Workers
-    ) -> None:
-        """Write `length` outputs and x added up to `out`, or add both to what is there."""
-        parts = self._cut(signal[: self.reach(length)], 0, length, workers)
-        filters, offsets = self.phases[0]
-        filters.convolve(parts, offsets, out, workers, (1, length), x=x, more=more)
-
-    def convolve_part(
-        self, x: Tensor, start: int, stop: int, out: Tensor, workers: Workers
-    ) -> None:
-        """Write the outputs of samples `start` to `stop` of a whole signal x (length, Cin) to their
-        places in `out`."""
-        first, last = max(0, start - self.before), min(len(x), stop + self.after)
-        zeros = first - (start - self.before)
-        parts = self._cut(x[first:last], zeros, stop - start, workers)
-        for phase, (filters, offsets) in enumerate(self.phases):
-            begin, step = start * self.stride + phase, self.stride * out.shape[1]
-            filters.convolve(parts, offsets, out[begin:], workers, (1, stop - start), step=step)
-
-    def _cut(self, x: Tensor, zeros: int, length: int, workers: Workers) -> ndarray:
-        """The parts of what `length` outputs read: as many rows of zeros, x, and zeros again."""
-        parts = parts_memory(workers, x.shape[1], self.reach(length))
-        parts[:, :, :zeros] = 0
-        cut(flat(x), 0, *x.shape, parts, zeros)
-        parts[:, :, zeros + len(x) : self.reach(length)] = 0
-        return parts
 
 
 def parts_memory(workers: Workers, channels: int, rows: int) -> ndarray:

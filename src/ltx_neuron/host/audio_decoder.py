@@ -25,7 +25,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor, nn
 
-from ltx_neuron.host.amx_convolution import Filters, cut, exact, parts_memory, row_offsets
+from ltx_neuron.host.amx_convolution import Filters, cut, parts_memory, row_offsets, takes
 from ltx_neuron.host.fourier import flat, fresh
 from ltx_neuron.host.lanes import LANES, ROUND, Lanes, Memory, kernel, splat
 from ltx_neuron.host.vocoders import SMALL
@@ -121,7 +121,7 @@ def unknown_modules(decoder: AudioDecoder) -> list[str]:
             m.kernel_size in ((3, 3), (1, 1))
             and (m.stride, m.dilation, m.groups) == ((1, 1), (1, 1), 1)
             and m.weight.dtype == torch.float32
-            and exact(m)
+            and takes(m)
         ),
         ResnetBlock: lambda m: (
             not hasattr(m, "temb_proj")

@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from ltx_neuron.host.lanes import ARRAY, INDEX, LANES, ZERO, Lanes, Memory, splat
 
 # Steps whose products are one chain of additions: one long chain would round more.
-CHAIN = 8
+CHAIN = 4
 _UNROLLED = 4  # columns of a step
 _TOLD = "NUMBA_CPU_FEATURES", "NUMBA_CPU_NAME"  # for another processor than this one
 # Rows and panels of a tile: 24 of 32 registers of 16 numbers, or 12 of 16 registers of 8.
@@ -129,17 +129,17 @@ def multiply_part(
     to what is there.
 
     a       its steps, from the one with the index `first` on, begin `offsets` after a[at]
-    steps   of a, CHAIN or fewer
     planes  numbers from a panel to the next
     """
-    tiles = -(-rows // ROWS)
-    start = 0
+    tiles, start = -(-rows // ROWS), 0
     for tile in range(tiles):
         end = (tile + 1) * rows // tiles
         left, to = at + start * LANES, c_at + start * LANES
-        given = end - start, a, left, offsets, first, steps, b, b_at, b_plane, c, to, c_plane, more
-        if panels == PANELS:
-            _tile(*given)
-        else:
-            _last_tile(*given)
+        for k in range(0, steps, CHAIN):
+            right, there = b_at + k * LANES * LANES, more or k > 0
+            given = end - start, a, left, offsets, first + k, min(CHAIN, steps - k)
+            if panels == PANELS:
+                _tile(*given, b, right, b_plane, c, to, c_plane, there)
+            else:
+                _last_tile(*given, b, right, b_plane, c, to, c_plane, there)
         start = end

@@ -68,7 +68,7 @@ class Convolution:
         shapes = {
             "values": (inputs, rows),
             "products": (outputs, rows),
-            "filters": (fma.PANELS, fma.CHAIN * LANES),
+            "filters": (fma.PANELS, transforms.STEPS * LANES),
         }
         values, products, filters = (
             workers.scratch(name, count * transforms.plane_size(*shape)).numpy()

@@ -8,16 +8,16 @@ are cut by length and channels alone: the number of cores does not change the bi
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from ltx_core.model.audio_vae import vocoder as ltx
 from torch import Tensor, nn
 
-from ltx_neuron.host import snake
-from ltx_neuron.host.fourier import Convolution, flat, fresh
+from ltx_neuron.host import direct, fourier, snake
+from ltx_neuron.host.fourier import flat, fresh
 from ltx_neuron.host.lanes import LANES
 from ltx_neuron.host.vocoders import unknown_modules
 from ltx_neuron.host.winograd import Workers
@@ -31,8 +31,8 @@ BEFORE, AFTER = 32, 10 * 32
 # fewer samples than the other number: all of a layer's filters are read for each span.
 SPAN_NUMBERS, SPAN_SAMPLES = 2**18, 2048
 
-# The convolutions that AMX computes, by their modules: amx_convolution.Convolution.
-LaidOut = Mapping[nn.Module, Any]
+# By the modules of ltx-core.
+Convolutions = dict[nn.Module, "direct.Convolution | fourier.Convolution"]
 
 
 class FastVocoder(ltx.VocoderWithBWE):
@@ -47,7 +47,7 @@ class FastVocoder(ltx.VocoderWithBWE):
             raise ValueError("not the released vocoder:\n  " + "\n  ".join(unknown))
         nn.Module.__init__(self)
         self.__dict__.update(vocoder.__dict__)  # shared and not copied
-        self.laid_out = lay_out(self) if has_amx else {}
+        self.convolutions = convolutions_of(self, has_amx)
 
     @torch.no_grad()
     def forward(self, mel_spec: Tensor) -> Tensor:
@@ -56,47 +56,51 @@ class FastVocoder(ltx.VocoderWithBWE):
             return torch.stack([self._waveform(mel, workers) for mel in mel_spec])
 
     def _waveform(self, mel: Tensor, workers: Workers) -> Tensor:
-        low = generate(self.vocoder, mel, workers, self.laid_out)
+        low = generate(self.vocoder, mel, workers, self.convolutions)
         length = low.shape[1] * self.output_sampling_rate // self.input_sampling_rate
         low = F.pad(low, (0, -low.shape[1] % self.hop_length))[None]
         mel = _on_one_core(lambda: self._compute_mel(low), workers)[0]
-        residual = generate(self.bwe_generator, mel.transpose(1, 2), workers, self.laid_out)
+        residual = generate(self.bwe_generator, mel.transpose(1, 2), workers, self.convolutions)
         skip = _on_one_core(lambda: self.resampler(low), workers)[0]
         return residual.add_(skip).clamp_(-1, 1)[:, :length]
 
 
-def lay_out(module: nn.Module) -> LaidOut:
-    """The convolutions in a module that AMX can compute, ready for it."""
-    from ltx_neuron.host import amx_convolution  # compiles for AMX
-
-    kinds = nn.Conv1d, nn.ConvTranspose1d
-    convolutions = (layer for layer in module.modules() if isinstance(layer, kinds))
-    return {
-        conv: amx_convolution.Convolution(conv)
-        for conv in convolutions
-        if amx_convolution.exact(conv)
+def convolutions_of(vocoder: nn.Module, has_amx: bool) -> Convolutions:
+    """What computes the convolutions in a vocoder: AMX those that it takes. Of the others those
+    between activations, which have most of the work, by the Fourier transform."""
+    between = {
+        conv
+        for block in vocoder.modules()
+        if isinstance(block, ltx.AMPBlock1)
+        for conv in (*block.convs1, *block.convs2)
     }
+    kinds = nn.Conv1d, nn.ConvTranspose1d
+    convolutions, (*matrix_units, all_take) = {}, direct.units(has_amx)
+    for conv in (layer for layer in vocoder.modules() if isinstance(layer, kinds)):
+        unit = next((unit for unit in matrix_units if unit.takes(conv)), all_take)
+        by_fourier = unit is all_take and conv in between
+        convolutions[conv] = (
+            fourier.Convolution(conv) if by_fourier else direct.Convolution(conv, unit)
+        )
+    return convolutions
 
 
 def generate(
-    generator: ltx.Vocoder, mel: Tensor, workers: Workers, laid_out: LaidOut | None = None
+    generator: ltx.Vocoder, mel: Tensor, workers: Workers, convolutions: Convolutions
 ) -> Tensor:
     """The waveform (2, samples) that one of the vocoder's two generators makes of mel spectrograms
     (2, T, bins).
-
-    laid_out  its convolutions that AMX computes
     """
-    laid_out = laid_out or {}
     x = mel.transpose(0, 1).flatten(1)
-    x = _convolve(x, generator.conv_pre, workers, laid_out)
+    x = _convolve(x, convolutions[generator.conv_pre], workers)
     blocks = len(generator.resblocks) // len(generator.ups)
     for stage, up in enumerate(generator.ups):
-        x = _convolve(x, up, workers, laid_out)
+        x = _convolve(x, convolutions[up], workers)
         total = fresh(*x.shape)
         for index, block in enumerate(generator.resblocks[stage * blocks : (stage + 1) * blocks]):
-            _add_block(x, block, total, index > 0, workers, laid_out)
+            _add_block(x, block, total, index > 0, workers, convolutions)
         x = total.div_(blocks)
-    x = _post(x, generator, workers, laid_out)
+    x = _post(x, generator, workers, convolutions)
     return x.clamp_(-1, 1) if generator.apply_final_activation else x
 
 
@@ -128,58 +132,30 @@ def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
     return result[0]
 
 
-def _convolve(
-    x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers, laid_out: LaidOut
-) -> Tensor:
+def _convolve(x: Tensor, conv: direct.Convolution, workers: Workers) -> Tensor:
     """A convolution, transposed or not."""
-    if conv not in laid_out:
-        return _convolve_by_taps(x, conv, workers)
-    x, fast = x.contiguous(), laid_out[conv]
-    out = fresh(len(x) * fast.stride, conv.out_channels)
+    x = x.contiguous()
+    out = fresh(len(x) * conv.stride, conv.outputs)
 
     def compute(span: Span) -> None:
-        fast.convolve_part(x, span.start, span.stop, out, workers)
+        conv.convolve_part(x, span.start, span.stop, out, workers)
 
     workers.run(compute, spans(*x.shape, 0))
     return out
 
 
-def _convolve_by_taps(x: Tensor, conv: nn.Conv1d | nn.ConvTranspose1d, workers: Workers) -> Tensor:
-    """A convolution, transposed or not, by a matrix product for every tap."""
-    length, inputs = x.shape
-    (stride,), (padding,), (count,) = conv.stride, conv.padding, conv.kernel_size
-    transposed = isinstance(conv, nn.ConvTranspose1d)
-    taps = torch.empty(count, inputs, conv.out_channels)
-    out = fresh(length * stride, conv.out_channels)
-
-    def turn(tap: int) -> None:
-        taps[tap] = conv.weight[:, :, tap] if transposed else conv.weight[:, :, tap].T
-
-    def compute(part: tuple[Span, int]) -> None:
-        (start, stop, *_), phase = part
-        wanted = out[start * stride + phase : stop * stride : stride]
-        wanted.copy_(conv.bias.expand_as(wanted)) if conv.bias is not None else wanted.zero_()
-        for tap, weight in enumerate(taps):
-            reach = phase + padding - tap if transposed else tap - padding
-            if reach % stride == 0:
-                shift = reach // stride
-                first, last = max(start, -shift), min(stop, length - shift)
-                if first < last:
-                    rows = x[first + shift : last + shift]
-                    wanted[first - start : last - start].addmm_(rows, weight)
-
-    workers.run(turn, range(count))
-    workers.run(compute, itertools.product(spans(length, inputs, 0), range(stride)))
-    return out
-
-
 def _add_block(
-    x: Tensor, block: ltx.AMPBlock1, total: Tensor, more: bool, workers: Workers, laid_out: LaidOut
+    x: Tensor,
+    block: ltx.AMPBlock1,
+    total: Tensor,
+    more: bool,
+    workers: Workers,
+    convolutions: Convolutions,
 ) -> None:
     """Write what the block makes of x (length, C) to `total`, or add it to what is there."""
     pairs = list(zip(block.acts1, block.convs1, block.acts2, block.convs2, strict=True))
     for index, modules in enumerate(pairs):
-        pair = _Pair(*modules, workers, laid_out)
+        pair = _Pair(*modules, workers, convolutions)
         if index + 1 == len(pairs):
             pair.add(x, total, more)
         else:
@@ -198,12 +174,11 @@ class _Pair:
         act2: ltx.Activation1d,
         conv2: nn.Conv1d,
         workers: Workers,
-        laid_out: LaidOut,
+        convolutions: Convolutions,
     ):
         self.workers = workers
         self.steps = [
-            (_Activation(act), laid_out.get(conv) or Convolution(conv))
-            for act, conv in ((act1, conv1), (act2, conv2))
+            (_Activation(act), convolutions[conv]) for act, conv in ((act1, conv1), (act2, conv2))
         ]
         self.margin = sum(REACH + conv.before for _, conv in self.steps)
 
@@ -231,7 +206,9 @@ class _Pair:
         conv2.add(active[begin:], len(middle), middle, out, more, workers)
 
 
-def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers, laid_out: LaidOut) -> Tensor:
+def _post(
+    x: Tensor, generator: ltx.Vocoder, workers: Workers, convolutions: Convolutions
+) -> Tensor:
     """The last activation and convolution: (2, length)."""
     length, channels = x.shape
     activation, result = _Activation(generator.act_post), fresh(*x.shape)
@@ -244,7 +221,7 @@ def _post(x: Tensor, generator: ltx.Vocoder, workers: Workers, laid_out: LaidOut
         result[span.start : span.stop] = activation.apply(signal, rows, workers)[wanted]
 
     workers.run(compute, spans(length, channels, REACH))
-    return _convolve(result, generator.conv_post, workers, laid_out).T.contiguous()
+    return _convolve(result, convolutions[generator.conv_post], workers).T.contiguous()
 
 
 class _Activation:

@@ -19,6 +19,8 @@ from ltx_neuron.host.lanes import ARRAY, INDEX, LANES, VECTOR, ZERO, Lanes, Memo
 # The inputs of a block that take the least time, for these numbers of taps. Twice as many save few
 # products, and cost longer transforms and more filters.
 BLOCKS = {3: 16, 7: 32, 11: 32}
+# Inputs, in steps of LANES, whose filters a core transforms at a time.
+STEPS = 24
 
 
 def spectrum(x: Sequence) -> tuple[list, list]:
@@ -274,14 +276,14 @@ def multiply(values, weight, products, taps, inputs, outputs, rows, filters):
 
     values, products  planes of panels (rows, LANES), as `to_points` writes them
     """
-    steps, panels, chain = -(-inputs // LANES), -(-outputs // LANES), fma.CHAIN * LANES
+    steps, panels, chain = -(-inputs // LANES), -(-outputs // LANES), STEPS * LANES
     panel_size, offsets = rows * LANES, np.arange(steps) * rows * LANES
     plane, out_plane = plane_size(steps, rows), plane_size(panels, rows)
     filter_plane = plane_size(fma.PANELS, chain)
     for panel in range(0, panels, fma.PANELS):
         now = min(fma.PANELS, panels - panel)
-        for first in range(0, steps, fma.CHAIN):
-            together = min(fma.CHAIN, steps - first)
+        for first in range(0, steps, STEPS):
+            together = min(STEPS, steps - first)
             for p in range(now):
                 for i in range(together * LANES):
                     _to_filters(
