@@ -93,7 +93,7 @@ def test_spans_shorter_than_a_margin_and_longer_equal_the_whole(
 
 def test_a_margin_that_is_too_narrow_is_found_by_comparing_with_the_whole(vocoder, monkeypatch):
     whole = FastVocoder(vocoder)(spectrogram(7))
-    monkeypatch.setattr(sound, "REACH", 3)
+    monkeypatch.setattr(sound, "REACH", 1)
     cut(monkeypatch, 33)
     with pytest.raises(AssertionError):
         assert distance(FastVocoder(vocoder)(spectrogram(7)), whole) < 2 * ROUNDING
@@ -173,7 +173,8 @@ def test_an_activation_equals_ltx_cores_also_at_the_ends_of_a_signal(channels, l
     signal = torch.randn(sound.BEFORE + length + sound.AFTER, channels)
     x = signal[sound.BEFORE : sound.BEFORE + length].clone()
     with Workers() as workers:
-        got = sound._Activation(activation).apply(signal, length, workers, length + 9)
+        span, whole = sound.Span(0, length, 0, length), signal[sound.BEFORE : -sound.AFTER]
+        got = sound._Activation(activation).apply(whole, span, workers, length + 9)
     wanted = activation.double()(x.double().T[None])[0].T
     error = got[sound.BEFORE : sound.BEFORE + length] - wanted
     assert error.norm() < 3e-7 * max(1, wanted.norm())
@@ -187,7 +188,8 @@ def through_snake(x: torch.Tensor, rows: int) -> torch.Tensor:
     # A sample's two are itself, and of its two the first one is taken.
     up, down = (tuple(float(i in taps) for i in range(12)) for taps in ((5, 6), (5,)))
     high = np.empty(2 * (rows + 32), np.float32)
-    snake.activate(flat(x.clone()), 8, 1, rows, up, down, ones, ones, high, flat(out), 0)
+    signal = flat(x.clone()), 8, 1, rows, True, True
+    snake.activate(*signal, up, down, ones, ones, high, flat(out), 0)
     return out[:rows]
 
 

@@ -30,6 +30,7 @@ BEFORE, AFTER = 32, 10 * 32
 # A span has about this many numbers, which a core's cache holds with what is made of them, but no
 # fewer samples than the other number: all of a layer's filters are read for each span.
 SPAN_NUMBERS, SPAN_SAMPLES = 2**18, 2048
+DIRECT_SAMPLES = 256  # of a direct convolution, which reads its filters in any case every few rows
 
 # By the modules of ltx-core.
 Convolutions = dict[nn.Module, "direct.Convolution | fourier.Convolution"]
@@ -96,7 +97,7 @@ def generate(
     blocks = len(generator.resblocks) // len(generator.ups)
     for stage, up in enumerate(generator.ups):
         x = _convolve(x, convolutions[up], workers)
-        total = fresh(*x.shape)
+        total = _surrounded(fresh, *x.shape)
         for index, block in enumerate(generator.resblocks[stage * blocks : (stage + 1) * blocks]):
             _add_block(x, block, total, index > 0, workers, convolutions)
         x = total.div_(blocks)
@@ -113,10 +114,13 @@ class Span(NamedTuple):
     last: int
 
 
-def spans(length: int, channels: int, margin: int) -> list[Span]:
+def spans(length: int, channels: int, margin: int, least: int | None = None) -> list[Span]:
     """The spans of a signal: an even number of equal ones, or one. They are read with the margin on
-    both sides, where the signal has it."""
-    count = -(-length // max(SPAN_SAMPLES, SPAN_NUMBERS // channels))
+    both sides, where the signal has it.
+
+    least  samples of a span, about; without it SPAN_SAMPLES
+    """
+    count = -(-length // max(least or SPAN_SAMPLES, SPAN_NUMBERS // channels))
     count += count % 2 if count > 1 else 0
     ends = [length * i // count for i in range(count + 1)]
     return [
@@ -132,15 +136,22 @@ def _on_one_core(function: Callable[[], Tensor], workers: Workers) -> Tensor:
     return result[0]
 
 
+def _surrounded(memory: Callable[..., Tensor], *args) -> Tensor:
+    """A signal in memory of these arguments, length and channels last, with rows around it that an
+    activation of it reads and writes."""
+    *name, length, channels = args
+    return memory(*name, BEFORE + length + AFTER, channels)[BEFORE : BEFORE + length]
+
+
 def _convolve(x: Tensor, conv: direct.Convolution, workers: Workers) -> Tensor:
     """A convolution, transposed or not."""
     x = x.contiguous()
-    out = fresh(len(x) * conv.stride, conv.outputs)
+    out = _surrounded(fresh, len(x) * conv.stride, conv.outputs)
 
     def compute(span: Span) -> None:
         conv.convolve_part(x, span.start, span.stop, out, workers)
 
-    workers.run(compute, spans(*x.shape, 0))
+    workers.run(compute, spans(*x.shape, 0, least=DIRECT_SAMPLES))
     return out
 
 
@@ -159,7 +170,7 @@ def _add_block(
         if index + 1 == len(pairs):
             pair.add(x, total, more)
         else:
-            result = workers.scratch(("even", "odd")[index % 2], *x.shape)
+            result = _surrounded(workers.scratch, ("even", "odd")[index % 2], *x.shape)
             pair.add(x, result, False)
             x = result
 
@@ -188,21 +199,21 @@ class _Pair:
 
         def compute(span: Span) -> None:
             part = slice(span.start, span.stop)
-            self._add(x[span.first : span.last], span, x[part], out[part], more)
+            self._add(x, span, out[part], more)
 
         self.workers.run(compute, spans(*x.shape, self.margin))
 
-    def _add(self, x: Tensor, span: Span, middle: Tensor, out: Tensor, more: bool) -> None:
-        """Add what is made of a span's x to its middle, by one core."""
-        (length, channels), workers = x.shape, self.workers
-        signal = workers.scratch("x", BEFORE + length + AFTER, channels)
-        signal[BEFORE : BEFORE + length] = x
+    def _add(self, x: Tensor, span: Span, out: Tensor, more: bool) -> None:
+        """Add a span of x, and what is made of it, by one core."""
+        workers, length = self.workers, span.last - span.first
         (first, conv1), (second, conv2) = self.steps
-        active = first.apply(signal, length, workers, conv1.reach(length))
-        conv1.convolve(active[BEFORE - conv1.before :], length, signal[BEFORE:], workers)
+        active = first.apply(x, span, workers, conv1.reach(length))
+        signal = _surrounded(workers.scratch, "x", length, x.shape[1])
+        conv1.convolve(active[BEFORE - conv1.before :], length, signal, workers)
+        middle = x[span.start : span.stop]
         begin = BEFORE + span.start - span.first - conv2.before
         read = begin - BEFORE + conv2.reach(len(middle))  # may be more than those of the whole
-        active = second.apply(signal, length, workers, read)
+        active = second.apply(signal, Span(0, length, 0, length), workers, read)
         conv2.add(active[begin:], len(middle), middle, out, more, workers)
 
 
@@ -210,17 +221,13 @@ def _post(
     x: Tensor, generator: ltx.Vocoder, workers: Workers, convolutions: Convolutions
 ) -> Tensor:
     """The last activation and convolution: (2, length)."""
-    length, channels = x.shape
     activation, result = _Activation(generator.act_post), fresh(*x.shape)
 
     def compute(span: Span) -> None:
-        rows = span.last - span.first
-        signal = workers.scratch("x", BEFORE + rows + AFTER, channels)
-        signal[BEFORE : BEFORE + rows] = x[span.first : span.last]
         wanted = slice(BEFORE + span.start - span.first, BEFORE + span.stop - span.first)
-        result[span.start : span.stop] = activation.apply(signal, rows, workers)[wanted]
+        result[span.start : span.stop] = activation.apply(x, span, workers)[wanted]
 
-    workers.run(compute, spans(length, channels, REACH))
+    workers.run(compute, spans(*x.shape, REACH))
     return _convolve(result, convolutions[generator.conv_post], workers).T.contiguous()
 
 
@@ -237,18 +244,20 @@ class _Activation:
         self.up = tuple((2 * activation.upsample.filter).flatten().flip(0).tolist())
         self.down = tuple(activation.downsample.lowpass.filter.flatten().tolist())
 
-    def apply(self, x: Tensor, length: int, workers: Workers, zeros: int = 0) -> Tensor:
-        """The activation of x, `length` rows after the BEFORE first ones, in scratch memory of the
-        calling worker, with zeros before it and after it up to that number of rows and more.
-        Overwrites what is around x."""
-        channels = x.shape[1]
+    def apply(self, x: Tensor, span: Span, workers: Workers, zeros: int = 0) -> Tensor:
+        """The activation of the rows that are read for a span of x, a `_surrounded` signal, after
+        BEFORE rows of zeros in scratch memory of the calling worker; with zeros after it, too, up
+        to the row of that number and more."""
+        length, channels = span.last - span.first, x.shape[1]
         low = workers.scratch("signal", BEFORE + length + AFTER, channels)
         # Whole groups of numbers, and three rows before and after.
         size = -(-length * channels // len(self.a)) * len(self.a) + 6 * channels
         high = workers.scratch("values", 2, size + LANES)
-        start = BEFORE * channels
+        whole = flat(x.as_strided((0,), (1,), 0))  # all of its memory
+        begin = x.storage_offset() + span.first * channels
+        part = begin, channels, length, span.first == 0, span.last == len(x)
         filters = self.up, self.down, self.a, self.b
-        snake.activate(flat(x), start, channels, length, *filters, flat(high), flat(low), start)
+        snake.activate(whole, *part, *filters, flat(high), flat(low), BEFORE * channels)
         low[:BEFORE].zero_()
         low[BEFORE + length : BEFORE + zeros].zero_()
         return low

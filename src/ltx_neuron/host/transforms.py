@@ -120,24 +120,35 @@ def _points_of(block: int):
 
 def _samples_of(taps: int):
     @intrinsic
-    def block_samples(typing, products, at, plane, bias, first, out, to, step, count):
-        """Write the `count` first outputs of products, which are in planes, to rows that are `step`
-        apart. What follows in a row is read and written again."""
+    def block_samples(typing, products, at, plane, bias, first, x, out, to, step, count):
+        """Write the `count` first outputs of products, which are in planes, to rows of out[to:]
+        that are `step` apart, with the same numbers of x added where there are some. What follows
+        in a row is read and written again."""
 
         def write(context, builder, signature, args):
             kinds = signature.args
             source = Memory(context, builder, kinds[0], args[0], args[1])
             bias = Memory(context, builder, kinds[3], args[3], args[4])
-            target = Memory(context, builder, kinds[5], args[5], args[6])
+            added = Memory(context, builder, kinds[5], args[5], args[7])
+            target = Memory(context, builder, kinds[6], args[6], args[7])
             products = [source.load(i, args[2]) for i in range(point_count(taps))]
             # The mean, which is a part of every sample.
             products[0] = products[0] + bias.load()
-            for i, sample in enumerate(output_samples(products)[: output_count(taps)]):
-                target.store(sample.first(args[8], target.load(i, args[7])), i, args[7])
+            outputs = output_samples(products)[: output_count(taps)]
+            length = context.make_array(kinds[5])(context, builder, args[5]).nitems
+            some = builder.icmp_signed("!=", length, ir.Constant(length.type, 0))
+            with builder.if_else(some) as (there, none):
+                with there:
+                    for i, sample in enumerate(outputs):
+                        sample = sample + added.load(i, args[8])
+                        target.store(sample.first(args[9], target.load(i, args[8])), i, args[8])
+                with none:
+                    for i, sample in enumerate(outputs):
+                        target.store(sample.first(args[9], target.load(i, args[8])), i, args[8])
             return context.get_dummy_value()
 
         places = [ARRAY, INDEX, INDEX]
-        return types.void(*places, ARRAY, INDEX, *places, INDEX), write
+        return types.void(*places, ARRAY, INDEX, ARRAY, *places, INDEX), write
 
     return block_samples
 
@@ -225,8 +236,9 @@ def to_points(x, taps, size, dilation, blocks, channels, points):
 
 
 @njit(nogil=True)
-def _block_samples(products, rows, row, taps, dilation, channels, bias, out, to):
-    """The samples of a block, whose products begin with `row`, written to out[to:]."""
+def _block_samples(products, rows, row, taps, dilation, channels, bias, x, out, to):
+    """The samples of a block, whose products begin with `row`, written to out[to:], with x[to:]
+    added where it has numbers."""
     step, panels = dilation * channels, -(-channels // LANES)
     plane = plane_size(panels, rows)
     for d in range(dilation):
@@ -234,21 +246,22 @@ def _block_samples(products, rows, row, taps, dilation, channels, bias, out, to)
             c = panel * LANES
             at, place = (panel * rows + row + d) * LANES, to + d * channels + c
             if taps == 3:
-                _samples3(products, at, plane, bias, c, out, place, step, channels - c)
+                _samples3(products, at, plane, bias, c, x, out, place, step, channels - c)
             elif taps == 7:
-                _samples7(products, at, plane, bias, c, out, place, step, channels - c)
+                _samples7(products, at, plane, bias, c, x, out, place, step, channels - c)
             else:
-                _samples11(products, at, plane, bias, c, out, place, step, channels - c)
+                _samples11(products, at, plane, bias, c, x, out, place, step, channels - c)
 
 
 @kernel(ARRAY, *[INDEX] * 5, ARRAY, ARRAY)
 def to_samples(products, taps, size, dilation, blocks, channels, bias, out):
     """Write the outputs of products, which lie as `to_points` writes points, to rows of channels.
     `out` needs room for LANES more."""
+    nothing = products[:0]
     for b in range(blocks):
-        to = b * size * dilation * channels
+        row, to = b * dilation, b * size * dilation * channels
         _block_samples(
-            products, blocks * dilation, b * dilation, taps, dilation, channels, bias, out, to
+            products, blocks * dilation, row, taps, dilation, channels, bias, nothing, out, to
         )
 
 
@@ -256,16 +269,17 @@ def to_samples(products, taps, size, dilation, blocks, channels, bias, out):
 def add_samples(products, taps, size, dilation, blocks, channels, bias, x, out, count, more, one):
     """Write the first `count` numbers of x and outputs added up to `out`, or add both to what is
     there. `one` is scratch memory for a block."""
-    rows, step = blocks * dilation, size * dilation * channels
+    rows, step, nothing = blocks * dilation, size * dilation * channels, products[:0]
     for b in range(blocks):
-        _block_samples(products, rows, b * dilation, taps, dilation, channels, bias, one, 0)
-        begin, last = b * step, min(step, count - b * step)
-        if more:
-            for i in range(last):
-                out[begin + i] += x[begin + i] + one[i]
-        else:
-            for i in range(last):
-                out[begin + i] = x[begin + i] + one[i]
+        row, begin, last = b * dilation, b * step, min(step, count - b * step)
+        if not more and last == step and channels % LANES == 0:
+            _block_samples(products, rows, row, taps, dilation, channels, bias, x, out, begin)
+            continue
+        # Numbers after these are not this core's to write.
+        _block_samples(products, rows, row, taps, dilation, channels, bias, nothing, one, 0)
+        for i in range(last):
+            total = x[begin + i] + one[i]
+            out[begin + i] = out[begin + i] + total if more else total
 
 
 @kernel(*[ARRAY] * 3, *[INDEX] * 4, ARRAY)
