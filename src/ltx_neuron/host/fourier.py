@@ -44,41 +44,38 @@ class Convolution:
         return (self._blocks(length) * self.size + self.taps - 1) * self.dilation
 
     def convolve(self, signal: Tensor, length: int, out: Tensor, workers: Workers) -> None:
-        """Write `length` outputs or more to `out` (samples, Cout). The first one is of the first
-        samples of the signal (samples, Cin). Both are contiguous."""
-        transforms.to_samples(*self._multiply(signal, length, workers), flat(out))
+        """Write `length` outputs to `out` (samples, Cout). The first one is of the first samples of
+        the signal (samples, Cin). Both are contiguous."""
+        self._convolve(signal, length, np.empty(0, np.float32), out, False, workers)
 
     def add(
         self, signal: Tensor, length: int, x: Tensor, out: Tensor, more: bool, workers: Workers
     ) -> None:
         """Write `length` outputs and x added up to `out`, or add both to what is there."""
-        one = workers.scratch("one", self.size * self.dilation * self.outputs + LANES)
-        given = self._multiply(signal, length, workers)
-        transforms.add_samples(*given, flat(x), flat(out), length * self.outputs, more, flat(one))
+        self._convolve(signal, length, flat(x), out, more, workers)
 
-    def _blocks(self, length: int) -> int:
-        return -(-length // (self.dilation * self.size))
-
-    def _multiply(self, signal: Tensor, length: int, workers: Workers) -> tuple:
-        """The products, as the kernels take them."""
+    def _convolve(
+        self, signal: Tensor, length: int, x: ndarray, out: Tensor, more: bool, workers: Workers
+    ) -> None:
         # Samples that are `dilation` apart are one series; each is cut into blocks of its own.
         blocks, count = self._blocks(length), transforms.point_count(self.taps)
-        inputs, outputs = panel_count(self.inputs), panel_count(self.outputs)
         rows = blocks * self.dilation
         shapes = {
-            "values": (inputs, rows),
-            "products": (outputs, rows),
+            "values": (panel_count(self.inputs), rows),
             "filters": (fma.PANELS, transforms.STEPS * LANES),
+            "products": (fma.PANELS, rows),
         }
-        values, products, filters = (
+        values, *rest = (
             workers.scratch(name, count * transforms.plane_size(*shape)).numpy()
             for name, shape in shapes.items()
         )
-        shape = self.taps, self.size, self.dilation, blocks
-        transforms.to_points(flat(signal), *shape, self.inputs, values)
-        given = self.taps, self.inputs, self.outputs, rows
-        transforms.multiply(values, self.weight, products, *given, filters)
-        return products, *shape, self.outputs, self.bias
+        shape = self.taps, self.size, self.dilation, blocks, self.inputs
+        transforms.to_points(flat(signal), *shape, values)
+        given = values, self.weight, *shape, self.outputs, self.bias
+        transforms.convolve(*given, x, flat(out), length, more, *rest)
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // (self.dilation * self.size))
 
 
 def panel_count(channels: int) -> int:

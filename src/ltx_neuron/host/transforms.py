@@ -120,10 +120,9 @@ def _points_of(block: int):
 
 def _samples_of(taps: int):
     @intrinsic
-    def block_samples(typing, products, at, plane, bias, first, x, out, to, step, count):
-        """Write the `count` first outputs of products, which are in planes, to rows of out[to:]
-        that are `step` apart, with the same numbers of x added where there are some. What follows
-        in a row is read and written again."""
+    def block_samples(typing, products, at, plane, bias, first, x, out, to, step):
+        """Write the outputs of products, which are in planes, to rows of out[to:] that are `step`
+        apart, with the same numbers of x added where it has any."""
 
         def write(context, builder, signature, args):
             kinds = signature.args
@@ -140,15 +139,14 @@ def _samples_of(taps: int):
             with builder.if_else(some) as (there, none):
                 with there:
                     for i, sample in enumerate(outputs):
-                        sample = sample + added.load(i, args[8])
-                        target.store(sample.first(args[9], target.load(i, args[8])), i, args[8])
+                        target.store(sample + added.load(i, args[8]), i, args[8])
                 with none:
                     for i, sample in enumerate(outputs):
-                        target.store(sample.first(args[9], target.load(i, args[8])), i, args[8])
+                        target.store(sample, i, args[8])
             return context.get_dummy_value()
 
         places = [ARRAY, INDEX, INDEX]
-        return types.void(*places, ARRAY, INDEX, ARRAY, *places, INDEX), write
+        return types.void(*places, ARRAY, INDEX, ARRAY, *places), write
 
     return block_samples
 
@@ -236,64 +234,58 @@ def to_points(x, taps, size, dilation, blocks, channels, points):
 
 
 @njit(nogil=True)
-def _block_samples(products, rows, row, taps, dilation, channels, bias, x, out, to):
-    """The samples of a block, whose products begin with `row`, written to out[to:], with x[to:]
-    added where it has numbers."""
-    step, panels = dilation * channels, -(-channels // LANES)
-    plane = plane_size(panels, rows)
-    for d in range(dilation):
-        for panel in range(panels):
-            c = panel * LANES
-            at, place = (panel * rows + row + d) * LANES, to + d * channels + c
-            if taps == 3:
-                _samples3(products, at, plane, bias, c, x, out, place, step, channels - c)
-            elif taps == 7:
-                _samples7(products, at, plane, bias, c, x, out, place, step, channels - c)
-            else:
-                _samples11(products, at, plane, bias, c, x, out, place, step, channels - c)
+def _to_samples(products, at, plane, taps, bias, c, x, out, to, step):
+    if taps == 3:
+        _samples3(products, at, plane, bias, c, x, out, to, step)
+    elif taps == 7:
+        _samples7(products, at, plane, bias, c, x, out, to, step)
+    else:
+        _samples11(products, at, plane, bias, c, x, out, to, step)
 
 
-@kernel(ARRAY, *[INDEX] * 5, ARRAY, ARRAY)
-def to_samples(products, taps, size, dilation, blocks, channels, bias, out):
-    """Write the outputs of products, which lie as `to_points` writes points, to rows of channels.
-    `out` needs room for LANES more."""
-    nothing = products[:0]
+@njit(nogil=True)
+def _write_panel(products, at, plane, shape, bias, c, x, out, length, more, one):
+    """Write a panel of outputs, from the output c on, of `length` samples, with x added where it
+    has numbers; `more`: added to what is there."""
+    taps, size, dilation, blocks, outputs = shape
+    count, step = min(LANES, outputs - c), dilation * outputs
     for b in range(blocks):
-        row, to = b * dilation, b * size * dilation * channels
-        _block_samples(
-            products, blocks * dilation, row, taps, dilation, channels, bias, nothing, out, to
-        )
+        for d in range(dilation):
+            source, first = at + (b * dilation + d) * LANES, b * size * dilation + d
+            to = first * outputs + c
+            if count == LANES and first + (size - 1) * dilation < length and not more:
+                _to_samples(products, source, plane, taps, bias, c, x, out, to, step)
+                continue
+            # What follows these numbers is not to be written.
+            _to_samples(products, source, plane, taps, bias, c, x[:0], one, 0, LANES)
+            for i in range(min(size, -(-(length - first) // dilation))):
+                for lane in range(count):
+                    place, total = to + i * step + lane, one[i * LANES + lane]
+                    if len(x):
+                        total += x[place]
+                    out[place] = out[place] + total if more else total
 
 
-@kernel(ARRAY, *[INDEX] * 5, *[ARRAY] * 3, INDEX, types.boolean, ARRAY)
-def add_samples(products, taps, size, dilation, blocks, channels, bias, x, out, count, more, one):
-    """Write the first `count` numbers of x and outputs added up to `out`, or add both to what is
-    there. `one` is scratch memory for a block."""
-    rows, step, nothing = blocks * dilation, size * dilation * channels, products[:0]
-    for b in range(blocks):
-        row, begin, last = b * dilation, b * step, min(step, count - b * step)
-        if not more and last == step and channels % LANES == 0:
-            _block_samples(products, rows, row, taps, dilation, channels, bias, x, out, begin)
-            continue
-        # Numbers after these are not this core's to write.
-        _block_samples(products, rows, row, taps, dilation, channels, bias, nothing, one, 0)
-        for i in range(last):
-            total = x[begin + i] + one[i]
-            out[begin + i] = out[begin + i] + total if more else total
+@kernel(*[ARRAY] * 2, *[INDEX] * 6, *[ARRAY] * 3, INDEX, types.boolean, *[ARRAY] * 2)
+def convolve(
+    values, weight, taps, size, dilation, blocks, inputs, outputs,
+    bias, x, out, length, more, filters, products
+):  # fmt: skip
+    """Write `length` samples of a convolution with weight (outputs, inputs, taps) to rows of out,
+    with bias, and with x added where it has numbers; `more`: added to what is there.
 
+    A core's caches hold what is made for as many outputs as the products take at a time: the points
+    of filters, of some inputs, and the products of all.
 
-@kernel(*[ARRAY] * 3, *[INDEX] * 4, ARRAY)
-def multiply(values, weight, products, taps, inputs, outputs, rows, filters):
-    """Write the products of a signal's points with those of weight (outputs, inputs, taps), all
-    inputs' added up. The points of filters are made, in scratch memory that a core's cache holds,
-    for as many inputs and outputs as the products take at a time.
-
-    values, products  planes of panels (rows, LANES), as `to_points` writes them
+    values             a signal's points, as `to_points` writes them
+    bias               has room for LANES more
+    filters, products  scratch memory: planes of PANELS panels
     """
-    steps, panels, chain = -(-inputs // LANES), -(-outputs // LANES), STEPS * LANES
-    panel_size, offsets = rows * LANES, np.arange(steps) * rows * LANES
-    plane, out_plane = plane_size(steps, rows), plane_size(panels, rows)
-    filter_plane = plane_size(fma.PANELS, chain)
+    rows, steps, panels = blocks * dilation, -(-inputs // LANES), -(-outputs // LANES)
+    panel_size, chain, offsets = rows * LANES, STEPS * LANES, np.arange(steps) * rows * LANES
+    plane, out_plane = plane_size(steps, rows), plane_size(fma.PANELS, rows)
+    filter_plane, shape = plane_size(fma.PANELS, chain), (taps, size, dilation, blocks, outputs)
+    one = np.empty(size * LANES, np.float32)
     for panel in range(0, panels, fma.PANELS):
         now = min(fma.PANELS, panels - panel)
         for first in range(0, steps, STEPS):
@@ -308,6 +300,10 @@ def multiply(values, weight, products, taps, inputs, outputs, rows, filters):
                 fma.multiply_part(
                     *(values, point * plane, offsets, first, together),
                     *(filters, point * filter_plane, chain * LANES),
-                    *(products, point * out_plane + panel * panel_size, panel_size),
-                    *(rows, now, first > 0),
+                    *(products, point * out_plane, panel_size, rows, now, first > 0),
                 )
+        for p in range(now):
+            c = (panel + p) * LANES
+            _write_panel(
+                products, p * panel_size, out_plane, shape, bias, c, x, out, length, more, one
+            )
