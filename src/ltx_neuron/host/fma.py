@@ -46,12 +46,18 @@ class _Tile:
             for place in sums:
                 builder.store(ZERO, place)
 
-    def multiply(self, a: Memory, offsets: ir.Value, steps: ir.Value, filters: list[Memory]):
-        """Add up the products of all steps of a, which begin `offsets` after it."""
+    def multiply(
+        self, a: Memory, offsets: ir.Value, steps: ir.Value, filters: list[Memory], ahead: ir.Value
+    ) -> None:
+        """Add up the products of all steps of a, which begin `offsets` after it. The numbers that
+        lie `ahead` of them are brought into the second cache."""
         builder, size = self.builder, steps.type
         with cgutils.for_range(builder, steps) as step:
             offset = builder.load(builder.gep(offsets, [step.index]))
             begin = builder.mul(step.index, ir.Constant(size, LANES * LANES))
+            later = a.after(builder.add(offset, ahead))
+            for row in range(len(self.sums[0])):
+                later.prefetch(row * LANES)
             with cgutils.for_range(builder, ir.Constant(size, LANES // _UNROLLED)) as part:
                 column = builder.mul(part.index, ir.Constant(size, _UNROLLED))
                 row = builder.add(begin, builder.mul(column, ir.Constant(size, LANES)))
@@ -82,7 +88,7 @@ class _Tile:
 
 def _tile_of(panels: int):
     @intrinsic
-    def tile(typing, rows, a, at, offsets, first, steps, b, b_at, b_plane, c, c_at, c_plane, more):
+    def tile(typing, rows, a, at, offsets, first, steps, ahead, b, b_at, b_plane, c, c_at, c_plane, more):
         """Write the products of `rows` rows, at most ROWS, from a[at:] with panels of b[b_at:] to
         c[c_at:], or add them to what is there. Panels of b and c are planes apart."""
 
@@ -105,14 +111,14 @@ def _tile_of(panels: int):
                 switch.add_case(ir.Constant(args[0].type, count), block)
                 builder.position_at_end(block)
                 tile = _Tile(builder, count, panels)
-                tile.multiply(memories(1, 1)[0], offsets, args[5], memories(6, panels))
-                tile.store(memories(9, panels), args[12])
+                tile.multiply(memories(1, 1)[0], offsets, args[5], memories(7, panels), args[6])
+                tile.store(memories(10, panels), args[13])
                 builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()
 
         places = [ARRAY, INDEX, INDEX]
-        kinds = [INDEX, ARRAY, INDEX, _OFFSETS, INDEX, INDEX, *places, *places]
+        kinds = [INDEX, ARRAY, INDEX, _OFFSETS, *[INDEX] * 3, *places, *places]
         return types.void(*kinds, types.boolean), write
 
     return tile
@@ -123,12 +129,13 @@ _tile, _last_tile = _tile_of(PANELS), _tile_of(1)
 
 @njit(nogil=True)
 def multiply_part(
-    a, at, offsets, first, steps, b, b_at, b_plane, c, c_at, c_plane, rows, panels, more
+    a, at, offsets, first, steps, ahead, b, b_at, b_plane, c, c_at, c_plane, rows, panels, more
 ):
     """Write the product of `rows` rows and `panels` panels, PANELS at most, to c[c_at:], or add it
     to what is there.
 
     a       its steps, from the one with the index `first` on, begin `offsets` after a[at]
+    ahead   how far after them the numbers lie that are read next
     planes  numbers from a panel to the next
     """
     tiles, start = -(-rows // ROWS), 0
@@ -137,7 +144,7 @@ def multiply_part(
         left, to = at + start * LANES, c_at + start * LANES
         for k in range(0, steps, CHAIN):
             right, there = b_at + k * LANES * LANES, more or k > 0
-            given = end - start, a, left, offsets, first + k, min(CHAIN, steps - k)
+            given = end - start, a, left, offsets, first + k, min(CHAIN, steps - k), ahead
             if panels == PANELS:
                 _tile(*given, b, right, b_plane, c, to, c_plane, there)
             else:

@@ -88,7 +88,7 @@ def convolve(parts, filters, offsets, first, pitch, width, lines, bias, x, more,
             together = min(fma.PANELS, panels - panel)
             for k in range(0, count, fma.CHAIN):
                 fma.multiply_part(
-                    *(left, (first + start) * LANES, places, k, min(fma.CHAIN, count - k)),
+                    *(left, (first + start) * LANES, places, k, min(fma.CHAIN, count - k), 0),
                     *(right, (panel * count + k) * size, count * size),
                     *(sums, 0, plane, now, together, k > 0),
                 )

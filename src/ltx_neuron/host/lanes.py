@@ -12,6 +12,7 @@ from functools import partial
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 
 from ltx_neuron.host.compiled import compile_or_load
 
@@ -106,6 +107,15 @@ class Memory:
 
     def load_one(self, count: int) -> ir.Value:
         return self.builder.load(self._number(count, None))
+
+    def prefetch(self, count: int) -> None:
+        """Bring a number, and those around it, into the second cache."""
+        place = self.builder.bitcast(self._number(count, None), ir.IntType(8).as_pointer())
+        kinds = [place.type, *[ir.IntType(32)] * 3]
+        kind = ir.FunctionType(ir.VoidType(), kinds)
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        read, second, data = (ir.IntType(32)(number) for number in (0, 2, 1))
+        self.builder.call(function, [place, read, second, data])
 
     def store(self, value: Lanes, count: int = 0, step: ir.Value | None = None) -> None:
         self.builder.store(value.value, self._pointer(count, step), align=4)

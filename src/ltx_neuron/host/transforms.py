@@ -298,7 +298,7 @@ def convolve(
                     )
             for point in range(len(filters) // filter_plane):
                 fma.multiply_part(
-                    *(values, point * plane, offsets, first, together),
+                    *(values, point * plane, offsets, first, together, plane),
                     *(filters, point * filter_plane, chain * LANES),
                     *(products, point * out_plane, panel_size, rows, now, first > 0),
                 )
