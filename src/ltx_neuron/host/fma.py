@@ -88,7 +88,9 @@ class _Tile:
 
 def _tile_of(panels: int):
     @intrinsic
-    def tile(typing, rows, a, at, offsets, first, steps, ahead, b, b_at, b_plane, c, c_at, c_plane, more):
+    def tile(
+        typing, rows, a, at, offsets, first, steps, ahead, b, b_at, b_plane, c, c_at, c_plane, more
+    ):
         """Write the products of `rows` rows, at most ROWS, from a[at:] with panels of b[b_at:] to
         c[c_at:], or add them to what is there. Panels of b and c are planes apart."""
 

@@ -97,10 +97,8 @@ def generate(
     blocks = len(generator.resblocks) // len(generator.ups)
     for stage, up in enumerate(generator.ups):
         x = _convolve(x, convolutions[up], workers)
-        total = _surrounded(fresh, *x.shape)
-        for index, block in enumerate(generator.resblocks[stage * blocks : (stage + 1) * blocks]):
-            _add_block(x, block, total, index > 0, workers, convolutions)
-        x = total.div_(blocks)
+        together = generator.resblocks[stage * blocks : (stage + 1) * blocks]
+        x = _mean_of_blocks(x, list(together), workers, convolutions)
     x = _post(x, generator, workers, convolutions)
     return x.clamp_(-1, 1) if generator.apply_final_activation else x
 
@@ -155,24 +153,43 @@ def _convolve(x: Tensor, conv: direct.Convolution, workers: Workers) -> Tensor:
     return out
 
 
-def _add_block(
-    x: Tensor,
-    block: ltx.AMPBlock1,
-    total: Tensor,
-    more: bool,
-    workers: Workers,
-    convolutions: Convolutions,
-) -> None:
-    """Write what the block makes of x (length, C) to `total`, or add it to what is there."""
-    pairs = list(zip(block.acts1, block.convs1, block.acts2, block.convs2, strict=True))
-    for index, modules in enumerate(pairs):
-        pair = _Pair(*modules, workers, convolutions)
-        if index + 1 == len(pairs):
-            pair.add(x, total, more)
-        else:
-            result = _surrounded(workers.scratch, ("even", "odd")[index % 2], *x.shape)
-            pair.add(x, result, False)
-            x = result
+def _mean_of_blocks(
+    x: Tensor, blocks: list[ltx.AMPBlock1], workers: Workers, convolutions: Convolutions
+) -> Tensor:
+    """The mean of what the blocks make of x (length, C)."""
+    steps = [zip(b.acts1, b.convs1, b.acts2, b.convs2, strict=True) for b in blocks]
+    *before, last = zip(*steps, strict=True)
+    signals = [x] * len(blocks)
+    for index, modules in enumerate(before):
+        pairs = [_Pair(*each, workers, convolutions) for each in modules]
+        results = [
+            _surrounded(workers.scratch, f"block {block}, {index}", *x.shape)
+            for block in range(len(blocks))
+        ]
+        # All blocks' spans at once, those of the most taps first: no core waits long for another.
+        tasks = [
+            (block, span)
+            for block, pair in reversed([*enumerate(pairs)])
+            for span in spans(*x.shape, pair.margin)
+        ]
+
+        def compute(task, pairs=pairs, signals=signals, results=results) -> None:
+            block, span = task
+            pairs[block].add(signals[block], span, results[block], False)
+
+        workers.run(compute, tasks)
+        signals = results
+    pairs = [_Pair(*each, workers, convolutions) for each in last]
+    total = _surrounded(fresh, *x.shape)
+
+    def add_up(of_blocks: tuple[Span, ...]) -> None:
+        for block, span in enumerate(of_blocks):
+            pairs[block].add(signals[block], span, total, block > 0)
+        total[span.start : span.stop].div_(len(blocks))
+
+    of_all = [spans(*x.shape, pair.margin) for pair in pairs]
+    workers.run(add_up, zip(*of_all, strict=True))
+    return total
 
 
 class _Pair:
@@ -193,18 +210,9 @@ class _Pair:
         ]
         self.margin = sum(REACH + conv.before for _, conv in self.steps)
 
-    def add(self, x: Tensor, out: Tensor, more: bool) -> None:
-        """Write x (length, C) and what the pair makes of it to `out`, or add both to what is there.
-        The workers share spans of time."""
-
-        def compute(span: Span) -> None:
-            part = slice(span.start, span.stop)
-            self._add(x, span, out[part], more)
-
-        self.workers.run(compute, spans(*x.shape, self.margin))
-
-    def _add(self, x: Tensor, span: Span, out: Tensor, more: bool) -> None:
-        """Add a span of x, and what is made of it, by one core."""
+    def add(self, x: Tensor, span: Span, out: Tensor, more: bool) -> None:
+        """Write a span of x (length, C), and what the pair makes of it, to its place of `out`, or
+        add both to what is there. By one core."""
         workers, length = self.workers, span.last - span.first
         (first, conv1), (second, conv2) = self.steps
         active = first.apply(x, span, workers, conv1.reach(length))
@@ -214,7 +222,7 @@ class _Pair:
         begin = BEFORE + span.start - span.first - conv2.before
         read = begin - BEFORE + conv2.reach(len(middle))  # may be more than those of the whole
         active = second.apply(signal, Span(0, length, 0, length), workers, read)
-        conv2.add(active[begin:], len(middle), middle, out, more, workers)
+        conv2.add(active[begin:], len(middle), middle, out[span.start :], more, workers)
 
 
 def _post(
