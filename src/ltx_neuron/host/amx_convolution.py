@@ -267,7 +267,8 @@ class Filters:
         offsets: ndarray,
         out: Tensor,
         workers: Workers,
-        shape: tuple[int, int],
+        width: int,
+        lines: int = 1,
         first: int = 0,
         pitch: int = 0,
         step: int | None = None,
@@ -277,14 +278,13 @@ class Filters:
         """Write a signal's convolution to the memory that begins with `out`, and x added to it.
 
         offsets  row_offsets of the taps
-        shape    lines and their width
+        width    rows of the result, or of each of its lines
         first    row of parts that the first output's offsets begin at
         pitch    rows of parts from a line to the next
         step     numbers from a row of the result to the next; without it they follow each other
         x        of the result's shape
         more     add to what is there
         """
-        lines, width = shape
         sums = workers.scratch("sums", TILES // 2, BLOCK * BLOCK).numpy()
         convolve(
             *(parts, self.tiles, offsets, first, pitch, width, lines, self.bias),

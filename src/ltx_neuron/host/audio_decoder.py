@@ -223,10 +223,8 @@ class FastAudioDecoder(AudioDecoder):
         def convolve_piece(piece: tuple[int, int]) -> None:
             start, stop = piece
             added = None if x is None else x[start:stop]
-            shape, first = (stop - start, wide), start * pitch
-            filters.convolve(
-                parts, offsets, out[start:stop], workers, shape, first=first, pitch=pitch, x=added
-            )
+            place = {"lines": stop - start, "first": start * pitch, "pitch": pitch}
+            filters.convolve(parts, offsets, out[start:stop], workers, wide, **place, x=added)
 
         workers.run(convolve_piece, pieces)
         return out

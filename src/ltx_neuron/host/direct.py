@@ -63,7 +63,7 @@ class Convolution:
         the signal (samples, Cin). Both are contiguous."""
         parts = self._cut(signal[: self.reach(length)], 0, length, workers)
         filters, offsets = self.phases[0]
-        filters.convolve(parts, offsets, out, workers, (1, length))
+        filters.convolve(parts, offsets, out, workers, length)
 
     def add(
         self, signal: Tensor, length: int, x: Tensor, out: Tensor, more: bool, workers: Workers
@@ -71,7 +71,7 @@ class Convolution:
         """Write `length` outputs and x added up to `out`, or add both to what is there."""
         parts = self._cut(signal[: self.reach(length)], 0, length, workers)
         filters, offsets = self.phases[0]
-        filters.convolve(parts, offsets, out, workers, (1, length), x=x, more=more)
+        filters.convolve(parts, offsets, out, workers, length, x=x, more=more)
 
     def convolve_part(
         self, x: Tensor, start: int, stop: int, out: Tensor, workers: Workers
@@ -83,7 +83,7 @@ class Convolution:
         parts = self._cut(x[first:last], zeros, stop - start, workers)
         for phase, (filters, offsets) in enumerate(self.phases):
             begin, step = start * self.stride + phase, self.stride * out.shape[1]
-            filters.convolve(parts, offsets, out[begin:], workers, (1, stop - start), step=step)
+            filters.convolve(parts, offsets, out[begin:], workers, stop - start, step=step)
 
     def _cut(self, x: Tensor, zeros: int, length: int, workers: Workers) -> ndarray:
         """The parts of what `length` outputs read: as many rows of zeros, x, and zeros again."""

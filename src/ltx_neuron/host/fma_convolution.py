@@ -2,9 +2,7 @@
 host/amx_convolution.py has for processors with AMX, for all.
 
 What is read of a signal lies in panels (panels, rows, LANES), zeros included; a tap reads the same
-rows from another one on. Rows may be those of a picture, line by line: from the end of a line to
-the begin of the next one are `pitch - width` rows that the border's zeros take. Their results are
-computed as well, and left out.
+rows from another one on.
 
 Importing this module compiles it, or loads what was compiled before.
 """
@@ -46,41 +44,36 @@ def cut(x, at, rows, channels, parts, row):
 
 
 @njit(nogil=True)
-def _finish(sums, panel, panels, plane, first, last, pitch, width, bias, x, more, out, step):
+def _finish(sums, panel, panels, plane, first, last, bias, x, more, out, step):
     """Write the sums of rows `first` to `last` to their places of out, with bias and with x where
     there is one, or add them to what is there."""
     outputs = len(bias)
     for row in range(first, last):
-        line, place = row // pitch, row % pitch
-        if place >= width:
-            continue
-        to = line * width + place
         for p in range(panels):
             c, at = (panel + p) * LANES, p * plane + (row - first) * LANES
             for i in range(min(LANES, outputs - c)):
                 total = sums[at + i] + bias[c + i]
                 if len(x):
-                    total += x[to * outputs + c + i]
+                    total += x[row * outputs + c + i]
                 if more:
-                    total += out[to * step + c + i]
-                out[to * step + c + i] = total
+                    total += out[row * step + c + i]
+                out[row * step + c + i] = total
 
 
 @kernel(
-    *[_PARTS, _FILTERS, types.int64[::1]],
-    *[INDEX] * 4,
+    *[_PARTS, _FILTERS, types.int64[::1], INDEX],
     *[ARRAY, ARRAY, types.boolean, ARRAY, INDEX, ARRAY],
 )
-def convolve(parts, filters, offsets, first, pitch, width, lines, bias, x, more, out, step, sums):
-    """Write lines of `width` rows to `out`, where rows begin `step` numbers apart. The first one
-    reads `offsets` rows after the row `first` of parts, the next line `pitch` rows later. With
-    bias, and with rows of x where there are some; `more`: added to what is there."""
+def convolve(parts, filters, offsets, rows, bias, x, more, out, step, sums):
+    """Write rows to `out`, where they begin `step` numbers apart. The first one reads the rows
+    `offsets` of parts. With bias, and with rows of x where there are some; `more`: added to what is
+    there."""
     taps, steps, panels = len(offsets), len(parts), len(filters)
     places = np.empty(steps * taps, np.int64)
     for k in range(steps):  # the taps of the same inputs one after another: they are in cache
         for tap in range(taps):
             places[k * taps + tap] = (k * parts.shape[1] + offsets[tap]) * LANES
-    rows, plane, size = (lines - 1) * pitch + width, ROWS * LANES, LANES * LANES
+    plane, size = ROWS * LANES, LANES * LANES
     left, right, count = parts.reshape(-1), filters.reshape(-1), steps * taps
     for start in range(0, rows, ROWS):
         now = min(ROWS, rows - start)
@@ -88,14 +81,11 @@ def convolve(parts, filters, offsets, first, pitch, width, lines, bias, x, more,
             together = min(fma.PANELS, panels - panel)
             for k in range(0, count, fma.CHAIN):
                 fma.multiply_part(
-                    *(left, (first + start) * LANES, places, k, min(fma.CHAIN, count - k), 0),
+                    *(left, start * LANES, places, k, min(fma.CHAIN, count - k), 0),
                     *(right, (panel * count + k) * size, count * size),
                     *(sums, 0, plane, now, together, k > 0),
                 )
-            _finish(
-                *(sums, panel, together, plane, start, start + now),
-                *(pitch, width, bias, x, more, out, step),
-            )
+            _finish(sums, panel, together, plane, start, start + now, bias, x, more, out, step)
 
 
 def row_offsets(rows: Iterable[int]) -> ndarray:
@@ -131,9 +121,7 @@ class Filters:
         offsets: ndarray,
         out: Tensor,
         workers: Workers,
-        shape: tuple[int, int],
-        first: int = 0,
-        pitch: int = 0,
+        width: int,
         step: int | None = None,
         x: Tensor | None = None,
         more: bool = False,
@@ -141,17 +129,14 @@ class Filters:
         """Write a signal's convolution to the memory that begins with `out`, and x added to it.
 
         offsets  row_offsets of the taps
-        shape    lines and their width
-        first    row of parts that the first output's offsets begin at
-        pitch    rows of parts from a line to the next
+        width    rows of the result
         step     numbers from a row of the result to the next; without it they follow each other
         x        of the result's shape
         more     add to what is there
         """
-        lines, width = shape
         sums = workers.scratch("sums", fma.PANELS * ROWS * LANES).numpy()
         convolve(
-            *(parts, self.panels, offsets, first, pitch or width, width, lines, self.bias),
+            *(parts, self.panels, offsets, width, self.bias),
             *(_NOTHING if x is None else flat(x), more, flat(out)),
             *(step or len(self.bias), sums),
         )

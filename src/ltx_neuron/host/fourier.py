@@ -71,7 +71,7 @@ class Convolution:
         )
         shape = self.taps, self.size, self.dilation, blocks, self.inputs
         transforms.to_points(flat(signal), *shape, values)
-        given = values, self.weight, *shape, self.outputs, self.bias
+        given = values, self.weight, (*shape, self.outputs), self.bias
         transforms.convolve(*given, x, flat(out), length, more, *rest)
 
     def _blocks(self, length: int) -> int:

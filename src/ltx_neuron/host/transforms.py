@@ -247,7 +247,7 @@ def _to_samples(products, at, plane, taps, bias, c, x, out, to, step):
 def _write_panel(products, at, plane, shape, bias, c, x, out, length, more, one):
     """Write a panel of outputs, from the output c on, of `length` samples, with x added where it
     has numbers; `more`: added to what is there."""
-    taps, size, dilation, blocks, outputs = shape
+    taps, size, dilation, blocks, _, outputs = shape
     count, step = min(LANES, outputs - c), dilation * outputs
     for b in range(blocks):
         for d in range(dilation):
@@ -266,11 +266,8 @@ def _write_panel(products, at, plane, shape, bias, c, x, out, length, more, one)
                     out[place] = out[place] + total if more else total
 
 
-@kernel(*[ARRAY] * 2, *[INDEX] * 6, *[ARRAY] * 3, INDEX, types.boolean, *[ARRAY] * 2)
-def convolve(
-    values, weight, taps, size, dilation, blocks, inputs, outputs,
-    bias, x, out, length, more, filters, products
-):  # fmt: skip
+@kernel(*[ARRAY] * 2, types.UniTuple(INDEX, 6), *[ARRAY] * 3, INDEX, types.boolean, *[ARRAY] * 2)
+def convolve(values, weight, shape, bias, x, out, length, more, filters, products):
     """Write `length` samples of a convolution with weight (outputs, inputs, taps) to rows of out,
     with bias, and with x added where it has numbers; `more`: added to what is there.
 
@@ -278,13 +275,15 @@ def convolve(
     of filters, of some inputs, and the products of all.
 
     values             a signal's points, as `to_points` writes them
+    shape              taps, outputs of a block, dilation, blocks, inputs, outputs
     bias               has room for LANES more
     filters, products  scratch memory: planes of PANELS panels
     """
+    taps, size, dilation, blocks, inputs, outputs = shape
     rows, steps, panels = blocks * dilation, -(-inputs // LANES), -(-outputs // LANES)
     panel_size, chain, offsets = rows * LANES, STEPS * LANES, np.arange(steps) * rows * LANES
     plane, out_plane = plane_size(steps, rows), plane_size(fma.PANELS, rows)
-    filter_plane, shape = plane_size(fma.PANELS, chain), (taps, size, dilation, blocks, outputs)
+    filter_plane = plane_size(fma.PANELS, chain)
     one = np.empty(size * LANES, np.float32)
     for panel in range(0, panels, fma.PANELS):
         now = min(fma.PANELS, panels - panel)
