@@ -78,21 +78,16 @@ def _downsample(typing, high, at, row, plane, taps, out, to):
     return signature, write
 
 
-@kernel(ARRAY, *[INDEX] * 3, *[types.boolean] * 2, *[_FILTER] * 2, *[ARRAY] * 4, INDEX)
-def activate(x, at, row, rows, begins, ends, up, down, a, b, high, out, to):
+@kernel(ARRAY, *[INDEX] * 3, *[_FILTER] * 2, *[ARRAY] * 4, INDEX)
+def activate(x, at, row, rows, up, down, a, b, high, out, to):
     """Write the activation of `rows` rows of `row` numbers, x[at:], to out[to:].
 
-    begins, ends  x is the begin, or the end, of a signal: three rows before it or after it are
-                  overwritten by its first or last one, as the first filter reads them
-    a, b          repeated for whole rows
-    high          scratch memory
+    x     three rows before these and after are read, too: at a signal's ends its first and last
+          row again
+    a, b  repeated for whole rows
+    high  scratch memory
     """
     group, end, start, plane = len(a), rows * row, 3 * row, len(high) // 2
-    for i in range(start):
-        if begins:
-            x[at - start + i] = x[at + i % row]
-        if ends:
-            x[at + end + i] = x[at + end - row + i % row]
     done = 0
     for first in range(0, end, group):
         for i in range(0, group, LANES):

@@ -24,6 +24,7 @@ from ltx_neuron.host.winograd import Workers
 
 REACH = 5  # samples on each side on which an activation's result depends
 GROUP = 512  # numbers that an activation computes at a time, about
+RING = 3  # rows around a signal that the first filter of an activation reads
 # Rows of memory before and after a signal's: what a filter reads there, and where the last of a
 # convolution's whole blocks end.
 BEFORE, AFTER = 32, 10 * 32
@@ -141,6 +142,14 @@ def _surrounded(memory: Callable[..., Tensor], *args) -> Tensor:
     return memory(*name, BEFORE + length + AFTER, channels)[BEFORE : BEFORE + length]
 
 
+def _repeat_ends(x: Tensor) -> None:
+    """Write the first row of a `_surrounded` signal before it and its last one after it, which the
+    first filter of an activation reads."""
+    (length, channels), begin = x.shape, x.storage_offset()
+    for row, at in ((0, begin - RING * channels), (-1, begin + length * channels)):
+        x.as_strided((RING, channels), (channels, 1), at).copy_(x[row])
+
+
 def _convolve(x: Tensor, conv: direct.Convolution, workers: Workers) -> Tensor:
     """A convolution, transposed or not."""
     x = x.contiguous()
@@ -160,6 +169,7 @@ def _mean_of_blocks(
     steps = [zip(b.acts1, b.convs1, b.acts2, b.convs2, strict=True) for b in blocks]
     *before, last = zip(*steps, strict=True)
     signals = [x] * len(blocks)
+    _repeat_ends(x)
     for index, modules in enumerate(before):
         pairs = [_Pair(*each, workers, convolutions) for each in modules]
         results = [
@@ -179,6 +189,8 @@ def _mean_of_blocks(
 
         workers.run(compute, tasks)
         signals = results
+        for signal in signals:
+            _repeat_ends(signal)
     pairs = [_Pair(*each, workers, convolutions) for each in last]
     total = _surrounded(fresh, *x.shape)
 
@@ -218,6 +230,7 @@ class _Pair:
         active = first.apply(x, span, workers, conv1.reach(length))
         signal = _surrounded(workers.scratch, "x", length, x.shape[1])
         conv1.convolve(active[BEFORE - conv1.before :], length, signal, workers)
+        _repeat_ends(signal)
         middle = x[span.start : span.stop]
         begin = BEFORE + span.start - span.first - conv2.before
         read = begin - BEFORE + conv2.reach(len(middle))  # may be more than those of the whole
@@ -230,6 +243,7 @@ def _post(
 ) -> Tensor:
     """The last activation and convolution: (2, length)."""
     activation, result = _Activation(generator.act_post), fresh(*x.shape)
+    _repeat_ends(x)
 
     def compute(span: Span) -> None:
         wanted = slice(BEFORE + span.start - span.first, BEFORE + span.stop - span.first)
@@ -253,9 +267,9 @@ class _Activation:
         self.down = tuple(activation.downsample.lowpass.filter.flatten().tolist())
 
     def apply(self, x: Tensor, span: Span, workers: Workers, zeros: int = 0) -> Tensor:
-        """The activation of the rows that are read for a span of x, a `_surrounded` signal, after
-        BEFORE rows of zeros in scratch memory of the calling worker; with zeros after it, too, up
-        to the row of that number and more."""
+        """The activation of the rows that are read for a span of x, a `_surrounded` signal whose
+        ends are repeated. In scratch memory of the calling worker, after BEFORE rows of zeros and
+        with zeros after it, up to the row of that number and more."""
         length, channels = span.last - span.first, x.shape[1]
         low = workers.scratch("signal", BEFORE + length + AFTER, channels)
         # Whole groups of numbers, and three rows before and after.
@@ -263,9 +277,10 @@ class _Activation:
         high = workers.scratch("values", 2, size + LANES)
         whole = flat(x.as_strided((0,), (1,), 0))  # all of its memory
         begin = x.storage_offset() + span.first * channels
-        part = begin, channels, length, span.first == 0, span.last == len(x)
         filters = self.up, self.down, self.a, self.b
-        snake.activate(whole, *part, *filters, flat(high), flat(low), BEFORE * channels)
+        snake.activate(
+            whole, begin, channels, length, *filters, flat(high), flat(low), BEFORE * channels
+        )
         low[:BEFORE].zero_()
         low[BEFORE + length : BEFORE + zeros].zero_()
         return low
