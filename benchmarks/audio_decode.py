@@ -57,17 +57,14 @@ def vocoder() -> torch.nn.Module:
 def decoders(amx: bool) -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
     """Mel decoder and vocoder, ltx-core's and ours, of the same weights: those of bf16, as the
     checkpoint stores them."""
+    from ltx_neuron.host.audio_decoder import FastAudioDecoder, pays
     from ltx_neuron.host.sound import FastVocoder
 
     theirs = audio_decoder(), vocoder()
     for model in theirs:
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
-    ours = theirs[0]
-    if amx:
-        from ltx_neuron.host.audio_decoder import FastAudioDecoder
-
-        ours = FastAudioDecoder(theirs[0])
+    ours = FastAudioDecoder(theirs[0], amx) if pays(theirs[0], amx) else theirs[0]
     return {"ltx-core": theirs, "ours": (ours, FastVocoder(theirs[1], amx))}
 
 

@@ -27,8 +27,8 @@ CHAIN = 4
 _UNROLLED = 4  # columns of a step
 _TOLD = "NUMBA_CPU_FEATURES", "NUMBA_CPU_NAME"  # for another processor than this one
 # Rows and panels of a tile: 24 of 32 registers of 16 numbers, or 12 of 16 registers of 8.
-_WIDE = get_host_cpu_features().get("avx512f") and not any(name in os.environ for name in _TOLD)
-ROWS, PANELS = (12, 2) if _WIDE else (6, 1)
+WIDE = get_host_cpu_features().get("avx512f") and not any(name in os.environ for name in _TOLD)
+ROWS, PANELS = (12, 2) if WIDE else (6, 1)
 
 _OFFSETS = types.int64[::1]
 

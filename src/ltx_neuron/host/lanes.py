@@ -132,6 +132,23 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value) -> Lanes:
     return Lanes(builder, builder.shuffle_vector(one, one, _FIRST_LANE))
 
 
+def gather(context, builder, kind, array, at, step, last, count: int) -> list[Lanes]:
+    """Of `count` neighbouring numbers from each of LANES places on, which are `step` apart, the
+    first ones, the second ones and so on. Places after the one of index `last` are that one."""
+    data = context.make_array(kind)(context, builder, array).data
+    vectors = [ir.Constant(VECTOR, ir.Undefined)] * count
+    for lane in range(LANES):
+        index = ir.Constant(step.type, lane)
+        index = builder.select(builder.icmp_signed("<", index, last), index, last)
+        place = builder.add(at, builder.mul(index, step))
+        for i in range(count):
+            number = builder.load(
+                builder.gep(data, [builder.add(place, ir.Constant(step.type, i))])
+            )
+            vectors[i] = builder.insert_element(vectors[i], number, ir.IntType(32)(lane))
+    return [Lanes(builder, vector) for vector in vectors]
+
+
 def kernel(*signature) -> Callable:
     """Compile a function at once, for these types alone."""
 

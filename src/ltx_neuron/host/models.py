@@ -232,15 +232,19 @@ class HostModels:
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        """A FastAudioDecoder where products are AMX's and the checkpoint's decoder is built as the
-        released one, as large, and in float32, else ltx-core's own."""
+        """A FastAudioDecoder where the checkpoint's is built as the released one, as large, and in
+        float32, on a processor with AVX-512 or AMX, else ltx-core's own."""
         decoder = self._spec("audio_decoder").load()
-        if not self._has_amx:
+        from ltx_neuron.host.vocoders import is_small
+
+        if is_small(decoder):
             return decoder
         # Loads numba, or compiles with it.
         from ltx_neuron.host.audio_decoder import FastAudioDecoder, pays
 
-        return FastAudioDecoder(decoder) if pays(decoder) else decoder
+        if not pays(decoder, self._has_amx):
+            return decoder
+        return FastAudioDecoder(decoder, self._has_amx)
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:

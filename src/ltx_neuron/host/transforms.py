@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ltx_neuron.host import fma
-from ltx_neuron.host.lanes import ARRAY, INDEX, LANES, VECTOR, ZERO, Lanes, Memory, kernel
+from ltx_neuron.host.lanes import ARRAY, INDEX, LANES, ZERO, Lanes, Memory, gather, kernel
 
 # The inputs of a block that take the least time, for these numbers of taps. Twice as many save few
 # products, and cost longer transforms and more filters.
@@ -159,22 +159,10 @@ def _filters_of(taps: int):
 
         def write(context, builder, signature, args):
             kinds, (_, at, step, last, _, _, plane) = signature.args, args
-            data = context.make_array(kinds[0])(context, builder, args[0]).data
-            vectors = [ir.Constant(VECTOR, ir.Undefined)] * taps
-            for lane in range(LANES):
-                index = ir.Constant(step.type, lane)
-                index = builder.select(builder.icmp_signed("<", index, last), index, last)
-                index = builder.add(at, builder.mul(index, step))
-                for tap in range(taps):
-                    place = builder.add(index, ir.Constant(step.type, tap))
-                    number = builder.load(builder.gep(data, [place]))
-                    vectors[tap] = builder.insert_element(
-                        vectors[tap], number, ir.IntType(32)(lane)
-                    )
+            rows = gather(context, builder, kinds[0], args[0], at, step, last, taps)
             zero = Lanes(builder, ZERO)
             target = Memory(context, builder, kinds[4], args[4], args[5])
-            numbers = [Lanes(builder, vector) for vector in vectors]
-            for i, point in enumerate(filter_points(numbers, zero)):
+            for i, point in enumerate(filter_points(rows, zero)):
                 target.store(point, i, plane)
             return context.get_dummy_value()
 

@@ -52,5 +52,9 @@ def unknown_modules(vocoder: nn.Module) -> list[str]:
 def pays(vocoder: nn.Module) -> bool:
     """Whether `FastVocoder` can run the vocoder and saves time worth having. A small one keeps
     ltx-core's own forward, and its bits: it takes a second or less for 5 s of sound."""
-    size = sum(weight.numel() for weight in vocoder.parameters())
-    return size >= SMALL and not unknown_modules(vocoder)
+    return not is_small(vocoder) and not unknown_modules(vocoder)
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether ltx-core runs a vocoder or a mel decoder fast enough."""
+    return sum(weight.numel() for weight in model.parameters()) < SMALL
