@@ -27,11 +27,25 @@ from ltx_core.model.audio_vae import AudioDecoder, AudioDecoderConfigurator  # n
 from ltx_core.model.audio_vae import vocoder as ltx  # noqa: E402
 from ltx_core.model.audio_vae.model_configurator import VocoderConfigurator  # noqa: E402
 
-from ltx_neuron.host import compiled, direct, lanes, snake, sound, transforms  # noqa: E402
+from ltx_neuron.host import (  # noqa: E402
+    compiled,
+    direct,
+    fma,
+    lanes,
+    snake,
+    sound,
+    transforms,
+    vocoders,
+    winograd_maps,
+)
+from ltx_neuron.host.activation import activate  # noqa: E402
+from ltx_neuron.host.audio_decoder import FastAudioDecoder  # noqa: E402
+from ltx_neuron.host.audio_decoder import pays as pays_to_decode  # noqa: E402
+from ltx_neuron.host.audio_decoder import unknown_modules as unknown_modules_of_mel  # noqa: E402
 from ltx_neuron.host.fourier import Convolution, flat  # noqa: E402
 from ltx_neuron.host.products import AMX, BLAS, Libraries, has_amx  # noqa: E402
 from ltx_neuron.host.sound import FastVocoder  # noqa: E402
-from ltx_neuron.host.vocoders import pays, unknown_modules  # noqa: E402
+from ltx_neuron.host.vocoders import is_small, pays, unknown_modules  # noqa: E402
 from ltx_neuron.host.winograd import Workers  # noqa: E402
 
 # Random layers answer a rounding with ten of it: ltx-core's float32 is 8e-6 from its float64. A
@@ -406,27 +420,61 @@ def audio_latent(frames: int, bins: int = 16) -> torch.Tensor:
     return torch.randn(2, 8, frames, bins, generator=torch.Generator().manual_seed(frames))
 
 
-@NEEDS_AMX
-@pytest.mark.parametrize("frames", [1, 2, 9])
-def test_a_mel_decoder_by_the_matrix_unit_is_nearer_to_float64_than_ltx_cores(frames, monkeypatch):
-    from ltx_neuron.host import audio_decoder
+# A mel decoder's spectrogram, by AMX or not, with its distance from one in float64.
+MEL_DECODERS = pytest.mark.parametrize(
+    "has_amx, rounding", [(False, 1.5e-6), pytest.param(True, 1e-6, marks=NEEDS_AMX)]
+)
 
-    monkeypatch.setattr(audio_decoder, "ROWS", 100)  # several pieces, with one line of bins or more
+
+@MEL_DECODERS
+@pytest.mark.parametrize("frames", [1, 2, 9])
+def test_a_mel_decoder_is_as_near_to_float64_as_float32_allows(
+    has_amx, rounding, frames, monkeypatch
+):
+    # Several parts, with one line of bins or more.
+    monkeypatch.setattr(winograd_maps, "TILES", 40)
+    if has_amx:
+        monkeypatch.setattr(importlib.import_module("ltx_neuron.host.amx_maps"), "ROWS", 100)
     decoder, latent = mel_decoder(), audio_latent(frames)
     with torch.no_grad():
-        got, theirs = audio_decoder.FastAudioDecoder(decoder)(latent), decoder(latent)
+        got, theirs = FastAudioDecoder(decoder, has_amx)(latent), decoder(latent)
         exact = decoder.double()(latent.double())
     assert got.shape == theirs.shape == (2, 2, 4 * frames - 3, 64)
-    assert distance(got, exact) < min(1e-6, distance(theirs, exact))
+    assert distance(got, exact) < rounding
+    assert not has_amx or distance(got, exact) < distance(theirs, exact)
 
 
-@NEEDS_AMX
-def test_threads_decide_on_no_bit_of_what_the_matrix_unit_decodes(monkeypatch):
-    from ltx_neuron.host.audio_decoder import FastAudioDecoder
+@pytest.mark.parametrize("inputs, outputs", [(8, 40), (32, 16), (48, 2)])
+@pytest.mark.parametrize("lines, width", [(1, 1), (1, 16), (5, 7), (20, 33)])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_convolution_of_a_map_by_winograds_transform_equals_torchs(
+    inputs, outputs, lines, width, scale
+):
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(inputs, outputs, 3, padding=(0, 1)).requires_grad_(False)
+    source, x = (
+        torch.randn(lines, width, inputs),
+        torch.randn(scale * lines, scale * width, outputs),
+    )
+    memory = torch.full((x.numel() + 64,), 7.0)
+    out = memory[: x.numel()].view(x.shape)
+    with Workers(2) as workers:
+        ours = winograd_maps.Convolution(conv)
+        ours.convolve(source, workers, scale=scale, x=x, out=out)
+        without_x = ours.convolve(source, workers, scale=scale)
+    large = source.double().permute(2, 0, 1)[None]
+    large = large.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    wanted = conv.double()(torch.nn.functional.pad(large, (0, 0, 2, 0)))[0].permute(1, 2, 0)
+    assert distance(without_x, wanted) < 1e-6
+    assert distance(out, wanted + x) < 1e-6
+    assert (memory[x.numel() :] == 7).all()  # nothing is written after the map
 
+
+@MEL_DECODERS
+def test_threads_decide_on_no_bit_of_a_sound(has_amx, rounding, monkeypatch):
     cut(monkeypatch, 100)
-    decoder = FastAudioDecoder(mel_decoder())
-    vocoder = FastVocoder(as_stored(ltx_core_vocoder()), has_amx=True)
+    decoder = FastAudioDecoder(mel_decoder(), has_amx)
+    vocoder = FastVocoder(as_stored(ltx_core_vocoder()), has_amx)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
@@ -437,52 +485,49 @@ def test_threads_decide_on_no_bit_of_what_the_matrix_unit_decodes(monkeypatch):
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
-@NEEDS_AMX
-def test_what_is_not_finite_stays_visible_in_a_mel_spectrogram():
-    from ltx_neuron.host.audio_decoder import FastAudioDecoder
-
+@MEL_DECODERS
+def test_what_is_not_finite_stays_visible_in_a_mel_spectrogram(has_amx, rounding):
     for broken in (torch.nan, torch.inf):
         latent = audio_latent(3)
         latent[0, 0, 0, 0] = broken
-        one, other = FastAudioDecoder(mel_decoder())(latent)
+        one, other = FastAudioDecoder(mel_decoder(), has_amx)(latent)
         assert not one.isfinite().all() and other.isfinite().all()
 
 
-@NEEDS_AMX
 def test_the_norm_and_silu_of_a_row_are_exact_to_rounding_for_all_sizes_of_numbers():
-    from ltx_neuron.host.audio_decoder import activate
-
     rows = torch.randn(200, 512, generator=torch.Generator().manual_seed(0))
     rows[:100] *= torch.logspace(-8, 15, 100)[:, None]
     rows[:50, 7] *= 1000  # alone nearly the whole norm: 22 of the others' sizes, or -22
     out = torch.empty(512)
     for row in rows:
-        activate(row.numpy(), 0, 512, out.numpy())
+        activate(row.numpy(), 0, 512, out.numpy(), 0)
         normed = row.double() / (row.double().square().mean() + 1e-6).sqrt()
         wanted = torch.nn.functional.silu(normed)
         torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-12)
 
 
-@NEEDS_AMX
 def test_the_released_mel_decoder_is_run_fast_and_one_unlike_it_keeps_ltx_cores_forward():
-    from ltx_neuron.host.audio_decoder import FastAudioDecoder, pays, unknown_modules
-
-    assert pays(mel_decoder(released=True))
-    small = mel_decoder()
-    assert not unknown_modules(small)
-    small.conv_in.conv.weight.add_(1e-4)  # no longer of bf16
-    assert [line.split(":")[0] for line in unknown_modules(small)] == ["conv_in.conv"]
+    released, other = mel_decoder(released=True), mel_decoder().bfloat16()
+    assert pays_to_decode(released, has_amx=True) and not is_small(released)
+    assert pays_to_decode(released, has_amx=False) == fma.WIDE
+    assert is_small(AudioDecoderConfigurator.from_config(tiny_config(TinySizes())))
+    assert unknown_modules_of_mel(other)
     with pytest.raises(ValueError, match="not the released audio decoder"):
-        FastAudioDecoder(small)
-    assert unknown_modules(mel_decoder().bfloat16())
+        FastAudioDecoder(other)
+
+
+@NEEDS_AMX
+def test_weights_that_are_not_those_of_bf16_are_not_rounded_in_a_mel_decoder():
+    decoder, latent = mel_decoder(), audio_latent(2)
+    decoder.conv_in.conv.weight.add_(1e-4)
+    both = [FastAudioDecoder(decoder, has_amx)(latent) for has_amx in (True, False)]
+    assert torch.equal(*both)
 
 
 @NEEDS_AMX
 def test_sound_is_computed_by_the_matrix_unit_where_products_are_and_by_no_other(tiny, monkeypatch):
-    from ltx_neuron.host import audio_decoder, vocoders
-
-    monkeypatch.setattr(audio_decoder, "SMALL", 0)
     monkeypatch.setattr(vocoders, "SMALL", 0)
+    monkeypatch.setattr(fma, "WIDE", False)
     with safe_open(tiny.checkpoint, "pt") as file:
         config = json.loads(file.metadata()["config"])
 
@@ -491,7 +536,7 @@ def test_sound_is_computed_by_the_matrix_unit_where_products_are_and_by_no_other
         return HostModels(tiny.checkpoint, config, torch.float32, arithmetic=chosen)
 
     with_amx, without = models(AMX), models(BLAS)
-    assert type(with_amx.audio_decoder) is audio_decoder.FastAudioDecoder
+    assert type(with_amx.audio_decoder) is FastAudioDecoder
     assert type(without.audio_decoder) is AudioDecoder
     assert any(by_amx(convolution) for convolution in with_amx.vocoder.convolutions.values())
     assert not any(by_amx(convolution) for convolution in without.vocoder.convolutions.values())
