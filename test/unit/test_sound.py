@@ -452,10 +452,8 @@ def test_a_convolution_of_a_map_by_winograds_transform_equals_torchs(
 ):
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(inputs, outputs, 3, padding=(0, 1)).requires_grad_(False)
-    source, x = (
-        torch.randn(lines, width, inputs),
-        torch.randn(scale * lines, scale * width, outputs),
-    )
+    source = torch.randn(lines, width, inputs)
+    x = torch.randn(scale * lines, scale * width, outputs)
     memory = torch.full((x.numel() + 64,), 7.0)
     out = memory[: x.numel()].view(x.shape)
     with Workers(2) as workers:
