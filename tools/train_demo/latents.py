@@ -41,13 +41,13 @@ class Latents(NamedTuple):
     audio_context: Tensor
 
 
-def numbers(folder: Path) -> list[int]:
+def chunk_numbers(folder: Path) -> list[int]:
     """The chunks that lie in a folder, those with large latents first."""
     found = sorted(int(path.stem) for path in (folder / "latents").glob("*.safetensors"))
     return sorted(found, key=lambda number: number % LARGE_EVERY != 0)
 
 
-def in_order(number: int) -> list[Scene]:
+def chunk_scenes(number: int) -> list[Scene]:
     """The scenes of a chunk."""
     scenes = Scene.on_courses()
     order = torch.randperm(len(scenes), generator=Generator().manual_seed(0)).tolist()
@@ -55,8 +55,8 @@ def in_order(number: int) -> list[Scene]:
 
 
 def load_latents(folder: Path) -> Latents:
-    """All latents that lie in a folder, in the order of `numbers`."""
-    chunks = [load_file(_path(folder, number)) for number in numbers(folder)]
+    """All latents that lie in a folder, in the order of `chunk_numbers`."""
+    chunks = [load_file(_path(folder, number)) for number in chunk_numbers(folder)]
     return Latents(
         *(torch.cat([chunk[name] for chunk in chunks if name in chunk]) for name in Latents._fields)
     )
@@ -97,7 +97,7 @@ class Encoders:
 
 def make_chunk(encoders: Encoders, number: int) -> dict[str, Tensor]:
     """The latents of CHUNK scenes; their prompts' wording is drawn from the number."""
-    generator, scenes = Generator().manual_seed(number), in_order(number)
+    generator, scenes = Generator().manual_seed(number), chunk_scenes(number)
     made = {
         "small": torch.stack([encoders.picture(s, HEIGHT // 2, WIDTH // 2) for s in scenes]),
         "audio": torch.stack([encoders.sound(scene) for scene in scenes]),

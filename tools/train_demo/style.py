@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from config import HEIGHT, WIDTH
 from dit import Training
-from latents import Encoders, in_order, numbers
+from latents import Encoders, Latents, chunk_numbers, chunk_scenes
 from ltx_core.model.transformer.attention import Attention
 from ltx_core.model.transformer.feed_forward import FeedForward
 from torch import Tensor, nn
@@ -72,8 +72,8 @@ class StyleTraining(Training):
 
 
 @torch.no_grad()
-def in_style(folder: Path, kept):
-    """Latents (as `load_latents` gives them) whose pictures are encoded from blueprints."""
+def in_style(folder: Path, kept: Latents) -> Latents:
+    """The latents of a folder, `kept`, with pictures that are encoded from blueprints."""
     encoders, made = Encoders(folder), {}
 
     def picture(scene: Scene, height: int, width: int) -> Tensor:
@@ -82,7 +82,7 @@ def in_style(folder: Path, kept):
             made[blueprint] = encoders.picture(blueprint[0], height, width).bfloat16()
         return made[blueprint]
 
-    scenes = [scene for number in numbers(folder) for scene in in_order(number)]
+    scenes = [scene for number in chunk_numbers(folder) for scene in chunk_scenes(number)]
     return kept._replace(
         small=torch.stack([picture(scene, HEIGHT // 2, WIDTH // 2) for scene in scenes]),
         large=torch.stack([picture(scene, HEIGHT, WIDTH) for scene in scenes[: len(kept.large)]]),
