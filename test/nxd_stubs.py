@@ -405,8 +405,8 @@ class Cores:
         )
         if len(self.buffers) == 0:
             self.buffers = outputs
-        for buffer, output in zip(self.buffers, outputs):
-            buffer.copy_(output)
+        for number in range(len(outputs)):
+            self.buffers[number].copy_(outputs[number])
         outputs = self.buffers
         each = len(outputs) // self.ranks
         return [outputs[rank * each : (rank + 1) * each] for rank in range(self.ranks)]

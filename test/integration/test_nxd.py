@@ -792,10 +792,20 @@ def wanted_guided(assets):
     )
 
 
-@pytest.mark.parametrize("settings", [(CUT,), (WHOLE,), (CUT, "sequence_parallel=true")])
-def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace, wanted_guided, settings):
+# How often a guided step's graphs are loaded: outputs of a pass must outlive the other passes.
+COPIES = {"head": 1, "blocks": 2, "tail": 4, "guide": 2}
+WHOLE_COPIES = {"step": 4, "guide": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [((CUT,), COPIES), ((WHOLE,), WHOLE_COPIES), ((CUT, "sequence_parallel=true"), COPIES)],
+)
+def test_a_guided_stage_is_the_reference_s_in_fp32(
+    assets, workspace, wanted_guided, settings, copies
+):
     """Four passes over the same graphs with other inputs under their names, and one graph that
-    combines them."""
+    combines them. All copies of the graphs are loaded before the first step."""
     workspace = open_workspace(assets, workspace.artifacts, *settings)
     job = Job(
         prompt=PROMPT,
@@ -808,10 +818,28 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace, wanted_gui
     )
     workspace.compile_dit(job.buckets)
     with Engine(workspace, Recorder()) as engine:
-        (result,) = engine.run([job], decode=False)
+        loaded = []
+        inner = nxd.Ranks.run
+
+        def counted(ranks, program, sequence="main", **numbers):
+            before = copies_of(ranks)
+            milliseconds = inner(ranks, program, sequence, **numbers)
+            loaded.append((before, copies_of(ranks)))
+            return milliseconds
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nxd.Ranks, "run", counted)
+            (result,) = engine.run([job], decode=False)
+    assert loaded == [(copies, copies)] * job.num_inference_steps
     distances = {name: rel(result.tensors[name], wanted_guided[name]) for name in LATENTS[:2]}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
+
+
+def copies_of(ranks: nxd.Ranks) -> dict[str, int]:
+    """How often each graph of the one weight set is loaded."""
+    (held,) = ranks._sets
+    return {graph: len(models) for (_, graph), models in held.models.items()}
 
 
 @pytest.fixture(scope="module")
