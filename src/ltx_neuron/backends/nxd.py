@@ -9,7 +9,6 @@ NxDModel's load, set_weights, to_neuron and its call, and `to_core`. Not run on 
 """
 
 import gc
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -156,8 +155,7 @@ class Ranks(ranks.Ranks):
         Ranks._started = tp
         set_environment(profile)
         environment.set_communicator(profile, tp)
-        # The runtime takes every core of the machine otherwise.
-        os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp))
+        environment.set_visible_cores(profile, tp)
         self.tp = tp
         self.bytes_sent = self.command_bytes = 0
         self.programs: dict[str, Manifest] = {}
