@@ -345,9 +345,8 @@ class Engine:
         """The job's images with their latents (1, 128, 1, h, w) at the stage's size."""
         encoded = []
         for image in job.images:
-            pixels = load_image(
-                image.path, stage.height, stage.width, image.crf, self.workspace.dtype
-            )
+            sides, dtype = (stage.height, stage.width), self.workspace.dtype
+            pixels = load_image(image.path, *sides, image.crf, dtype, job.upright)
             encoded.append((image, self.host.encode_image(pixels)))
         return encoded
 

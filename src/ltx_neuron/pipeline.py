@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ class LTXPipeline:
         sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
         job = Job(
             prompt,
-            _size(video, sides, two_stage, extend),
+            _size(video, sides, two_stage, extend, self._upright),
             recipe=self.recipe,
             seed=_plain(seed),
             num_inference_steps=_plain(num_inference_steps),
@@ -199,6 +199,11 @@ class LTXPipeline:
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
 
+    @property
+    def _upright(self) -> bool:
+        """Whether images and videos are taken as they are shown."""
+        return not self.engine.compat.as_stored
+
     def _generate(
         self,
         job: Job,
@@ -208,6 +213,7 @@ class LTXPipeline:
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None,
     ) -> LTXPipelineOutput:
         self.engine.check_process()
+        job = replace(job, upright=self._upright)
         _check_known("output_type", output_type, ("np", "latent", "mp4"))
         check_type("output_path", output_path, str | Path | None)
         check_type("callback_on_step_end", callback_on_step_end, Callable | None)
@@ -313,7 +319,11 @@ def _conditions(
 
 
 def _size(
-    video: str | Path | Retake | None, sides: dict, two_stage: bool, extend: float | None
+    video: str | Path | Retake | None,
+    sides: dict,
+    two_stage: bool,
+    extend: float | None,
+    upright: bool = True,
 ) -> Size:
     """What is given, the rest as everywhere; of a retake its file's."""
     given = {name: _plain(value) for name, value in sides.items() if value is not None}
@@ -331,7 +341,7 @@ def _size(
         )
     check_type("video", video, str | Path | Retake)
     path = video.path if isinstance(video, Retake) else video
-    return video_size(path, "--video-path", extend, window)
+    return video_size(path, "--video-path", extend, window, upright)
 
 
 def _given(

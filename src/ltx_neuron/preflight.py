@@ -59,7 +59,7 @@ class Preflight:
         require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
             for image in job.images:
-                check_image(image.path, job.size.height, job.size.width)
+                check_image(image.path, job.size.height, job.size.width, job.upright)
             conditions.check(job)
         self._check_host_models([name for job in jobs for name in _host_models(job)])
         self._check_weight_files(jobs)

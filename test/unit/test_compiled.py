@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -285,8 +286,8 @@ def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch)
         launches.append((grid, scale * q.shape[-1] ** 0.5))
         return sdpa(q[None], k[None], v[None], scale)[0].contiguous()
 
-    kernels = SimpleNamespace(attention_cte=attention_cte)
-    attention_cte.__getitem__ = None  # it is decorated: nki.jit's kernels are launched by []
+    # Decorated, as nki.jit does: no plain function.
+    kernels = SimpleNamespace(attention_cte=partial(attention_cte))
     torch_neuronx = SimpleNamespace(nki_op=nki_op, wrap_nki=WrappedKernel)
     monkeypatch.setitem(sys.modules, "torch_neuronx", torch_neuronx)
     monkeypatch.setitem(sys.modules, "nkilib.core.attention.attention_cte", kernels)

@@ -187,6 +187,12 @@ def test_every_failure_that_the_trainium_page_explains_is_one_that_the_code_says
     assert [code for code in numbers if not neuron_errors.known(code)] == []
 
 
+def test_a_section_of_the_readme_that_a_message_names_is_there():
+    named = re.findall(r"README, ([A-Z][\w ]*\w)", "\n".join(said_by_the_code()))
+    headings = re.findall(r"^## (.*)$", text_of("README.md"), re.MULTILINE)
+    assert len(named) >= 2 and {*named} <= {*headings}
+
+
 def test_the_readers_path_is_short():
     _, _, section = text_of("docs/architecture.md").partition("\n## A reader's path\n")
     files = re.findall(r"^\d+\. `([^`]+)`: ", section.partition("\n## ")[0], re.MULTILINE)

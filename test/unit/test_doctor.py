@@ -89,7 +89,7 @@ class Trn2:
             (root / f"proc/{pid}/cmdline").write_bytes(command.replace(" ", "\0").encode())
             for number, target in enumerate(opened):
                 (root / f"proc/{pid}/fd/{number}").symlink_to(target)
-        (root / "bin").mkdir(parents=True)
+        (root / "bin").mkdir(parents=True, exist_ok=True)
         for name in self.programs:
             (root / "bin" / name).write_text("")
             (root / "bin" / name).chmod(0o755)

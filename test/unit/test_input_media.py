@@ -2,6 +2,9 @@
 torchaudio makes them, clips encoded in tiles."""
 
 import math
+import struct
+from fractions import Fraction
+from itertools import islice
 
 import av
 import numpy as np
@@ -211,6 +214,72 @@ def test_a_film_says_its_size_length_and_rate(film):
     assert footage(film, "--video-path") == (25, 64, 96, 24.0)
 
 
+# The first four numbers of an MP4's display matrix, in 16.16 fixed point -> quarter turns
+# counterclockwise from what is stored to what is shown. A phone that is held upright writes the
+# third: a point to the right of the stored picture is shown at the bottom.
+MATRICES = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (0, 1, -1, 0): 3, (-1, 0, 0, -1): 2}
+
+
+def turned(film, path, matrix: tuple[int, int, int, int]):
+    """The film with another display matrix in its video track's header."""
+    content = bytearray(film.read_bytes())
+    at = content.index(b"tkhd") + 4 + 40  # version 0: 40 bytes before the matrix
+    a, b, c, d = (number << 16 for number in matrix)
+    content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_a_video_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(film, tmp_path, matrix):
+    path = turned(film, tmp_path / "phone.mp4", matrix)
+    stored, turns = list(first_frames(film, FLAG)), MATRICES[matrix]
+    wanted = [np.rot90(frame, turns) for frame in stored]
+    sides = (96, 64) if turns % 2 else (64, 96)
+    assert footage(path, FLAG) == (25, *sides, 24.0)
+    assert all(map(np.array_equal, first_frames(path, FLAG), wanted))
+    assert all(map(np.array_equal, frames_between(path, FLAG, 0.0, 9.0), wanted))
+    assert footage(path, FLAG, upright=False) == (25, 64, 96, 24.0)
+    assert all(map(np.array_equal, first_frames(path, FLAG, upright=False), stored))
+    assert all(map(np.array_equal, frames_between(path, FLAG, 0.0, 9.0, upright=False), stored))
+
+
+def test_a_mirrored_video_is_refused_with_the_command_that_mends_it(film, tmp_path):
+    path = turned(film, tmp_path / "mirror.mp4", (-1, 0, 0, 1))
+    with pytest.raises(UserError, match="mirrored .*\nType: ffmpeg -i .* mirror-upright.mp4"):
+        next(first_frames(path, FLAG))
+    next(first_frames(path, FLAG, upright=False))
+
+
+def written_at(path, times: list[float]):
+    """A video with a frame at each of these seconds."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=24)
+        stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1200)
+        for time in times:
+            frame = av.VideoFrame(64, 32, "yuv420p")
+            frame.pts, frame.time_base = round(time * 1200), Fraction(1, 1200)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def test_footage_of_a_variable_rate_is_refused_with_the_command_that_makes_it_constant(tmp_path):
+    """A phone lowers its rate in the dark: half of the frames are shown for twice as long."""
+    times = [number / 24 for number in range(12)] + [0.5 + number / 12 for number in range(12)]
+    path = written_at(tmp_path / "dark.mp4", times)
+    with pytest.raises(
+        UserError,
+        match=r"variable frame rate: .* 0.04167 to 0.08333 s, .*\nType: ffmpeg .* fps=.*constant",
+    ):
+        footage(path, "--video-path")
+    even = written_at(tmp_path / "even.mp4", [number / 20 for number in range(24)])
+    assert footage(even, "--video-path").frame_rate == pytest.approx(20, rel=0.01)
+    rounded = [round(number / 24, 3) for number in range(24)]  # a container's milliseconds
+    footage(written_at(tmp_path / "rounded.mp4", rounded), "--video-path")
+
+
 @pytest.mark.parametrize("start, duration", [(0.0, 25 / 24), (0.0, 0.5), (0.25, 0.5), (0.26, 9.0)])
 def test_frames_of_a_time_are_those_that_ltx_pipelines_reads(film, start, duration):
     from ltx_pipelines.utils import media_io
@@ -227,7 +296,7 @@ def test_frames_are_scaled_to_fill_and_cropped_as_in_ltx_pipelines(film):
     from ltx_pipelines.utils.media_io import load_video_conditioning
 
     theirs = load_video_conditioning(str(film), 32, 96, 9, torch.float32, torch.device("cpu"))
-    ours = pixels_of(first_frames(film, "--video-conditioning", 9), 32, 96)
+    ours = pixels_of(islice(first_frames(film, "--video-conditioning"), 9), 32, 96)
     assert ours.shape == (1, 3, 9, 32, 96) and torch.equal(ours, theirs)
 
 

@@ -40,6 +40,8 @@ def watched():
 
     yield watch
     for process in processes:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
         process.kill()
         process.wait()
 
@@ -156,8 +158,6 @@ def test_a_rank_that_sleeps_while_a_process_that_it_started_computes_does_not_ha
     watch.begin()
     look_for(watch, 3 * LIMIT)
     assert watch.hanging({0, 1}, LIMIT) is None
-    for child in psutil.Process(watch.pids[0]).children(recursive=True):
-        child.kill()
 
 
 def test_a_process_that_is_gone_has_no_state():

@@ -77,6 +77,41 @@ def test_an_image_of_any_mode_is_converted_to_rgb(tmp_path, mode, suffix):
     assert torch.equal(load_image(path, 64, 96, crf=0)[0, :, 0], wanted)
 
 
+# EXIF orientation -> what makes the stored picture of the one that is shown
+STORED = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("orientation", STORED)
+def test_a_photograph_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(
+    tmp_path, orientation, suffix
+):
+    shown = Image.fromarray(picture(64, 96))
+    stored = shown.transpose(STORED[orientation]) if STORED[orientation] is not None else shown
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path, plain = tmp_path / f"photo.{suffix}", tmp_path / f"plain.{suffix}"
+    stored.save(path, exif=exif, quality=100)
+    stored.save(plain, quality=100)
+    got = load_image(path, 64, 96, crf=0)
+    assert (got[0, :, 0] - as_pixels(shown)).abs().mean() < 0.1
+    as_stored = load_image(path, *stored.size[::-1], crf=0, upright=False)
+    assert torch.equal(as_stored, load_image(plain, *stored.size[::-1], crf=0))
+
+
+def as_pixels(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
+
+
 def test_a_sixteen_bit_grey_image_keeps_its_shades(tmp_path):
     shades = np.array(Image.fromarray(picture(64, 96)).convert("L"))
     path = saved(Image.fromarray(shades.astype(np.uint16) * 257), tmp_path / "image.png")

@@ -2,8 +2,11 @@
 and large ones are refused in words, soon, and leave nothing behind."""
 
 import asyncio
+import http.client
 import json
 import random
+import socket
+import threading
 import time
 from contextlib import closing, contextmanager
 from io import BytesIO
@@ -13,6 +16,7 @@ from urllib.parse import quote
 
 import pytest
 import torch
+import uvicorn
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -283,6 +287,41 @@ def test_requests_mutated_at_random_are_refused_in_words_and_soon(service):
 
 def post(service: Service, fields: dict[str, object]) -> Got:
     return service.ask(Sent("POST", "/v1/videos", b"", service.headers(FORM), form(fields)))
+
+
+def test_an_unexpected_error_is_answered_and_the_connection_serves_the_next_request(
+    service, monkeypatch
+):
+    """On a real server, with one connection kept."""
+
+    def fail(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(Intake, "accept", fail)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(service.app, http=guard.PatientProtocol, limit_concurrency=8)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.05)
+        client = http.client.HTTPConnection(*listener.getsockname(), timeout=20)
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {service.token.decode()}",
+        }
+        client.request("POST", "/v1/videos", json.dumps({"prompt": "rain"}), headers)
+        kept, answer = client.sock, client.getresponse()
+        error = json.loads(answer.read())["error"]
+        assert (answer.status, error["code"]) == (500, "internal_error")
+        client.request("GET", "/health")
+        assert client.sock is kept is not None
+        answer = client.getresponse()
+        assert (answer.status, json.loads(answer.read())) == (200, {"status": "ok"})
+        client.close()
+        server.should_exit = True
+        thread.join(timeout=20)
 
 
 def test_a_body_that_never_ends_is_given_up(service, monkeypatch):

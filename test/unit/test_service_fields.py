@@ -3,6 +3,7 @@ compiled sizes, and which of them a request means."""
 
 import base64
 import json
+import random
 from io import BytesIO
 
 import pytest
@@ -37,6 +38,35 @@ def refused(**said) -> Refusal:
 
 
 # --- fields ---------------------------------------------------------------------------------------
+
+
+def test_extra_params_within_extra_params_is_an_unknown_field():
+    for nested in ({}, {"seed": 1}, None, "{}"):
+        assert refused(extra_params={"extra_params": nested}).code == "unknown_field"
+
+
+NAMES = [*fields.KNOWN, *fields.UNSUPPORTED, "nonsense", "", "a" * 100]
+
+
+def nested_value(rng: random.Random, depth: int):
+    """A JSON value: lists and objects within each other, under names that requests have."""
+    if depth and rng.random() < 0.7:
+        values = [nested_value(rng, depth - 1) for _ in range(rng.randrange(4))]
+        if rng.random() < 0.5:
+            return values
+        return {rng.choice(NAMES): value for value in values}
+    return rng.choice([None, True, 0, -1, 1e308, 0.5, "", "7", "{}", "[[]]", PNG_URL, "x" * 40])
+
+
+def test_bodies_nested_at_random_are_read_or_refused_and_nothing_else():
+    rng, refusals = random.Random(30), 0
+    for _ in range(3000):
+        body = {rng.choice(NAMES): nested_value(rng, 4) for _ in range(rng.randrange(4))}
+        try:
+            read(**body)
+        except Refusal as refusal:
+            refusals += refusal.status == 400
+    assert 1000 < refusals < 3000
 
 
 def test_the_size_is_read_however_it_is_said():

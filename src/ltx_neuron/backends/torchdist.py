@@ -84,16 +84,17 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     with _inherited(settings.environment):
         process.start()
     process.join(profile.first_run_seconds)
+    names = ", ".join(map(str, folders))
     if process.exitcode is None:  # on Neuron it may wait for ranks that nobody starts
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
         process.join()
-        ended = f"did not end within {profile.first_run_seconds} s and was stopped"
+        seconds = profile.first_run_seconds
+        what = f"compiling {names} did not end within {seconds} s and was stopped"
     elif process.exitcode:
-        ended = f"ended with exit code {process.exitcode}; its errors are above"
+        what = f"compiling {names} ended with exit code {process.exitcode}; its errors are above"
     else:
         return
-    what = f"compiling {', '.join(map(str, folders))} {ended}"
     if profile.device != "neuron":
         raise RunError(what)
     print(f"{what}. The ranks compile at their first run instead.", file=sys.stderr)

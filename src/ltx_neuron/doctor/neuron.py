@@ -54,7 +54,9 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             f"Python {system.python}; backend {profile.backend} has wheels from"
             f" {sdk.dotted(low)} on, below {sdk.dotted(high)}"
         )
-        yield Finding("python", "blocks", text, "python3.12 -m venv DIR, and README, On Trainium")
+        yield Finding(
+            "python", "blocks", text, "python3.12 -m venv DIR, and README, Quick start on Trainium2"
+        )
     installed = {name: version for name in _PACKAGES if (version := system.version(name))}
     compiler = installed.get("neuronx-cc")
     if installed:
@@ -65,8 +67,8 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             "sdk",
             "note",
             "this Python environment has no package of the Neuron SDK",
-            "source /opt/<the environment of the machine image>/bin/activate, or README, On"
-            " Trainium",
+            "source /opt/<the environment of the machine image>/bin/activate, or README, Quick"
+            " start on Trainium2",
         )
     for name, version in sdk.DECOYS.items():
         if system.version(name) == version:
@@ -93,22 +95,8 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             f"attention=nki wants the kernels of nkilib, which cannot be imported: {error}",
             "install Neuron's own neuronx-cc, which has it, or type --profile-set attention=matmul",
         )
-    islpy = system.version("islpy")
-    if compiler and sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
-        yield Finding(
-            "islpy",
-            "blocks",
-            f"islpy {islpy}: neuronx-cc 2.27 fails with it (NCC_ISMP902)",
-            "pip install 'islpy<2026.2'",
-        )
-    if compiler and not (system.program("neuronx-cc")):
-        yield Finding(
-            "sdk",
-            "blocks",
-            f"neuronx-cc {compiler} is installed, but its program is neither in PATH nor beside"
-            " this Python",
-            "install it again: pip install --force-reinstall --no-deps neuronx-cc",
-        )
+    if compiler:
+        yield from _compiler(compiler, system)
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # what is missing is a finding of `checks.packages`
     state, usable = sdk.nxd_support(release)
@@ -120,6 +108,26 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             f"SDK 2.34 ends NxD on Trainium2: keep this environment at {sdk.dotted(sdk.NXD_LAST)}"
             " or older. What comes after it is --profile-set backend=torchdist with"
             " torch-neuronx 2.13",
+        )
+
+
+def _compiler(version: str, system: System) -> Iterator[Finding]:
+    """What keeps neuronx-cc of that version from running."""
+    islpy = system.version("islpy")
+    if sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
+        yield Finding(
+            "islpy",
+            "blocks",
+            f"islpy {islpy}: neuronx-cc 2.27 fails with it (NCC_ISMP902)",
+            "pip install 'islpy<2026.2'",
+        )
+    if not system.program("neuronx-cc"):
+        yield Finding(
+            "sdk",
+            "blocks",
+            f"neuronx-cc {version} is installed, but its program is neither in PATH nor beside"
+            " this Python",
+            "install it again: pip install --force-reinstall --no-deps neuronx-cc",
         )
 
 

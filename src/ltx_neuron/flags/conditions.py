@@ -8,6 +8,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.flags.common import dest
 from ltx_neuron.flags.lora import loras
 from ltx_neuron.host.media import footage
+from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
     ImageCondition,
@@ -71,7 +72,13 @@ def inputs(args: argparse.Namespace) -> dict[str, Any]:
         "skip_stage_2": args.skip_stage_2,
         "images_as_guides": args.images_as_guides,
         "sampler": args.sampler,
+        "upright": upright(args),
     }
+
+
+def upright(args: argparse.Namespace) -> bool:
+    """Whether images and videos are taken as they are shown: as --compat's releases do not."""
+    return not COMPAT[getattr(args, "compat", None)].as_stored
 
 
 def check_resumed(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.flags.conditions import add_conditions, check_resumed, inputs
+from ltx_neuron.flags.conditions import add_conditions, check_resumed, inputs, upright
 from ltx_neuron.flags.guided import add_guidance, guidance
 from ltx_neuron.flags.lora import add_loras, lora_fields, loras
 from ltx_neuron.host.media import video_size
@@ -69,7 +69,7 @@ def size(args: argparse.Namespace) -> Size:
             f"{flags} does not go with --video-path: the video is made at the file's own size and"
             f" rate, in one stage; leave out {flags}"
         )
-    return video_size(path, "--video-path", extend, window)
+    return video_size(path, "--video-path", extend, window, upright(args))
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:

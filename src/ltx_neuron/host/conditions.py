@@ -192,7 +192,7 @@ def check_retake(given: Inputs) -> None:
 
 def _encode_retake(host: HostModels, given: Inputs) -> dict[str, Tensor]:
     path, frames = given.retake.path, given.size.audio_frames
-    timed = frames_between(path, RETAKE, 0.0, given.size.seconds)
+    timed = frames_between(path, RETAKE, 0.0, given.size.seconds, given.upright)
     pixels = pixels_of(_exactly(given.size.num_frames, timed, path, RETAKE), *given.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype))}
     if sound := _retaken_sound(path, given.size.seconds):
@@ -268,7 +268,8 @@ def _extended_sound(given: Inputs) -> Sound:
 
 def _source_frames(given: Inputs) -> Iterator[np.ndarray]:
     path = given.retake.path
-    return _exactly(given.extension.source_frames, first_frames(path, RETAKE), path, RETAKE)
+    frames = first_frames(path, RETAKE, given.upright)
+    return _exactly(given.extension.source_frames, frames, path, RETAKE)
 
 
 def with_source(given: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -304,10 +305,10 @@ def check_references(given: Inputs) -> None:
     fill the clip, and the mask has frames for each latent frame of the references."""
     for reference in given.references:
         sides = reference.sides(*given.size.first.sides)
-        there = _checked_footage(reference.path, REFERENCE, *sides)
+        there = _checked_footage(reference.path, REFERENCE, *sides, given.upright)
         _check_number(reference.path, REFERENCE, there.num_frames, reference.num_frames)
     if given.attention_mask:
-        _checked_footage(given.attention_mask.path, MASK, *given.size.first.sides)
+        _checked_footage(given.attention_mask.path, MASK, *given.size.first.sides, given.upright)
         _mask_frames(given)
 
 
@@ -315,7 +316,7 @@ def _encode_reference(host: HostModels, given: Inputs, reference: ReferenceVideo
     """The latent of the first frames by their number, of which every time_scale-th is taken after
     frame 0; never in tiles."""
     path, there = reference.path, min(reference.num_frames, given.size.num_frames)
-    frames = _exactly(there, first_frames(path, REFERENCE), path, REFERENCE)
+    frames = _exactly(there, first_frames(path, REFERENCE, given.upright), path, REFERENCE)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
     pixels = pixels_of(taken, *reference.sides(*given.size.first.sides))
     # The encoder takes 8k+1 frames: upstream's leaves the last ones out, too.
@@ -326,7 +327,8 @@ def _encode_reference(host: HostModels, given: Inputs, reference: ReferenceVideo
 def _reference_attention(given: Inputs, dtype: torch.dtype) -> Tensor:
     """(1, M): the mask's weight of each reference's token, times its strength."""
     mask = given.attention_mask
-    frames = _exactly(_mask_frames(given), first_frames(mask.path, MASK), mask.path, MASK)
+    frames = first_frames(mask.path, MASK, given.upright)
+    frames = _exactly(_mask_frames(given), frames, mask.path, MASK)
     # At the size of the stage, not of the references.
     pixels = pixels_of(frames, *given.size.first.sides).to(dtype)
     weights = [token_weights(pixels, _latent_shape(given, each)) for each in given.references]
@@ -358,8 +360,10 @@ def _mask_frames(given: Inputs) -> int:
 # --- frames of files ------------------------------------------------------------------------------
 
 
-def _checked_footage(path: str | Path, flag: str, height: int, width: int) -> Footage:
-    found = footage(path, flag)
+def _checked_footage(
+    path: str | Path, flag: str, height: int, width: int, upright: bool
+) -> Footage:
+    found = footage(path, flag, upright)
     _check_number(path, flag, found.num_frames, 1)
     check_filling(path, (found.height, found.width), height, width, flag)
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_regular
@@ -21,17 +21,24 @@ MIN_SIDE, MAX_SIDE = 2, 16384
 
 
 def load_image(
-    path: str | Path, height: int, width: int, crf: int = 33, dtype: torch.dtype = torch.float32
+    path: str | Path,
+    height: int,
+    width: int,
+    crf: int = 33,
+    dtype: torch.dtype = torch.float32,
+    upright: bool = True,
 ) -> torch.Tensor:
     """The image as pixels (1, 3, 1, height, width) in [-1, 1], as
     ltx_pipelines.utils.media_io.load_image_conditioning.
 
     One H.264 round trip at `crf` gives it the texture of the video frames the model was trained on
     (0 skips it); then it is scaled to fill height x width and cropped around its centre. Alpha is
-    dropped, EXIF rotation is not applied. Raises UserError when `path` is not a readable image, or
-    one too small or too large to use.
+    dropped. Raises UserError when `path` is not a readable image, or one too small or too large to
+    use.
+
+    upright  apply the EXIF orientation, as diffusers' load_image does; ltx-pipelines does not
     """
-    image = _decode_image(path)
+    image = _decode_image(path, upright)
     if crf != 0:
         image = _h264_round_trip(image, crf)
     check_filling(path, image.shape[:2], height, width)
@@ -51,9 +58,9 @@ def fill(image: np.ndarray, height: int, width: int) -> torch.Tensor:
     return pixels / 127.5 - 1.0
 
 
-def check_image(path: str | Path, height: int = 1, width: int = 1) -> None:
+def check_image(path: str | Path, height: int = 1, width: int = 1, upright: bool = True) -> None:
     """Raise UserError where `load_image(path, height, width)` would; nothing is returned."""
-    check_filling(path, _decode_image(path).shape[:2], height, width)
+    check_filling(path, _decode_image(path, upright).shape[:2], height, width)
 
 
 def content_digest(path: str | Path) -> str:
@@ -69,14 +76,15 @@ def content_digest(path: str | Path) -> str:
         return "unreadable"
 
 
-def _decode_image(path: str | Path) -> np.ndarray:
+def _decode_image(path: str | Path, upright: bool) -> np.ndarray:
     """Read an image file as uint8 (H, W, 3). UserError for what is no usable image."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             check_regular(path)
             with Image.open(path) as image:
-                picture = np.array(_eight_bit(image).convert("RGB"))
+                stored = ImageOps.exif_transpose(image) if upright else image
+                picture = np.array(_eight_bit(stored).convert("RGB"))
         except FileNotFoundError:
             raise UserError(
                 f"there is no image {path}: pass an existing file with --image FILE"

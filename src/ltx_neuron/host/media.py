@@ -7,7 +7,7 @@ UserError that names the file and its flag.
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,15 +107,74 @@ def _samples(frame) -> np.ndarray:
     return samples
 
 
-def footage(path: str | Path, flag: str) -> Footage:
-    """What a video file says of itself; its frames are counted where it does not say how many."""
+def footage(path: str | Path, flag: str, upright: bool = True) -> Footage:
+    """What a video file says of itself; its frames are counted where it does not say how many.
+    UserError where its frame rate varies, with the command that makes it constant.
+
+    upright  its sides as they are shown: a phone stores a video as its sensor lies
+    """
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
         if not stream.average_rate:
             raise ValueError("it does not say its frame rate")
-        context = stream.codec_context
+        context, rate = stream.codec_context, float(stream.average_rate)
         number = stream.frames or sum(1 for _ in container.decode(stream))
-        return Footage(number, context.height, context.width, float(stream.average_rate))
+        sides = context.height, context.width
+    _check_constant_rate(path, flag)
+    if upright and _quarter_turns(next(first_frames_as_stored(path, flag)), path) % 2:
+        sides = sides[::-1]
+    return Footage(number, *sides, rate)
+
+
+# Of the mean time between two frames: how much the shortest and the longest may differ. Containers
+# round times to their own ticks, Matroska to a millisecond.
+_UNEVEN = 0.1
+
+
+def _check_constant_rate(path: str | Path, flag: str) -> None:
+    """Raise UserError where the frames of a file do not follow each other at one rate: frames are
+    taken by their numbers, and would be shown faster or slower than they were filmed."""
+    with _opened(path, flag) as container:
+        stream = _video_stream(container, path, flag)
+        times = [packet.pts for packet in container.demux(stream) if packet.size]
+        base, said = float(stream.time_base), float(stream.average_rate)
+    if len(times) < 3 or None in times:
+        return
+    times.sort()
+    steps = [base * (after - before) for before, after in pairwise(times)]
+    mean = sum(steps) / len(steps)
+    if mean <= 0:
+        return
+    spread, rate = max(steps) - min(steps), 1 / mean
+    if spread > _UNEVEN * mean + 2 * base or abs(rate - said) > _UNEVEN * rate:
+        name = f"{Path(path).stem}-constant.mp4"
+        command = shlex.join(["ffmpeg", "-i", str(path), "-vf", f"fps={round(rate, 3):g}", name])
+        raise UserError(
+            f"{flag} {path} has a variable frame rate: its frames are shown for {min(steps):.4g} to"
+            f" {max(steps):.4g} s, {rate:.4g} per second on average, and it says {said:.4g}; wanted"
+            f" one rate.\nType: {command}"
+        )
+
+
+def _quarter_turns(frame, path: str | Path) -> int:
+    """By how many quarter turns a decoded frame is turned counterclockwise to be shown.
+    Raises UserError for a display matrix that mirrors, or turns by another angle."""
+    from av.sidedata.sidedata import Type
+
+    data = frame.side_data.get(Type.DISPLAYMATRIX)
+    if data is None:
+        return 0
+    a, b, _, c, d = np.frombuffer(bytes(data), dtype=np.int32)[:5].astype(np.int64)
+    upright = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 1, (-1, 0, 0, -1): 2, (0, 1, -1, 0): 3}
+    signs = tuple(np.sign([a, b, c, d]).tolist())
+    if signs not in upright:
+        name = f"{Path(path).stem}-upright.mp4"
+        command = shlex.join(["ffmpeg", "-i", str(path), "-c:a", "copy", name])
+        raise UserError(
+            f"{path} is shown mirrored or turned by no quarter turn; wanted an upright video.\n"
+            f"Type: {command}"
+        )
+    return upright[signs]
 
 
 def timed_frames(path: str | Path, flag: str, start: float, duration: float) -> int | None:
@@ -130,12 +189,16 @@ def timed_frames(path: str | Path, flag: str, start: float, duration: float) -> 
 
 
 def video_size(
-    path: str | Path, flag: str, extend: float | None = None, window_frames: int | None = None
+    path: str | Path,
+    flag: str,
+    extend: float | None = None,
+    window_frames: int | None = None,
+    upright: bool = True,
 ) -> Size:
     """A video file's, whose seconds are made anew; of one that is made longer, of each window.
     UserError with the command that cuts and scales one of which the model cannot have the size."""
     check_readable(path, flag, f"; pass a video as {flag} FILE")
-    num_frames, height, width, frame_rate = footage(path, flag)
+    num_frames, height, width, frame_rate = footage(path, flag, upright)
     frames = num_frames
     if extend is None:
         frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
@@ -158,10 +221,10 @@ def video_size(
 
 
 def frames_between(
-    path: str | Path, flag: str, start: float, duration: float
+    path: str | Path, flag: str, start: float, duration: float, upright: bool = True
 ) -> Iterator[np.ndarray]:
     """Frames, uint8 (H, W, 3), whose times are from `start` to before `start + duration` seconds;
-    by their numbers where the file has no times."""
+    by their numbers where the file has no times. upright: as they are shown, not as stored."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
         if start > 0:
@@ -173,19 +236,26 @@ def frames_between(
             if time >= start + duration:
                 return
             if time >= start:
-                yield _rgb(frame)
+                yield _rgb(frame, path, upright)
         else:
             return
         rate = float(stream.average_rate)
     first = round(start * rate)
-    yield from islice(first_frames(path, flag), first, first + round(duration * rate))
+    frames = first_frames(path, flag, upright)
+    yield from islice(frames, first, first + round(duration * rate))
 
 
-def first_frames(path: str | Path, flag: str, count: int | None = None) -> Iterator[np.ndarray]:
-    """The first `count` frames, uint8 (H, W, 3), whatever their times are."""
+def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[np.ndarray]:
+    """All frames, uint8 (H, W, 3), whatever their times are. upright: as they are shown, not as
+    stored."""
+    for frame in first_frames_as_stored(path, flag):
+        yield _rgb(frame, path, upright)
+
+
+def first_frames_as_stored(path: str | Path, flag: str) -> Iterator:
+    """PyAV's frames of a video file."""
     with _opened(path, flag) as container:
-        frames = container.decode(_video_stream(container, path, flag))
-        yield from map(_rgb, islice(frames, count))
+        yield from container.decode(_video_stream(container, path, flag))
 
 
 def pixels_of(frames: Iterable[np.ndarray], height: int, width: int) -> Tensor:
@@ -204,5 +274,7 @@ def _video_stream(container, path: str | Path, flag: str):
     return stream
 
 
-def _rgb(frame) -> np.ndarray:
-    return frame.to_rgb().to_ndarray()
+def _rgb(frame, path: str | Path, upright: bool) -> np.ndarray:
+    pixels = frame.to_rgb().to_ndarray()
+    turns = _quarter_turns(frame, path) if upright else 0
+    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels

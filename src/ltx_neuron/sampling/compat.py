@@ -17,6 +17,10 @@ class Compat:
     And what ltx-pipelines 1.2.0 does differently from what came before it:
 
     retake_noise  the stream that a retake keeps begins as noise, and walks to what is kept
+
+    And what all of them do:
+
+    as_stored     EXIF orientation and a video's display matrix are not applied
     """
 
     conditioning: bool = False
@@ -24,11 +28,14 @@ class Compat:
     positions: bool = False
     vocoder: bool = False
     retake_noise: bool = False
+    as_stored: bool = False
 
 
 COMPAT = {
     None: Compat(),
-    "ltx-core-1.0.0": Compat(conditioning=True, cross_sigma=True, positions=True, vocoder=True),
-    "ltx-core-1.0.0-conditioning": Compat(conditioning=True),
-    "ltx-pipelines-1.2.0": Compat(retake_noise=True),
+    "ltx-core-1.0.0": Compat(
+        conditioning=True, cross_sigma=True, positions=True, vocoder=True, as_stored=True
+    ),
+    "ltx-core-1.0.0-conditioning": Compat(conditioning=True, as_stored=True),
+    "ltx-pipelines-1.2.0": Compat(retake_noise=True, as_stored=True),
 }

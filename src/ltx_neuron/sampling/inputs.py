@@ -81,6 +81,7 @@ class Inputs(ABC):
     skip_stage_2      of a two-stage run: the half-size result is decoded
     images_as_guides  an image at frame 0 is a keyframe as the others are
     sampler           "euler" or "res_2s", which HQ uses
+    upright           images and videos are taken as they are shown, not as they are stored
     """
 
     images: tuple[ImageCondition, ...] = ()
@@ -91,6 +92,7 @@ class Inputs(ABC):
     skip_stage_2: bool = False
     images_as_guides: bool = False
     sampler: str = "euler"
+    upright: bool = True
 
     @property
     @abstractmethod

@@ -329,17 +329,34 @@ def _not_found(id: str, param: str | None = None) -> Refusal:
 
 def _counting(app: Callable, api: Api) -> Callable:
     """The application, whose answers are counted. No BaseHTTPMiddleware: that wraps what receiving
-    a body raises into an ExceptionGroup."""
+    a body raises into an ExceptionGroup.
+
+    Starlette answers an unexpected error and raises it again, at which uvicorn closes the
+    connection that the client's next request is on. So it is logged here, and goes no further.
+    """
 
     async def counted(scope: dict, receive: Callable, send: Callable) -> None:
+        answered = False
+
         async def count(message: dict) -> None:
+            nonlocal answered
             if message["type"] == "http.response.start":
+                answered = True
                 method = scope["method"] if scope["method"] in _METHODS else "other"
                 api.metrics_of.requests.labels(method, str(message["status"])).inc()
                 message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
             await send(message)
 
-        await app(scope, receive, count)
+        try:
+            await app(scope, receive, count)
+        except ClientDisconnect:
+            raise
+        except Exception:
+            if not answered:
+                raise
+            logging.getLogger("uvicorn.error").exception(
+                "an error of the service in %s %s", scope["method"], scope["path"]
+            )
 
     return counted
 

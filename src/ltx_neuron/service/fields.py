@@ -131,7 +131,8 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
     for key in merged:
         if key in UNSUPPORTED and merged[key] not in (None, "", 1, "1"):
             raise invalid(key, f"{key} is not supported here", "feature_not_supported")
-        if key not in KNOWN and key not in UNSUPPORTED:
+        nested = key == "extra_params"  # one within another
+        if nested or key not in KNOWN and key not in UNSUPPORTED:
             known = ", ".join(sorted({*KNOWN} - {"extra_params"}))
             raise invalid(key[:64], f"unknown field {key[:64]!r}; known: {known}", "unknown_field")
     return {

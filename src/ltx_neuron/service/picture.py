@@ -70,7 +70,9 @@ def _convert(source: str, target: str, most_pixels: int) -> None:
                 _refuse(f"it has {width}x{height} pixels, {most_pixels} in all at most")
             # PNG has no CMYK; what generate_ltx23.py makes of one is RGB as well.
             plain = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else None
-            (plain or image.convert("RGB")).save(target, format="PNG", compress_level=1)
+            # The orientation travels on: who reads the PNG applies it.
+            exif = {"exif": image.getexif()} if image.getexif() else {}
+            (plain or image.convert("RGB")).save(target, format="PNG", compress_level=1, **exif)
     except (OSError, SyntaxError, ValueError, MemoryError):
         _refuse(f"it is no picture that can be read; wanted {', '.join(FORMATS)}")
 
