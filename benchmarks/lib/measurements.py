@@ -139,14 +139,16 @@ def step_times(bench: Bench, model: Model) -> Generator[str, None, dict]:
         f"A warm step: {whole:.1f} ms; its {len(calls)} launches one by one, each waited for:"
         f" {alone:.1f} ms."
     )
-    yield from ("", "| graph | launches | ms each | GFLOP a rank | collectives | MB |")
+    yield from ("", "| graph | launches | ms each | % of peak | collectives | MB |")
     yield "|---|---|---|---|---|---|"
+    peak = bench.profile.flops(bench.tp)
     for graph in dict.fromkeys(call["graph"] for call in calls):
         own = [call for call in calls if call["graph"] == graph]
+        ms, cost = statistics.median(call["ms"] for call in own), own[0]
+        percent = f"{100 * cost['flops'] * bench.tp / (ms / 1e3) / peak:.1f}" if peak else "-"
         yield (
-            f"| {graph} | {len(own)} | {statistics.median(call['ms'] for call in own):.3f}"
-            f" | {own[0]['flops'] / 1e9:.1f} | {own[0]['collectives']}"
-            f" | {own[0]['collective_bytes'] / 1e6:.1f} |"
+            f"| {graph} | {len(own)} | {ms:.3f} | {percent} | {cost['collectives']}"
+            f" | {cost['collective_bytes'] / 1e6:.1f} |"
         )
     yield ""
     yield from _memory(bench, found["memory"])
@@ -248,7 +250,7 @@ def tune(bench: Bench, model: Model) -> Iterator[str]:
     log = f"{model.name}-tune"
     try:
         output = bench.run(log, *command).output
-    except Stopped:
+    except (Stopped, KeyboardInterrupt):
         yield from ("```", bench.log(log).read_text(errors="replace").rstrip(), "```")
         raise
     _, _, found = output.rstrip().rpartition("\n\n")  # its table and what was chosen

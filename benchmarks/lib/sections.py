@@ -93,7 +93,7 @@ def run_all(
             print(f"{section.name}: done before", flush=True)
             continue
         print(f"{section.name} ...", flush=True)
-        began, lines = time.perf_counter(), []
+        began, lines, interrupt = time.perf_counter(), [], None
         missing = [need for need in section.needs if done.get(need, {}).get("status") != "done"]
         try:
             if missing:
@@ -111,6 +111,8 @@ def run_all(
             status, why = "failed", str(failure)
         except UserError as error:
             status, why = "failed", str(error)
+        except KeyboardInterrupt as error:  # Ctrl-C, SIGTERM, a connection that was lost
+            status, why, interrupt = "stopped", "interrupted", error
         except Exception:
             status, why = "failed", traceback.format_exc()
         done[section.name] = {
@@ -125,6 +127,8 @@ def run_all(
             flush=True,
         )
         keep(done)
+        if interrupt:
+            raise interrupt
     return done
 
 

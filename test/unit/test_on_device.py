@@ -18,7 +18,17 @@ from conftest import ROOT
 from helpers import one_thread, randn  # noqa: F401
 from lib import measurements, probes, step_times
 from lib.bench import TINY_SIZE, WIDE, Bench, Model, request
-from lib.sections import Budget, Failed, NotRun, Section, markdown, restored, run_all, three_way
+from lib.sections import (
+    Budget,
+    Failed,
+    NotRun,
+    Section,
+    Stopped,
+    markdown,
+    restored,
+    run_all,
+    three_way,
+)
 
 from ltx_neuron.config import transformer_config
 from ltx_neuron.doctor.system import System
@@ -263,6 +273,36 @@ def test_the_budget_s_end_stops_a_section_with_all_it_started_and_keeps_what_was
     # Typed again, with time of its own.
     again = run_all((*sections[:1], section("hangs"), sections[2]), None, kept, keep, Budget())
     assert {result["status"] for result in again.values()} == {"done"}
+
+
+def test_what_an_interrupted_section_found_is_kept():
+    def run(bench):
+        yield "half of it"
+        raise KeyboardInterrupt
+
+    kept = {}
+    sections = (Section("a", run), section("b"))
+    with pytest.raises(KeyboardInterrupt):
+        run_all(sections, None, {}, kept.update, Budget())
+    assert kept["a"]["status"] == "stopped" and kept["a"]["lines"] == ["half of it"]
+    assert "b" not in kept
+
+
+def test_a_tuning_that_is_stopped_shows_what_it_measured(bench, tiny, monkeypatch):
+    """Its own process writes a row for each variant; what it measured it does not measure again."""
+    rows = "the profile's own: 12.50 ms a step\nattention=matmul: 13.00 ms a step\n"
+
+    def run(self, log: str, *command):
+        self.log(log).parent.mkdir()
+        self.log(log).write_text(rows)
+        raise Stopped("the budget ended")
+
+    monkeypatch.setattr(Bench, "run", run)
+    model = Model("tiny", tiny.checkpoint, None, None, TINY_SIZE, Path("artifacts"))
+    tuning = Section("tune", lambda bench: measurements.tune(bench, model))
+    done = run_all((tuning,), bench(minutes=5), {}, lambda now: None, Budget())
+    assert done["tune"]["status"] == "stopped"
+    assert done["tune"]["lines"] == ["```", rows.rstrip(), "```"]
 
 
 def test_a_section_that_hangs_takes_no_more_than_some_times_its_estimate(bench):
