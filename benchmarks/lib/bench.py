@@ -113,9 +113,16 @@ class Bench:
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
-    def run(self, log: str, *command: object, codes: tuple[int, ...] = (0,)) -> Run:
+    def run(
+        self,
+        log: str,
+        *command: object,
+        codes: tuple[int, ...] = (0,),
+        seconds: float = SCRIPT_SECONDS,
+    ) -> Run:
         """Run a Python script of this repository in its own process, its output in logs/. Failed
-        where its exit code is not among `codes`."""
+        where its exit code is not among `codes` or it takes longer than `seconds` or its section
+        may; Stopped where the budget ends."""
         path = self.log(log)
         path.parent.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
@@ -128,32 +135,40 @@ class Bench:
                 start_new_session=True,
             )
             try:
-                code = process.wait(min(SCRIPT_SECONDS, self.budget.section_left()))
+                code = process.wait(min(seconds, self.budget.section_left()))
             except subprocess.TimeoutExpired:
                 code = None
             finally:
                 end_tree(process)
-        seconds, output = time.perf_counter() - began, path.read_text(errors="replace")
+        took, output = time.perf_counter() - began, path.read_text(errors="replace")
         if code in codes:
-            return Run(output, seconds, memory.most)
+            return Run(output, took, memory.most)
         last = "\n".join(output.replace("\r", "\n").strip().splitlines()[-SHOWN_LINES:])
         if code is None:
-            kind, why = (
-                (Failed, "it hangs") if self.budget.left() else (Stopped, "the budget ended")
+            stopped, where = (
+                f"{log} was stopped after {took / 60:.1f} minutes",
+                f"({path}):\n{last}",
             )
-            took = f"{log} was stopped after {seconds / 60:.1f} minutes"
-            raise kind(f"{took}: {why} ({path}):\n{last}")
+            if self.budget.left():
+                raise Failed(f"{stopped}: it hangs {where}")
+            raise Stopped(f"{stopped}: the budget ended {where}")
         raise Failed(f"{log} ended with exit code {code} ({path}):\n{last}")
 
     def scripted(
-        self, script: str, name: str, target: Target, content: dict, ending: str = ".json"
+        self,
+        script: str,
+        name: str,
+        target: Target,
+        content: dict,
+        ending: str = ".json",
+        seconds: float = SCRIPT_SECONDS,
     ) -> Path:
         """Run a script of lib/ with a request: what it runs on, and `content`. Returns the file
         that it wrote."""
         request, output = self.folder / f"{name}-request.json", self.folder / f"{name}{ending}"
         content |= {"profile": target.profile, "settings": target.settings, "dtype": target.dtype}
         write_json(request, {"tp": self.tp, "output": str(output)} | content)
-        self.run(name, ROOT / "benchmarks/lib" / script, request)
+        self.run(name, ROOT / "benchmarks/lib" / script, request, seconds=seconds)
         return output
 
     def shard(self, model: Model, target: Target, gemma: bool) -> float:

@@ -3,6 +3,7 @@ rule, what it measures, and the report."""
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -305,6 +306,13 @@ def test_a_tuning_that_is_stopped_shows_what_it_measured(bench, tiny, monkeypatc
     assert done["tune"]["lines"] == ["```", rows.rstrip(), "```"]
 
 
+def test_a_script_with_a_time_of_its_own_leaves_its_section_the_rest(bench):
+    bench = bench(minutes=30)
+    with pytest.raises(Failed, match="sleeps was stopped after 0.0 minutes: it hangs"):
+        bench.run("sleeps", "-c", "import time; time.sleep(600)", seconds=0.5)
+    assert bench.run("sleeps", "-c", "print('on')").output == "on\n"
+
+
 def test_a_section_that_hangs_takes_no_more_than_some_times_its_estimate(bench):
     bench = bench(minutes=30)
     sections = (hanging(0.02), section("next"))
@@ -452,35 +460,46 @@ def test_a_group_that_cannot_be_routed_leaves_the_others(bench, monkeypatch):
     )
 
 
-def test_a_step_is_timed_graph_by_graph_and_memory_is_asked_for_between_timed_steps(
-    bench, tiny, monkeypatch
+@pytest.fixture
+def blocks(bench, tiny) -> tuple[Bench, Model]:
+    """The model of two blocks, which the tiny one stands for: sharded."""
+    bench = bench()
+    (bench.folder / "wide").symlink_to(tiny.checkpoint.parent)
+    model = measurements.timed_blocks(bench)
+    bench.shard(model, bench.device(model), gemma=False)
+    return bench, model
+
+
+def test_a_step_is_timed_by_its_graphs_and_memory_is_asked_for_between_timed_steps(
+    blocks, monkeypatch
 ):
     """Of each core: before loading, loaded, after the steps, unloaded."""
-    bench, events = bench(), []
-    size = dataclasses.replace(TINY_SIZE, two_stage=False)
-    model = Model("tiny", tiny.checkpoint, None, None, size, bench.folder / "artifacts")
-    target = bench.device(model)
-    bench.shard(model, target, gemma=False)
-    bench.compile(model, target, gemma=False)
+    bench, model = blocks
+    text = "\n".join(measurements.wide_step_times(bench))
+    assert re.search(r"\| blocks \| 1 \| [\d.]+ \| - \| 22 \| ", text), text
+    assert re.search("By these graphs a step of 48 blocks takes [1-9]", text)
+    assert "Memory: no Neuron device." in text
+
+    events, used = [], [10**8, 9 * 10**9, 10**10, 10**9]
+    timed, target = step_times._milliseconds, bench.device(model)
 
     class Counted(System):
         def core_memory(self) -> dict[str, int]:
             events.append("memory")
-            return {"core 0": 10 * len(events)}
+            return {"core 0": used.pop(0)}
 
-    timed = step_times._milliseconds
-    monkeypatch.setattr(
-        step_times, "_milliseconds", lambda *given: events.append("step") or timed(*given)
-    )
-    content = request(model, size) | {"folder": str(bench.folder / "copy"), "tp": bench.tp}
+    def noted(*given) -> list[float]:
+        events.append("step")
+        return timed(*given)
+
+    monkeypatch.setattr(step_times, "_milliseconds", noted)
+    content = request(model, model.size) | {"folder": str(bench.folder / "copy"), "tp": bench.tp}
     content |= {"profile": target.profile, "settings": target.settings, "dtype": target.dtype}
     found = step_times.measure(content, Counted())
     steps = ["step"] * 2 * (1 + step_times.STEPS)
     assert events == ["memory", "memory", *steps, "memory", "memory"]
     assert [call["graph"] for call in found["calls"]] == ["head", "blocks", "tail"]
-    assert all(call["ms"] > 0 and call["flops"] > 0 for call in found["calls"][1:2])
-    write_json(bench.folder / "found.json", found)
-    monkeypatch.setattr(Bench, "scripted", lambda *_: bench.folder / "found.json")
-    text = "\n".join(measurements.step_times(bench, model))
-    assert "| blocks | 1 | " in text and "Unloading freed" in text
-    assert "| core | before | loaded | after the steps | unloaded |" in text
+    memory = [*measurements._memory(bench, found["memory"])]
+    assert memory[0] == "| core | before | loaded | after the steps | unloaded |"
+    assert memory[2] == "| core 0 | 0.1 GB | 9.0 GB | 10.0 GB | 1.0 GB |"
+    assert memory[-1] == "Unloading freed 9.0 GB of the 9.9 GB that the model took."
