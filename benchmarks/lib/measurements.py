@@ -102,7 +102,9 @@ def groups(bench: Bench) -> Iterator[str]:
             lines = str(failure).splitlines()
             yield f"{row} - | - | {cell(' '.join(dict.fromkeys((lines[0], lines[-1]))))} |"
             continue
-        yield f"{row} {found[0]['ms']:.3f} | {found[1]['ms']:.3f} | {[f['right'] for f in found]} |"
+        right = [word for word, case in zip(("sum", "gather"), found, strict=True) if case["right"]]
+        right = "both" if len(right) == 2 else " ".join(right) or "NEITHER"
+        yield f"{row} {found[0]['ms']:.3f} | {found[1]['ms']:.3f} | {right} |"
     yield ""
     yield "The chips are taken to be numbered row by row; neuron-ls has these neighbours:"
     yield from ("", "```", (bench.system.output("neuron-ls") or "neuron-ls is absent").rstrip())
