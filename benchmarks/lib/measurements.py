@@ -93,7 +93,7 @@ def groups(bench: Bench) -> Iterator[str]:
     yield "| group | ranks | sum ms | gather ms | right |"
     yield "|---|---|---|---|---|"
     for number, (name, ranks) in enumerate(torus_groups(cores).items()):
-        cases = [["sum", 1, tokens, channels], ["gather", 1, tokens // 8, channels]]
+        cases = [["sum", 1, tokens, channels], ["gather", 1, tokens // 32, channels]]
         content = {"probe": "collectives", "cases": cases, "groups": ranks, "tp": profile.cores}
         row = f"| {name} | {len(ranks[0])} |"
         try:
