@@ -121,8 +121,8 @@ class Bench:
         seconds: float = SCRIPT_SECONDS,
     ) -> Run:
         """Run a Python script of this repository in its own process, its output in logs/. Failed
-        where its exit code is not among `codes` or it takes longer than `seconds` or its section
-        may; Stopped where the budget ends."""
+        where its exit code is not among `codes` or it takes longer than `seconds`; Stopped where
+        the time of its section ends."""
         path = self.log(log)
         path.parent.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
@@ -145,13 +145,10 @@ class Bench:
             return Run(output, took, memory.most)
         last = "\n".join(output.replace("\r", "\n").strip().splitlines()[-SHOWN_LINES:])
         if code is None:
-            stopped, where = (
-                f"{log} was stopped after {took / 60:.1f} minutes",
-                f"({path}):\n{last}",
-            )
-            if self.budget.left():
-                raise Failed(f"{stopped}: it hangs {where}")
-            raise Stopped(f"{stopped}: the budget ended {where}")
+            stopped = f"{log} was stopped after {took / 60:.1f} minutes"
+            if self.budget.section_left():
+                raise Failed(f"{stopped}, its longest time ({path}):\n{last}")
+            raise Stopped(f"{stopped}: {self.budget.end()} ({path}):\n{last}")
         raise Failed(f"{log} ended with exit code {code} ({path}):\n{last}")
 
     def scripted(

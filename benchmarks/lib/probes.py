@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ltx_neuron import errors
 from ltx_neuron.backends import nxd, nxd_compile, registry
-from ltx_neuron.backends.manifest import Manifest, graph_file
+from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.models.parallel import Comm
@@ -148,9 +148,7 @@ def outputs(request: dict) -> dict:
 
 def _raw_output_stays(manifest: Manifest, cores: Cores) -> bool:
     """The same with NxD's model itself, whose outputs nobody copies."""
-    from neuronx_distributed import NxDModel
-
-    model = NxDModel.load(str(manifest.folder / graph_file("probe", "nxd")))
+    model = nxd._open(manifest, "probe", cores.tp)
     weight = {f"{nxd_compile.WRAPPED}weight": torch.ones(1, dtype=cores.dtype)}
     model.set_weights([dict(weight) for _ in range(cores.tp)])
     model.to_neuron()

@@ -30,7 +30,7 @@ class Failed(Exception):
 
 
 class Stopped(Exception):
-    """A section was stopped because the budget ended; the text says where."""
+    """The time of a section ended before it did; the text says where it was."""
 
 
 class Section(NamedTuple):
@@ -50,8 +50,8 @@ class Section(NamedTuple):
 class Budget:
     """The minutes of a whole run; None: as long as it takes."""
 
-    # A section that takes so many times its estimate hangs.
-    HANGS = 4
+    # A section that takes so many times its estimate may hang: the others want their time.
+    LONGEST = 4
 
     def __init__(self, minutes: float | None = None):
         self.finite = minutes is not None
@@ -63,12 +63,16 @@ class Budget:
         minutes = self.left() / 60
         if section.minutes > minutes:
             raise NotRun(f"takes about {section.minutes:g} minutes, {minutes:.1f} are left")
-        longest = 60 * self.HANGS * section.minutes if self.finite else math.inf
+        longest = 60 * self.LONGEST * section.minutes if self.finite else math.inf
         self._section_end = min(self._end, time.monotonic() + longest)
 
     def left(self) -> float:
         """Seconds until the budget ends."""
         return max(0.0, self._end - time.monotonic())
+
+    def end(self) -> str:
+        """Why the section's time has ended."""
+        return f"{self.LONGEST} times the estimate" if self.left() else "the budget ended"
 
     def section_left(self) -> float:
         """Seconds that the section may still take."""
