@@ -367,12 +367,18 @@ def generate_hlo(module, example_inputs, **options) -> SimpleNamespace:
 
 class Cores:
     """A compiled graph on its cores, with the interface of the runtime's SPMDModel. TorchScript, as
-    NxD saves it so."""
+    NxD saves it so.
+
+    As strict as the runtime is: outputs are buffers of this object, which its next run overwrites
+    (ltx_neuron/backends/nxd_buffers.py has the source), and from the beginning of a run they hold
+    nothing of use, since a compiler may assume that inputs and outputs do not overlap.
+    """
 
     def __init__(self, hlo: torch.Tensor, inputs: str, weight_names: list[str], ranks: int):
         self.hlo, self.inputs, self.ranks = hlo, inputs, ranks
         self.weight_names: List[str] = weight_names
         self.weights: List[torch.Tensor] = [hlo]
+        self.buffers: List[torch.Tensor] = []
 
     def initialize(
         self,
@@ -392,9 +398,16 @@ class Cores:
         flat: List[torch.Tensor] = []
         for tensors in given:
             flat += tensors
+        for buffer in self.buffers:
+            buffer.fill_(float("nan") if buffer.is_floating_point() else -1.0)
         outputs = torch.ops.neuron.run_on_xla_cpu(
             self.hlo, self.inputs, flat, self.weights, self.ranks
         )
+        if len(self.buffers) == 0:
+            self.buffers = outputs
+        for number in range(len(outputs)):
+            self.buffers[number].copy_(outputs[number])
+        outputs = self.buffers
         each = len(outputs) // self.ranks
         return [outputs[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
 

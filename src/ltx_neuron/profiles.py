@@ -44,6 +44,8 @@ class Profile:
     threads         CPU threads of one rank; 0: its share of the machine's
     drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a
                     step; a device's queue that is full fails with status 7
+    first_run_seconds  of torchdist: how long ranks may do nothing while they load, compile, or run
+                    what they have never run; and how long a compile step may take in all
     blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
                       whole step
     attention       kernel of the DiT and the connectors (attention.KERNELS); Gemma3's is always
@@ -82,6 +84,7 @@ class Profile:
     sequence_parallel: bool = False
     threads: int = 0
     drain_every: int = 0
+    first_run_seconds: int = 1800
     chips: int = 1
     lnc: int = 1
     chip: Chip | None = None
@@ -161,7 +164,13 @@ class Profile:
         return self.tp if tp_degree is None else tp_degree
 
     def check_degree(self, tp: int) -> None:
-        """Raise UserError where the machine has too few cores for `tp` ranks."""
+        """Raise UserError where the machine has too few cores for `tp` ranks, or its runtime takes
+        no such number (NxD Inference: "TP=2 is NOT valid with LNC=2 on trn2.3xlarge")."""
+        if self.device == "neuron" and tp != 1 and tp % 4:
+            raise UserError(
+                f"--tp-degree is {tp}: the Neuron runtime takes 1 or a multiple of 4 cores of a"
+                f" {self.name}.\nType --tp-degree {self.tp}"
+            )
         if self.cores is not None and tp > self.cores:
             raise UserError(
                 f"{tp} ranks need {tp} logical cores, {self.name} has {self.cores}"
@@ -186,7 +195,20 @@ TRAINIUM2 = Chip(
     ),
 )
 
+# The runtime's buffer for one collective, in bytes: read once, when the runtime starts, before a
+# size is known.
+COLLECTIVES_BUFFER = "NEURON_RT_DBG_INTRA_RDH_CHANNEL_BUFFER_SIZE"
 _TRANSFORMER = "--model-type=transformer -O1 --auto-cast=none"
+# The first are the profile's; the tuner tries the others. On two blocks of Wan 2.1 the second took
+# 34.5 ms for 37.7 (Difflet, neuronx-cc 2.26); AWS adds both options to prefills.
+DIT_FLAGS = tuple(
+    f"{_TRANSFORMER} --tensorizer-options='--enable-ccop-compute-overlap{more}'"
+    for more in (
+        "",
+        " --vectorize-strided-dma",
+        " --vectorize-strided-dma --cc-pipeline-tiling-factor=2",
+    )
+)
 _TRN2 = dict(
     backend="nxd",
     tp=4,
@@ -194,6 +216,9 @@ _TRN2 = dict(
     process_group="neuron",
     compile_backend="neuron",
     attention="nki",
+    drain_every=60,  # the largest queue holds 63 launches
+    # Published compiles of one graph took 40 to 111 minutes (Wan 2.2, a VAE).
+    first_run_seconds=7200,
     # What a published decoder was compiled for as one graph: 8 x 16 latents of 121 frames.
     vae_tile_latents=2048,
     lnc=2,
@@ -208,7 +233,15 @@ _TRN2 = dict(
         # TorchNeuron. 14 launches a step do not fit the default queue; published LTX runs use the
         # largest (63).
         ("NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS", "63"),
-        ("NEURON_RT_IO_RING_CACHE_SIZE", "32"),  # reuse DMA rings, as published runs do
+        # Reuse DMA rings: one set of addresses for each call of a step, at most 51 at the release's
+        # depth (a block per graph, guided). Rings that do not fit are built again at each launch.
+        ("NEURON_RT_IO_RING_CACHE_SIZE", "64"),
+        # Both backends. Larger sums take a slower algorithm; the default is 40 MB, and the largest
+        # sum of 512x768, 121 frames has 48 MiB. AWS's Wan 2.2 runs with this value.
+        (COLLECTIVES_BUFFER, "167772160"),
+        # The rank that compiles holds the lock of the cache; others break it after 1200 s
+        # (FileLock.h).
+        ("TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT", "7200"),
         # A graph that does not lower is an error, not op by op.
         ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),
         # A tensor left on the host is an error, not an upload per call.
@@ -219,7 +252,7 @@ _TRN2 = dict(
     compiler_flags=(
         # Published LTX-2.3 port at TP=4 on trn2.3xlarge (SDK 2.28); ours casts nothing
         # (--auto-cast=none).
-        ("dit", f"{_TRANSFORMER} --tensorizer-options='--enable-ccop-compute-overlap'"),
+        ("dit", DIT_FLAGS[0]),
         (
             "gemma3",
             (

@@ -170,8 +170,8 @@ def test_ranks_that_share_the_videos_tokens_are_the_reference_s_in_fp32(assets, 
     options = RunOptions(spatial_upsampler_path=assets.spatial_upsampler)
     with Engine(divided, Recorder(), options) as engine:
         (result,) = engine.run([Job(prompt=PROMPT, size=SIZE)], keep=True, decode=False)
-        held = engine.residency.ranks._tensors
-        assert {part.shape[1] for part in held["video_hidden"]} == {8 // TP}
+        held = engine.residency.ranks._buffers
+        assert {part.shape[1] for part in held.tensors["video_hidden"]} == {8 // TP}
         # Per block five gathers, four scattered sums, and four groups with sound's sums and three
         # of statistics; the tail gathers the velocity.
         per_step = engine.recorder.counters.collectives_per_step["count"]
@@ -194,8 +194,9 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
         assert (
             len(
                 {
-                    held.models[f"gemma3-{n}", "gemma3"].weights[3]["module.norm.weight"].data_ptr()
+                    model.weights[3]["module.norm.weight"].data_ptr()
                     for n in (128, 1024)
+                    for model in held.models[f"gemma3-{n}", "gemma3"]
                 }
             )
             == 1
@@ -215,7 +216,7 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
 def test_every_rank_holds_the_same_latents_bit_for_bit(generated):
     ranks = generated.ranks
     for name in ("video_latent", "audio_latent"):
-        parts = ranks._tensors[name]
+        parts = ranks._buffers.tensors[name]
         assert len(parts) == TP and all(torch.equal(part, parts[0]) for part in parts)
         assert len({part.data_ptr() for part in parts}) == TP  # four tensors, not one four times
 
@@ -228,16 +229,20 @@ def test_both_buckets_and_both_blocks_use_one_copy_of_the_weights(generated, wor
         for program in held.manifests:
             bound = [
                 {t.data_ptr() for t in model.weights[rank].values()}
-                for (of, _), model in held.models.items()
+                for (of, _), copies in held.models.items()
                 if of == program
+                for model in copies
             ]
             given = [
                 {parts[rank].data_ptr() for parts in arguments.values()}
                 for (of, _, _), arguments in held.arguments.items()
                 if of == program
             ]
-            assert [len(each) for each in bound] == [4, 0, 6] and len(given) == 2
-            used = [*bound, *given]
+            # A head; two copies of the blocks, which take theirs in the call; two of the tail.
+            assert [len(each) for each in bound] == [4, 0, 0, 6, 6] and len(given) == 2
+            head, _, _, tail, tail_again = bound
+            used = [head, tail, *given]
+            assert tail_again == tail
             assert set().union(*used) == copy and sum(map(len, used)) == len(copy)
 
 
@@ -345,7 +350,7 @@ def test_what_differs_between_ranks_is_an_input(generated):
     """With rank 0's part of a rotary table on every rank, the step gives something else: no rank's
     part is in the graph."""
     ranks, program = generated.ranks, program_of(generated)
-    tables = ranks._tensors["video_cos"]
+    tables = ranks._buffers.tensors["video_cos"]
     assert len({bytes(table.numpy().tobytes()) for table in tables}) == TP
     right = one_step(ranks, program)
     assert rel(one_step(ranks, program), right) == 0
@@ -361,19 +366,20 @@ def program_of(generated) -> str:
 
 def one_step(ranks: nxd.Ranks, program: str, **changed) -> Tensor:
     """Rank 0's video latent after a step; every named tensor is then what it was."""
-    before = dict(ranks._tensors)
-    ranks._tensors.update(changed)
+    held = ranks._buffers
+    tensors, owners = dict(held.tensors), dict(held.owners)
+    held.tensors.update(changed)
     try:
         ranks.run(program, step=0)
-        return ranks._tensors["video_latent"][0]
+        return nxd.to_host(held.tensors["video_latent"][0])
     finally:
-        ranks._tensors = before
+        held.tensors, held.owners = tensors, owners
 
 
 def test_an_input_of_another_dtype_is_refused_though_nxd_would_take_it(generated):
     """NxD routes a call by names and shapes alone."""
     ranks, program = generated.ranks, program_of(generated)
-    recast = [part.to(torch.bfloat16) for part in ranks._tensors["video_latent"]]
+    recast = [part.to(torch.bfloat16) for part in ranks._buffers.tensors["video_latent"]]
     with pytest.raises(RuntimeError, match="video_latent.*bfloat16.*float32"):
         one_step(ranks, program, video_latent=recast)
 
@@ -389,7 +395,7 @@ def test_a_step_that_leaves_nan_is_an_error(generated):
         one_step(
             ranks,
             program_of(generated),
-            video_latent=[t * float("nan") for t in ranks._tensors["video_latent"]],
+            video_latent=[t * float("nan") for t in ranks._buffers.tensors["video_latent"]],
         )
 
 
@@ -550,7 +556,7 @@ def test_unloading_frees_weights_graphs_and_tensors(workspace):
     with nxd.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
-        watched = [weakref.ref(model) for model in held.models.values()]
+        watched = [weakref.ref(model) for copies in held.models.values() for model in copies]
         watched += [weakref.ref(tensor) for tensors in held.tensors for tensor in tensors.values()]
         arguments = held.arguments
         assert len(arguments) == 2 * 2
@@ -570,10 +576,15 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
     with nxd.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dict([first, second]), torch.float32)
         (held,) = ranks._sets
-        leaving = [weakref.ref(model) for (of, _), model in held.models.items() if of == first[0]]
-        kept = {key: model for key, model in held.models.items() if key[0] == second[0]}
+        leaving = [
+            weakref.ref(model)
+            for (of, _), copies in held.models.items()
+            if of == first[0]
+            for model in copies
+        ]
+        kept = {key: copies for key, copies in held.models.items() if key[0] == second[0]}
         ranks.load(workspace.dit_weights(), dict([second]), torch.float32)
-        assert len(leaving) == 3 and not any(model() for model in leaving)
+        assert len(leaving) == 1 + 2 + 2 and not any(model() for model in leaving)
         assert {*ranks.programs} == {second[0]} and held.models == kept
         assert {*held.arguments} == {(second[0], "blocks", block) for block in (0, 1)}
         watched = [weakref.ref(t) for t in ranks._sets[0].tensors[0].values()]
@@ -597,7 +608,8 @@ def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspac
             t.data_ptr() for t in held.tensors[1].values()
         ]
         for program in held.manifests:
-            bound = held.models[program, "head"].weights[1]["module.patchify_proj.bias"]
+            (head,) = held.models[program, "head"]
+            bound = head.weights[1]["module.patchify_proj.bias"]
             assert torch.equal(bound, parts[1]["patchify_proj.bias"] * 2)
             for block in (0, 1):
                 given = held.arguments[program, "blocks", block]
@@ -780,10 +792,20 @@ def wanted_guided(assets):
     )
 
 
-@pytest.mark.parametrize("settings", [(CUT,), (WHOLE,), (CUT, "sequence_parallel=true")])
-def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace, wanted_guided, settings):
+# How often a guided step's graphs are loaded: outputs of a pass must outlive the other passes.
+COPIES = {"head": 1, "blocks": 2, "tail": 4, "guide": 2}
+WHOLE_COPIES = {"step": 4, "guide": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [((CUT,), COPIES), ((WHOLE,), WHOLE_COPIES), ((CUT, "sequence_parallel=true"), COPIES)],
+)
+def test_a_guided_stage_is_the_reference_s_in_fp32(
+    assets, workspace, wanted_guided, settings, copies
+):
     """Four passes over the same graphs with other inputs under their names, and one graph that
-    combines them."""
+    combines them. All copies of the graphs are loaded before the first step."""
     workspace = open_workspace(assets, workspace.artifacts, *settings)
     job = Job(
         prompt=PROMPT,
@@ -796,10 +818,28 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(assets, workspace, wanted_gui
     )
     workspace.compile_dit(job.buckets)
     with Engine(workspace, Recorder()) as engine:
-        (result,) = engine.run([job], decode=False)
+        loaded = []
+        inner = nxd.Ranks.run
+
+        def counted(ranks, program, sequence="main", **numbers):
+            before = copies_of(ranks)
+            milliseconds = inner(ranks, program, sequence, **numbers)
+            loaded.append((before, copies_of(ranks)))
+            return milliseconds
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nxd.Ranks, "run", counted)
+            (result,) = engine.run([job], decode=False)
+    assert loaded == [(copies, copies)] * job.num_inference_steps
     distances = {name: rel(result.tensors[name], wanted_guided[name]) for name in LATENTS[:2]}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32
+
+
+def copies_of(ranks: nxd.Ranks) -> dict[str, int]:
+    """How often each graph of the one weight set is loaded."""
+    (held,) = ranks._sets
+    return {graph: len(models) for (_, graph), models in held.models.items()}
 
 
 @pytest.fixture(scope="module")

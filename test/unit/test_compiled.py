@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from test_attention import block_graph
 from test_torchdist import EQUAL, SOON, TP, make_toy, upload, wanted
 
-from ltx_neuron.backends import compiled, environment, liveness, nki
+from ltx_neuron.backends import compiled, environment, liveness, nki, nxd_compile, torchdist
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.rank import Call, Rank
@@ -115,7 +116,10 @@ def test_what_was_compiled_without_ranks_is_not_compiled_again_in_them(toy, tmp_
         ranks.load(toy.folders[1], toy.programs, torch.float32)
         assert rel(run_toy(ranks, toy, 3), wanted(toy, 3)) < EQUAL
         assert ranks.compiled_graphs() == 1
-    assert sources(tmp_path) == before
+    assert before < sources(tmp_path)  # the ranks compile their first sum of ones besides
+    again = sources(tmp_path)
+    with Ranks(INDUCTOR, TP, tmp_path):
+        assert sources(tmp_path) == again
 
 
 def test_on_neuron_what_does_not_compile_without_a_device_is_left_to_the_ranks(
@@ -125,9 +129,45 @@ def test_on_neuron_what_does_not_compile_without_a_device_is_left_to_the_ranks(
     folders = [manifest.folder for manifest in toy.programs.values()]
     compile_only(folders, TRN2, TP, tmp_path)
     said = capfd.readouterr().err
-    assert "ended with exit code 1; its error is above. The ranks compile at" in said
+    assert "ended with exit code 1; its errors are above. The ranks compile at" in said
     with pytest.raises(RunError, match="ended with exit code 1"):
         compile_only([tmp_path / "absent"], PROFILES["cpu"], TP, tmp_path)
+
+
+def test_a_compile_step_that_does_not_end_is_stopped_and_left_to_the_ranks(
+    tmp_path, capfd, monkeypatch
+):
+    """As where a loaded graph waits for ranks that nobody starts."""
+    monkeypatch.setattr(torchdist.compiled, "compile_only", wait_for_ever)
+    start = time.monotonic()
+    compile_only([tmp_path], replace(TRN2, first_run_seconds=3), TP, tmp_path)
+    assert time.monotonic() - start < 60
+    assert "did not end within 3 s and was stopped. The ranks compile" in capfd.readouterr().err
+
+
+def wait_for_ever(*_) -> None:
+    time.sleep(600)
+
+
+def test_every_graph_is_compiled_where_a_compiled_graph_cannot_run(dit, tmp_path, monkeypatch):
+    """By TorchNeuron's source loading a graph with collectives fails without a process group."""
+    compiled_graphs = []
+
+    def compile_and_refuse_to_run(graph, _examples, **_):
+        compiled_graphs.append(graph)
+
+        def run(*_):
+            raise RuntimeError("no process group")
+
+        return run
+
+    monkeypatch.setitem(compiled.OPTIONS, "refuses", {})
+    torch._dynamo.register_backend(compile_and_refuse_to_run, name="refuses")
+    settings = replace(rank_settings(TRACED, TP, 0, tmp_path), compile_backend="refuses")
+    (manifest,) = dit[1].values()
+    with pytest.raises(SystemExit, match="1"):
+        compiled.compile_only([str(manifest.folder)], settings)
+    assert len(compiled_graphs) == len(manifest.graphs) == 3
 
 
 def test_torch_loads_a_device_backend_in_ranks_also_where_the_host_is_told_not_to(
@@ -305,6 +345,8 @@ CORES = [
     ("2-3", TRN2, 4, "4 ranks need 4 different logical cores, of which trn2.3xlarge has 4"),
     ("4-7", TRN2, 4, "4 ranks need 4 different logical cores"),
     ("0,0,1,2", TRN2, 4, "different"),
+    ("0,2", TRN2, 1, [0]),
+    ("0,2,4,6", LARGE, 4, "the runtime refuses gaps.\nType: export NEURON_RT_VISIBLE_CORES=0-3"),
     ("all", TRN2, 4, "'all', wanted cores as in 0-3"),
 ]
 
@@ -449,3 +491,68 @@ def test_a_port_that_another_run_holds_is_refused_before_any_rank_starts(monkeyp
         ):
             environment.check_ports(LARGE, 4)
         environment.check_ports(PROFILES["cpu"], 4)  # needs none
+
+
+def test_a_port_that_the_last_run_has_just_left_is_not_taken():
+    """For 60 s its connections are in TIME_WAIT, where the side that closed first had it."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 61234))
+        listener.listen()
+        client = socket.create_connection(("127.0.0.1", 61234))
+        served, _ = listener.accept()
+        served.close()
+        assert client.recv(1) == b""
+        client.close()
+    environment.check_ports(TRN2, 4)
+
+
+def test_the_compiler_is_found_where_the_environment_was_not_activated(monkeypatch):
+    own = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert environment.of_rank(TRN2, 4, 0, None)["PATH"] == f"{own}:/usr/bin:/bin"
+    nxd_compile.set_environment(resolve("trn2.3xlarge"))
+    assert environment.path() == f"{own}:/usr/bin:/bin"  # once
+
+
+@pytest.mark.parametrize("tp", [2, 3, 6])
+def test_a_number_of_ranks_that_the_neuron_runtime_refuses_is_refused(tp):
+    with pytest.raises(UserError, match=f"is {tp}: .* 1 or a multiple of 4 .*\nType --tp-degree 4"):
+        LARGE.check_degree(tp)
+    PROFILES["cpu"].check_degree(tp)
+
+
+@pytest.mark.parametrize(
+    ("profile", "tp", "visible", "wanted"),
+    [
+        (TRN2, 4, None, None),  # the whole machine: the runtime takes all by itself
+        (TRN2, 4, "0-3", "0-3"),
+        (TRN2, 1, None, "0"),
+        (LARGE, 4, None, "0-3"),
+        (LARGE, 4, "8-15", "8-11"),
+        (LARGE, 64, None, None),
+    ],
+)
+def test_one_process_that_drives_all_ranks_is_shown_a_part_of_the_machine_by_core_numbers(
+    profile, tp, visible, wanted, monkeypatch
+):
+    monkeypatch.delenv("NEURON_RT_NUM_CORES", raising=False)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    environment.set_visible_cores(profile, tp)
+    assert os.environ.get("NEURON_RT_VISIBLE_CORES") == wanted
+    assert "NEURON_RT_NUM_CORES" not in os.environ
+
+
+@pytest.mark.parametrize(("launches", "waits"), [(14, 0), (60, 1), (4 * 26 + 1, 1), (4 * 50, 3)])
+def test_a_neuron_rank_waits_for_its_device_before_the_queue_of_63_launches_is_full(
+    launches, waits
+):
+    """A guided step of four passes with two blocks, or one, in a graph."""
+    rank = Rank.__new__(Rank)
+    rank.settings, waited = SimpleNamespace(drain_every=TRN2.drain_every), []
+    rank._launched, rank._synchronize = (lambda: None), (lambda: waited.append(True))
+    for number in range(1, launches + 1):
+        rank._after_launch(number, first_time=False)
+    assert len(waited) == waits and TRN2.drain_every < 63

@@ -67,6 +67,7 @@ class Trn2:
     meminfo: str | None = "MemTotal: 130000000 kB\nMemAvailable: 120000000 kB\n"
     disk: int = 500 * GIB
     broken: tuple = ()  # modules that do not import
+    programs: tuple = ("neuronx-cc",)  # beside this Python
     instance: str = "trn2.3xlarge"
     python: str = "3.12.3"
     processes: dict = field(default_factory=dict)  # pid -> (command line, files it has open)
@@ -88,10 +89,14 @@ class Trn2:
             (root / f"proc/{pid}/cmdline").write_bytes(command.replace(" ", "\0").encode())
             for number, target in enumerate(opened):
                 (root / f"proc/{pid}/fd/{number}").symlink_to(target)
+        (root / "bin").mkdir(parents=True)
+        for name in self.programs:
+            (root / "bin" / name).write_text("")
+            (root / "bin" / name).chmod(0o755)
         real = metadata.version
 
         def version(package: str) -> str:
-            if package in self.packages or package in NEURON:
+            if package in {*self.packages, *NEURON, *DECOYS, "islpy"}:
                 if package not in self.packages:
                     raise metadata.PackageNotFoundError(package)
                 return self.packages[package]
@@ -108,6 +113,7 @@ class Trn2:
             lambda *command: printed if command[0] == "neuron-ls" else None,
             environment=self.environment,
             python=self.python,
+            prefix=str(root),
             free_bytes=lambda path: self.disk,
             import_error=lambda name: "OSError: no symbol" if name in self.broken else None,
         )
@@ -231,6 +237,22 @@ WRONG = {
         "blocks",
         "neuronx-cc 1.0.post1 is a package of the public index",
         "pip uninstall neuronx-cc; name Neuron's own pip repository",
+    ),
+    "an islpy with which the compiler fails": (
+        Trn2(packages={**NXD_29, "islpy": "2026.2.1"}),
+        (),
+        "islpy",
+        "blocks",
+        "NCC_ISMP902",
+        "pip install 'islpy<2026.2'",
+    ),
+    "a compiler whose program is nowhere": (
+        Trn2(programs=(), environment={"PATH": "/nowhere"}),
+        (),
+        "sdk",
+        "blocks",
+        "neither in PATH nor beside this Python",
+        "pip install --force-reinstall",
     ),
     "kernels that are Neuron's by name alone": (
         Trn2(packages={**NXD_29, "nki": DECOYS["nki"]}),
@@ -520,8 +542,8 @@ def test_an_extra_takes_the_sdk_s_packages_and_no_other_ones_of_their_names(extr
     wanted = {r.name: r for r in map(Requirement, project["optional-dependencies"][extra])}
     for name, version in OF_THE_SDK[extra].items():
         assert wanted[name].specifier.contains(version)
-    for name, decoy in DECOYS.items():
-        assert not wanted[name].specifier.contains(decoy)
+    for name in DECOYS.keys() & wanted.keys():
+        assert not wanted[name].specifier.contains(DECOYS[name])
 
 
 @pytest.fixture(scope="module")

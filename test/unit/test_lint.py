@@ -65,6 +65,21 @@ def test_a_planted_fault_is_found_in_the_exported_graph(name):
     assert all(finding.graph.startswith("graph") and finding.do for finding in findings)
 
 
+@pytest.mark.parametrize(("dim", "found"), [(0, False), (1, True), (-1, True)])
+def test_a_split_into_a_list_of_sizes_is_refused_along_any_dimension_but_the_first(dim, found):
+    """Not in HLO: torch-xla's lowering is what goes wrong, and HLO is its result."""
+
+    def split(x, index):
+        first, *_ = x.split([1, x.shape[dim] - 1], dim)
+        return first * 2
+
+    with fake_process_group(TP):
+        reading = fx.read(program(split), "planted", TP, torch.bfloat16, "graph")
+        _, findings = reading.check()
+    assert [finding for finding in findings if "reads wrong data" in finding.wrong] or not found
+    assert bool(findings) == found
+
+
 def test_an_exported_graph_without_a_fault_has_no_finding():
     comm = TorchDistComm(TP)
     with fake_process_group(TP):

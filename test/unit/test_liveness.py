@@ -7,6 +7,7 @@ import sys
 import time
 from multiprocessing import get_context
 
+import psutil
 import pytest
 
 from ltx_neuron.backends import liveness
@@ -138,6 +139,25 @@ def test_what_the_host_did_between_two_commands_is_no_hang(watched):
     look_for(watch, 2 * LIMIT)
     watch.begin()
     assert watch.hanging({0}, LIMIT) is None
+
+
+CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-Sc', {BUSY!r}])"
+GRANDCHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-Sc', {CHILD!r}])"
+SHORT_LIVED = (
+    "import subprocess, sys\n"
+    "while True: subprocess.run([sys.executable, '-Sc', 'sum(range(10**7))'])"
+)
+
+
+@pytest.mark.parametrize("code", [CHILD, GRANDCHILD, SHORT_LIVED])
+def test_a_rank_that_sleeps_while_a_process_that_it_started_computes_does_not_hang(watched, code):
+    """As a rank that waits for neuronx-cc."""
+    watch, _ = watched(code, IDLE)
+    watch.begin()
+    look_for(watch, 3 * LIMIT)
+    assert watch.hanging({0, 1}, LIMIT) is None
+    for child in psutil.Process(watch.pids[0]).children(recursive=True):
+        child.kill()
 
 
 def test_a_process_that_is_gone_has_no_state():

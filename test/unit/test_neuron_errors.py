@@ -35,7 +35,7 @@ MESSAGES = {
     ),
     'nrt_load status=10 message="NRT_UNSUPPORTED_NEFF_VERSION"': ("another SDK", "compile again"),
     'nrt_execute status=2 message="Invalid"': ("refused the graph", "compile again"),
-    "status=7 Execution Queue Full": ("too many launches", "QUEUED_REQUESTS"),
+    "status=7 Execution Queue Full": ("too many launches", "drain_every=8"),
     'nrt_execute status=1201 message="HBM uncorrectable"': ("core failed", "reboot"),
     "Failed to bind 127.0.0.1:61234: Address already in use": ("find each other", "same again"),
     "The PyTorch Neuron Runtime could not be initialized. Neuron Driver issues are logged": (
@@ -47,6 +47,7 @@ MESSAGES = {
         "--blocks-per-graph",
     ),
     "ERROR: [NCC_EOOM001] 27.1 GB needed": ("would not fit", "smaller size"),
+    "[NCC_ISMP902] in is_subset()": ("islpy", "pip install 'islpy<2026.2'"),
     "NCC_ILIN901 internal": ("refused the graph", "error pages"),
 }
 

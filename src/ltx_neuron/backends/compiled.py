@@ -7,6 +7,7 @@ With the backend "neuron" (TorchNeuron) this was not run; with inductor it is te
 """
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,15 +92,16 @@ def sum_of_ones(ones: Tensor) -> tuple[Tensor]:
 
 def compile_only(folders: list[str], settings: RankSettings) -> None:
     """Fill the compiler's cache: compile every graph of the programs in `folders` for one rank,
-    with no other rank and no weights.
+    with no other rank and no weights. Ends the process with exit code 1 if a graph failed.
 
     Runs in a process of its own that has a rank's environment. With TorchNeuron this is for
-    machines without a device (TORCH_NEURONX_COMPILE_ONLY); there it was not run.
+    machines without a device (TORCH_NEURONX_COMPILE_ONLY); there it was not run. By its source
+    (NRTUtils.cpp, 2026) a graph with collectives is compiled and then fails to load, because no
+    process group is there: so a failure does not keep the other graphs from the compiler.
     """
     torch.set_num_threads(settings.threads)
-    device = torch.device(settings.device)
+    device, failed = torch.device(settings.device), False
     with fake_process_group(settings.tp), torch.no_grad():
-        runner(sum_of_ones, settings.compile_backend)(torch.ones(1).to(device))
         for manifest in map(Manifest, map(Path, folders)):
             os.environ.update(settings.compilers.get(manifest.identity.get("model"), {}))
             for name in manifest.graphs:
@@ -109,4 +111,10 @@ def compile_only(folders: list[str], settings: RankSettings) -> None:
                 ]
                 # Values do not matter to the compiler, shapes and dtypes do.
                 zeros = [torch.zeros(value.shape, dtype=value.dtype).to(device) for value in values]
-                ready(module, settings)(*zeros)
+                try:
+                    ready(module, settings)(*zeros)
+                except Exception as error:
+                    failed = True
+                    line = f"{manifest.folder.name}, graph {name}: {type(error).__name__}: {error}"
+                    print(line, file=sys.stderr)
+    sys.exit(int(failed))

@@ -8,6 +8,7 @@ Of the Neuron variables, none was tried on hardware by us; they are those of pub
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
     launch_cores = cores(profile, tp)
     first = launch_cores[0]
     variables = {
+        "PATH": path(),
         "NEURON_RT_VISIBLE_CORES": str(launch_cores[rank]),  # one logical core a process
         "NEURON_LOGICAL_NC_CONFIG": str(profile.lnc),
         # Without it rank 0 looks for a free port and lets go of it, and another engine may take
@@ -101,9 +103,17 @@ def of_compiler(profile: Profile, model: str) -> dict[str, str]:
     return {"NEURON_COMPILER_OPT_LEVEL": level, "NEURON_CC_FLAGS": " ".join(words)}
 
 
+def path() -> str:
+    """PATH with the folder of this Python in front. torch_neuronx starts neuronx-cc and
+    libneuronpjrt-path by name, and an environment that was not activated has them only there."""
+    own, known = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+    return known if own in known.split(os.pathsep) else os.pathsep.join([own, known])
+
+
 def cores(profile: Profile, tp: int) -> list[int]:
-    """The logical cores of a launch, one a rank: those of NEURON_RT_VISIBLE_CORES (as in 4-7 or
-    0,2), else the first ones. Raises UserError where they are not tp cores of the profile."""
+    """The logical cores of a launch, one a rank: the first ones of NEURON_RT_VISIBLE_CORES (as in
+    4-7), else of the machine. Raises UserError where they are not tp cores of the profile, or have
+    gaps, which the runtime refuses (Neuron runtime's developer guide)."""
     value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
     # The runtime's own variable: who shares a machine sets it for every program.
     try:
@@ -119,7 +129,27 @@ def cores(profile: Profile, tp: int) -> list[int]:
             f"NEURON_RT_VISIBLE_CORES is {value!r}; {tp} ranks need {tp} different logical cores,"
             f" of which {profile.name} has {profile.cores}.\nType: unset NEURON_RT_VISIBLE_CORES"
         )
-    return visible[:tp]
+    launch = sorted(visible)[:tp]
+    if launch != list(range(launch[0], launch[0] + tp)):
+        raise UserError(
+            f"NEURON_RT_VISIBLE_CORES is {value!r}: the cores of a run follow each other, the"
+            " runtime refuses gaps.\nType: export NEURON_RT_VISIBLE_CORES="
+            f"{launch[0]}-{launch[0] + tp - 1}"
+        )
+    return launch
+
+
+def set_visible_cores(profile: Profile, tp: int) -> None:
+    """Show the runtime of this process the cores of its launch, where the machine has more.
+
+    Where the launch is the whole machine nothing is set: the runtime takes all cores by itself.
+    NEURON_RT_NUM_CORES is never set. libnrt takes one core or a multiple of 8 of it, and runtime
+    2.30 refused 4 with LNC=2, which 2.34 takes (observed by Difflet on trn2.3xlarge).
+    """
+    launch = cores(profile, tp)
+    if len(launch) != profile.cores:
+        span = f"{launch[0]}-{launch[-1]}" if tp > 1 else str(launch[0])
+        os.environ["NEURON_RT_VISIBLE_CORES"] = span
 
 
 def _range(part: str) -> range:
@@ -155,6 +185,8 @@ def _root_comm_id(first_core: int) -> str:
 def _check_port(port: int, first_core: int) -> None:
     # Bound and let go: the ranks bind it themselves right after.
     with socket.socket() as listener:
+        # As the runtime does: for 60 s after a run its port is in TIME_WAIT, which is not taken.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
         except OSError:

@@ -12,6 +12,7 @@ virtual machine) is no time at all.
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +54,8 @@ class Pulse:
 class ProcessState(NamedTuple):
     """What the system shows of a process.
 
-    seconds  of CPU time that its threads have used
+    seconds  of CPU time that its threads and its descendants have used: a rank sleeps while the
+             compiler that it started works
     states   of its threads, as proc(5) has them: R computes or waits for a CPU, D waits for a disk,
              S sleeps, T and t are stopped. Empty where there is no such process, or no /proc
     """
@@ -75,7 +77,23 @@ def process_state(pid: int) -> ProcessState:
             continue  # a thread that has just ended
         states.add(fields[0])
         ticks += int(fields[11]) + int(fields[12])  # in user mode and in the system
+    ticks += _descendants_ticks(tasks)
     return ProcessState(ticks / os.sysconf("SC_CLK_TCK"), frozenset(states))
+
+
+def _descendants_ticks(tasks: Path) -> int:
+    """CPU time of a process's children, theirs, and those of all these that have ended."""
+    ticks, children = 0, []
+    for thread in tasks.glob("*"):
+        with suppress(OSError):
+            children += (thread / "children").read_text().split()
+    for child in children:
+        with suppress(OSError):
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            # Its own, and what its own children had used when it waited for their end.
+            ticks += sum(map(int, fields[11:15]))
+            ticks += _descendants_ticks(Path(f"/proc/{child}/task"))
+    return ticks
 
 
 @dataclass
@@ -95,7 +113,8 @@ class _Signs:
     def update(self, clock: float, beat: float, progress: int, state: ProcessState) -> None:
         # Seen twice: the short-lived threads' work of a rank that only waits may be met once.
         runs = "R" in state.states & self.state.states
-        used = state.seconds - self.state.seconds >= _WORK_SECONDS
+        # Less than before: a child ended that nobody waited for.
+        used = abs(state.seconds - self.state.seconds) >= _WORK_SECONDS
         if runs or used or "D" in state.states or progress != self.progress:
             self.work_at = clock
         if state.states - _STOPPED or beat != self.beat:

@@ -82,14 +82,13 @@ TABLE = (
         (7,),
         ("NRT_QUEUE_FULL", "Execution Queue Full"),
         "too many launches wait",
-        "export NEURON_RT_XU_COMPUTE_MAX_QUEUED_REQUESTS=63, or use fewer graphs:"
-        " --blocks-per-graph 0",
+        "wait for the device more often: --profile-set drain_every=8",
     ),
     Known(
         (9,),
         ("NRT_LOAD_NOT_ENOUGH_NC",),
         "fewer cores than the graph was compiled for",
-        "count them: neuron-ls; check NEURON_RT_NUM_CORES, NEURON_RT_VISIBLE_CORES and"
+        "count them: neuron-ls; type: unset NEURON_RT_NUM_CORES; check NEURON_RT_VISIBLE_CORES and"
         " NEURON_LOGICAL_NC_CONFIG",
     ),
     # The graph's file does not fit the installation or the machine
@@ -140,7 +139,7 @@ TABLE = (
             "ncclInitGlobalComm failed",
         ),
         "the cores could not find each other",
-        "wait a few seconds for the last run's ports, and type the same again",
+        "wait a minute for the last run's ports, and type the same again",
     ),
     # neuronx-cc: its codes say which pass gave up; the last row is any other code
     Known(
@@ -148,6 +147,12 @@ TABLE = (
         ("NCC_EXTP004", "NCC_EBVF030", "NCC_EVRF007", "instruction.{0,20}limit"),
         "the graph has more instructions than the compiler allows",
         "cut it into smaller ones: --blocks-per-graph 2 or 1; or a smaller size, or more ranks",
+    ),
+    Known(
+        (),
+        ("NCC_ISMP902",),
+        "the compiler does not work with the installed islpy",
+        "pip install 'islpy<2026.2'",
     ),
     Known(
         (),

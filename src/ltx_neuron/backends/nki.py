@@ -7,6 +7,7 @@ Source: nki-library, core/attention/attention_cte.py: heads as batch, heads of a
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ def _kernel():
         from nkilib.core.attention.attention_cte import attention_cte
     except ImportError as error:
         raise UserError(
-            f"the profile has attention=nki, and nkilib cannot be imported: {error}\nInstall the"
-            " SDK's nki-library, or type --profile-set attention=matmul"
+            f"the profile has attention=nki, and nkilib cannot be imported: {error}\nIt comes with"
+            " Neuron's own neuronx-cc: install that, or type --profile-set attention=matmul"
         ) from None
     # Up to SDK 2.27 nkilib leaves the decoration to its callers.
-    return attention_cte if hasattr(attention_cte, "__getitem__") else _decorated(attention_cte)
+    is_plain = isinstance(attention_cte, FunctionType)
+    return _decorated(attention_cte) if is_plain else attention_cte
 
 
 def _decorated(function: Callable):

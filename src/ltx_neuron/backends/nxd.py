@@ -1,14 +1,14 @@
 """NxD's runtime: this one process drives all ranks of a program on a chip's cores. nxd_compile.py
 makes the graphs.
 
-Rank files are read with our own strict check and uploaded once. A graph is bound to this one copy,
+Rank files are read with our own strict check and uploaded once. A graph is bound to these weights,
 or, if it serves several groups of blocks, is handed the weights of one of them in each call: lists
-of tensors that are on the cores already. What needs the hardware is behind one call each:
+of tensors that are on the cores already. nxd_buffers.py says how often a graph is loaded, and which
+copy runs next. What needs the hardware is behind one call each:
 NxDModel's load, set_weights, to_neuron and its call, and `to_core`. Not run on hardware by us.
 """
 
 import gc
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor
 from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
+from ltx_neuron.backends.nxd_buffers import Buffers, Call, calls_of, copies_needed
 from ltx_neuron.backends.nxd_compile import WRAPPED, argument_name, set_environment
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.errors import UserError
@@ -34,11 +35,16 @@ def to_core(tensor: Tensor, rank: int) -> Tensor:
     return tensor.to(f"privateuseone:{rank}")
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy of a core's tensor: the core overwrites its own in a later run."""
+    return tensor.to("cpu", copy=True)
+
+
 class _WeightSet:
     """One copy of a model's weights on the cores, and the graphs that use it.
 
     tensors    by rank, then by name; None until the first graph is there
-    models     NxDModels by (program, graph)
+    models     by (program, graph): its loaded copies, an NxDModel each
     arguments  of a graph that takes its weights as inputs, by (program, graph, first block): by
                keyword, one tensor a rank
     """
@@ -46,7 +52,7 @@ class _WeightSet:
     def __init__(self, folder: Path, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype):
         self.folder, self.wanted, self.dtype = folder, wanted, dtype
         self.tensors: list[dict[str, Tensor]] | None = None
-        self.models: dict[tuple[str, str], object] = {}
+        self.models: dict[tuple[str, str], list] = {}
         self.arguments: dict[tuple[str, str, int], dict[str, list[Tensor]]] = {}
         self.manifests: dict[str, Manifest] = {}
 
@@ -59,12 +65,17 @@ class _WeightSet:
         with ThreadPoolExecutor() as pool:
             return [*pool.map(read_rank, range(tp))]
 
-    def bind(self, program: str, manifest: Manifest, graph: str, tp: int) -> None:
-        """Load a graph and hand it the very tensors that the others have."""
-        model = _open(manifest, graph, tp)
+    def bind(self, program: str, graph: str, copies: int, tp: int) -> None:
+        """Load a graph until it has so many copies, all with the very tensors that the others
+        have."""
+        manifest = self.manifests[program]
+        loaded = self.models.setdefault((program, graph), [])
+        if len(loaded) >= copies:
+            return
+        models = [_open(manifest, graph, tp) for _ in range(copies - len(loaded))]
         if self.tensors is None:
-            model.set_weights(self.read(self.folder, tp))
-            self.tensors = model.weights
+            models[0].set_weights(self.read(self.folder, tp))
+            self.tensors = models[0].weights
         firsts = {first for run in manifest.runs.values() for name, first in run if name == graph}
         weights = {first: self._weights(manifest.graphs[graph], first) for first in firsts}
         bound = {}
@@ -74,13 +85,14 @@ class _WeightSet:
                 self.arguments[program, graph, first] = named
         else:
             (bound,) = weights.values()
-        # Not by set_weights, which would upload another copy for each graph.
-        model.weights = [
-            {WRAPPED + parameter: parts[rank] for parameter, parts in bound.items()}
-            for rank in range(tp)
-        ]
-        model.to_neuron()
-        self.models[program, graph] = model
+        for model in models:
+            # Not by set_weights, which would upload the weights again.
+            model.weights = [
+                {WRAPPED + parameter: parts[rank] for parameter, parts in bound.items()}
+                for rank in range(tp)
+            ]
+            model.to_neuron()
+            loaded.append(model)
 
     def _weights(self, described: dict, first_block: int) -> dict[str, list[Tensor]]:
         """A graph's weights for the blocks from `first_block` on, by parameter: one tensor a rank.
@@ -97,8 +109,8 @@ class _WeightSet:
         for program in programs:
             self.manifests.pop(program, None)
         for key in [key for key in self.models if key[0] in programs]:
-            model = self.models.pop(key)
-            model.spmd_models, model.weights, model.states = {}, [], []
+            for model in self.models.pop(key):
+                model.spmd_models, model.weights, model.states = {}, [], []
         for key in [key for key in self.arguments if key[0] in programs]:
             del self.arguments[key]
         gc.collect()
@@ -129,10 +141,7 @@ def _open(manifest: Manifest, graph: str, tp: int):
 
 
 class Ranks(ranks.Ranks):
-    """The ranks of a run, all driven by this process. Failures of the device are DeviceFailure.
-
-    A named tensor is a list of one tensor per rank, which stays on the cores between runs.
-    """
+    """The ranks of a run, all driven by this process. Failures of the device are DeviceFailure."""
 
     # Ranks of this process: the runtime's communicator cannot change its size.
     _started: int | None = None
@@ -146,14 +155,13 @@ class Ranks(ranks.Ranks):
         Ranks._started = tp
         set_environment(profile)
         environment.set_communicator(profile, tp)
-        # The runtime takes every core of the machine otherwise.
-        os.environ.setdefault("NEURON_RT_NUM_CORES", str(tp))
+        environment.set_visible_cores(profile, tp)
         self.tp = tp
         self.bytes_sent = self.command_bytes = 0
         self.programs: dict[str, Manifest] = {}
         self._sets: list[_WeightSet] = []
         self._sequences: dict[tuple[str, str], list] = {}
-        self._tensors: dict[str, list[Tensor]] = {}
+        self._buffers = Buffers()
 
     def close(self) -> None:
         self.unload()
@@ -174,9 +182,14 @@ class Ranks(ranks.Ranks):
         with explained():
             for program, manifest in programs.items():
                 self.programs[program] = held.manifests[program] = manifest
-                for graph in manifest.graphs:
-                    if (program, graph) not in held.models:
-                        held.bind(program, manifest, graph, self.tp)
+                for run in manifest.runs:
+                    self._load_copies(held, program, [(run, {}, {})])
+
+    def _load_copies(self, held: _WeightSet, program: str, runs: list) -> None:
+        """Load the graphs of a sequence as often as it needs them."""
+        calls = calls_of(held.manifests[program], runs, {})
+        for graph, copies in copies_needed(program, calls).items():
+            held.bind(program, graph, copies, self.tp)
 
     def replace_weights(self, weights: Path) -> None:
         names = TensorFile(weights / rank_file(0), RESHARD).shapes.keys()
@@ -193,7 +206,7 @@ class Ranks(ranks.Ranks):
         held.folder = weights
 
     def unload(self) -> None:
-        self._tensors.clear()
+        self._buffers = Buffers()
         self._sequences.clear()
         for held in [*self._sets]:
             self._drop(held)
@@ -206,6 +219,7 @@ class Ranks(ranks.Ranks):
         gc.collect()
 
     def _release(self, held: _WeightSet, programs: set[str]) -> None:
+        self._buffers.release(programs)
         held.release(programs)
         for program in programs:
             del self.programs[program]
@@ -220,57 +234,58 @@ class Ranks(ranks.Ranks):
 
     def _upload(self, name: str, parts: list[Tensor]) -> None:
         with explained():
-            self._tensors[name] = [
-                to_core(part.contiguous(), rank)  # a part may be a view
-                for rank, part in enumerate(parts)
-            ]
+            # A part may be a view.
+            on_cores = [to_core(part.contiguous(), rank) for rank, part in enumerate(parts)]
+        self._buffers.upload(name, on_cores)
         self.bytes_sent += sum(part.nbytes for part in parts)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
         self._sequences[program, sequence] = runs
+        with explained():
+            self._load_copies(self._set_of(program), program, runs)
+
+    def _set_of(self, program: str) -> _WeightSet:
+        return next(loaded for loaded in self._sets if program in loaded.manifests)
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
         chosen = {name: ranks.at(name, number) for name, number in numbers.items()}
-        held = next(loaded for loaded in self._sets if program in loaded.manifests)
-        manifest, start = held.manifests[program], time.perf_counter()
-        for run, reads, writes in self._sequences.get((program, sequence), [(sequence, {}, {})]):
-            for graph, first in manifest.runs[run]:
-                self._call(held, program, graph, first, reads | chosen, writes)
+        held, start = self._set_of(program), time.perf_counter()
+        runs = self._sequences.get((program, sequence), [(sequence, {}, {})])
+        for call in calls_of(held.manifests[program], runs, chosen):
+            self._launch(held, program, call)
         # The ranked mode returns when the last rank is done.
         milliseconds = (time.perf_counter() - start) * 1e3
-        outputs = manifest.graphs[graph]["outputs"]
-        if broken := ranks.broken_latents(outputs, writes, partial(self.get, program)):
+        writes = call.writes
+        if broken := ranks.broken_latents(writes, writes, partial(self.get, program)):
             raise NotFiniteError(broken)
         return milliseconds
 
-    def _call(
-        self, held: _WeightSet, program: str, graph: str, first: int, reads: dict, writes: dict
-    ) -> None:
-        """Launch a graph for the blocks from `first` on."""
-        described, fields = held.manifests[program].graphs[graph], held.manifests[program].fields
-        values = {}
-        for name in described["inputs"]:
-            field = fields[name]
-            values[name] = self._tensors[reads.get(name, name) + ranks.group(field, first)]
-            _check(f"{graph}.{name}", values[name], (field.shape, field.dtype))
-        values |= held.arguments.get((program, graph, first), {})
-        model = held.models[program, graph]
+    def _launch(self, held: _WeightSet, program: str, call: Call) -> None:
+        manifest = held.manifests[program]
+        described, fields = manifest.graphs[call.graph], manifest.fields
+        values = {name: self._buffers.tensors[source] for name, source in call.reads.items()}
+        for name, parts in values.items():
+            _check(f"{call.graph}.{name}", parts, (fields[name].shape, fields[name].dtype))
+        values |= held.arguments.get((program, call.graph, call.first), {})
+        number = self._buffers.claim(program, call)
         with explained():
+            # A sequence that was not defined in this order may need another copy.
+            held.bind(program, call.graph, number + 1, self.tp)
+            model = held.models[program, call.graph][number]
             # One list per output, with a tensor per rank
             outputs = model(**values, model_name=described["tag"], forward_mode="ranked")
-        names = [writes.get(name, name) for name in described["outputs"]]
-        self._tensors.update(zip(names, outputs, strict=True))
+        self._buffers.tensors.update(zip(call.writes.values(), outputs, strict=True))
 
     def get(self, program: str, name: str) -> Tensor:
-        split, parts = self.programs[program].fields[name].split, self._tensors[name]
+        split, parts = self.programs[program].fields[name].split, self._buffers.tensors[name]
         with explained():
             if split is None:
-                return parts[0].cpu()
-            return torch.cat([part.cpu() for part in parts], dim=split)
+                return to_host(parts[0])
+            return torch.cat([to_host(part) for part in parts], dim=split)
 
     def hashes(self, *names: str) -> list[str]:
         return [
-            ranks.tensors_digest(self._tensors[name][rank] for name in names)
+            ranks.tensors_digest(self._buffers.tensors[name][rank] for name in names)
             for rank in range(self.tp)
         ]
 

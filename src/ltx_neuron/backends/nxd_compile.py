@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ltx_neuron.backends import export, nki
+from ltx_neuron.backends import environment, export, nki
 from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manifest
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.errors import UserError
@@ -46,6 +46,7 @@ def set_environment(profile: Profile) -> None:
     user's own values stay. Raises UserError where they contradict what graphs are compiled for."""
     for name, value in profile.environment:
         os.environ.setdefault(name, value)
+    os.environ["PATH"] = environment.path()
     lnc = os.environ.setdefault("NEURON_LOGICAL_NC_CONFIG", str(profile.lnc))
     if lnc != str(profile.lnc):
         raise UserError(

@@ -22,6 +22,7 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -41,9 +42,6 @@ from ltx_neuron.backends.wire import (
 from ltx_neuron.errors import RunError
 from ltx_neuron.profiles import MODELS, Profile
 
-# How long ranks may do nothing while they load, compile, or run what they have never run: the work
-# may be a compiler's, or a file system's behind a network.
-_FIRST_SECONDS = 1800.0
 _POLL_SECONDS = 0.5  # between two looks at the ranks
 _GRACE_SECONDS = 1.0  # after the first failure: how long the others may take to say what they know
 _LEAVE_SECONDS = 2.0  # how long ranks may take to end by themselves
@@ -74,9 +72,9 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     """Compile programs' graphs into `cache` in a process of their own, once for every rank: graphs
     are alike on all of them.
 
-    Raises RunError where it fails. On Neuron a failure is only said: that TorchNeuron compiles
-    without a device is known from another project's use of the variable alone, and ranks compile
-    what they do not find.
+    Raises RunError where it fails or takes longer than the profile allows. On Neuron a failure is a
+    message: that TorchNeuron compiles without a device is known from another project's use of the
+    variable alone, and ranks compile what they do not find.
     """
     settings = rank_settings(profile, tp, 0, cache)
     if profile.device == "neuron":
@@ -85,13 +83,17 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     process = get_context("spawn").Process(target=compiled.compile_only, args=arguments)
     with _inherited(settings.environment):
         process.start()
-    process.join()
-    if not process.exitcode:
+    process.join(profile.first_run_seconds)
+    if process.exitcode is None:  # on Neuron it may wait for ranks that nobody starts
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.join()
+        ended = f"did not end within {profile.first_run_seconds} s and was stopped"
+    elif process.exitcode:
+        ended = f"ended with exit code {process.exitcode}; its errors are above"
+    else:
         return
-    what = (
-        f"compiling {', '.join(map(str, folders))} ended with exit code {process.exitcode}; its"
-        " error is above"
-    )
+    what = f"compiling {', '.join(map(str, folders))} {ended}"
     if profile.device != "neuron":
         raise RunError(what)
     print(f"{what}. The ranks compile at their first run instead.", file=sys.stderr)
@@ -132,6 +134,7 @@ class Ranks(ranks.Ranks):
 
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
         self.tp, self._cache = tp, cache
+        self._first_seconds = float(profile.first_run_seconds)
         self.bytes_sent = self.command_bytes = 0
         self.programs: dict[str, Manifest] = {}
         self._folder = tempfile.mkdtemp(prefix="ltx-neuron-")
@@ -199,7 +202,7 @@ class Ranks(ranks.Ranks):
         self.programs |= programs
         self._took.clear()  # the next runs page new weights in
         self._call(
-            _FIRST_SECONDS,
+            self._first_seconds,
             op="load",
             weights=str(weights),
             wanted=ranks.weights_of(programs),
@@ -209,7 +212,7 @@ class Ranks(ranks.Ranks):
 
     def replace_weights(self, weights: Path) -> None:
         self._took.clear()
-        self._call(_FIRST_SECONDS, op="replace_weights", weights=str(weights))
+        self._call(self._first_seconds, op="replace_weights", weights=str(weights))
 
     def unload(self) -> None:
         self.programs.clear()
@@ -279,7 +282,7 @@ class Ranks(ranks.Ranks):
         """How many seconds all ranks may do nothing before they are taken for hanging, in a `run`
         of a sequence or between runs."""
         if run and run not in self._took:
-            return _FIRST_SECONDS
+            return self._first_seconds
         longest = self._took[run] if run else max(self._took.values(), default=0.0)
         return max(liveness.HANG_SECONDS, liveness.HANG_TIMES * longest)
 

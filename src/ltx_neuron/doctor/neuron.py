@@ -91,7 +91,23 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             "nki",
             "blocks",
             f"attention=nki wants the kernels of nkilib, which cannot be imported: {error}",
-            "install the SDK's nki-library, or type --profile-set attention=matmul",
+            "install Neuron's own neuronx-cc, which has it, or type --profile-set attention=matmul",
+        )
+    islpy = system.version("islpy")
+    if compiler and sdk.version_numbers(islpy) >= sdk.ISLPY_TOO_NEW:
+        yield Finding(
+            "islpy",
+            "blocks",
+            f"islpy {islpy}: neuronx-cc 2.27 fails with it (NCC_ISMP902)",
+            "pip install 'islpy<2026.2'",
+        )
+    if compiler and not (system.program("neuronx-cc")):
+        yield Finding(
+            "sdk",
+            "blocks",
+            f"neuronx-cc {compiler} is installed, but its program is neither in PATH nor beside"
+            " this Python",
+            "install it again: pip install --force-reinstall --no-deps neuronx-cc",
         )
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # what is missing is a finding of `checks.packages`

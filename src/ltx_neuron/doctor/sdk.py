@@ -41,7 +41,19 @@ NXD_LIFECYCLE = (
 NXD_LAST = (2, 33)
 # Packages of the public index that have names of the SDK's and are not the SDK's: pip takes them
 # where it was not told of Neuron's own repository.
-DECOYS = {"nki": "0.0.1", "neuronx-cc": "1.0.post1"}
+DECOYS = {
+    "nki": "0.0.1",
+    "nki-library": "0.0.2",
+    "neuronx-cc": "1.0.post1",
+    "torch-neuronx": "1.0",
+    "libneuronxla": "1.0",
+    "neuronx-distributed": "0.1",
+    "nkipy": "0.0.2",
+    "vllm-neuron": "0.1.0",
+}
+# The first islpy with which neuronx-cc 2.27 ends every compile with NCC_ISMP902; of 2.28 it is not
+# known. neuronx-cc 2.26 has a pin of its own.
+ISLPY_TOO_NEW = (2026, 2)
 # Versions from the first on, below the second. PYTHON: on Neuron, by backend.
 TORCH = (2, 9), (2, 14)
 PYTHON = {"nxd": ((3, 11), (3, 14)), "torchdist": ((3, 12), (3, 15))}

@@ -131,6 +131,11 @@ class System:
         except (OSError, UnicodeDecodeError):
             return None
 
+    def program(self, name: str) -> str | None:
+        """Path of a program in PATH or beside this Python, where the ranks look for it."""
+        folders = [self.environment.get("PATH", os.defpath), f"{self.prefix}/bin"]
+        return shutil.which(name, path=os.pathsep.join(folders))
+
     @property
     def driver(self) -> str | None:
         """Version of the loaded Neuron driver."""

@@ -165,6 +165,8 @@ def operations(graph: fx.Graph) -> list[Operation]:
 
 def _operation(node: fx.Node) -> Operation:
     name = {"placeholder": "placeholder", "get_attr": "constant"}.get(node.op, str(node.target))
+    if "split_with_sizes" in name and [*node.args, 0][2] != 0:
+        name += f" along dimension {node.args[2]}"
     operands = tuple(kind for used in node.all_input_nodes for kind in kinds(used))
     return Operation(
         name, node.name, kinds(node), operands, _collective(node) if "c10d" in name else None

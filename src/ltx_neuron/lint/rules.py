@@ -134,6 +134,10 @@ REFUSED_OPERATIONS = {
         "the value is fetched while tracing and baked in",
         "keep it a tensor: no .item(), no if on it",
     ),
+    "split_with_sizes.default along": (
+        "torch-xla 2.11 reads wrong data, without an error (measured on trn2 by others)",
+        "split by one size, use chunk, or slice",
+    ),
     "item": (
         "the value is fetched while tracing and baked in",
         "keep it a tensor: no .item(), no if on it",

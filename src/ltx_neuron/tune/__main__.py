@@ -134,10 +134,10 @@ class Tuning:
     def keep(self, best: Settings, ms: float, own_ms: float | None) -> None:
         """Write what was chosen. Of the run only what was tried, or was typed or fixed."""
         held = {*self.args.keys, *self.journal.fixed, *chosen.typed(self.workspace.profile)}
-        run = {key: best[key] for key in RUN_KEYS if key in held}
+        run = {key: best[key] for key in RUN_KEYS if key in held and key in best}
         self.chosen.run = run
         self.chosen.sizes[self.key] = {
-            "settings": {key: best[key] for key in GRAPH_KEYS},
+            "settings": {key: best[key] for key in GRAPH_KEYS if key in best},
             "run": run,
             "step_ms": ms,
             "own_step_ms": own_ms,

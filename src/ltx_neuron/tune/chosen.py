@@ -6,7 +6,6 @@ included: one value in a file. Those of the DiT's graphs are chosen for every si
 model's graphs know of them.
 """
 
-import dataclasses
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,15 +16,12 @@ from ltx_neuron.artifacts import code_digest, differences
 from ltx_neuron.config import Bucket, digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, write_json
-from ltx_neuron.profiles import Profile, resolve
+from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, resolve
 
 Settings = dict[str, str]  # of a profile: key -> value, as --profile-set takes them
 
-_FIELDS = {value.name for value in dataclasses.fields(Profile)}
-RUN_KEYS = ("backend", "compile_backend", "threads")
-GRAPH_KEYS = tuple(
-    key for key in ("attention", "sequence_parallel", "blocks_per_graph") if key in _FIELDS
-)
+RUN_KEYS = ("backend", "compile_backend", "threads", f"environment.{COLLECTIVES_BUFFER}")
+GRAPH_KEYS = ("attention", "sequence_parallel", "blocks_per_graph", "compiler_flags.dit")
 _PACKAGES = (
     "torch",
     "torch-neuronx",
@@ -188,8 +184,11 @@ def _is_older(path: Path, identity: dict) -> bool:
 
 
 def text_of(profile: Profile, key: str) -> str:
-    """A profile's value as --profile-set takes it."""
-    value = getattr(profile, key)
+    """A profile's value as --profile-set takes it; "" of a table's entry that it does not have."""
+    field, _, entry = key.partition(".")
+    value = getattr(profile, field)
+    if entry:
+        return dict(value).get(entry, "")
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import group_size, may_divide
-from ltx_neuron.profiles import DRIVERS, Profile, require_runtime, resolve
+from ltx_neuron.profiles import (
+    COLLECTIVES_BUFFER,
+    DIT_FLAGS,
+    DRIVERS,
+    Profile,
+    require_runtime,
+    resolve,
+)
 from ltx_neuron.tune.chosen import GRAPH_KEYS, RUN_KEYS, Settings, text_of
 
 KEYS = (*RUN_KEYS, *GRAPH_KEYS)
@@ -50,7 +57,7 @@ class Row:
 
 def own_settings(profile: Profile) -> Settings:
     """What the profile has, with what was typed, of all that can be tuned."""
-    return {key: text_of(profile, key) for key in KEYS}
+    return {key: text for key in KEYS if (text := text_of(profile, key))}
 
 
 def choices(
@@ -69,15 +76,19 @@ def choices(
     buckets     of the size's stages
     """
     divides = any(may_divide(bucket, tp) for bucket in buckets)
+    on_neuron = profile.device == "neuron"
     values = {
-        "backend": ["nxd", "torchdist"] if profile.device == "neuron" else [],
+        "backend": ["nxd", "torchdist"] if on_neuron else [],
         "compile_backend": [
             compiler
             for device, group, compiler in DRIVERS
             if (device, group) == (profile.device, profile.process_group)
         ],
+        # The runtime's own value, and AWS's.
+        f"environment.{COLLECTIVES_BUFFER}": ["41943040", "167772160"] if on_neuron else [],
+        "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],
         "threads": _threads(tp) if profile.device == "cpu" else [],
-        "attention": ["nki" if profile.device == "neuron" else "sdpa", "matmul"],
+        "attention": ["nki" if on_neuron else "sdpa", "matmul"],
         "sequence_parallel": ["false", "true"] if divides else [],
         "blocks_per_graph": [
             str(n) for n in _BLOCKS if _cuts_evenly(n, num_layers, layers or num_layers)
