@@ -1,9 +1,11 @@
 """Sections of a long benchmark: run one after another, kept in a file so that a stopped benchmark
-goes on, and written as one Markdown report. on_device.py is made of them."""
+goes on, and written as one Markdown report. A run may have a budget of minutes. on_device.py is
+made of them."""
 
+import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,40 +29,94 @@ class Failed(Exception):
         self.lines = list(lines)
 
 
+class Stopped(Exception):
+    """The time of a section ended before it did; the text says where it was."""
+
+
 class Section(NamedTuple):
-    """A part of the report: a function from the benchmark to lines of Markdown, and the names of
-    the sections that must be done before it."""
+    """A part of the report.
+
+    run      from the benchmark to lines of Markdown; of a generator, those until it fails are kept
+    needs    names of the sections that must be done before it
+    minutes  an estimate of what it takes
+    """
 
     name: str
-    run: Callable[..., list[str]]
+    run: Callable[..., Iterable[str]]
     needs: tuple[str, ...] = ()
+    minutes: float = 1
+
+
+class Budget:
+    """The minutes of a whole run; None: as long as it takes."""
+
+    # A section that takes so many times its estimate may hang: the others want their time.
+    LONGEST = 4
+
+    def __init__(self, minutes: float | None = None):
+        self.finite = minutes is not None
+        self._end = time.monotonic() + 60 * minutes if self.finite else math.inf
+        self._section_end = self._end
+
+    def begin(self, section: Section) -> None:
+        """Give a section its time. Raises NotRun where the budget ends before its estimate."""
+        minutes = self.left() / 60
+        if section.minutes > minutes:
+            raise NotRun(f"takes about {section.minutes:g} minutes, {minutes:.1f} are left")
+        longest = 60 * self.LONGEST * section.minutes if self.finite else math.inf
+        self._section_end = min(self._end, time.monotonic() + longest)
+
+    def left(self) -> float:
+        """Seconds until the budget ends."""
+        return max(0.0, self._end - time.monotonic())
+
+    def end(self) -> str:
+        """Why the section's time has ended."""
+        return f"{self.LONGEST} times the estimate" if self.left() else "the budget ended"
+
+    def section_left(self) -> float:
+        """Seconds that the section may still take."""
+        return max(0.0, self._section_end - time.monotonic())
 
 
 def run_all(
-    sections: tuple[Section, ...], bench, done: dict[str, dict], keep: Callable[[dict], None]
+    sections: tuple[Section, ...],
+    bench,
+    done: dict[str, dict],
+    keep: Callable[[dict], None],
+    budget: Budget,
 ) -> dict[str, dict]:
-    """Run every section that `done` does not have as finished, if those it needs are finished.
+    """Run every section that `done` does not have as finished, if those it needs are finished and
+    the budget lasts.
 
-    `done` has for each section its status ("done", "failed", "not run"), why, lines and seconds.
-    `keep` is called with it after each section.
+    `done` has for each section its status ("done", "failed", "stopped", "not run"), why, lines and
+    seconds. `keep` is called with it after each section.
     """
     for section in sections:
         if done.get(section.name, {}).get("status") == "done":
             print(f"{section.name}: done before", flush=True)
             continue
         print(f"{section.name} ...", flush=True)
-        began, lines = time.perf_counter(), []
+        began, lines, interrupt = time.perf_counter(), [], None
         missing = [need for need in section.needs if done.get(need, {}).get("status") != "done"]
         try:
             if missing:
                 raise NotRun(f"needs {', '.join(missing)}")
-            lines, status, why = section.run(bench), "done", ""
+            budget.begin(section)
+            for line in section.run(bench):
+                lines.append(line)
+            status, why = "done", ""
         except NotRun as reason:
             status, why = "not run", str(reason)
+        except Stopped as reason:
+            status, why = "stopped", str(reason)
         except Failed as failure:
-            lines, status, why = failure.lines, "failed", str(failure)
+            lines += failure.lines
+            status, why = "failed", str(failure)
         except UserError as error:
             status, why = "failed", str(error)
+        except KeyboardInterrupt as error:  # Ctrl-C, SIGTERM, a connection that was lost
+            status, why, interrupt = "stopped", "interrupted", error
         except Exception:
             status, why = "failed", traceback.format_exc()
         done[section.name] = {
@@ -75,6 +131,8 @@ def run_all(
             flush=True,
         )
         keep(done)
+        if interrupt:
+            raise interrupt
     return done
 
 
@@ -94,9 +152,9 @@ def markdown(sections: tuple[Section, ...], done: dict[str, dict], facts: dict[s
         lines.append(f"| {section.name} | {result['status']}{why} | {result['seconds']:.1f} |")
     for section in sections:
         result = done.get(section.name, NOT_REACHED)
-        if result["lines"] or result["status"] == "failed":
+        if result["lines"] or result["status"] in ("failed", "stopped"):
             lines += ["", f"## {section.name}", "", *result["lines"]]
-        if result["status"] == "failed":
+        if result["status"] in ("failed", "stopped"):
             lines += ["", "```", result["why"], "```"]
     return "\n".join(lines) + "\n"
 

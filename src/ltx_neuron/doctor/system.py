@@ -224,9 +224,13 @@ class System:
 
     def core_memory(self) -> dict[str, int]:
         """Bytes of device memory in use, by core: "neuron0/neuron_core1" as the driver counts
-        them, "logical core 1" where only neuron-monitor tells.
+        them, "logical core 1" where only neuron-monitor tells, which is started for it."""
+        return self.counted_memory() or self._monitored_memory()
 
-        The driver's counter `total` is what is used now. To driver 2.30 it lies in
+    def counted_memory(self) -> dict[str, int]:
+        """The driver's own counters, by core; reading them starts no process.
+
+        The counter `total` is what is used now. To driver 2.30 it lies in
         stats/memory_usage/ of the core's folder; 2.31 "moved several nodes to new paths", of which
         we know no list, so it is looked for by its name (neuron-sysfs-user-guide of the SDK's
         documentation, 2.32 and 2.33).
@@ -236,7 +240,7 @@ class System:
         for path in sorted(base.glob("neuron*/neuron_core*/**/device_mem/total")):
             with contextlib.suppress(OSError, ValueError):
                 used["/".join(path.relative_to(base).parts[:2])] = int(path.read_text())
-        return used or self._monitored_memory()
+        return used
 
     def _monitored_memory(self) -> dict[str, int]:
         """As neuron-monitor reports it: every logical core of the machine, with what all processes

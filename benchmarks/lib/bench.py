@@ -1,0 +1,330 @@
+"""How on_device.py runs the project's scripts: what they run on, the models that they run, and each
+script in a process that ends, with all it started, when its time is over."""
+
+import argparse
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lib.sections import Budget, Failed, NotRun, Stopped
+from ltx_neuron import flags
+from ltx_neuron.doctor.system import System
+from ltx_neuron.files import write_json
+from ltx_neuron.job import Size
+from ltx_neuron.profiles import Profile
+from ltx_neuron.report import table
+from ltx_neuron.tiny import TinyAssets, TinySizes, assets_in
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROMPT = "waves crash on the shore"
+TINY_SIZE = Size(height=64, width=64, num_frames=9, two_stage=True)
+# The released DiT's width (32 heads of 128 and 64 channels), two blocks of its 48; all around it
+# stays tiny.
+WIDE = TinySizes(layers=2, heads=32, head_dim=128, audio_head_dim=64, connector_layers=1)
+WIDE_SIZE = Size(height=384, width=512, num_frames=25)
+# Published compiles take up to half an hour; what takes longer than this hangs.
+SCRIPT_SECONDS = 3 * 3600
+SAMPLE_SECONDS = 0.5  # between two readings of the cores' memory
+SHOWN_LINES = 15  # of a failed script's output
+TIDY_SECONDS = 15.0  # that a script has to end its ranks
+
+
+def profile_settings(settings: tuple[str, ...]) -> list[str]:
+    """Settings as --profile-set flags."""
+    return [word for setting in settings for word in ("--profile-set", setting)]
+
+
+class Target(NamedTuple):
+    """What a script runs on: the flags --profile, --profile-set and --dtype."""
+
+    profile: str
+    settings: tuple[str, ...]
+    dtype: str
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--profile", self.profile, *profile_settings(self.settings), "--dtype", self.dtype]
+
+
+FP32, BF16 = Target("cpu", (), "float32"), Target("cpu", (), "bfloat16")
+
+
+class Model(NamedTuple):
+    """A model to run: its files, the size of its video, and where its artifacts lie."""
+
+    name: str
+    checkpoint: Path
+    gemma_root: Path | None
+    upsampler: Path | None
+    size: Size
+    artifacts: Path
+
+
+class Run(NamedTuple):
+    """A finished script: its output, its seconds, and the largest memory seen of each core, in
+    bytes."""
+
+    output: str
+    seconds: float
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The flags, the machine, and how scripts are run."""
+
+    args: argparse.Namespace
+    profile: Profile
+    system: System = System()
+    budget: Budget = field(default_factory=Budget)
+
+    @property
+    def folder(self) -> Path:
+        return self.args.work_dir
+
+    @property
+    def tp(self) -> int:
+        return self.profile.degree(self.args.tp_degree)
+
+    def device(self, model: "Model") -> Target:
+        """What a model is run on. The tiny one's heads have 8 and 4 channels, and nkilib tests its
+        kernel with 64 and more: it might fail there for a reason that no real model has."""
+        tiny = model.name == "tiny" and self.profile.attention == "nki"
+        settings = (*self.profile.settings, "attention=matmul") if tiny else self.profile.settings
+        return Target(self.profile.name, settings, self.args.dtype)
+
+    def need_device(self) -> None:
+        if self.profile.device != "neuron":
+            raise NotRun("no Neuron device")
+
+    def log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def run(
+        self,
+        log: str,
+        *command: object,
+        codes: tuple[int, ...] = (0,),
+        seconds: float = SCRIPT_SECONDS,
+    ) -> Run:
+        """Run a Python script of this repository in its own process, its output in logs/. Failed
+        where its exit code is not among `codes` or it takes longer than `seconds`; Stopped where
+        the time of its section ends."""
+        path = self.log(log)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        with open(path, "w") as log_file, CoreMemory(self.system) as memory:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                cwd=ROOT,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(min(seconds, self.budget.section_left()))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                end_tree(process)
+        took, output = time.perf_counter() - began, path.read_text(errors="replace")
+        if code in codes:
+            return Run(output, took, memory.most)
+        last = "\n".join(output.replace("\r", "\n").strip().splitlines()[-SHOWN_LINES:])
+        if code is None:
+            stopped = f"{log} was stopped after {took / 60:.1f} minutes"
+            if self.budget.section_left():
+                raise Failed(f"{stopped}, its longest time ({path}):\n{last}")
+            raise Stopped(f"{stopped}: {self.budget.end()} ({path}):\n{last}")
+        raise Failed(f"{log} ended with exit code {code} ({path}):\n{last}")
+
+    def scripted(
+        self,
+        script: str,
+        name: str,
+        target: Target,
+        content: dict,
+        ending: str = ".json",
+        seconds: float = SCRIPT_SECONDS,
+    ) -> Path:
+        """Run a script of lib/ with a request: what it runs on, and `content`. Returns the file
+        that it wrote."""
+        request, output = self.folder / f"{name}-request.json", self.folder / f"{name}{ending}"
+        content |= {"profile": target.profile, "settings": target.settings, "dtype": target.dtype}
+        write_json(request, {"tp": self.tp, "output": str(output)} | content)
+        self.run(name, ROOT / "benchmarks/lib" / script, request, seconds=seconds)
+        return output
+
+    def shard(self, model: Model, target: Target, gemma: bool) -> float:
+        """Seconds to shard the DiT, and with `gemma` the text encoder."""
+        common = self.common(model, target)
+        name = f"{model.name}-shard-dit-{target.dtype}"
+        seconds = self.run(name, ROOT / "shards/shard_backbone_weights.py", *common).seconds
+        if gemma:
+            name = f"{model.name}-shard-gemma3-{target.dtype}"
+            common += ["--gemma-root", model.gemma_root]
+            seconds += self.run(name, ROOT / "shards/shard_gemma3_weights.py", *common).seconds
+        return seconds
+
+    def compile(self, model: Model, target: Target, gemma: bool) -> tuple[float, float]:
+        """Seconds for the DiT's graphs and for the text encoder's."""
+        common = self.common(model, target)
+        suffix = f"{target.profile}-{target.dtype}"
+        dit = self.run(
+            f"{model.name}-compile-dit-{suffix}",
+            ROOT / "compile/compile_transformer.py",
+            *common,
+            *size_flags(model.size),
+        )
+        if not gemma:
+            return dit.seconds, 0.0
+        text = self.run(
+            f"{model.name}-compile-gemma3-{suffix}",
+            ROOT / "compile/compile_gemma3.py",
+            *common,
+            "--gemma-root",
+            model.gemma_root,
+        )
+        return dit.seconds, text.seconds
+
+    def decoder(self, model: Model, target: Target) -> tuple[float, float]:
+        """Seconds to shard the video decoder, and to compile it for the model's size."""
+        common, name = self.common(model, target), f"{model.name}-{{}}-vae-{target.dtype}"
+        shard, compiled = ROOT / "shards/shard_vae_weights.py", ROOT / "compile/compile_vae.py"
+        sharding = self.run(name.format("shard"), shard, *common)
+        compiling = self.run(name.format("compile"), compiled, *common, *size_flags(model.size))
+        return sharding.seconds, compiling.seconds
+
+    def generate(
+        self, model: Model, target: Target, name: str, *more: object
+    ) -> tuple[Run, dict[str, Tensor], dict]:
+        """Run generate_ltx23.py: the run, every named tensor, and the latency report."""
+        out = self.folder / f"{model.name}-{name}"
+        flags = [*self.common(model, target), *size_flags(model.size)]
+        flags += ["--neuron-gemma", "--gemma-root", model.gemma_root, "--prompt", PROMPT]
+        flags += ["--spatial-upsampler-path", model.upsampler] if model.upsampler else []
+        flags += ["--output-path", out / "video.mp4", "--perf-dump-path", out / "perf.json"]
+        flags += ["--save-tensors", out / "tensors.safetensors", *more]
+        run = self.run(f"{model.name}-generate-{name}", ROOT / "src/generate_ltx23.py", *flags)
+        return run, load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
+
+    def common(self, model: Model, target: Target) -> list:
+        """The flags that every script takes."""
+        return [
+            *("--checkpoint-path", model.checkpoint, "--artifacts-dir", model.artifacts),
+            *("--tp-degree", self.tp, *target.flags),
+        ]
+
+    def step(self, model: Model, target: Target, inputs: Path) -> dict[str, Tensor]:
+        """The latents after one step (one_step.py), by a process of its own."""
+        name = f"{model.name}-step-{target.profile}-{target.dtype}"
+        content = request(model, model.size) | {"inputs": str(inputs)}
+        return load_file(self.scripted("one_step.py", name, target, content, ".safetensors"))
+
+
+def request(model: Model, size: Size) -> dict:
+    """The fields of a request that name a model, and a size of video."""
+    paths = {"checkpoint": str(model.checkpoint), "artifacts": str(model.artifacts)}
+    return paths | {"size": dataclasses.asdict(size)}
+
+
+def size_flags(size: Size) -> list:
+    """The flags of a distilled generation of that size, for compile_transformer.py and generate."""
+    flags = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
+    flags += ["--frame-rate", size.frame_rate, "--recipe", "distilled"]
+    return flags + (["--two-stage"] if size.two_stage else [])
+
+
+def end_tree(process: subprocess.Popen) -> None:
+    """End a process that leads a session, and all that it started: first it is asked to, which lets
+    a script end its ranks and remove its temporary files."""
+    if process.poll() is None:
+        # Listed while it lives: afterwards nobody knows who started what.
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(TIDY_SECONDS)
+        for each in started:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # one that waits in the driver cannot be killed
+        process.wait(TIDY_SECONDS)
+
+
+class CoreMemory:
+    """Reads the driver's counters of each core's memory as long as the `with` block runs. `most`
+    has the largest bytes by core; it is empty where the driver has none.
+
+    neuron-monitor would tell it too, but is a process to start each time, beside steps that are
+    timed: lib/step_times.py asks it between them.
+    """
+
+    def __init__(self, system: System):
+        self.system, self.most, self._stop = system, {}, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "CoreMemory":
+        if self.system.counted_memory():
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        if self._thread.ident:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            for core, used in self.system.counted_memory().items():
+                self.most[core] = max(used, self.most.get(core, 0))
+
+
+def tiny(bench: Bench) -> Model:
+    assets = assets_in(bench.folder / "tiny")
+    return _model("tiny", assets, TINY_SIZE, bench)
+
+
+def wide(bench: Bench) -> Model:
+    return _model("wide", assets_in(bench.folder / "wide"), WIDE_SIZE, bench)
+
+
+def full(bench: Bench) -> Model:
+    args = bench.args
+    for flag in ("checkpoint_path", "gemma_root"):
+        if getattr(args, flag) is None:
+            raise NotRun(f"no --{flag.replace('_', '-')}")
+    size = dataclasses.replace(flags.size(args), two_stage=args.spatial_upsampler_path is not None)
+    return Model(
+        "full",
+        args.checkpoint_path,
+        args.gemma_root,
+        args.spatial_upsampler_path,
+        size,
+        args.artifacts_dir,
+    )
+
+
+def _model(name: str, assets: TinyAssets, size: Size, bench: Bench) -> Model:
+    return Model(
+        name,
+        assets.checkpoint,
+        assets.gemma_root,
+        assets.spatial_upsampler,
+        size,
+        bench.folder / "artifacts",
+    )

@@ -1,0 +1,93 @@
+"""How long each graph of a step takes, and what is in the cores' memory, for on_device.py.
+
+    python benchmarks/lib/step_times.py REQUEST.json
+
+REQUEST.json has what Bench.scripted and bench.request write, and folder, for a copy of the
+manifest. The output has steps_ms of whole steps, the cold one first, calls with the milliseconds of
+each, and memory: bytes by core before loading, loaded, after the steps, unloaded. Memory is asked
+for between timed steps and never beside one. Not run on hardware.
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from ltx_neuron import errors
+from ltx_neuron.backends import registry
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.denoise import CompiledStep, StageRun
+from ltx_neuron.doctor.system import System
+from ltx_neuron.files import MANIFEST, read_json, write_json
+from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.tune.step import prepared
+from ltx_neuron.workspace import Workspace
+
+STEPS = 10  # warm ones
+
+
+def with_run_of_each_call(manifest: Manifest, place: Path) -> Manifest:
+    """A copy, in `place`, of compiled graphs whose calls are runs of their own as well: "call 0",
+    "call 1", ..."""
+    content = read_json(manifest.folder / MANIFEST)
+    place.mkdir(parents=True, exist_ok=True)
+    for graph in content["graphs"].values():
+        (place / graph["file"]).unlink(missing_ok=True)
+        (place / graph["file"]).symlink_to((manifest.folder / graph["file"]).absolute())
+    calls = content["runs"]["main"]
+    content["runs"] |= {f"call {number}": [call] for number, call in enumerate(calls)}
+    write_json(place / MANIFEST, content)
+    return Manifest(place)
+
+
+@torch.no_grad()
+def measure(request: dict, system: System) -> dict:
+    """The times of the last stage's step on random latents, distilled."""
+    job = Job("random contexts", Size(**request["size"]))
+    profile = resolve(request["profile"], tuple(request["settings"]))
+    workspace = Workspace(
+        request["checkpoint"], profile, request["artifacts"], request["tp"], request["dtype"]
+    )
+    torch.set_num_threads(profile.host_threads)
+    stage = job.stages[-1]
+    bucket, compiled = workspace.dit_program_for(job, stage)
+    manifest = with_run_of_each_call(compiled, Path(request["folder"]))
+    calls = manifest.runs["main"]
+    memory = {"before": system.core_memory()}
+    with registry.ranks(profile, request["tp"], workspace.compiler_cache) as ranks:
+        began = time.perf_counter()
+        ranks.load(workspace.dit_weights(), {bucket.name: manifest}, workspace.dtype)
+        load_seconds = time.perf_counter() - began
+        memory["loaded"] = system.core_memory()
+        step = CompiledStep(bucket, manifest)
+        run = prepared(ranks, step, workspace, workspace.dtype, job, stage)
+        steps = [_milliseconds(run, ["main"]) for _ in range(1 + STEPS)]
+        by_call = [_milliseconds(run, [f"call {n}" for n in range(len(calls))]) for _ in steps]
+        memory["after the steps"] = system.core_memory()
+        ranks.unload()
+        memory["unloaded"] = system.core_memory()
+    medians = [statistics.median(times) for times in zip(*by_call[1:], strict=True)]
+    return {
+        "load_seconds": load_seconds,
+        "steps_ms": [milliseconds for (milliseconds,) in steps],
+        "calls": [
+            {"graph": graph, "first_block": first, "ms": ms, **manifest.graphs[graph]["cost"]}
+            for (graph, first), ms in zip(calls, medians, strict=True)
+        ],
+        "memory": memory,
+    }
+
+
+def _milliseconds(run: StageRun, names: list[str]) -> list[float]:
+    """Of each of these runs, in order, of the last step from noise."""
+    run.start()
+    ranks, program = run.ranks, run.bucket.name
+    return [ranks.run(program, name, step=run.stage.steps - 1) for name in names]
+
+
+if __name__ == "__main__":
+    request = read_json(Path(sys.argv[1]))
+    errors.run(lambda: write_json(Path(request["output"]), measure(request, System())))
