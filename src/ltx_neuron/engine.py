@@ -367,11 +367,16 @@ class Engine:
     def _step(self, stage_run: StageRun, number: int) -> None:
         """One step, with its times recorded."""
         ranks, stage = stage_run.ranks, stage_run.stage
-        sent, began = ranks.bytes_sent, time.perf_counter()
+        sent, launches, launch_ms = ranks.bytes_sent, ranks.launches, ranks.launch_ms
+        began = time.perf_counter()
         device_ms = stage_run.step(number)
         total_ms = (time.perf_counter() - began) * 1e3
         self.recorder.step(stage.name, total_ms, min(device_ms, total_ms))
         self.recorder.counters.bytes_to_device_per_step = ranks.bytes_sent - sent
+        self.recorder.counters.launches_per_step = {
+            "count": ranks.launches - launches,
+            "host_ms": ranks.launch_ms - launch_ms,
+        }
         if self.on_step_end:
             self.on_step_end(stage, number)
 

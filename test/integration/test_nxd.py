@@ -831,6 +831,10 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
             patch.setattr(nxd.Ranks, "run", counted)
             (result,) = engine.run([job], decode=False)
     assert loaded == [(copies, copies)] * job.num_inference_steps
+    launches = engine.recorder.counters.launches_per_step
+    # Four passes: one graph each, or head, blocks, blocks and tail; then the guide.
+    assert launches["count"] == (5 if settings == (WHOLE,) else 17)
+    assert 0 < launches["host_ms"] < engine.recorder.last_step("stage_1")
     distances = {name: rel(result.tensors[name], wanted_guided[name]) for name in LATENTS[:2]}
     print({name: f"{distance:.1e}" for name, distance in distances.items()})
     assert max(distances.values()) < FP32

@@ -286,6 +286,7 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
         "denoise_steps_ms",
         "warm_step_ms",
         "bytes_to_device_per_step",
+        "launches_per_step",
         "collectives_per_step",
         "flops_per_step",
         "weight_swaps",
@@ -308,6 +309,17 @@ def test_the_report_has_exactly_the_fields_of_schema_1():
     assert report["bytes_to_device_per_step"] == 2_000_000
     latency.validate(report)
     latency.validate(Recorder().report({}, "cpu", 1, {}, {}))
+
+
+def test_launches_and_what_they_take_of_the_host_are_reported_and_shown():
+    recorder = Recorder()
+    recorder.counters.launches_per_step = {"count": 14, "host_ms": 0.4321}
+    report = recorder.report(JOB, "trn2.3xlarge", 4, {}, {})
+    assert report["launches_per_step"] == {"count": 14, "host_ms": 0.4321}
+    assert "launches per step         14, 0.432 ms of the host" in latency.table(report)
+    del report["launches_per_step"]  # as a report of before has none
+    latency.validate(report)
+    assert "launches" not in latency.table(report)
 
 
 def test_weight_swaps_and_their_seconds_are_reported_and_shown():

@@ -265,7 +265,10 @@ def test_a_sequence_reads_and_leaves_tensors_under_other_names(ranks, toy):
     ranks.define(
         "toy", "twice", [("main", {"x": "other"}, {"y": "first"}), ("main", {"x": "first"}, {})]
     )
-    ranks.run("toy", "twice", step=1)
+    launches, launch_ms = ranks.launches, ranks.launch_ms
+    milliseconds = ranks.run("toy", "twice", step=1)
+    assert ranks.launches - launches == 2
+    assert 0 < ranks.launch_ms - launch_ms < milliseconds  # what is between the graphs
     first = toy.table @ toy.weights[1].T + 10 * toy.x
     assert rel(ranks.get("toy", "y"), toy.table @ toy.weights[1].T + first) < EQUAL
 

@@ -180,11 +180,13 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
     """What one call of a graph costs a rank, counted in the graph.
 
     collectives       all-reduces, all-gathers and reduce-scatters
+    small_collectives of these, the ones of less than 1 MiB: statistics
     collective_bytes  bytes that a rank puts into them
     *_bytes           of these, bytes that it puts into all-gathers and into reduce-scatters
     elementwise_bytes bytes that norms, modulation, RoPE, gates and residuals read and write, each
                       operation for itself: a compiler that fuses them moves fewer
     flops             of matrix products and attention, as torch counts them: a multiply-add is two
+    attention_flops   of these, attention's
     peak_bytes        as peak_bytes() counts them
     """
     collectives = collective_cost(
@@ -200,12 +202,21 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
         exported.graph_module(
             *(torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments)
         )
+    flops = counter.get_flop_counts().get("Global", {})
     return {
         **collectives,
         "elementwise_bytes": sum(map(_elementwise_bytes, exported.graph.nodes)),
         "flops": counter.get_total_flops(),
+        "attention_flops": sum(flops.get(operation, 0) for operation in _ATTENTION),
         "peak_bytes": peak_bytes(exported),
     }
+
+
+def largest_collective(exported: torch.export.ExportedProgram) -> int:
+    """Bytes of a graph's largest collective: what goes in, or what comes out if that is more."""
+    sums = [node for node in exported.graph.nodes if node.target in _COLLECTIVES]
+    ends = [max(_nbytes(n.args[0].meta["val"]), _nbytes(n.meta["val"])) for n in sums]
+    return max(ends, default=0)
 
 
 def collective_cost(sizes: list[tuple[str, int]]) -> dict[str, int]:
@@ -217,6 +228,7 @@ def collective_cost(sizes: list[tuple[str, int]]) -> dict[str, int]:
     )
     return {
         "collectives": len(sizes),
+        "small_collectives": sum(size < _SMALL for _, size in sizes),
         "collective_bytes": sum(size for _, size in sizes),
         "all_gather_bytes": gathered,
         "reduce_scatter_bytes": scattered,
@@ -240,14 +252,19 @@ def _elementwise_bytes(node: fx.Node) -> int:
     return sum(_nbytes(each.meta["val"]) for each in node.all_input_nodes) + _nbytes(value)
 
 
+_SMALL = 2**20  # bytes
+# The operations that the kernels of models.attention consist of; no other product is a bmm.
+_ATTENTION = {
+    torch.ops.aten.bmm,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.ltx_neuron.attention_cte,
+}
 _NOT_ELEMENTWISE = {
     operator.getitem,
     _OPERATIONS.wait_tensor.default,
     torch.ops.aten.linear.default,
     torch.ops.aten.conv2d.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.scaled_dot_product_attention.default,
-    torch.ops.ltx_neuron.attention_cte.default,
+    *(operation.default for operation in _ATTENTION),
 }
 
 

@@ -251,16 +251,20 @@ class Ranks(ranks.Ranks):
         chosen = {name: ranks.at(name, number) for name, number in numbers.items()}
         held, start = self._set_of(program), time.perf_counter()
         runs = self._sequences.get((program, sequence), [(sequence, {}, {})])
+        in_graphs = 0.0
         for call in calls_of(held.manifests[program], runs, chosen):
-            self._launch(held, program, call)
+            in_graphs += self._launch(held, program, call)
+            self.launches += 1
         # The ranked mode returns when the last rank is done.
         milliseconds = (time.perf_counter() - start) * 1e3
+        self.launch_ms += milliseconds - in_graphs
         writes = call.writes
         if broken := ranks.broken_latents(writes, writes, partial(self.get, program)):
             raise NotFiniteError(broken)
         return milliseconds
 
-    def _launch(self, held: _WeightSet, program: str, call: Call) -> None:
+    def _launch(self, held: _WeightSet, program: str, call: Call) -> float:
+        """Run one graph; returns its own milliseconds."""
         manifest = held.manifests[program]
         described, fields = manifest.graphs[call.graph], manifest.fields
         values = {name: self._buffers.tensors[source] for name, source in call.reads.items()}
@@ -273,8 +277,11 @@ class Ranks(ranks.Ranks):
             held.bind(program, call.graph, number + 1, self.tp)
             model = held.models[program, call.graph][number]
             # One list per output, with a tensor per rank
+            called = time.perf_counter()
             outputs = model(**values, model_name=described["tag"], forward_mode="ranked")
+            milliseconds = (time.perf_counter() - called) * 1e3
         self._buffers.tensors.update(zip(call.writes.values(), outputs, strict=True))
+        return milliseconds
 
     def get(self, program: str, name: str) -> Tensor:
         split, parts = self.programs[program].fields[name].split, self._buffers.tensors[name]

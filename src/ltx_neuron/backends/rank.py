@@ -182,8 +182,8 @@ class Rank:
         return {}
 
     def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
-        """Run a sequence. The answer has the milliseconds until the device was done, and the names
-        of latents with NaN or Inf."""
+        """Run a sequence. The answer has the milliseconds until the device was done, its launches
+        and what these took (see ranks.Ranks), and the names of latents with NaN or Inf."""
         chosen = {name: at(name, number) for name, number in numbers.items()}
         runs = self.sequences.get((program, sequence), [(sequence, {}, {})])
         launches = [
@@ -193,18 +193,27 @@ class Rank:
         ]
         os.environ.update(self.settings.compilers.get(self.models[program], {}))
         self._synchronize()
-        start = time.perf_counter()
+        start, in_graphs = time.perf_counter(), 0.0
         for number, (call, reads, writes) in enumerate(launches, 1):
             values = (self.tensors[reads.get(name, name) + end] for name, end in call.inputs)
             first_time = not _is_compiled(call.graph)
+            called = time.perf_counter()
             results = call.graph(*call.weights, *values)
+            in_graphs += time.perf_counter() - called
             self._after_launch(number, first_time)
             names = (writes.get(name, name) for name in call.outputs)
             self.tensors.update(zip(names, results, strict=True))
+        launched = time.perf_counter() - start
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
+        launched -= in_graphs if self.device.type == "cpu" else 0
         not_finite = broken_latents(call.outputs, writes, lambda name: self.tensors[name].cpu())
-        return {"milliseconds": milliseconds, "not_finite": not_finite}
+        return {
+            "milliseconds": milliseconds,
+            "launches": len(launches),
+            "launch_ms": launched * 1e3,
+            "not_finite": not_finite,
+        }
 
     def _after_launch(self, number: int, first_time: bool) -> None:
         self._launched()

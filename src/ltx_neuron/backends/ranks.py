@@ -31,12 +31,17 @@ class Ranks(Protocol):
                 weights, which are read from rank files, nor downloads.
     command_bytes  bytes of the commands so far, lines of text to rank processes, once a rank. They
                 end there: no device sees them
+    launches    graphs that one rank has launched so far, and `launch_ms` the host's milliseconds
+                for that: of a device that works on meanwhile until it has them all, else what
+                passes between its graphs
     programs    the loaded programs by name
     """
 
     tp: int
     bytes_sent: int
     command_bytes: int
+    launches: int = 0
+    launch_ms: float = 0.0
     programs: dict[str, Manifest]
 
     def __enter__(self) -> Self:

@@ -251,6 +251,8 @@ class Ranks(ranks.Ranks):
         self._took[program, sequence] = time.monotonic() - began
         if names := sorted({name for answer in answers for name in answer["not_finite"]}):
             raise NotFiniteError(names)
+        self.launches += answers[0]["launches"]
+        self.launch_ms += max(answer["launch_ms"] for answer in answers)
         return max(answer["milliseconds"] for answer in answers)
 
     def get(self, program: str, name: str) -> Tensor:

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
+from ltx_neuron.backends.export import (
+    TorchDistComm,
+    cost,
+    fake_process_group,
+    largest_collective,
+    trace,
+)
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import (
     GEMMA_3_12B,
@@ -35,8 +41,9 @@ from ltx_neuron.models.programs import (
     gemma3_program,
     may_divide,
 )
+from ltx_neuron.plan.forecast import Forecast, forecast
 from ltx_neuron.plan.given import encode_bytes
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -72,7 +79,9 @@ class StagePlan:
     compute_ms: float | None
     memory_ms: float | None
     collectives_ms: float | None
+    forecast: Forecast | None  # of one pass
     collectives_per_step: dict  # {"count", "bytes"} of one rank
+    largest_collective_bytes: int
     elementwise_bytes_per_step: int  # of one rank, read and written by operations that do not fuse
     sequence_parallel: bool
     whole: dict | None
@@ -101,9 +110,10 @@ class Plan:
     fits: bool | None
     fits_resident: bool | None
     nearest_that_fits: str | None
-    # At most: every rank's file of the larger model, read before it goes to the device. Where ranks
-    # map their files it is 0, and the files' bytes are `host_bytes_mapped`: the system keeps of
-    # them what it has room for.
+    # While weights go to a device: as much as all of the larger model's, which Difflet saw the
+    # Neuron runtime take for as long (64 GB), beside the files' own pages. Where ranks map their
+    # files it is 0, and the files' bytes are `host_bytes_mapped`: the system keeps of them what it
+    # has room for.
     host_bytes_to_load: int
     host_bytes_mapped: int
     host_bytes_to_encode: int  # images and videos that are given, with this machine's threads and
@@ -111,6 +121,7 @@ class Plan:
     host_dtype: str  # what this machine decodes in
     host_limit_bytes: int | None
     disk_bytes: int
+    collectives_buffer_bytes: int | None  # of the runtime, for one collective
     assumed: dict
     stages: list[StagePlan]
 
@@ -274,6 +285,7 @@ def plan(
     memory = CoreMemory(weights["rank"], gemma_bytes, _activations(stages))
     files = tp * max(weights["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
+    buffer = dict(profile.environment).get(COLLECTIVES_BUFFER)
     latent = video_latent_shape(last.height, last.width, job.size.num_frames)
     dit_files = weights["rank"] * tp + weights["host"]
     if job.extension:
@@ -304,6 +316,7 @@ def plan(
         **_on_the_host(checkpoint, profile, job, upscaled(latent, job.upscale), torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
+        collectives_buffer_bytes=buffer and int(buffer),
         assumed=ASSUMED,
         stages=stages,
     )
@@ -381,12 +394,15 @@ def _stage(
     parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
     weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
     (held, scores), score_ms = _score_bytes(config, bucket, profile, tp), None
-    compute_ms = memory_ms = None
+    compute_ms = memory_ms = expected = None
     if profile.chip:
         moved = 2 * scores * config.num_layers * tp
         score_ms = moved / profile.memory_bytes_per_second(tp) * 1e3
         compute_ms = flops * tp / profile.flops(tp) * 1e3
         memory_ms = weight_bytes * tp / profile.memory_bytes_per_second(tp) * 1e3
+        launches = _launches(len(calls), config.num_layers, profile.blocks_per_graph)
+        moved = _moved(step, tp)
+        expected = forecast(profile, tp, step, moved, launches, memory_ms, score_ms)
     return StagePlan(
         name=stage.name,
         height=stage.height,
@@ -400,7 +416,9 @@ def _stage(
         ideal_step_ms=profile.chip and max(compute_ms, memory_ms),
         compute_ms=compute_ms,
         memory_ms=memory_ms,
+        forecast=expected,
         **_between_ranks(step, profile, tp),
+        largest_collective_bytes=step["largest_collective_bytes"],
         sequence_parallel=divides,
         whole=whole or None,
         activation_bytes_per_core=step["peak_bytes"],
@@ -430,7 +448,7 @@ def _step(
     sequence_parallel: bool = False,
 ) -> tuple[Program, dict[str, int]]:
     """A bucket's program, and what a step of it costs a rank, summed over its calls; of peak_bytes
-    the largest."""
+    and collectives the largest."""
     program = dit_program(
         config, bucket, tp, TorchDistComm(tp), dtype, 1, profile.attention, sequence_parallel
     )
@@ -438,21 +456,34 @@ def _step(
     costs = {name: cost(graph) for name, graph in exported.items()}
     calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
     sums = {key: sum(call[key] for call in calls) for key in calls[0]}
-    return program, sums | {"peak_bytes": max(call["peak_bytes"] for call in calls)}
+    largest = {
+        "peak_bytes": max(call["peak_bytes"] for call in calls),
+        "largest_collective_bytes": max(map(largest_collective, exported.values())),
+    }
+    return program, sums | largest
+
+
+def _launches(calls: int, blocks: int, blocks_per_graph: int) -> int:
+    """Graphs of a step, from the calls of one whose graphs have a block each."""
+    return calls - blocks + blocks // blocks_per_graph if blocks_per_graph else 1
 
 
 def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     """What sequence parallelism changes in a step: its collectives and elementwise work."""
-    gathered, scattered = step["all_gather_bytes"], step["reduce_scatter_bytes"]
-    reduced = step["collective_bytes"] - gathered - scattered
-    # In a ring, each rank passes on (tp - 1) / tp of what a reduce-scatter takes, of what an
-    # all-gather gives, and of both for an all-reduce.
-    moved = tp * (tp - 1) / tp * (2 * reduced + scattered + tp * gathered)
+    moved = tp * _moved(step, tp)
     return {
         "collectives_ms": profile.chip and moved / profile.link_bytes_per_second(tp) * 1e3,
         "collectives_per_step": {"count": step["collectives"], "bytes": step["collective_bytes"]},
         "elementwise_bytes_per_step": step["elementwise_bytes"],
     }
+
+
+def _moved(step: dict[str, int], tp: int) -> float:
+    """Bytes that a rank passes on in a step's collectives: in a ring (tp - 1) / tp of what a
+    reduce-scatter takes, of what an all-gather gives, and of both for an all-reduce."""
+    gathered, scattered = step["all_gather_bytes"], step["reduce_scatter_bytes"]
+    reduced = step["collective_bytes"] - gathered - scattered
+    return (tp - 1) / tp * (2 * reduced + scattered + tp * gathered)
 
 
 def _upload_bytes(program: Program) -> int:

@@ -19,8 +19,6 @@ from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_sh
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
 SHARE = 0.3  # of a chip's documented peak, where nothing was measured
-# Published by others: a step at 512x768x121 on the four ranks of one Trainium2, and its FLOPs.
-_OTHERS_MS, _OTHERS_FLOPS, _OTHERS_PEAK = 970.0, 198.9e12, 667e12
 PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
 # Bytes that blending moves for every number of a tile, and of the video: float32 masks, sums and
 # weights are read and written, then the video is divided, looked at and converted.
@@ -198,16 +196,9 @@ class Clip:
     def _step_ms(self, stage: StagePlan) -> tuple[float | None, str]:
         if self.tuned_step_ms:
             return self.tuned_step_ms, "measured by python -m ltx_neuron.tune"
-        peak, flops = self.profile.flops(self.plan.tp), stage.flops_per_step
-        scores = stage.score_ms or 0.0
-        if peak is None:
+        if stage.forecast is None:
             return None, "not measured: python -m ltx_neuron.tune does"
-        if self.profile.name.startswith("trn2"):
-            ms = _OTHERS_MS * flops / _OTHERS_FLOPS * _OTHERS_PEAK / peak
-            source = f"by FLOPs from {_OTHERS_MS:.0f} ms at 512x768x121, measured by others"
-            return ms + scores, source + ", and the held scores' traffic" * bool(scores)
-        ms = flops / (SHARE * peak) * 1e3
-        return ms, f"{SHARE:.0%} of the documented peak, not measured"
+        return stage.forecast.middle, "the forecast's middle, not measured"
 
     def _upsampling(self, latent: tuple[int, int, int], kind: str) -> Row:
         from ltx_neuron.plan.host_flops import upsampler_flops  # imports ltx-core

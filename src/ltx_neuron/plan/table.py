@@ -4,6 +4,7 @@ import textwrap
 
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
 from ltx_neuron.plan.clip import ClipPlan, Row
+from ltx_neuron.profiles import COLLECTIVES_BUFFER
 
 _COLUMNS = 100  # width of a terminal
 
@@ -37,6 +38,7 @@ def _stage_lines(stage: StagePlan) -> list[str]:
         f"  ideal step            {_ms(stage.ideal_step_ms)} "
         f" (compute {_ms(stage.compute_ms)}, weights {_ms(stage.memory_ms)};"
         f" collectives {_ms(stage.collectives_ms)} if not hidden)",
+        *_forecast_lines(stage),
         f"  collectives per step  {reduced['count']}, {_gb(reduced['bytes'])} a rank",
         f"  elementwise work      {_gb(stage.elementwise_bytes_per_step)} a rank, if not fused",
     ]
@@ -55,6 +57,44 @@ def _stage_lines(stage: StagePlan) -> list[str]:
     return lines + [
         f"  activations a core    {_gb(stage.activation_bytes_per_core)}",
         f"  to the device         {_gb(stage.upload_bytes)} a rank once, {_sent(stage)} in a step",
+    ]
+
+
+def _forecast_lines(stage: StagePlan) -> list[str]:
+    """The forecast of a step, and its parts with what each is from."""
+    if not (made := stage.forecast):
+        return []
+    each = f" of each of {stage.passes} passes" if stage.passes > 1 else ""
+    lines = [
+        f"  forecast step         {_two_digits(made.low)} to {_two_digits(made.high)} ms, middle"
+        f" {_two_digits(made.middle)}{each}: a forecast, not measured"
+    ]
+    for part in made.parts:
+        low, high = _two_digits(part.low), _two_digits(part.high)
+        start = f"    {part.name:20}{low} to {high} ms: "
+        lines += textwrap.wrap(
+            part.source, _COLUMNS, initial_indent=start, subsequent_indent=" " * 26
+        )
+    return lines
+
+
+def _two_digits(value: float) -> str:
+    """As much of a forecast as it says."""
+    return f"{float(f'{value:.2g}'):,.0f}"
+
+
+def _buffer_lines(plan: Plan) -> list[str]:
+    """What to type where a collective is larger than the runtime's buffer for one."""
+    largest, buffer = (
+        max(stage.largest_collective_bytes for stage in plan.stages),
+        plan.collectives_buffer_bytes,
+    )
+    if buffer is None or largest <= buffer:
+        return []
+    return [
+        f"collectives' buffer     {_gb(buffer)}, the largest sum has {_gb(largest)} and takes a"
+        " slower algorithm. Type",
+        f"                        --profile-set environment.{COLLECTIVES_BUFFER}={largest}",
     ]
 
 
@@ -83,11 +123,12 @@ def table(plan: Plan) -> str:
             f" {_gb(plan.hbm_limit_bytes_per_core)}"
         ),
         (
-            f"host memory             {_gb(plan.host_bytes_to_load)} to load,"
+            f"host memory             {_gb(plan.host_bytes_to_load)} while loading,"
             f"{encode} {_gb(plan.host_bytes_to_decode)} to decode in {plan.host_dtype}, of"
             f" {_gb(plan.host_limit_bytes)}"
         ),
         *mapped,
+        *_buffer_lines(plan),
         f"disk for rank files     {_gb(plan.disk_bytes)}",
         (
             f"assumed                 {_gb(ASSUMED['runtime_bytes_per_core'])} a core for graphs"

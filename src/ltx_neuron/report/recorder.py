@@ -36,6 +36,8 @@ STAGES = ("stage_1", "stage_2")
 class Counters:
     """What one denoise step moves and computes.
 
+    launches_per_step     "count" of one rank's graphs, and the "host_ms" that launching them took
+                          in the last step (see backends.ranks.Ranks)
     collectives_per_step  "count", and "bytes" that one rank hands over
     flops_per_step        of all ranks: one number, or {stage: number}
     peak_flops            FLOP/s of all ranks together; None where the profile has no peak
@@ -44,6 +46,7 @@ class Counters:
     """
 
     bytes_to_device_per_step: int = 0
+    launches_per_step: dict[str, float] = field(default_factory=lambda: {"count": 0, "host_ms": 0})
     collectives_per_step: dict[str, int] = field(default_factory=lambda: {"count": 0, "bytes": 0})
     flops_per_step: float | dict[str, float] | None = None
     peak_flops: float | None = None
@@ -236,6 +239,7 @@ class Recorder:
             },
             "warm_step_ms": warm,
             "bytes_to_device_per_step": self.counters.bytes_to_device_per_step,
+            "launches_per_step": dict(self.counters.launches_per_step),
             "collectives_per_step": dict(self.counters.collectives_per_step),
             "flops_per_step": flops,
             "weight_swaps": {

@@ -66,6 +66,8 @@ def table(report: dict) -> str:
     reason = "no flops or no warm step counted"
     if report["flops_per_step"] and measured:
         reason = "no peak for this profile"
+    launches = report.get("launches_per_step")  # earlier reports do not say
+    launched = launches and f"{launches['count']}, {_text(launches['host_ms'])} ms of the host"
     lines = [
         *textwrap.wrap(f"{title(report)}  {job}", _COLUMNS),
         "",
@@ -74,6 +76,7 @@ def table(report: dict) -> str:
         *_step_lines(report),
         "",
         f"bytes to device per step  {report['bytes_to_device_per_step']:,}",
+        *([f"launches per step         {launched}"] if launches else []),
         f"collectives per step      {collectives['count']}, {_text(collectives['bytes'] / 1e6)} MB",
         f"percent of peak           {reason if percent is None else f'{percent:.1f} %'}",
     ]

@@ -1,0 +1,104 @@
+"""What a step is forecast to take on Trainium2: its parts, each from what is counted in the graphs
+and a range of rates. No step of ours was measured there.
+
+The sum is held against what others published of such models: FLUX, Wan 2.1 and Qwen-Image (Difflet,
+2026-08) and LTX-2.5 (vllm-omni-neuron) reach 31 to 35 % of the chip's peak.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ltx_neuron.profiles import Profile
+
+# All from and to. Of the documented peak, what products are assumed to reach in those models:
+_LINEAR = 0.72, 0.62
+_ATTENTION = 0.44, 0.35  # attention_cte: 44 % for Wan 2.2's self-attention (AWS); text's have less
+_LARGE_SUM = 184e9, 102e9  # bytes a second that a rank passes on, on one chip: assumed
+_SMALL_SUM_MS = 0.02, 0.043  # of statistics: assumed
+_LAUNCH_MS = 0.47, 0.47  # Python's part, of a graph, on a CPU (benchmarks/nxd_on_cpu.md)
+_UNFUSED = 0.25, 0.35  # of the elementwise traffic: assumed, the rest is fused
+_WAITING = 0.1, 0.13  # of all these: engines wait for each other, as traced in Wan 2.1 (Difflet)
+_MIDDLE = 0.56  # of the range: the published models lie in its upper half
+
+
+@dataclass(frozen=True)
+class Part:
+    """Milliseconds, from and to, and where they are from, for a person."""
+
+    name: str
+    low: float
+    high: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Milliseconds of one pass of a step, the sums of `parts`."""
+
+    low: float
+    middle: float
+    high: float
+    parts: list[Part]
+
+
+def forecast(
+    profile: Profile,
+    tp: int,
+    step: Mapping[str, int],
+    moved: float,
+    launches: int,
+    memory_ms: float,
+    score_ms: float,
+) -> Forecast:
+    """The forecast of a step on a profile with documented limits.
+
+    step       what it costs one rank, as export.cost counts it
+    moved      bytes that a rank passes on in its collectives
+    launches   graphs that it launches
+    memory_ms  to read the weights once: products never take less
+    score_ms   to write and read the scores that attention holds
+    """
+    peak, memory = profile.flops(tp) / tp, profile.memory_bytes_per_second(tp) / tp
+    attention, small = step["attention_flops"], step["small_collectives"]
+    linear, large = step["flops"] - attention, step["collectives"] - small
+    unfused = step["elementwise_bytes"]
+    # Between chips, sums are as much slower as the link is.
+    on_chip = profile.chip.link_bytes_per_second * profile.flops(tp) / profile.chip.flops
+    slower = on_chip / profile.link_bytes_per_second(tp)
+
+    def milliseconds(edge: int) -> list[float]:
+        parts = [
+            max(linear / (_LINEAR[edge] * peak) * 1e3, memory_ms),
+            attention / (_ATTENTION[edge] * peak) * 1e3 + score_ms,
+            moved / _LARGE_SUM[edge] * slower * 1e3,
+            small * _SMALL_SUM_MS[edge] + launches * _LAUNCH_MS[edge],
+            unfused * _UNFUSED[edge] / memory * 1e3,
+        ]
+        return [*parts, sum(parts) * _WAITING[edge]]
+
+    described = {
+        "linear": f"{tp * linear / 1e12:.1f} TFLOP at {_percent(_LINEAR)} of the peak, assumed",
+        "attention": (
+            f"{tp * attention / 1e12:.1f} TFLOP at {_percent(_ATTENTION)}: attention_cte on Wan 2.2"
+            " (AWS), and less"
+        ),
+        "large sums": (
+            f"{large}, {moved / 1e9:.1f} GB a rank at {_LARGE_SUM[1] / 1e9:.0f} to"
+            f" {_LARGE_SUM[0] / 1e9:.0f} GB/s, assumed"
+        ),
+        "small sums": (
+            f"{small} at {_SMALL_SUM_MS[0]} to {_SMALL_SUM_MS[1]} ms, assumed; {launches} launches"
+            f" at {_LAUNCH_MS[0]} ms, on a CPU"
+        ),
+        "elementwise": f"{unfused / 1e9:.0f} GB a rank, {_percent(_UNFUSED)} not fused, assumed",
+        "waiting": f"{_percent(_WAITING)} of these: engines that wait, as in Wan 2.1 (Difflet)",
+    }
+    ranges = zip(described.items(), milliseconds(0), milliseconds(1), strict=True)
+    parts = [Part(name, low, high, source) for (name, source), low, high in ranges]
+    low, high = sum(part.low for part in parts), sum(part.high for part in parts)
+    return Forecast(low, low + _MIDDLE * (high - low), high, parts)
+
+
+def _percent(shares: tuple[float, float]) -> str:
+    low, high = sorted(100 * share for share in shares)
+    return f"{low:.3g} to {high:.3g} %"
