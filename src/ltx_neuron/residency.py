@@ -35,6 +35,7 @@ class Residency:
         # What of the transformer is on the ranks: its weight set, and its programs by name.
         self.weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
+        self._ran: frozenset[str] = frozenset()  # programs that these ranks have had so far
         self._tiles: frozenset[str] = frozenset()  # the video decoder's programs there
         self.decoder_stays = False  # whether it fits beside the transformer
         self._host_tensors: dict[str, Tensor] = {}  # of the weight set that is on the ranks
@@ -82,6 +83,19 @@ class Residency:
             with self._swapping(weights), _remedy(weights):
                 self.ranks.load(weights, programs, self.workspace.dtype)
         self._programs = frozenset(programs)
+        self._say_kept_graphs()
+
+    def _say_kept_graphs(self) -> None:
+        """Say where graphs of other sizes stay in a device's memory: TorchNeuron frees tensors, and
+        never a graph that it has loaded (ModelHandleCache, 2026)."""
+        profile, earlier = self.workspace.profile, self._ran - self._programs
+        self._ran |= self._programs
+        if earlier and profile.device == "neuron" and profile.backend == "torchdist":
+            print(
+                f"another size: the graphs of {', '.join(sorted(earlier))} stay in the device's"
+                " memory, because TorchNeuron never frees a graph. If it gets full, start this"
+                " process again"
+            )
 
     def use_weights(self, loras: WeightSet) -> dict[str, Tensor]:
         """Have the weights with these LoRAs in the loaded transformer.
@@ -138,7 +152,7 @@ class Residency:
         """End the ranks."""
         if self.ranks:
             self.ranks.close()
-        self.ranks = None
+        self.ranks, self._ran = None, frozenset()
         self._forget()
 
     def _start(self) -> None:

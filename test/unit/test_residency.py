@@ -1,0 +1,51 @@
+"""What the residency of models says of a device's memory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.residency import Residency
+
+STAYS = "stay in the device's memory"
+
+
+@pytest.fixture
+def residency(tmp_path, monkeypatch):
+    """Builds the residency of a profile, on ranks that load anything."""
+
+    def build(*settings: str, profile: str = "trn2.3xlarge") -> Residency:
+        workspace = SimpleNamespace(
+            profile=resolve(profile, settings),
+            tp=4,
+            dtype=torch.bfloat16,
+            compiler_cache=None,
+            dit_weights=lambda loras: tmp_path,
+        )
+        ranks = SimpleNamespace(load=lambda *_: None, close=lambda: None)
+        monkeypatch.setattr("ltx_neuron.residency.registry.ranks", lambda *_: ranks)
+        return Residency(workspace, Recorder())
+
+    return build
+
+
+def test_torchneuron_s_graphs_of_other_sizes_are_said_to_stay(residency, capsys):
+    models = residency("backend=torchdist")
+    models.load_transformer({"small": None}, ())
+    models.load_transformer({"small": None}, ())
+    assert STAYS not in capsys.readouterr().out
+    models.load_transformer({"large": None}, ())
+    assert f"another size: the graphs of small {STAYS}" in capsys.readouterr().out
+    models.close()  # the processes end, and all that they had
+    models.load_transformer({"small": None}, ())
+    assert STAYS not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("settings", "profile"), [((), "trn2.3xlarge"), ((), "cpu")])
+def test_elsewhere_they_are_freed_and_nothing_is_said(residency, capsys, settings, profile):
+    models = residency(*settings, profile=profile)
+    for size in ("small", "large"):
+        models.load_transformer({size: None}, ())
+    assert STAYS not in capsys.readouterr().out
