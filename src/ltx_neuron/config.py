@@ -97,6 +97,9 @@ class AttentionSize:
         return self.heads * self.head_dim
 
 
+CONST_MAX_HEAD_DIM = 128  # of the heads that attention=nki_const_max has a kernel for
+
+
 @dataclass(frozen=True)
 class TransformerConfig:
     """The joint audio-video DiT and its two text connectors (transformer section of the

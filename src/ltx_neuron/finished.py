@@ -37,6 +37,7 @@ from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import chosen
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.gains import check_const_max
 from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -68,6 +69,7 @@ class Finished:
         self._typed = profile.settings
         self.chosen: chosen.Chosen | None = None
         self.ignores_tuned, self._said = False, ""
+        self._checked_attention = False
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
@@ -220,6 +222,13 @@ class Finished:
             "sequence_parallel": profile.sequence_parallel,
         }
 
+    def check_attention(self, profile: Profile) -> None:
+        """Raise UserError where the weights do not suit a profile's attention."""
+        if profile.attention == "nki_const_max" and not self._checked_attention:
+            head_dim = self.transformer.video.head_dim
+            check_const_max(self.dit_source(), head_dim, self.dtype)
+            self._checked_attention = True
+
     def cut(self, profile: Profile) -> int:
         """Blocks in one of the DiT's graphs, 0 for the whole step."""
         return profile.blocks_per_graph if self.blocks_per_graph is None else self.blocks_per_graph
@@ -243,7 +252,7 @@ class Finished:
 
     def _connectors_identity(self) -> dict:
         return self._graph_identity("connectors", "1024", self.transformer.digest) | {
-            "attention": self.profile.attention
+            "attention": self.profile.connector_attention
         }
 
     def _vae_identity(self, tile: tuple[int, int, int]) -> dict:
@@ -320,6 +329,7 @@ class Finished:
         needed = job.bucket(stage).timesteps
         candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
         profile = self.dit_profile(job.buckets)
+        self.check_attention(profile)
         compiled = (bucket for bucket in candidates if self._is_compiled(bucket, profile))
         bucket = next(compiled, candidates[0])
         command = self._command("compile/compile_transformer.py", *_shape_flags(job))

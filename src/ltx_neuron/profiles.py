@@ -79,7 +79,7 @@ class Profile:
     device: Literal["cpu", "cuda", "neuron"]
     process_group: Literal["gloo", "nccl", "neuron"]
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
-    attention: Literal["sdpa", "matmul", "nki"]
+    attention: Literal["sdpa", "matmul", "nki", "nki_const_max"]
     blocks_per_graph: int = 4
     sequence_parallel: bool = False
     threads: int = 0
@@ -107,6 +107,12 @@ class Profile:
     environment: tuple[tuple[str, str], ...] = ()
     compiler_flags: tuple[tuple[str, str], ...] = ()
     settings: tuple[str, ...] = ()
+
+    @property
+    def connector_attention(self) -> str:
+        """Of the text connectors, which run once a prompt: what is good for the DiT's steps alone
+        is left out."""
+        return "nki" if self.attention == "nki_const_max" else self.attention
 
     @property
     def maps_weights(self) -> bool:
@@ -178,6 +184,8 @@ class Profile:
             )
 
 
+# Of attention's values, those that launch NKI kernels, with the models' operations that these do.
+NKI_KERNELS = {"nki": ("attention_cte",), "nki_const_max": ("attention_cte", "attention_const_max")}
 HOST_DTYPES = typing.get_args(typing.get_type_hints(Profile)["host_dtype"])
 MODELS = ("dit", "gemma3", "connectors", "vae")  # whose graphs are compiled with flags of their own
 _GIB = 2**30
@@ -372,8 +380,8 @@ def _check(profile: Profile) -> None:
         "backend=nxd needs a Neuron profile": (
             profile.backend == "nxd" and profile.device != "neuron"
         ),
-        "attention=nki needs a Neuron profile": (
-            profile.attention == "nki" and profile.device != "neuron"
+        f"attention={profile.attention} needs a Neuron profile": (
+            profile.attention in NKI_KERNELS and profile.device != "neuron"
         ),
         "start_method=forkserver is for device=cpu: a forked child cannot use another's runtime": (
             profile.start_method == "forkserver" and profile.device != "cpu"

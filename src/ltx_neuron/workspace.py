@@ -102,7 +102,7 @@ class Workspace(Finished):
         by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
         layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
         specs = shard_specs(self.gemma_source, self.tp, layouts)
-        tokens, attention = self.profile.text_buckets[0], self.profile.attention
+        tokens, attention = self.profile.text_buckets[0], self.profile.connector_attention
         encoder = gemma3_program(gemma, config, tokens, self.tp, comm, self.dtype, False)
         connectors = connector_program(config, self.tp, comm, self.dtype, attention)
         host = {
@@ -154,6 +154,7 @@ class Workspace(Finished):
         """Trace the DiT step for each bucket, of one size, that is not there yet; returns the
         folders."""
         profile = self.dit_profile(buckets)
+        self.check_attention(profile)
         comm = registry.comm(profile, self.tp)
 
         def program(bucket: Bucket) -> Program:
@@ -192,7 +193,7 @@ class Workspace(Finished):
 
         def connectors() -> Program:
             return connector_program(
-                self.transformer, self.tp, comm, self.dtype, self.profile.attention
+                self.transformer, self.tp, comm, self.dtype, self.profile.connector_attention
             )
 
         buckets = self.profile.text_buckets

@@ -31,8 +31,11 @@ pytestmark = [pytest.mark.sdk, pytest.mark.timeout(7200)]
 COMMAND = "with Neuron's SDK: python -m pytest -m sdk test/integration/test_sdk.py"
 TRN2 = PROFILES["trn2.3xlarge"]
 BLOCKS = 2
-# Kernels of backends/nki.py: what loads one, and the keywords of its call.
-KERNELS = {"attention_cte": (nki._kernel, nki._arguments)}
+# (heads, tokens, size) as a kernel takes them, and head sizes that it is for.
+LAYOUTS = {
+    "attention_cte": (lambda tensor: tensor, (64, 128)),
+    "attention_const_max": (lambda tensor: tensor.transpose(0, 1)[None].contiguous(), (128,)),
+}
 
 
 @pytest.fixture
@@ -47,20 +50,23 @@ def simulate(monkeypatch):
 
 
 @pytest.mark.parametrize("keys", [130, 256])  # a tile has 128
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("kernel", "size"), [(kernel, size) for kernel in LAYOUTS for size in LAYOUTS[kernel][1]]
+)
 def test_a_simulated_kernel_attends_as_the_reference_does(simulate, kernel, size, keys):
-    load, arguments = KERNELS[kernel]
+    reference = getattr(torch.ops.ltx_neuron, kernel)
     query, key, value = (randn(2, keys, size, seed=seed) for seed in range(3))
     scale = size**-0.5
     exact = attention_cte(query, key, value, scale)
     rounded = [tensor.bfloat16() for tensor in (query, key, value)]
     try:
-        launched = load()[TRN2.lnc]
+        launched = nki.KERNELS[kernel].load()[TRN2.lnc]
     except UserError as error:
         pytest.skip(f"NKI KERNELS NOT SIMULATED ({error}); {COMMAND}")
-    got = torch.as_tensor(simulate(launched)(**arguments(*rounded, scale)))
-    allowed = FACTOR * distance(attention_cte(*rounded, scale), exact) + FLOOR
+    given = [LAYOUTS[kernel][0](tensor) for tensor in rounded]
+    keywords = nki.KERNELS[kernel].arguments(*given, scale)
+    got = torch.as_tensor(simulate(launched)(**keywords)).reshape(exact.shape)
+    allowed = FACTOR * distance(reference(*given, scale).reshape(exact.shape), exact) + FLOOR
     assert distance(got, exact) <= allowed
 
 

@@ -176,6 +176,7 @@ def test_collectives_and_their_bytes_are_counted_in_the_hlo_without_the_scalar_t
     gathered, scattered = 4 * 8 * 3 // 4, 4 * 2 * 3 * 4
     assert nxd_compile.collectives(hlo, tp=4) == {
         "collectives": 4,
+        "small_collectives": 4,
         "collective_bytes": 4 * 6 + 2 * 5 + 4 * 4 + gathered + scattered,
         "all_gather_bytes": gathered,
         "reduce_scatter_bytes": scattered,
@@ -211,7 +212,9 @@ def test_an_environment_that_contradicts_the_graphs_is_refused_and_the_user_s_ot
 
 def test_without_nkilib_its_kernel_is_refused_with_what_to_type():
     with pytest.raises(UserError, match="nkilib cannot be imported.*\n.*attention=matmul"):
-        nki.register_for_xla(2)
+        nki.register_for_xla("attention_cte", 2)
+    with pytest.raises(UserError, match="vllm_omni_neuron cannot be .*\n.*attention=nki$"):
+        nki.register_for_xla("attention_const_max", 2)
 
 
 def test_the_profile_chooses_the_backend_and_a_graph_s_identity_names_what_compiled_it():

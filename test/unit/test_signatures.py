@@ -83,6 +83,9 @@ def manifests(gemma, tmp_path_factory):
         "guided": partial(
             dit_program, config, GUIDED, blocks_per_graph=1, attention="nki", **common
         ),
+        "const max": partial(
+            dit_program, released, BUCKET, blocks_per_graph=1, attention="nki_const_max", **common
+        ),
         "divided": partial(
             dit_program, config, BUCKET, blocks_per_graph=1, sequence_parallel=True, **common
         ),

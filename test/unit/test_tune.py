@@ -13,12 +13,13 @@ from helpers import one_thread  # noqa: F401
 from safetensors.torch import save_file
 
 from ltx_neuron import artifacts, flags, profiles
+from ltx_neuron.backends import registry
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.generate import make_report, run_identity
 from ltx_neuron.job import Job, Size
-from ltx_neuron.profiles import resolve
+from ltx_neuron.profiles import COLLECTIVES_BUFFER, resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.tune import __main__ as command
 from ltx_neuron.tune import chosen, show
@@ -177,6 +178,28 @@ def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
     assert choices("backend", neuron, 4, 48) == ["torchdist"]
     assert choices("attention", neuron, 4, 48) == ["matmul"]
     assert choices("threads", neuron, 4, 48) == choices("compile_backend", neuron, 4, 48) == []
+
+
+def test_the_constant_maximum_is_tried_where_its_package_is_installed(monkeypatch):
+    neuron = resolve("trn2.3xlarge")
+    assert choices("attention", neuron, 4, 48) == ["matmul"]
+    monkeypatch.setattr("ltx_neuron.tune.search.find_spec", lambda package: package)
+    assert choices("attention", neuron, 4, 48) == ["nki_const_max", "matmul"]
+
+
+def test_the_dit_s_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_own():
+    neuron = resolve("trn2.3xlarge")
+    others = choices("compiler_flags.dit", neuron, 4, 48)
+    assert len(others) == 2 and all("--vectorize-strided-dma" in flags for flags in others)
+    assert "--cc-pipeline-tiling-factor=2" in others[1]
+    of = {f: resolve("trn2.3xlarge", (f"compiler_flags.dit={f}",)) for f in others}
+    made = [registry.identity(profile, "dit") for profile in (neuron, *of.values())]
+    assert len({identity["compiler_flags"] for identity in made}) == 3
+    assert len({registry.identity(p, "gemma3")["compiler_flags"] for p in of.values()}) == 1
+    assert choices(f"environment.{COLLECTIVES_BUFFER}", neuron, 4, 48) == ["41943040"]
+    cpu = resolve("cpu")
+    assert choices("compiler_flags.dit", cpu, 4, 48) == []
+    assert choices(f"environment.{COLLECTIVES_BUFFER}", cpu, 4, 48) == []
 
 
 def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():

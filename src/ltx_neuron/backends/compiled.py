@@ -57,24 +57,22 @@ def runner(graph: Callable, backend: str) -> Callable:
 def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
     """A program's graph as a rank calls it: with its weights, then its inputs."""
     if settings.device == "neuron":
-        replace_attention(module, lambda: nki.native_attention(settings.lnc))
+        replace_attention(module, lambda name: nki.native_attention(name, settings.lnc))
     return runner(module, settings.compile_backend)
 
 
-def replace_attention(module: fx.GraphModule, make_kernel: Callable[[], Callable]) -> None:
-    """Call a device's own kernel in the place of every ltx_neuron::attention_cte of a graph. The
-    kernel is made only if the graph has one: its package may not be installed."""
+def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Callable]) -> None:
+    """Call a device's own kernels in the place of a graph's operations that have one
+    (nki.KERNELS). A kernel is made, by its operation's name, only if the graph has it: its package
+    may not be installed."""
     # Graph files name the operation, not the kernel: they load where no kernel is installed.
-    nodes = [
-        node
-        for node in module.graph.nodes
-        if node.target is torch.ops.ltx_neuron.attention_cte.default
-    ]
-    kernel = make_kernel() if nodes else None
-    for node in nodes:
-        node.target = kernel
-    if nodes:
-        module.recompile()
+    for name in nki.KERNELS:
+        operation = getattr(torch.ops.ltx_neuron, name).default
+        nodes = [node for node in module.graph.nodes if node.target is operation]
+        kernel = make_kernel(name) if nodes else None
+        for node in nodes:
+            node.target = kernel
+    module.recompile()
 
 
 def graphs_compiled() -> int:

@@ -1,13 +1,17 @@
-"""nkilib's flash attention for the operation ltx_neuron::attention_cte, whose reference is in
-models/attention.py. Not run on hardware.
+"""NKI kernels for the operations of models/attention.py, whose references are there. Not run on
+hardware.
 
-Source: nki-library, core/attention/attention_cte.py: heads as batch, heads of at most 128, at most
-512 of them, any length.
+Sources: nki-library, core/attention/attention_cte.py: heads as batch, heads of at most 128, at most
+512 of them, any length. aws-neuron/vllm-omni-neuron, ring_attention_const_max_fwd.py, in its own
+copy of that library: heads of 128, tokens before heads, as many keys as queries, trn2 and later; it
+is written for nki 0.6 (neuronx-cc 2.27).
 """
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +19,31 @@ from torch import Tensor
 from ltx_neuron.errors import UserError
 
 
-def _kernel():
-    """nkilib's kernel, ready to be launched. Raises UserError where nkilib is not installed."""
-    try:
-        from nkilib.core.attention.attention_cte import attention_cte
-    except ImportError as error:
-        raise UserError(
-            f"the profile has attention=nki, and nkilib cannot be imported: {error}\nIt comes with"
-            " Neuron's own neuronx-cc: install that, or type --profile-set attention=matmul"
-        ) from None
-    # Up to SDK 2.27 nkilib leaves the decoration to its callers.
-    is_plain = isinstance(attention_cte, FunctionType)
-    return _decorated(attention_cte) if is_plain else attention_cte
+class Kernel(NamedTuple):
+    """A kernel for an operation.
+
+    module     where it is, under the operation's name or `name`
+    arguments  its keywords for the operation's query, key, value and scale
+    missing    what to type where the module cannot be imported
+    """
+
+    module: str
+    name: str
+    arguments: Callable[[Tensor, Tensor, Tensor, float], dict]
+    missing: str
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    def load(self) -> Callable:
+        """The kernel, ready to be launched. Raises UserError where it is not installed."""
+        try:
+            kernel = getattr(importlib.import_module(self.module), self.name)
+        except ImportError as error:
+            raise UserError(f"{self.package} cannot be imported: {error}\n{self.missing}") from None
+        # Up to SDK 2.27 nkilib leaves the decoration to its callers.
+        return _decorated(kernel) if isinstance(kernel, FunctionType) else kernel
 
 
 def _decorated(function: Callable):
@@ -35,8 +52,8 @@ def _decorated(function: Callable):
     return nki.jit(function)
 
 
-def _arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:
-    """The kernel's keywords for (H, T, D) tensors. Raises ValueError for sizes it does not take."""
+def _cte_arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:
+    """For (H, T, D) tensors. Raises ValueError for sizes that the kernel does not take."""
     heads, _, size = query.shape
     if size > 128 or heads > 512:
         raise ValueError(
@@ -48,28 +65,56 @@ def _arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:
     )
 
 
+def _const_max_arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:
+    """For (B, T, H, D) tensors. Raises ValueError for what the kernel does not take."""
+    if query.shape != key.shape or query.shape[-1] != 128 or query.dtype != torch.bfloat16:
+        shapes = tuple(query.shape), tuple(key.shape)
+        raise ValueError(
+            "ring_attention_const_max_fwd takes queries and keys of one shape, heads of 128, in"
+            f" bfloat16; got {shapes} in {query.dtype}"
+        )
+    return dict(q=query, k=key, v=value, softmax_scale=scale, num_workers=1, training=False)
+
+
+# By the operations' names.
+KERNELS = {
+    "attention_cte": Kernel(
+        "nkilib.core.attention.attention_cte",
+        "attention_cte",
+        _cte_arguments,
+        "Install Neuron's own neuronx-cc, which has it, or type --profile-set attention=matmul",
+    ),
+    "attention_const_max": Kernel(
+        "vllm_omni_neuron.kernels.nkilib.experimental.attention.ring_attention_const_max_fwd",
+        "ring_attention_const_max_fwd",
+        _const_max_arguments,
+        "Install github.com/aws-neuron/vllm-omni-neuron, with neuronx-cc 2.27 or newer, or type"
+        " --profile-set attention=nki",
+    ),
+}
+
+
 @cache  # an operation may be registered once a process
-def native_attention(lnc: int):
-    """The operation for TorchNeuron's graphs: (H, T, D) query, key and value, and the scale, to
-    (H, T, D)."""
+def native_attention(name: str, lnc: int):
+    """An operation of KERNELS for TorchNeuron's graphs."""
     from torch_neuronx import nki_op, wrap_nki
 
     # Launched on the physical cores of a logical one. TorchNeuron takes a grid, not a number.
-    kernel = wrap_nki(_kernel())[(lnc,)]
+    launched = wrap_nki(KERNELS[name].load())[(lnc,)]
 
-    @nki_op("ltx_neuron_nki::attention_cte", mutates_args={})
+    @nki_op(f"ltx_neuron_nki::{name}", mutates_args={})
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return kernel(**_arguments(query, key, value, scale))
+        return launched(**KERNELS[name].arguments(query, key, value, scale))
 
     # What nki_op returns is a definition, which a graph cannot call by its name.
-    return torch.ops.ltx_neuron_nki.attention_cte.default
+    return getattr(torch.ops.ltx_neuron_nki, name).default
 
 
-def register_for_xla(lnc: int) -> None:
-    """Have PyTorch/XLA trace the kernel where a program has the operation, for NxD."""
-    kernel = _kernel()[lnc]  # launched on the physical cores of a logical one
+def register_for_xla(name: str, lnc: int) -> None:
+    """Have PyTorch/XLA trace the kernel where a program has an operation of KERNELS, for NxD."""
+    launched = KERNELS[name].load()[lnc]  # on the physical cores of a logical one
 
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return kernel(**_arguments(query, key, value, scale))
+        return launched(**KERNELS[name].arguments(query, key, value, scale))
 
-    torch.library.register_kernel("ltx_neuron::attention_cte", "xla", attention)
+    torch.library.register_kernel(f"ltx_neuron::{name}", "xla", attention)

@@ -27,7 +27,7 @@ from ltx_neuron.files import MANIFEST, whole_file
 from ltx_neuron.machine import package_version
 from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import NKI_KERNELS, Profile
 
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
 WRAPPED = "module."  # prefix of a graph's parameters in the module that NxD traces
@@ -227,8 +227,8 @@ def compile_program(
     # alive at once, so both are counted in an exported graph.
     costs = {name: export.cost(export.trace(program, name, dtype)) for name in program.graphs}
     # After counting, which the operation's own reference serves.
-    if profile.attention == "nki":
-        nki.register_for_xla(profile.lnc)
+    for operation in NKI_KERNELS.get(profile.attention, ()):
+        nki.register_for_xla(operation, profile.lnc)
     with (
         explained(),
         NxDParallelState(world_size=tp, tensor_model_parallel_size=tp, lnc_size=profile.lnc),

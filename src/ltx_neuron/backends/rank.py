@@ -206,7 +206,7 @@ class Rank:
         launched = time.perf_counter() - start
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
-        launched -= in_graphs if self.device.type == "cpu" else 0
+        launched -= in_graphs if self.settings.device == "cpu" else 0
         not_finite = broken_latents(call.outputs, writes, lambda name: self.tensors[name].cpu())
         return {
             "milliseconds": milliseconds,

@@ -3,10 +3,11 @@
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from ltx_neuron.backends.nki import KERNELS
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding
 from ltx_neuron.doctor.system import System
-from ltx_neuron.profiles import Profile
+from ltx_neuron.profiles import NKI_KERNELS, Profile
 
 DRIVER = "sudo modprobe neuron; where that finds no module: sudo apt-get install aws-neuronx-dkms"
 TOOLS = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"
@@ -88,13 +89,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             " the runtime may refuse the graphs",
             "sudo apt-get install --only-upgrade aws-neuronx-dkms",
         )
-    if profile.attention == "nki" and (error := system.import_error("nkilib")):
-        yield Finding(
-            "nki",
-            "blocks",
-            f"attention=nki wants the kernels of nkilib, which cannot be imported: {error}",
-            "install Neuron's own neuronx-cc, which has it, or type --profile-set attention=matmul",
-        )
+    yield from _kernels(profile, system)
     if compiler:
         yield from _compiler(compiler, system)
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
@@ -109,6 +104,18 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
             " or older. What comes after it is --profile-set backend=torchdist with"
             " torch-neuronx 2.13",
         )
+
+
+def _kernels(profile: Profile, system: System) -> Iterator[Finding]:
+    """The packages of the NKI kernels that the profile's attention launches."""
+    for name in NKI_KERNELS.get(profile.attention, ()):
+        kernel = KERNELS[name]
+        if error := system.import_error(kernel.package):
+            text = (
+                f"attention={profile.attention} wants the kernels of {kernel.package}, which cannot"
+                f" be imported: {error}"
+            )
+            yield Finding("nki", "blocks", text, kernel.missing)
 
 
 def _compiler(version: str, system: System) -> Iterator[Finding]:

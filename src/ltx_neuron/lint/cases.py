@@ -78,7 +78,7 @@ def programs(
     """Every program by name, with a function of `comm=` that makes it. Modules are on the meta
     device, where they take no memory. Raises UserError for a tp that does not divide the heads."""
     common = dict(tp=tp, dtype=dtype)
-    kernel = dict(attention=profile.attention)
+    kernel, other = profile.attention, profile.connector_attention
     for name, width in widths(tp).items():
         width.transformer.check_tensor_parallel(tp)
         width.gemma.check_tensor_parallel(tp)
@@ -95,7 +95,7 @@ def programs(
             label = f"{name}, {blocks} block{'s' * (blocks > 1)}"
             for kind, bucket in _buckets(width, blocks).items():
                 dit = f"{label}: DiT, {kind}"
-                make = partial(dit_program, config, bucket, **common, **kernel)
+                make = partial(dit_program, config, bucket, **common, attention=kernel)
                 yield f"{dit}, cut", partial(make, blocks_per_graph=blocks)
                 yield f"{dit}, whole", partial(make, blocks_per_graph=0)
                 if may_divide(bucket, tp):
@@ -109,7 +109,10 @@ def programs(
                         text,
                         partial(gemma3_program, gemma, config, tokens, states=states, **common),
                     )
-            yield f"{label}: connectors", partial(connector_program, config, **common, **kernel)
+            yield (
+                f"{label}: connectors",
+                partial(connector_program, config, **common, attention=other),
+            )
 
 
 def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:

@@ -79,6 +79,7 @@ EXPORTED = {
     ),
     *_aten("repeat_interleave.self_int"),
     "ltx_neuron.attention_cte.default",
+    "ltx_neuron.attention_const_max.default",
 }
 # What torch.compile makes of the same modules: composite operations are taken apart.
 TRACED = {

@@ -43,7 +43,7 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.plan.forecast import Forecast, forecast
 from ltx_neuron.plan.given import encode_bytes
-from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile
+from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -434,7 +434,8 @@ def _score_bytes(
     """Bytes of the video's scores in fp32, of all heads of a rank: that are held, and that are
     computed, where a graph has them."""
     heads, tokens = config.video.heads // tp, bucket.video_tokens
-    rows = {"matmul": tokens, "nki": bucket.biased and rows_at_once(heads, tokens)}
+    masked = bucket.biased and rows_at_once(heads, tokens)
+    rows = {"matmul": tokens, **dict.fromkeys(NKI_KERNELS, masked)}
     row, held = 4 * heads * tokens, rows.get(profile.attention, 0)
     return row * held, row * tokens if held else 0
 

@@ -8,7 +8,9 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from ltx_neuron.backends.nki import KERNELS
 from ltx_neuron.config import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import group_size, may_divide
@@ -16,6 +18,7 @@ from ltx_neuron.profiles import (
     COLLECTIVES_BUFFER,
     DIT_FLAGS,
     DRIVERS,
+    NKI_KERNELS,
     Profile,
     require_runtime,
     resolve,
@@ -88,7 +91,7 @@ def choices(
         f"environment.{COLLECTIVES_BUFFER}": ["41943040", "167772160"] if on_neuron else [],
         "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],
         "threads": _threads(tp) if profile.device == "cpu" else [],
-        "attention": ["nki" if on_neuron else "sdpa", "matmul"],
+        "attention": [*NKI_KERNELS, "matmul"] if on_neuron else ["sdpa", "matmul"],
         "sequence_parallel": ["false", "true"] if divides else [],
         "blocks_per_graph": [
             str(n) for n in _BLOCKS if _cuts_evenly(n, num_layers, layers or num_layers)
@@ -120,12 +123,16 @@ def _cuts_evenly(blocks: int, num_layers: int, layers: int) -> bool:
 
 
 def _effect(profile: Profile, key: str, value: str, tp: int, num_layers: int) -> object:
-    """What a value comes to; None where it cannot be had: another backend is not installed."""
+    """What a value comes to; None where it cannot be had: another backend or a kernel's package is
+    not installed."""
     try:
         changed = with_settings(profile, {key: value})
         if key == "backend":
             require_runtime(changed, tp)
     except UserError:
+        return None
+    kernels = NKI_KERNELS.get(value, ()) if key == "attention" else ()
+    if any(find_spec(KERNELS[name].package) is None for name in kernels):
         return None
     if key == "blocks_per_graph":
         return changed.blocks_per_graph and group_size(num_layers, changed.blocks_per_graph)
