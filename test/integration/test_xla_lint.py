@@ -14,7 +14,7 @@ from planted import FAULTS, program
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.lint import compare_ranks, hlo, lower
 from ltx_neuron.lint.cases import programs
-from ltx_neuron.profiles import PROFILES
+from ltx_neuron.profiles import PROFILES, resolve
 
 pytest.importorskip(
     "torch_xla",
@@ -148,6 +148,14 @@ def graphs():
 def test_no_graph_has_a_finding_and_every_rank_traces_the_same(graphs):
     assert len(graphs) == 2 * (2 * 63 + 11)  # widths; blocks, graphs; the video decoder's
     assert {name: text_of(findings) for name, (_, findings) in graphs.items() if findings} == {}
+
+
+def test_a_released_block_with_the_constant_maximum_has_no_finding():
+    made = dict(programs(resolve("trn2.3xlarge", ("attention=nki_const_max",)), TP, DTYPE))
+    name = "full, 1 block: DiT, text to video, cut"
+    with fake_process_group(TP):
+        reading = lower.read(made[name](comm=lower.comm(TP)), "blocks", TP, DTYPE, name)
+    assert text_of(reading.check()[1]) == ""
 
 
 def test_the_graphs_have_as_many_collectives_as_the_models_group_sums(graphs):

@@ -2,12 +2,13 @@
 CPU, for any number of ranks.
 
 Nothing is run and no weight is made: inputs and parameters are placeholders, so full-width graphs
-take no memory. torch_xla is imported when it is first needed. Where the models call nkilib's
-kernel, its reference is lowered: NKI is not needed here.
+take no memory. torch_xla is imported when it is first needed. Where the models call an NKI kernel,
+attention in plain operations is lowered: NKI is not needed here.
 """
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ltx_neuron.backends.nxd_compile import XlaComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint.hlo import operations, target
 from ltx_neuron.lint.rules import Finding, Operation, Reading, check
+from ltx_neuron.models.attention import matmul
 from ltx_neuron.models.programs import Program
 
 INSTALL = """torch_xla {problem}.
@@ -41,6 +43,18 @@ def require_torch_xla() -> None:
         raise UserError(
             INSTALL.format(problem="is not installed" if missing else f"does not load: {error}")
         ) from None
+    _lower_plain_attention()
+
+
+@cache  # an operation may be registered once a process
+def _lower_plain_attention() -> None:
+    """Take `matmul` for attention_const_max, whose reference rounds to types that are the kernel's
+    own."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return matmul(*(x.transpose(1, 2) for x in (query, key, value)), scale)
+
+    torch.library.register_kernel("ltx_neuron::attention_const_max", "xla", attention)
 
 
 def comm(tp: int) -> XlaComm:
