@@ -40,6 +40,7 @@ SCRIPT_SECONDS = 3 * 3600
 SAMPLE_SECONDS = 0.5  # between two readings of the cores' memory
 SHOWN_LINES = 15  # of a failed script's output
 TIDY_SECONDS = 15.0  # that a script has to end its ranks
+KILL_SECONDS = 15.0  # that the kernel has to end a killed process
 
 
 def profile_settings(settings: tuple[str, ...]) -> list[str]:
@@ -251,6 +252,7 @@ def size_flags(size: Size) -> list:
 def end_tree(process: subprocess.Popen) -> None:
     """End a process that leads a session, and all that it started: first it is asked to, which lets
     a script end its ranks and remove its temporary files."""
+    started = []
     if process.poll() is None:
         # Listed while it lives: afterwards nobody knows who started what.
         started = psutil.Process(process.pid).children(recursive=True)
@@ -262,8 +264,19 @@ def end_tree(process: subprocess.Popen) -> None:
                 each.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # one that waits in the driver cannot be killed
-        process.wait(TIDY_SECONDS)
+    # kill() returns before a process has ended; one that waits in the driver does not end.
+    latest = time.monotonic() + KILL_SECONDS
+    while any(map(_runs, started)) and time.monotonic() < latest:
+        time.sleep(0.01)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether a process runs: one that has ended stays in the table until its parent asks."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class CoreMemory:

@@ -337,6 +337,8 @@ def test_every_window_brings_a_job_forward():
 class Jobs:
     """An engine that notes the first job and stops."""
 
+    compat = COMPAT[None]
+
     def check_process(self):
         raise UserError("enough")
 
