@@ -25,10 +25,8 @@ PROFILE = "trn2.3xlarge"
 ON_A_CPU = (
     "backend=torchdist",
     "device=cpu",
-    "process_group=gloo",
     "compile_backend=export",
     "attention=sdpa",
-    "start_method=forkserver",
 )
 SIZE = Size(64, 64, 9)
 
