@@ -24,7 +24,7 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS
-from ltx_neuron.passes import GuidedPasses
+from ltx_neuron.passes import prepare_passes
 from ltx_neuron.sampling import conditioning, latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState
@@ -120,10 +120,9 @@ class StageRun:
             # What a step that computes nothing repeats; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
             self.ranks.put(self.bucket.name, guided_video=zeros[0], guided_audio=zeros[1])
-            layers, compat = self.config.num_layers, self.compat.conditioning
-            passes = GuidedPasses(self.ranks, self.bucket, layers, self.dtype, compat)
-            guidance = job.resolved_guidance
-            self.sequence = passes.prepare(guidance, stage.evaluations, contexts)
+            given = job.resolved_guidance, stage.evaluations, contexts
+            model = self.config.num_layers, self.dtype, self.compat.conditioning
+            self.sequence = prepare_passes(self.ranks, self.bucket, *given, *model)
 
     def _noised(self, state: LatentState, generator: torch.Generator) -> Tensor:
         """Tokens (1, T, 128) at the first step's sigma. Noise is drawn for a frozen stream as well,

@@ -105,12 +105,7 @@ class Preflight:
             workspace.dit_source(loras)
         if self._checked_weight_files:
             return
-        for read in (
-            lambda: workspace.gemma,
-            lambda: workspace.gemma_source,
-            lambda: workspace.tokenizer,
-        ):
-            read()
+        _ = workspace.gemma, workspace.gemma_source, workspace.tokenizer
         if self.neuron_gemma:
             workspace.gemma.check_tensor_parallel(workspace.tp)
         else:

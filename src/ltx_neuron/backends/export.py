@@ -47,14 +47,10 @@ class TorchDistComm:
     # Along dimension 0, as both collectives are: the batch is 1. As operations, because the names
     # of torch's functions for them change between 2.12 and 2.13.
     def all_gather(self, tensor: Tensor) -> Tensor:
-        if self.size == 1:
-            return tensor
         gathered = _OPERATIONS.all_gather_into_tensor(tensor.flatten(0, 1), self.size, GROUP)
         return functional.wait_tensor(gathered).unsqueeze(0)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        if self.size == 1:
-            return tensor
         own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, GROUP)
         return functional.wait_tensor(own).unsqueeze(0)
 
