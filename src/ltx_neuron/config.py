@@ -59,12 +59,23 @@ _REQUIRED = {
     "caption_proj_input_norm": False,
     "use_embeddings_connector": True,
 }
-# Flags of later releases; a 2.3 checkpoint has none of them and means these values.
-_LATER_FLAGS = {
+_DEFAULTS = {
+    "in_channels": 128,
+    "audio_in_channels": 128,
+    "norm_eps": 1e-6,
+    "positional_embedding_theta": 10000.0,
+    # Flags of later releases; a 2.3 checkpoint has none of them and means these values.
     "ff_bias": True,
     "audio_ff_bias": True,
     "connector_ff_bias": True,
     "use_prompt_adaln_single": True,
+}
+# By attention: the prefix of its keys.
+_SIZES = {
+    "video": "",
+    "audio": "audio_",
+    "video_connector": "connector_",
+    "audio_connector": "audio_connector_",
 }
 
 
@@ -201,38 +212,25 @@ def transformer_config(metadata: dict) -> TransformerConfig:
             "checkpoint config: transformer.use_keyframes_abs_pos_embedding is True (LTX-2.5), not"
             " implemented"
         )
-    flags = {name: bool(values.get(name, default)) for name, default in _LATER_FLAGS.items()}
-
-    def size(prefix: str) -> AttentionSize:
-        return AttentionSize(
-            values[f"{prefix}num_attention_heads"], values[f"{prefix}attention_head_dim"]
-        )
-
+    values = {
+        **_DEFAULTS,
+        "audio_connector_num_layers": values.get("connector_num_layers"),
+        **values,
+    }
     try:
-        config = TransformerConfig(
-            num_layers=values["num_layers"],
-            video=size(""),
-            audio=size("audio_"),
-            in_channels=values.get("in_channels", 128),
-            audio_in_channels=values.get("audio_in_channels", 128),
-            norm_eps=values.get("norm_eps", 1e-6),
-            positional_embedding_theta=values.get("positional_embedding_theta", 10000.0),
-            positional_embedding_max_pos=tuple(values["positional_embedding_max_pos"]),
-            audio_positional_embedding_max_pos=tuple(values["audio_positional_embedding_max_pos"]),
-            timestep_scale_multiplier=values["timestep_scale_multiplier"],
-            av_ca_timestep_scale_multiplier=values["av_ca_timestep_scale_multiplier"],
-            caption_channels=values["caption_channels"],
-            video_connector=size("connector_"),
-            audio_connector=size("audio_connector_"),
-            connector_num_layers=values["connector_num_layers"],
-            audio_connector_num_layers=values.get(
-                "audio_connector_num_layers", values["connector_num_layers"]
-            ),
-            connector_positional_embedding_max_pos=tuple(
-                values["connector_positional_embedding_max_pos"]
-            ),
-            **flags,
-        )
+        sizes = {
+            name: AttentionSize(
+                values[f"{prefix}num_attention_heads"], values[f"{prefix}attention_head_dim"]
+            )
+            for name, prefix in _SIZES.items()
+        }
+        convert = {tuple[int, ...]: tuple, bool: bool}
+        others = {
+            field.name: convert.get(field.type, lambda value: value)(values[field.name])
+            for field in dataclasses.fields(TransformerConfig)
+            if field.name not in sizes
+        }
+        config = TransformerConfig(**sizes, **others)
     except KeyError as missing:
         raise UserError(f"checkpoint config: transformer.{missing.args[0]} is absent") from None
     except TypeError as error:
@@ -486,25 +484,18 @@ def check_gemma_fits(
     `features` is what a projection takes: the hidden states of the embedding and of every layer,
     side by side.
     """
-    wrong = None
     if gemma.hidden_size != transformer.caption_channels:
-        wrong = (
-            "hidden_size",
-            gemma.hidden_size,
-            f"{transformer.caption_channels} (caption_channels)",
-        )
-    elif features is not None and gemma.hidden_size * (gemma.num_hidden_layers + 1) != features:
-        wrong = (
-            "num_hidden_layers",
-            gemma.num_hidden_layers,
-            f"{features // gemma.hidden_size - 1} layers",
-        )
-    if wrong:
-        name, got, wanted = wrong
-        raise UserError(
-            f"--gemma-root {gemma_root} has {name} {got}, but the checkpoint's text projections"
-            f" take {wanted}.\nLTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}"
-        )
+        got = f"hidden_size {gemma.hidden_size}"
+        wanted = f"{transformer.caption_channels} (caption_channels)"
+    elif features in (None, gemma.hidden_size * (gemma.num_hidden_layers + 1)):
+        return
+    else:
+        got = f"num_hidden_layers {gemma.num_hidden_layers}"
+        wanted = f"{features // gemma.hidden_size - 1} layers"
+    raise UserError(
+        f"--gemma-root {gemma_root} has {got}, but the checkpoint's text projections take"
+        f" {wanted}.\nLTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}"
+    )
 
 
 @dataclass(frozen=True)
