@@ -163,7 +163,7 @@ def test_every_graph_is_compiled_where_a_compiled_graph_cannot_run(dit, tmp_path
     settings = rank_settings(replace(TRACED, compile_backend="refuses"), TP, 0, tmp_path)
     (manifest,) = dit[1].values()
     with pytest.raises(SystemExit, match="1"):
-        compiled.compile_only([str(manifest.folder)], settings)
+        compiled.compile_only([manifest.folder], settings)
     assert len(compiled_graphs) == len(manifest.graphs) == 3
 
 
@@ -288,7 +288,7 @@ def test_a_device_puts_its_own_kernel_in_the_place_of_the_operation(monkeypatch)
     inputs = [randn(*value.shape, seed=i).to(value.dtype) / 4 for i, value in enumerate(values)]
     with fake_process_group(2), torch.no_grad():
         before = module(*inputs)
-        settings = SimpleNamespace(device="neuron", lnc=2, compile_backend="aot_eager")
+        settings = SimpleNamespace(profile=replace(TRN2, compile_backend="aot_eager"))
         run = compiled.ready(module, settings)
         run(*inputs)
         launches.clear()
@@ -320,7 +320,7 @@ def test_the_constant_maximum_s_kernel_is_launched_with_tokens_before_heads(monk
     rows = [randn(1, 2, 6, 128, seed=seed).bfloat16() for seed in range(3)]
     module = torch.export.export(Attends(), tuple(rows)).module()
     with torch.no_grad():
-        settings = SimpleNamespace(device="neuron", lnc=2, compile_backend="aot_eager")
+        settings = SimpleNamespace(profile=replace(TRN2, compile_backend="aot_eager"))
         run = compiled.ready(module, settings)
         run(*rows)
         launches.clear()

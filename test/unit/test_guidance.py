@@ -27,13 +27,13 @@ from recipes_oracle import OFF
 
 from ltx_neuron import flags
 from ltx_neuron.config import Bucket
+from ltx_neuron.denoise import prepare_passes
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES, GuideInputs
-from ltx_neuron.passes import prepare_passes
 from ltx_neuron.sampling.conditioning import timestep_choice, video_state
 from ltx_neuron.sampling.conditions import ImageCondition, distinct_masks
 from ltx_neuron.sampling.guidance import (

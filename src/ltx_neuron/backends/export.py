@@ -8,6 +8,7 @@ import io
 import operator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,10 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     }
     # On meta only the dtype changes. Without gradients the graph is the inference one.
     module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
-    with torch.no_grad(), _without_stack_traces():
+    # Every operation's source line is dropped afterwards: it need not be looked up. torch releases
+    # before this switch look it up.
+    no_traces = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
+    with torch.no_grad(), no_traces:
         exported = torch.export.export(module, (), example)
     kinds = torch.export.graph_signature.InputKind
     if any(
@@ -113,18 +117,6 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
         # Traced on meta, such a tensor has no value.
         raise RuntimeError("the graph holds a tensor of its own; make it an input instead")
     return _without_origin(exported)
-
-
-@contextmanager
-def _without_stack_traces():
-    """Trace without looking up every operation's source line, which is dropped afterwards. torch
-    releases before this switch look them up."""
-    before = getattr(fx_config, "do_not_emit_stack_traces", None)
-    fx_config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        fx_config.do_not_emit_stack_traces = before
 
 
 def _without_origin(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
