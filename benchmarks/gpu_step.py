@@ -209,22 +209,17 @@ class LocalRank:
             for name, shape in manifest.weights().items()
         }
         self.rank.weights[frozenset(wanted)] = (
-            "random",
+            Path("random"),
             {name: model.tensors[name] for name in wanted},
         )
-        self.rank.load(
-            "random",
-            wanted,
-            {name: str(folder) for name, folder in folders.items()},
-            _name(model.dtype),
-        )
+        self.rank.load(Path("random"), wanted, folders, model.dtype)
 
     put_numbers = Ranks.put_numbers
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         """What Ranks.put does, for the one rank."""
         for name, tensor in tensors.items():
-            field = self.rank.fields[program][like or name]
+            field = self.rank.programs[program].fields[like or name]
             with SharedTensor(tuple(tensor.shape), field.dtype) as shared:
                 shared.tensor.copy_(tensor)
                 upload = {"name": name, "like": like or name, "memory": shared.name}

@@ -22,14 +22,7 @@ from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
 
 PROFILE = "trn2.3xlarge"
-ON_A_CPU = (
-    "backend=torchdist",
-    "device=cpu",
-    "process_group=gloo",
-    "compile_backend=export",
-    "attention=sdpa",
-    "start_method=forkserver",
-)
+ON_A_CPU = ("backend=torchdist", "device=cpu", "compile_backend=export", "attention=sdpa")
 SIZE = Size(64, 64, 9)
 
 

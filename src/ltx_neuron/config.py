@@ -59,12 +59,23 @@ _REQUIRED = {
     "caption_proj_input_norm": False,
     "use_embeddings_connector": True,
 }
-# Flags of later releases; a 2.3 checkpoint has none of them and means these values.
-_LATER_FLAGS = {
+_DEFAULTS = {
+    "in_channels": 128,
+    "audio_in_channels": 128,
+    "norm_eps": 1e-6,
+    "positional_embedding_theta": 10000.0,
+    # Flags of later releases; a 2.3 checkpoint has none of them and means these values.
     "ff_bias": True,
     "audio_ff_bias": True,
     "connector_ff_bias": True,
     "use_prompt_adaln_single": True,
+}
+# By attention: the prefix of its keys.
+_SIZES = {
+    "video": "",
+    "audio": "audio_",
+    "video_connector": "connector_",
+    "audio_connector": "audio_connector_",
 }
 
 
@@ -100,8 +111,25 @@ class AttentionSize:
 CONST_MAX_HEAD_DIM = 128  # of the heads that attention=nki_const_max has a kernel for
 
 
+class _Config:
+    """What the configurations of all models have."""
+
+    # Counts of heads by name, which a tensor-parallel degree must divide.
+    heads: dict[str, int] = {}
+
+    @property
+    def digest(self) -> str:
+        """Identity of the traced models: equal configs give equal graphs."""
+        return digest(dataclasses.asdict(self))
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        """Refuse a degree that would cut a head: such a split can divide evenly and still be
+        wrong."""
+        check_heads(tp, self.heads)
+
+
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(_Config):
     """The joint audio-video DiT and its two text connectors (transformer section of the
     metadata)."""
 
@@ -128,13 +156,7 @@ class TransformerConfig:
     use_prompt_adaln_single: bool
 
     @property
-    def digest(self) -> str:
-        """Identity of the traced models: equal configs give equal graphs."""
-        return digest(dataclasses.asdict(self))
-
-    @property
     def heads(self) -> dict[str, int]:
-        """The counts that a tensor-parallel degree must divide."""
         sizes = {
             "num_attention_heads": self.video,
             "audio_num_attention_heads": self.audio,
@@ -142,11 +164,6 @@ class TransformerConfig:
             "audio_connector_num_attention_heads": self.audio_connector,
         }
         return {name: size.heads for name, size in sizes.items()}
-
-    def check_tensor_parallel(self, tp: int) -> None:
-        """Refuse a degree that would cut a head: such a split can divide evenly and still be
-        wrong."""
-        check_heads(tp, self.heads)
 
 
 KEY_VALUE_HEADS = (  # the name of a count of heads that several ranks may share
@@ -195,38 +212,25 @@ def transformer_config(metadata: dict) -> TransformerConfig:
             "checkpoint config: transformer.use_keyframes_abs_pos_embedding is True (LTX-2.5), not"
             " implemented"
         )
-    flags = {name: bool(values.get(name, default)) for name, default in _LATER_FLAGS.items()}
-
-    def size(prefix: str) -> AttentionSize:
-        return AttentionSize(
-            values[f"{prefix}num_attention_heads"], values[f"{prefix}attention_head_dim"]
-        )
-
+    values = {
+        **_DEFAULTS,
+        "audio_connector_num_layers": values.get("connector_num_layers"),
+        **values,
+    }
     try:
-        config = TransformerConfig(
-            num_layers=values["num_layers"],
-            video=size(""),
-            audio=size("audio_"),
-            in_channels=values.get("in_channels", 128),
-            audio_in_channels=values.get("audio_in_channels", 128),
-            norm_eps=values.get("norm_eps", 1e-6),
-            positional_embedding_theta=values.get("positional_embedding_theta", 10000.0),
-            positional_embedding_max_pos=tuple(values["positional_embedding_max_pos"]),
-            audio_positional_embedding_max_pos=tuple(values["audio_positional_embedding_max_pos"]),
-            timestep_scale_multiplier=values["timestep_scale_multiplier"],
-            av_ca_timestep_scale_multiplier=values["av_ca_timestep_scale_multiplier"],
-            caption_channels=values["caption_channels"],
-            video_connector=size("connector_"),
-            audio_connector=size("audio_connector_"),
-            connector_num_layers=values["connector_num_layers"],
-            audio_connector_num_layers=values.get(
-                "audio_connector_num_layers", values["connector_num_layers"]
-            ),
-            connector_positional_embedding_max_pos=tuple(
-                values["connector_positional_embedding_max_pos"]
-            ),
-            **flags,
-        )
+        sizes = {
+            name: AttentionSize(
+                values[f"{prefix}num_attention_heads"], values[f"{prefix}attention_head_dim"]
+            )
+            for name, prefix in _SIZES.items()
+        }
+        convert = {tuple[int, ...]: tuple, bool: bool}
+        others = {
+            field.name: convert.get(field.type, lambda value: value)(values[field.name])
+            for field in dataclasses.fields(TransformerConfig)
+            if field.name not in sizes
+        }
+        config = TransformerConfig(**sizes, **others)
     except KeyError as missing:
         raise UserError(f"checkpoint config: transformer.{missing.args[0]} is absent") from None
     except TypeError as error:
@@ -286,7 +290,7 @@ class Upsampling:
 
 
 @dataclass(frozen=True)
-class VideoDecoderConfig:
+class VideoDecoderConfig(_Config):
     """The video decoder (vae section of the metadata), in the order in which it computes.
 
     up_blocks  an Upsampling, or the number of residual blocks of a stage
@@ -297,11 +301,6 @@ class VideoDecoderConfig:
     out_channels: int
     patch_size: int
     up_blocks: tuple[int | Upsampling, ...]
-
-    @property
-    def digest(self) -> str:
-        """Identity of the traced model: equal configs give equal graphs."""
-        return digest(dataclasses.asdict(self))
 
 
 # What the released video decoder is. Defaults of an absent value are ltx-core's, which differ.
@@ -366,7 +365,7 @@ def _up_block(described: object) -> int | Upsampling:
 
 
 @dataclass(frozen=True)
-class GemmaConfig:
+class GemmaConfig(_Config):
     """Gemma3's text model (text_config of gemma_root/config.json, in the spelling of transformers 4
     or 5)."""
 
@@ -387,20 +386,12 @@ class GemmaConfig:
     rope_local_base_freq: float
 
     @property
-    def digest(self) -> str:
-        return digest(dataclasses.asdict(self))
-
-    @property
     def heads(self) -> dict[str, int]:
-        """The counts that a tensor-parallel degree must divide, or be a multiple of in the case of
-        the second."""
+        """A degree divides these, or is a multiple of the second."""
         return {
             "Gemma num_attention_heads": self.num_attention_heads,
             KEY_VALUE_HEADS: self.num_key_value_heads,
         }
-
-    def check_tensor_parallel(self, tp: int) -> None:
-        check_heads(tp, self.heads)
 
 
 GEMMA_3_12B = GemmaConfig(
@@ -453,10 +444,11 @@ def gemma_config(root: Path) -> GemmaConfig:
             raise UserError(
                 f"{path}: text_config.{name} is {text[name]!r}, which is not implemented"
             )
-    layers = text.get("num_hidden_layers", 48)
+    sizes = {name: text.get(name, own) for name, own in dataclasses.asdict(GEMMA_3_12B).items()}
     pattern = text.get("sliding_window_pattern", 6)
     types = text.get("layer_types") or [
-        "full_attention" if (i + 1) % pattern == 0 else "sliding" for i in range(layers)
+        "sliding" if (i + 1) % pattern else "full_attention"
+        for i in range(sizes["num_hidden_layers"])
     ]
     rope = text.get("rope_parameters") or {}
     full, local = rope.get("full_attention", {}), rope.get("sliding_attention", {})
@@ -465,22 +457,13 @@ def gemma_config(root: Path) -> GemmaConfig:
         raise UserError(
             f"{path}: rope_type {scaling['rope_type']!r} is not implemented, only 'linear'"
         )
-    config = GemmaConfig(
-        hidden_size=text.get("hidden_size", 3840),
-        intermediate_size=text.get("intermediate_size", 15360),
-        num_hidden_layers=layers,
-        num_attention_heads=text.get("num_attention_heads", 16),
-        num_key_value_heads=text.get("num_key_value_heads", 8),
-        head_dim=text.get("head_dim", 256),
-        query_pre_attn_scalar=text.get("query_pre_attn_scalar", 256),
-        vocab_size=text.get("vocab_size", 262208),
-        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-        sliding_window=text.get("sliding_window", 1024),
-        full_attention_layers=tuple(i for i, kind in enumerate(types) if kind == "full_attention"),
-        rope_theta=full.get("rope_theta", text.get("rope_theta", 1e6)),
-        rope_factor=scaling.get("factor", 1.0),
-        rope_local_base_freq=local.get("rope_theta", text.get("rope_local_base_freq", 1e4)),
-    )
+    sizes |= {
+        "full_attention_layers": tuple(i for i, t in enumerate(types) if t == "full_attention"),
+        "rope_theta": full.get("rope_theta", sizes["rope_theta"]),
+        "rope_factor": scaling.get("factor", 1.0),
+        "rope_local_base_freq": local.get("rope_theta", sizes["rope_local_base_freq"]),
+    }
+    config = GemmaConfig(**sizes)
     _check_numbers(config, f"{path}: text_config.")
     if config.sliding_window < TEXT_TOKENS:
         raise UserError(
@@ -501,25 +484,18 @@ def check_gemma_fits(
     `features` is what a projection takes: the hidden states of the embedding and of every layer,
     side by side.
     """
-    wrong = None
     if gemma.hidden_size != transformer.caption_channels:
-        wrong = (
-            "hidden_size",
-            gemma.hidden_size,
-            f"{transformer.caption_channels} (caption_channels)",
-        )
-    elif features is not None and gemma.hidden_size * (gemma.num_hidden_layers + 1) != features:
-        wrong = (
-            "num_hidden_layers",
-            gemma.num_hidden_layers,
-            f"{features // gemma.hidden_size - 1} layers",
-        )
-    if wrong:
-        name, got, wanted = wrong
-        raise UserError(
-            f"--gemma-root {gemma_root} has {name} {got}, but the checkpoint's text projections"
-            f" take {wanted}.\nLTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}"
-        )
+        got = f"hidden_size {gemma.hidden_size}"
+        wanted = f"{transformer.caption_channels} (caption_channels)"
+    elif features in (None, gemma.hidden_size * (gemma.num_hidden_layers + 1)):
+        return
+    else:
+        got = f"num_hidden_layers {gemma.num_hidden_layers}"
+        wanted = f"{features // gemma.hidden_size - 1} layers"
+    raise UserError(
+        f"--gemma-root {gemma_root} has {got}, but the checkpoint's text projections take"
+        f" {wanted}.\nLTX-2.3 needs Gemma3-12B: {gemma_download(gemma_root)}"
+    )
 
 
 @dataclass(frozen=True)

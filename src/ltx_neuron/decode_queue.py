@@ -99,10 +99,7 @@ class DecodeQueue:
     overlap    decode in the background: `submit` returns at once
     on_ranks   where frames come from the ranks, `submit` waits for them ("each"), or leaves all to
                `drain` ("last"); "" for the host's
-    decode     False: results have latents only
-    isolate    a job that fails is a Failure, and the others go on
-    write      called with every Clip: what it takes of the frames is not kept
-    hand_over  called with every Result as soon as it is there, in the thread that wrote it
+    decode, isolate, write, hand_over: as of Engine.run
     poll       called now and then while `drain` waits; an error of it ends the waiting
     """
 
@@ -171,8 +168,7 @@ class DecodeQueue:
         job, tensors = run.job, run.tensors
         run.tensors = {}  # a long batch keeps nothing of the jobs that are done
         if job.extension:
-            windows = joined(job.extension, job.extension.windows, tensors)
-            tensors["s1_video"], tensors["s1_audio"] = windows
+            tensors["s1_video"], tensors["s1_audio"] = joined(job.extension, tensors)
         video = tensors[job.seen]
         if job.upscale:
             with self.recorder.phase("upsample"):

@@ -9,7 +9,7 @@ Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct ti
 S rows of the compiled graph's schedule tables (at least as many as there are steps).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,12 +23,12 @@ from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
-from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS
-from ltx_neuron.passes import GuidedPasses
+from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES
 from ltx_neuron.sampling import conditioning, latents
 from ltx_neuron.sampling.compat import Compat
 from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.sampling.states import initial_states
@@ -120,10 +120,9 @@ class StageRun:
             # What a step that computes nothing repeats; the first step overwrites it.
             zeros = torch.zeros_like(self.video), torch.zeros_like(self.audio)
             self.ranks.put(self.bucket.name, guided_video=zeros[0], guided_audio=zeros[1])
-            layers, compat = self.config.num_layers, self.compat.conditioning
-            passes = GuidedPasses(self.ranks, self.bucket, layers, self.dtype, compat)
-            guidance = job.resolved_guidance
-            self.sequence = passes.prepare(guidance, stage.evaluations, contexts)
+            given = job.resolved_guidance, stage.evaluations, contexts
+            model = self.config.num_layers, self.dtype, self.compat.conditioning
+            self.sequence = prepare_passes(self.ranks, self.bucket, *given, *model)
 
     def _noised(self, state: LatentState, generator: torch.Generator) -> Tensor:
         """Tokens (1, T, 128) at the first step's sigma. Noise is drawn for a frozen stream as well,
@@ -242,3 +241,49 @@ class StageRun:
         if self.res_2s:
             video, audio = (stream.latent for stream in self.res_2s.streams)
         return latents.unpatchify_video(video, self.latent_shape), latents.unpatchify_audio(audio)
+
+
+def prepare_passes(
+    ranks: Ranks,
+    bucket: Bucket,
+    guidance: Guidance,
+    evaluations: Sequence[int],
+    contexts: list[Contexts],
+    layers: int,
+    dtype: torch.dtype,
+    computes_uncond: bool,
+) -> list[str]:
+    """Upload what guidance needs, and define a step of a guided bucket as a sequence of passes and
+    their combination; returns the name of the sequence of each evaluation. Where a pass is not run,
+    its predictions are read from "cond": their weight is 0.
+
+    layers           blocks of the model
+    computes_uncond  whether the negative pass computes a stream that its step skips, as in ltx-core
+                     1.0.0
+    """
+    name = bucket.name
+    enabled = guidance.enabled_steps(evaluations, bucket.max_steps)
+    ranks.put(name, guidance=guidance.weights(), enabled_steps=enabled)
+    passes, aliases = [], {}
+    for kind in PASSES:
+        if kind not in guidance.passes():
+            aliases |= {f"{kind}_{stream}": f"cond_{stream}" for stream in _STREAMS}
+            continue
+        ranks.put(name, "keep", **{f"keep_{kind}": guidance.keep(kind, layers, dtype)})
+        reads = {"keep": f"keep_{kind}"}
+        if kind == "uncond":
+            for stream in _STREAMS:
+                reads[f"{stream}_context"] = f"negative_{stream}_context"
+                negative = {f"negative_{stream}_context": getattr(contexts[1], stream)}
+                ranks.put(name, f"{stream}_context", **negative)
+            if computes_uncond:
+                reads["enabled_steps"] = "enabled_always"
+                always = torch.ones(bucket.max_steps, 2)
+                ranks.put(name, "enabled_steps", enabled_always=always)
+        passes.append(("pass", reads, {f"{stream}_x0": f"{kind}_{stream}" for stream in _STREAMS}))
+    ranks.define(name, "guided", [*passes, ("guide", aliases, {})])
+    ranks.define(name, "repeat", [("guide", aliases, {})])
+    return [
+        "guided" if any(stream.computes(step) for stream in guidance.streams) else "repeat"
+        for step in evaluations
+    ]

@@ -151,11 +151,15 @@ class Engine:
         """
         self.check_process()
         compiled = self._check(jobs)
-        with self._session(keep), self._decode_queue(decode, isolate, write, hand_over) as queue:
+        options = {"decode": decode, "isolate": isolate, "write": write, "hand_over": hand_over}
+        with self._session(keep), self._decode_queue(**options) as queue:
             while jobs:
                 runs = self._encode_prompts(jobs, resume, generator)
                 turns = turns_of(runs, self.workspace.dit_weights, self.residency.weights)
-                self._load_transformer(turns, compiled)
+                # Unless every run has its latents already.
+                if first := next((turn.stages[0] for turn in turns if turn.stages), None):
+                    programs = {step.bucket.name: step.manifest for step in compiled.values()}
+                    self.residency.load_transformer(programs, first.loras)
                 # Not before: a run that is refused leaves the folder as it was.
                 calibration.store(self.workspace.artifacts)
                 yield from self._denoise(turns, compiled, queue, isolate, keep)
@@ -213,26 +217,18 @@ class Engine:
         if not keep:
             self.close()
 
-    def _decode_queue(
-        self,
-        decode: bool,
-        isolate: bool,
-        write: Callable[[Clip], None] | None,
-        hand_over: Callable[[Result], None] | None,
-    ) -> DecodeQueue:
+    def _decode_queue(self, **options) -> DecodeQueue:
+        """The queue of a run; options: DecodeQueue's that are `run`'s as well."""
         on_ranks = "each" if self.residency.decoder_stays else "last"
         return DecodeQueue(
             self.host,
             self.recorder,
             overlap=self.workspace.profile.overlap_decode,
-            decode=decode,
-            isolate=isolate,
-            write=write,
-            hand_over=hand_over,
             # While it drives the ranks, the decoding thread finds out by itself.
             poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
             decode_video=self._decode_video,
             on_ranks=on_ranks if self.options.neuron_vae else "",
+            **options,
         )
 
     def _decode_video(self, latent: Tensor) -> Iterator[Tensor]:
@@ -303,12 +299,6 @@ class Engine:
             del encoder  # its weights are gigabytes of pages
 
     # --- prepare, steps, finish -------------------------------------------------------------------
-
-    def _load_transformer(self, turns: list[Turn], compiled: dict) -> None:
-        """Have the transformer on the ranks, unless every run has its latents already."""
-        for stage in [stage for turn in turns for stage in turn.stages][:1]:
-            programs = {step.bucket.name: step.manifest for step in compiled.values()}
-            self.residency.load_transformer(programs, stage.loras)
 
     def _prepare(self, run: JobRun, stage: Stage, compiled: CompiledStep) -> StageRun:
         """A stage with all that its steps share uploaded."""

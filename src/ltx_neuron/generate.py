@@ -4,6 +4,7 @@ the files that were asked for, and print the latency table."""
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -123,21 +124,24 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         progress.keeping_state(state),
         engine,
     ):
-        engine.preflight.check([job])
-        identity = run_identity(job, workspace, options)
-        engine.on_stage_end = lambda run: progress.save_state(state, run, identity)
+        # Once, when `run` has checked the job: what it names is there then.
+        identity = cache(partial(run_identity, job, workspace, options))
+        engine.on_stage_end = lambda run: progress.save_state(state, run, identity())
 
         def resume(job: Job) -> JobRun | None:
-            return interrupted_run(job, outputs, identity, workspace.dtype)
+            return interrupted_run(job, outputs, identity(), workspace.dtype)
 
         def write(clip: Clip) -> None:
             with recorder.phase("encode_mp4"):
-                write_clip(clip, outputs)
+                # Each file appears under its name only when whole.
+                if outputs.frames:
+                    clip.chunks = write_frames(outputs.frames, clip.chunks)
+                clip.write_mp4(outputs.video)
 
         # Tensors are written first, and hold all frames: no video without them.
         (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
         if outputs.tensors:
-            progress.write_run_tensors(outputs.tensors, result.tensors, identity)
+            progress.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
     report = make_report(recorder, workspace, job.describe())
     write_json(outputs.sidecar, sidecar(job, report))
@@ -211,14 +215,6 @@ def interrupted_run(
     run = progress.restore_state(path, job, identity, dtype)
     print(f"resuming from {path}: {run.left}")
     return run
-
-
-def write_clip(clip: Clip, outputs: Outputs) -> None:
-    """The MP4 and, where they were asked for, frames as pictures; each file appears under its name
-    only when whole."""
-    if outputs.frames:
-        clip.chunks = write_frames(outputs.frames, clip.chunks)
-    clip.write_mp4(outputs.video)
 
 
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,19 +41,9 @@ def probe(root: Path = Path("/")) -> Machine:
         for path in (root / "dev").glob("neuron*")
         if path.name.removeprefix("neuron").isdigit()
     ]
-    return Machine(name if _is_instance_type(name) else "", len(chips), _cuda_devices())
-
-
-def _is_instance_type(name: str) -> bool:
-    """family.size, as in trn2.48xlarge; other machines have a maker's product name there."""
-    family, dot, size = name.partition(".")
-    return (
-        bool(dot)
-        and family.isalnum()
-        and size.replace("-", "").isalnum()
-        and name == name.lower()
-        and " " not in name
-    )
+    # family.size, as in trn2.48xlarge; other machines have a maker's product name there.
+    is_instance_type = re.fullmatch(r"[a-z0-9]+\.[a-z0-9-]*[a-z0-9][a-z0-9-]*", name)
+    return Machine(name if is_instance_type else "", len(chips), _cuda_devices())
 
 
 def _cuda_devices() -> int:

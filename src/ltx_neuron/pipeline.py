@@ -230,10 +230,13 @@ class LTXPipeline:
             with self.engine.recorder.phase("encode_mp4"):
                 clip.write_mp4(output_path)
 
+        def on_step_end(stage: Stage, step: int) -> None:
+            callback_on_step_end(self, step, stage.sigmas[step], {"stage": stage.name})
+
         if output_type == "mp4":
             options["write"] = write
         with self._turn.taken("call"):
-            self.engine.on_step_end = self._on_step_end(callback_on_step_end)
+            self.engine.on_step_end = callback_on_step_end and on_step_end
             (result,) = self.engine.run([job], **options)
         return _output(result, output_type, output_path)
 
@@ -252,12 +255,6 @@ class LTXPipeline:
             "stage_1_loras": _loras(ic),
             "stage_2_loras": own if distilled is None else _loras(distilled),
         }
-
-    def _on_step_end(self, callback: Callable | None) -> Callable[[Stage, int], None] | None:
-        """The engine's callback that calls a caller's."""
-        return callback and (
-            lambda stage, step: callback(self, step, stage.sigmas[step], {"stage": stage.name})
-        )
 
 
 class _Turn:

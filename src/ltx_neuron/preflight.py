@@ -82,12 +82,6 @@ class Preflight:
     def _check_options(self, jobs: list[Job]) -> None:
         """Refuse jobs and options that do not go together."""
         workspace = self.workspace
-        if self.neuron_gemma and workspace.profile.text_encoder == "host":
-            raise UserError(
-                f"profile {workspace.profile.name!r} encodes prompts on the host"
-                " (text_encoder=host); leave out --neuron-gemma, or type --profile-set"
-                " text_encoder=sharded"
-            )
         for job in jobs:
             job.check()
             if job.recipe == "dev":
@@ -111,12 +105,7 @@ class Preflight:
             workspace.dit_source(loras)
         if self._checked_weight_files:
             return
-        for read in (
-            lambda: workspace.gemma,
-            lambda: workspace.gemma_source,
-            lambda: workspace.tokenizer,
-        ):
-            read()
+        _ = workspace.gemma, workspace.gemma_source, workspace.tokenizer
         if self.neuron_gemma:
             workspace.gemma.check_tensor_parallel(workspace.tp)
         else:

@@ -37,10 +37,9 @@ class Profile:
     backend         "torchdist": one process per rank; "nxd": NxD's ModelBuilder, one process drives
                     all ranks
     tp              ranks that share one model; replicas of them run side by side on the other cores
-                    device, process_group, compile_backend of a rank of torchdist: torch device,
-                    torch.distributed backend, and what runs the exported graphs: "export" op by op,
-                    others through torch.compile ("aot_eager" is TorchNeuron's way without its
-                    compiler)
+    device          of a rank of torchdist
+    compile_backend what runs its exported graphs: "export" op by op, others through torch.compile
+                    ("aot_eager" is TorchNeuron's way without its compiler)
     threads         CPU threads of one rank; 0: its share of the machine's
     drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a
                     step; a device's queue that is full fails with status 7
@@ -52,8 +51,6 @@ class Profile:
                     matmul and softmax
     sequence_parallel  the video's tokens are divided over the ranks between the layers, for buckets
                     whose tokens divide; others stay whole
-    text_encoder    where --neuron-gemma encodes: "sharded" over the ranks; "host": that flag is
-                    refused
     host_dtype      what the host decodes video in, and upsamples and encodes it in for a run in
                     bfloat16; "auto": bfloat16 for a run in it where this machine's CPU is measured
                     to be faster in it, else float32
@@ -77,7 +74,6 @@ class Profile:
     backend: Literal["torchdist", "nxd"]
     tp: int
     device: Literal["cpu", "cuda", "neuron"]
-    process_group: Literal["gloo", "nccl", "neuron"]
     compile_backend: Literal["export", "aot_eager", "inductor", "neuron"]
     attention: Literal["sdpa", "matmul", "nki", "nki_const_max"]
     blocks_per_graph: int = 4
@@ -89,7 +85,6 @@ class Profile:
     lnc: int = 1
     chip: Chip | None = None
     host_memory_bytes: int | None = None
-    text_encoder: Literal["sharded", "host"] = "sharded"
     host_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     vae_tile: int = 512
     vae_overlap: int = 64
@@ -98,15 +93,26 @@ class Profile:
     vae_tile_latents: int = 0
     overlap_decode: bool = True
     resident: bool = False
-    # whether the text graph hands back all layers (49 x tokens x width) as well
-    return_hidden_states: bool = False
-    # How rank processes start. A forked child cannot use a Neuron or CUDA runtime; on a CPU a fork
-    # server imports torch once for all ranks instead of once each.
-    start_method: Literal["spawn", "forkserver"] = "spawn"
     text_buckets: tuple[int, ...] = (128, 256, 512, 1024)
     environment: tuple[tuple[str, str], ...] = ()
     compiler_flags: tuple[tuple[str, str], ...] = ()
     settings: tuple[str, ...] = ()
+
+    @property
+    def process_group(self) -> str:
+        """torch.distributed's backend for the tensors of a rank of torchdist."""
+        return {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[self.device]
+
+    @property
+    def start_method(self) -> str:
+        """How rank processes start. A forked child cannot use a Neuron or CUDA runtime; on a CPU a
+        fork server imports torch once for all ranks instead of once each."""
+        return "forkserver" if self.device == "cpu" else "spawn"
+
+    @property
+    def return_hidden_states(self) -> bool:
+        """Whether the text graph hands back all layers (49 x tokens x width) as well."""
+        return self.device != "neuron"
 
     @property
     def connector_attention(self) -> str:
@@ -221,7 +227,6 @@ _TRN2 = dict(
     backend="nxd",
     tp=4,
     device="neuron",
-    process_group="neuron",
     compile_backend="neuron",
     attention="nki",
     drain_every=60,  # the largest queue holds 63 launches
@@ -291,12 +296,9 @@ PROFILES = {
             "torchdist",
             tp=4,
             device="cpu",
-            process_group="gloo",
             compile_backend="export",
             attention="sdpa",
             overlap_decode=False,
-            return_hidden_states=True,
-            start_method="forkserver",
             environment=(("TORCHINDUCTOR_COMPILE_THREADS", "1"),),
         ),
         # One GPU holds the DiT in bf16; not run by us, so no peaks are claimed.
@@ -306,10 +308,8 @@ PROFILES = {
             "torchdist",
             tp=1,
             device="cuda",
-            process_group="nccl",
             compile_backend="inductor",
             attention="sdpa",
-            return_hidden_states=True,
         ),
         Profile(
             "trn2.3xlarge",
@@ -357,34 +357,25 @@ def resolve(
     return dataclasses.replace(profile, settings=tuple(settings))
 
 
-# What drives a rank of torchdist: (device, process_group, compile_backend).
-DRIVERS = (
-    ("cpu", "gloo", "export"),
-    ("cpu", "gloo", "aot_eager"),
-    ("cpu", "gloo", "inductor"),
-    ("cuda", "nccl", "export"),
-    ("cuda", "nccl", "inductor"),
-    ("neuron", "neuron", "neuron"),
-)
+# By device: what may run a rank's graphs.
+COMPILE_BACKENDS = {
+    "cpu": ("export", "aot_eager", "inductor"),
+    "cuda": ("export", "inductor"),
+    "neuron": ("neuron",),
+}
 
 
 def _check(profile: Profile) -> None:
     """Refuse values that do not go together."""
-    driver = profile.device, profile.process_group, profile.compile_backend
-    if driver not in DRIVERS:
-        raise UserError(
-            f"--profile-set: device, process_group and compile_backend are {', '.join(driver)}; "
-            f"known together: {'; '.join(map(', '.join, DRIVERS))}"
-        )
+    known = COMPILE_BACKENDS[profile.device]
     wrong = {
+        f"device={profile.device} goes with compile_backend={' or '.join(known)}, got"
+        f" {profile.compile_backend}": profile.compile_backend not in known,
         "backend=nxd needs a Neuron profile": (
             profile.backend == "nxd" and profile.device != "neuron"
         ),
         f"attention={profile.attention} needs a Neuron profile": (
             profile.attention in NKI_KERNELS and profile.device != "neuron"
-        ),
-        "start_method=forkserver is for device=cpu: a forked child cannot use another's runtime": (
-            profile.start_method == "forkserver" and profile.device != "cpu"
         ),
         f"the last of text_buckets must be {TEXT_TOKENS}, the longest prompt": (
             profile.text_buckets[-1] != TEXT_TOKENS

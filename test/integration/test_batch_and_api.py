@@ -652,7 +652,7 @@ MISTAKES = {
     ),
     "no path": (dict(output_type="mp4"), "output_path"),
     "size": (dict(height=65), "--height 65 is not a multiple of 32"),
-    "guidance": (dict(guidance=DEFAULTS["2.3"]), "--recipe dev"),
+    "guidance": (dict(guidance=DEFAULTS), "--recipe dev"),
     "image": (dict(image="absent.png"), "absent.png: no such file"),
     "image of another type": (dict(image=5), "image=5 is of type int; wanted text or a path or"),
     "images": (dict(image=["a.png"]), "images[0]='a.png' is of type str; wanted ImageCondition"),

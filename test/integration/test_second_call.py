@@ -24,14 +24,7 @@ TP = 2
 SIZE = {"height": 64, "width": 64, "num_frames": 9}
 # The profile of a trn2.3xlarge, against whose memory every call is checked, on this CPU.
 PROFILE = "trn2.3xlarge"
-ON_A_CPU = (
-    "backend=torchdist",
-    "device=cpu",
-    "process_group=gloo",
-    "compile_backend=export",
-    "attention=sdpa",
-    "start_method=forkserver",
-)
+ON_A_CPU = ("backend=torchdist", "device=cpu", "compile_backend=export", "attention=sdpa")
 # Milliseconds on an idle machine (benchmarks/second_call.md). Exporting head, block and tail, as
 # every call once did, takes more even at this size.
 SECONDS_TO_FIRST_STEP = 0.5

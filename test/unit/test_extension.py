@@ -203,9 +203,7 @@ def test_a_window_goes_on_from_those_before_it(seconds):
             # What it makes of held ones is not looked at.
             tensors[f"{window.key}_{name}"] = torch.full_like(latent, window.number)
     for clip, known in zip(
-        joined(extension, extension.windows, tensors),
-        (extension.known_video, extension.known_audio),
-        strict=True,
+        joined(extension, tensors), (extension.known_video, extension.known_audio), strict=True
     ):
         assert (clip[:, :, known] == -1).all()
         numbers = clip[0, 0, :, 0].flatten(1)[:, 0] if clip.dim() > 4 else clip[0, 0, :, 0]

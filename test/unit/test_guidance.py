@@ -27,13 +27,13 @@ from recipes_oracle import OFF
 
 from ltx_neuron import flags
 from ltx_neuron.config import Bucket
+from ltx_neuron.denoise import prepare_passes
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
 from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES, GuideInputs
-from ltx_neuron.passes import GuidedPasses
 from ltx_neuron.sampling.conditioning import timestep_choice, video_state
 from ltx_neuron.sampling.conditions import ImageCondition, distinct_masks
 from ltx_neuron.sampling.guidance import (
@@ -507,11 +507,11 @@ def defined(guidance: Guidance, steps=6, compat_1_0_0=False):
     """(ranks, the sequence of every step) of a stage with that guidance."""
     ranks = RecordingRanks()
     bucket = Bucket(2, 3, 1, max_steps=8, guided=True)
-    passes = GuidedPasses(ranks, bucket, LAYERS, torch.float32, compat_1_0_0)
     contexts = [
         SimpleNamespace(video=torch.full((1,), i), audio=torch.full((1,), -i)) for i in (1, 2)
     ]
-    return ranks, passes.prepare(guidance, range(steps), contexts)
+    model = LAYERS, torch.float32, compat_1_0_0
+    return ranks, prepare_passes(ranks, bucket, guidance, range(steps), contexts, *model)
 
 
 NEEDED = {
@@ -610,11 +610,11 @@ def test_the_schedule_does_not_follow_the_token_count(shape):
 def test_defaults_are_those_of_ltx_pipelines():
     from ltx_pipelines.utils.constants import DEFAULT_NEGATIVE_PROMPT, LTX_2_3_PARAMS
 
-    assert DEFAULT_STEPS["2.3"] == LTX_2_3_PARAMS.num_inference_steps
+    assert LTX_2_3_PARAMS.num_inference_steps == DEFAULT_STEPS
     assert NEGATIVE_PROMPT == DEFAULT_NEGATIVE_PROMPT
     for stream in STREAMS:
         theirs = dataclasses.asdict(getattr(LTX_2_3_PARAMS, f"{stream}_guider_params"))
-        ours = dataclasses.asdict(getattr(DEFAULTS["2.3"], stream))
+        ours = dataclasses.asdict(getattr(DEFAULTS, stream))
         assert ours | {"stg_blocks": list(ours["stg_blocks"])} == theirs
 
 
@@ -645,10 +645,8 @@ def test_flags_have_the_names_and_meanings_of_ltx_pipelines():
         "1",
     )
     # a2v is video's.
-    wanted = dataclasses.replace(
-        DEFAULTS["2.3"].video, modality_scale=2.0, stg_blocks=(), skip_step=1
-    )
-    assert parsed == Guidance(wanted, dataclasses.replace(DEFAULTS["2.3"].audio, stg_blocks=(1, 2)))
+    wanted = dataclasses.replace(DEFAULTS.video, modality_scale=2.0, stg_blocks=(), skip_step=1)
+    assert parsed == Guidance(wanted, dataclasses.replace(DEFAULTS.audio, stg_blocks=(1, 2)))
     assert guidance_by_flags() is None
 
 

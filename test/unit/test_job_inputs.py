@@ -142,7 +142,7 @@ def test_steps_are_those_that_upstream_takes_for_each_kind():
 
 def test_guidance_of_a_given_sound_is_the_videos_alone():
     guidance = job(**DEV, sound=SOUND).resolved_guidance
-    assert guidance == Guidance(DEFAULTS["2.3"].video, StreamGuidance())
+    assert guidance == Guidance(DEFAULTS.video, StreamGuidance())
 
 
 def test_res_2s_has_guidance_of_its_own():
@@ -203,7 +203,7 @@ MISTAKES = {
     "sampler 'heun' is not known; known: euler, res_2s": dict(sampler="heun"),
     "--num-inference-steps 32: type a number from 1 to 31": DEV
     | dict(sampler="res_2s", num_inference_steps=32),
-    "guidance.audio of a given sound": DEV | dict(sound=SOUND, guidance=DEFAULTS["2.3"]),
+    "guidance.audio of a given sound": DEV | dict(sound=SOUND, guidance=DEFAULTS),
 }
 
 
@@ -415,7 +415,7 @@ def test_one_attention_mask_is_for_all_references():
 def test_guidance_of_a_sound_changes_the_videos_scales_alone():
     sound = "--recipe", "dev", "--audio-path", FILE
     found = said(*sound, "--video-cfg-guidance-scale", 2, "--a2v-guidance-scale", 1.5)
-    video = replace(DEFAULTS["2.3"].video, cfg_scale=2.0, modality_scale=1.5)
+    video = replace(DEFAULTS.video, cfg_scale=2.0, modality_scale=1.5)
     assert found.guidance == Guidance(video, StreamGuidance())
     found.check()
 

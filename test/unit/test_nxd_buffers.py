@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ltx_neuron.backends.nxd_buffers import Buffers, Call, calls_of, copies_needed
+from ltx_neuron.backends.nxd_buffers import Buffers, copies_needed
+from ltx_neuron.backends.ranks import Call, calls_of
 from ltx_neuron.models.signatures import PASSES, Field
 
 

@@ -140,7 +140,6 @@ CHANGED = {
     "attention=matmul": ("attention", "matmul"),
     "backend=torchdist": ("backend", "torchdist"),
     "text_buckets=1024,256": ("text_buckets", (256, 1024)),
-    "text_encoder=host": ("text_encoder", "host"),
     "host_dtype=float32": ("host_dtype", "float32"),
 }
 
@@ -171,7 +170,7 @@ def test_settings_add_up_and_the_last_of_a_key_counts():
 WRONG = {
     "tp": "wanted key=value",
     "tps=4": (
-        "unknown key 'tps'; known: backend, tp, device, process_group, compile_backend, attention,"
+        "unknown key 'tps'; known: backend, tp, device, compile_backend, attention,"
         " blocks_per_graph"
     ),
     "chip=8": "unknown key 'chip'",
@@ -193,10 +192,8 @@ WRONG = {
     "text_buckets=128;256": "'128;256' is not whole numbers above 0 with commas between them",
     "text_buckets=128,256": "the last of text_buckets must be 1024, the longest prompt",
     "lnc=4": "lnc is 1 or 2, got 4",
-    "device=cuda": (
-        "device, process_group and compile_backend are cuda, gloo, export; known together: cpu,"
-        " gloo, export; cpu"
-    ),
+    "device=neuron": "device=neuron goes with compile_backend=neuron, got export",
+    "compile_backend=neuron": "compile_backend=export or aot_eager or inductor, got neuron",
     "backend=nxd": "backend=nxd needs a Neuron profile",
     "attention=nki": "attention=nki needs a Neuron profile",
 }

@@ -71,7 +71,7 @@ def test_latents_are_downloaded_only_where_the_number_says_that_one_is_broken(
         downloads.append(name)
         return held[name]
 
-    found = ranks.broken_latents(["video_latent", "y", "finite"], {"y": "audio_latent"}, download)
+    found = ranks.broken_latents(["video_latent", "audio_latent", "finite"], download)
     assert found == [names[name] for name in broken]
     assert downloads == [names.get(name, name) for name in looked_at]
 
@@ -80,7 +80,7 @@ def test_what_a_run_without_that_number_leaves_is_not_looked_at():
     def download(_):
         pytest.fail("downloaded")
 
-    assert ranks.broken_latents(["video_x0", "audio_x0"], {}, download) == []
+    assert ranks.broken_latents(["video_x0", "audio_x0"], download) == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ltx_neuron.backends import liveness, torchdist
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
-from ltx_neuron.backends.liveness import Pulse
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.rank import Rank, serve
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
@@ -394,11 +393,11 @@ def test_a_frozen_rank_is_named_and_ends_the_run(toy, monkeypatch):
             ranks.run("toy", step=1)
         assert_all_end(pids)
     # What explains it afterwards, for the log.
-    assert re.search(r"rank 0: process \d+, last heartbeat [2-9]\.\d s ago", error.value.details)
+    assert re.search(r"rank 0: process \d+, last sign of life [2-9]\.\d s ago", error.value.details)
     assert "threads T" in error.value.details and "the host's own gaps" in error.value.details
 
 
-def serve_holding_the_lock(pipe, settings: RankSettings, pulse: Pulse) -> None:
+def serve_holding_the_lock(pipe, settings: RankSettings, progress) -> None:
     """A rank whose runs hold Python's lock while a device compiles or computes: nothing in
     TorchNeuron's binding releases it (aws-neuron/torch-neuronx, early 2026). HELD[n]: seconds of
     its n-th run, which uses no CPU."""
@@ -409,7 +408,7 @@ def serve_holding_the_lock(pipe, settings: RankSettings, pulse: Pulse) -> None:
         return run(self, *arguments, **numbers)
 
     Rank.run = holding
-    serve(pipe, settings, pulse)
+    serve(pipe, settings, progress)
 
 
 def test_a_rank_that_holds_python_s_lock_lives_in_a_first_run_and_not_in_a_warm_one(

@@ -56,9 +56,10 @@ def runner(graph: Callable, backend: str) -> Callable:
 
 def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
     """A program's graph as a rank calls it: with its weights, then its inputs."""
-    if settings.device == "neuron":
-        replace_attention(module, lambda name: nki.native_attention(name, settings.lnc))
-    return runner(module, settings.compile_backend)
+    profile = settings.profile
+    if profile.device == "neuron":
+        replace_attention(module, lambda name: nki.native_attention(name, profile.lnc))
+    return runner(module, profile.compile_backend)
 
 
 def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Callable]) -> None:
@@ -75,20 +76,13 @@ def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Calla
     module.recompile()
 
 
-def graphs_compiled() -> int:
-    """Graphs that torch.compile made in this process so far."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
 def sum_of_ones(ones: Tensor) -> tuple[Tensor]:
     """Sum a tensor of ones over the ranks: the smallest graph with a collective."""
     # `* 1`: TorchNeuron reduces intermediates, never a graph's input.
     return (functional.wait_tensor(functional.all_reduce(ones * 1, "sum", GROUP)),)
 
 
-def compile_only(folders: list[str], settings: RankSettings) -> None:
+def compile_only(folders: list[Path], settings: RankSettings) -> None:
     """Fill the compiler's cache: compile every graph of the programs in `folders` for one rank,
     with no other rank and no weights. Ends the process with exit code 1 if a graph failed.
 
@@ -97,10 +91,10 @@ def compile_only(folders: list[str], settings: RankSettings) -> None:
     (NRTUtils.cpp, 2026) a graph with collectives is compiled and then fails to load, because no
     process group is there: so a failure does not keep the other graphs from the compiler.
     """
-    torch.set_num_threads(settings.threads)
-    device, failed = torch.device(settings.device), False
+    torch.set_num_threads(settings.profile.rank_threads(settings.tp))
+    device, failed = torch.device(settings.profile.device), False
     with fake_process_group(settings.tp), torch.no_grad():
-        for manifest in map(Manifest, map(Path, folders)):
+        for manifest in map(Manifest, folders):
             os.environ.update(settings.compilers.get(manifest.identity.get("model"), {}))
             for name in manifest.graphs:
                 module = manifest.load(name).graph_module

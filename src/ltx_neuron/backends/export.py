@@ -8,6 +8,7 @@ import io
 import operator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,14 +48,10 @@ class TorchDistComm:
     # Along dimension 0, as both collectives are: the batch is 1. As operations, because the names
     # of torch's functions for them change between 2.12 and 2.13.
     def all_gather(self, tensor: Tensor) -> Tensor:
-        if self.size == 1:
-            return tensor
         gathered = _OPERATIONS.all_gather_into_tensor(tensor.flatten(0, 1), self.size, GROUP)
         return functional.wait_tensor(gathered).unsqueeze(0)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        if self.size == 1:
-            return tensor
         own = _OPERATIONS.reduce_scatter_tensor(tensor.flatten(0, 1), "sum", self.size, GROUP)
         return functional.wait_tensor(own).unsqueeze(0)
 
@@ -107,7 +104,10 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     }
     # On meta only the dtype changes. Without gradients the graph is the inference one.
     module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
-    with torch.no_grad(), _without_stack_traces():
+    # Every operation's source line is dropped afterwards: it need not be looked up. torch releases
+    # before this switch look it up.
+    no_traces = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
+    with torch.no_grad(), no_traces:
         exported = torch.export.export(module, (), example)
     kinds = torch.export.graph_signature.InputKind
     if any(
@@ -117,18 +117,6 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
         # Traced on meta, such a tensor has no value.
         raise RuntimeError("the graph holds a tensor of its own; make it an input instead")
     return _without_origin(exported)
-
-
-@contextmanager
-def _without_stack_traces():
-    """Trace without looking up every operation's source line, which is dropped afterwards. torch
-    releases before this switch look them up."""
-    before = getattr(fx_config, "do_not_emit_stack_traces", None)
-    fx_config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        fx_config.do_not_emit_stack_traces = before
 
 
 def _without_origin(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -1,5 +1,5 @@
-"""Whether rank processes live: what they show themselves (Pulse), what the system shows of them
-(ProcessState), and the host's judgement of both (Watch).
+"""Whether rank processes live: what the system shows of them (ProcessState), and the host's
+judgement (Watch).
 
 A busy or a paused machine must not look like a broken rank, and a rank that waits for its device or
 for a compiler may hold Python's lock for minutes, so that none of its threads can show anything. So
@@ -12,6 +12,7 @@ virtual machine) is no time at all.
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,27 +29,8 @@ START_SECONDS = 120.0
 GAP_SECONDS = 2.0
 _GAPS_KEPT = 20
 _STOPPED = {"T", "t"}
-# CPU time between two looks that is work: an idle rank's threads for heartbeats and for the network
-# use a hundredth of it.
+# CPU time between two looks that is work: an idle rank's threads for the network use a hundredth.
 _WORK_SECONDS = 0.02
-
-
-class Pulse:
-    """What rank processes show the host, in memory that they share.
-
-    beats     time.monotonic() of each rank's last heartbeat; 0 before its first
-    progress  how many commands and launches of graphs each rank has done
-    """
-
-    def __init__(self, context, tp: int):
-        self.beats = context.RawArray("d", tp)
-        self.progress = context.RawArray("q", tp)
-
-    def beat(self, rank: int) -> None:
-        self.beats[rank] = time.monotonic()
-
-    def advance(self, rank: int) -> None:
-        self.progress[rank] += 1
 
 
 class ProcessState(NamedTuple):
@@ -100,36 +82,37 @@ def _descendants_ticks(tasks: Path) -> int:
 class _Signs:
     """The last signs of a rank that were seen, and when: on the watch's clock.
 
-    alive_at  not stopped; where the system does not tell, a heartbeat
+    alive_at  not stopped
     work_at   work: CPU time, a disk or a CPU that it waits for, or progress
     """
 
     alive_at: float = 0.0
     work_at: float = 0.0
-    beat: float = 0.0
     progress: int = 0
     state: ProcessState = ProcessState()
 
-    def update(self, clock: float, beat: float, progress: int, state: ProcessState) -> None:
+    def update(self, clock: float, progress: int, state: ProcessState) -> None:
         # Seen twice: the short-lived threads' work of a rank that only waits may be met once.
         runs = "R" in state.states & self.state.states
         # Less than before: a child ended that nobody waited for.
         used = abs(state.seconds - self.state.seconds) >= _WORK_SECONDS
         if runs or used or "D" in state.states or progress != self.progress:
             self.work_at = clock
-        if state.states - _STOPPED or beat != self.beat:
+        if state.states - _STOPPED:
             self.alive_at = clock
-        self.beat, self.progress, self.state = beat, progress, state
+        self.progress, self.state = progress, state
 
 
 class Watch:
     """The host's judgement of its rank processes. It knows what it has seen in `look`.
 
-    clock  seconds in which the host looked; a gap of its own counts as GAP_SECONDS
+    progress  how many commands and launches of graphs each rank has done, in memory shared with
+              them
+    clock     seconds in which the host looked; a gap of its own counts as GAP_SECONDS
     """
 
-    def __init__(self, pids: list[int], pulse: Pulse):
-        self.pids, self.pulse = pids, pulse
+    def __init__(self, pids: list[int], progress: Sequence[int]):
+        self.pids, self.progress = pids, progress
         self.clock, self._looked = 0.0, time.monotonic()
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
         self._signs = [_Signs() for _ in pids]
@@ -152,8 +135,7 @@ class Watch:
             self._gaps.append((time.time(), elapsed))
         self.clock += min(elapsed, GAP_SECONDS)
         for rank, (pid, signs) in enumerate(zip(self.pids, self._signs, strict=True)):
-            beat, progress = self.pulse.beats[rank], self.pulse.progress[rank]
-            signs.update(self.clock, beat, progress, process_state(pid))
+            signs.update(self.clock, self.progress[rank], process_state(pid))
 
     def frozen(self, rank: int) -> str | None:
         """What is wrong with a rank that has shown no sign of life for too long."""
@@ -166,7 +148,7 @@ class Watch:
         """The rank for which all of these wait, where none has worked for `patience` seconds."""
         if any(self.clock - self._signs[rank].work_at <= patience for rank in ranks):
             return None
-        progress = self.pulse.progress
+        progress = self.progress
         rank = min(ranks, key=lambda rank: (progress[rank], rank))
         if all(progress[other] == progress[rank] for other in range(len(self.pids))):
             return rank, f"it hangs, as all ranks do: none has done anything for {patience:.1f} s"
@@ -174,14 +156,12 @@ class Watch:
 
     def describe(self) -> str:
         """What was seen last, for a log."""
-        now, lines = time.monotonic(), []
+        lines = []
         for rank, (pid, signs) in enumerate(zip(self.pids, self._signs, strict=True)):
-            beat = self.pulse.beats[rank]
             lines.append(
-                f"rank {rank}: process {pid}, last heartbeat"
-                f" {f'{now - beat:.1f} s ago' if beat else 'none'}, last sign of life"
+                f"rank {rank}: process {pid}, last sign of life"
                 f" {self.clock - signs.alive_at:.1f} s ago, last work"
-                f" {self.clock - signs.work_at:.1f} s ago, {self.pulse.progress[rank]} commands and"
+                f" {self.clock - signs.work_at:.1f} s ago, {self.progress[rank]} commands and"
                 f" launches, {signs.state.seconds:.1f} s of CPU, threads"
                 f" {''.join(sorted(signs.state.states)) or 'unknown'}"
             )

@@ -18,11 +18,11 @@ class DeviceFailure(RunError):
 
 
 class Known(NamedTuple):
-    """One failure: its status numbers, regular expressions of its texts, what it means to a user,
+    """One failure: its status numbers, a regular expression of its texts, what it means to a user,
     and what to type."""
 
     statuses: tuple[int, ...]
-    texts: tuple[str, ...]
+    pattern: str
     meaning: str
     advice: str
 
@@ -38,55 +38,48 @@ TABLE = (
     # The device: taken, not there, or full
     Known(
         (1005,),
-        (r"[Cc]ore\(s\) not available", "[Cc]ores?.{0,40}(in use|held by)", "NRT_EXEC_NC_BUSY"),
+        r"[Cc]ore\(s\) not available|[Cc]ores?.{0,40}(in use|held by)|NRT_EXEC_NC_BUSY",
         "another process holds the cores",
         "see which: neuron-ls; end it, wait a few seconds and type the same again",
     ),
     Known(
         (),
-        (
-            "no neuron device",
-            "[Nn]euron [Dd]river",
-            "Runtime could not be initialized",
-            "nrt_init.*failed",
-        ),
+        "no neuron device|[Nn]euron [Dd]river|Runtime could not be initialized|nrt_init.*failed",
         "the Neuron driver or its devices cannot be opened",
         "check them: neuron-ls; install or reload the driver: sudo modprobe neuron",
     ),
     Known(
         (4,),
         (
-            "NRT_RESOURCE",
-            "Allocation Failure",
-            "[Ff]ailed to alloc(ate)? DEVICE memory",
-            "out of (device )?memory",
+            "NRT_RESOURCE|Allocation Failure|[Ff]ailed to alloc(ate)? DEVICE memory|"
+            "out of (device )?memory"
         ),
         "the device's memory is full",
         _SMALLER + "; close other programs on the cores (neuron-ls)",
     ),
     Known(
         (11,),
-        ("NRT_FAIL_HOST_MEM_ALLOC", "[Ff]ailed to allocate HOST memory"),
+        "NRT_FAIL_HOST_MEM_ALLOC|[Ff]ailed to allocate HOST memory",
         "the host's memory is full or fragmented",
         "end other programs, then: echo 1 | sudo tee /proc/sys/vm/compact_memory",
     ),
     # The launch of a run
     Known(
         (5,),
-        ("NRT_TIMEOUT",),
+        "NRT_TIMEOUT",
         "a run did not end in time",
         "a first run may take minutes: export NEURON_RT_EXEC_TIMEOUT=1800; if it comes again on a"
         " warm run, a rank hangs: end the process, wait a few seconds and type the same again",
     ),
     Known(
         (7,),
-        ("NRT_QUEUE_FULL", "Execution Queue Full"),
+        "NRT_QUEUE_FULL|Execution Queue Full",
         "too many launches wait",
         "wait for the device more often: --profile-set drain_every=8",
     ),
     Known(
         (9,),
-        ("NRT_LOAD_NOT_ENOUGH_NC",),
+        "NRT_LOAD_NOT_ENOUGH_NC",
         "fewer cores than the graph was compiled for",
         "count them: neuron-ls; type: unset NEURON_RT_NUM_CORES; check NEURON_RT_VISIBLE_CORES and"
         " NEURON_LOGICAL_NC_CONFIG",
@@ -94,19 +87,19 @@ TABLE = (
     # The graph's file does not fit the installation or the machine
     Known(
         (10,),
-        ("NRT_UNSUPPORTED_NEFF_VERSION",),
+        "NRT_UNSUPPORTED_NEFF_VERSION",
         "the graph was compiled by another SDK than this runtime's",
         "delete the graph's folder and compile again with the installed SDK",
     ),
     Known(
         (13, 14),
-        ("NRT_UNINITIALIZED", "NRT_CLOSED"),
+        "NRT_UNINITIALIZED|NRT_CLOSED",
         "the runtime was closed in this process",
         "start a new process",
     ),
     Known(
         (2, 1002),
-        ("NRT_INVALID", "NRT_EXEC_BAD_INPUT"),
+        "NRT_INVALID|NRT_EXEC_BAD_INPUT",
         "the runtime refused the graph or its inputs",
         "delete the graph's folder, compile again with the installed SDK, and check that"
         " NEURON_LOGICAL_NC_CONFIG is the one it was compiled for",
@@ -114,18 +107,15 @@ TABLE = (
     # While it ran
     Known(
         (1003,),
-        ("NRT_EXEC_COMPLETED_WITH_NUM_ERR",),
+        "NRT_EXEC_COMPLETED_WITH_NUM_ERR",
         "a run produced NaN",
         "check the shards: type the shard command again with --verify",
     ),
     Known(
         (6, 101, 1004, 1006, 1200, 1201, 1202, 1203, 1204, 1205),
         (
-            "NRT_HW_ERROR",
-            "NRT_EXEC_UNIT_UNRECOVERABLE",
-            "NRT_EXEC_HW_ERR",
-            "NRT_EXEC_COMPLETED_WITH_ERR",
-            "NRT_EXEC_OOB",
+            "NRT_HW_ERROR|NRT_EXEC_UNIT_UNRECOVERABLE|NRT_EXEC_HW_ERR|"
+            "NRT_EXEC_COMPLETED_WITH_ERR|NRT_EXEC_OOB"
         ),
         "the core failed",
         "type the same again; " + _RESET,
@@ -133,10 +123,8 @@ TABLE = (
     Known(
         (1206,),
         (
-            "NRT_NETWORK_PROXY_FAILURE",
-            "Failed to bind",
-            "Address already in use",
-            "ncclInitGlobalComm failed",
+            "NRT_NETWORK_PROXY_FAILURE|Failed to bind|Address already in use|"
+            "ncclInitGlobalComm failed"
         ),
         "the cores could not find each other",
         "wait a minute for the last run's ports, and type the same again",
@@ -144,25 +132,25 @@ TABLE = (
     # neuronx-cc: its codes say which pass gave up; the last row is any other code
     Known(
         (),
-        ("NCC_EXTP004", "NCC_EBVF030", "NCC_EVRF007", "instruction.{0,20}limit"),
+        "NCC_EXTP004|NCC_EBVF030|NCC_EVRF007|instruction.{0,20}limit",
         "the graph has more instructions than the compiler allows",
         "cut it into smaller ones: --blocks-per-graph 2 or 1; or a smaller size, or more ranks",
     ),
     Known(
         (),
-        ("NCC_ISMP902",),
+        "NCC_ISMP902",
         "the compiler does not work with the installed islpy",
         "pip install 'islpy<2026.2'",
     ),
     Known(
         (),
-        ("NCC_EOOM00[12]", "NCC_EVRF009", "NCC_EXSP001"),
+        "NCC_EOOM00[12]|NCC_EVRF009|NCC_EXSP001",
         "the compiled graph would not fit the device's memory",
         _SMALLER,
     ),
     Known(
         (),
-        ("NCC_[A-Z]{4}[0-9]{3}",),
+        "NCC_[A-Z]{4}[0-9]{3}",
         "the compiler refused the graph",
         "look its code up in the compiler's error pages",
     ),
@@ -172,7 +160,7 @@ TABLE = (
 def known(text: str) -> Known | None:
     """The table's row for an error's text, or None."""
     for row in TABLE:
-        if any(re.search(pattern, text) for pattern in row.texts):
+        if re.search(row.pattern, text):
             return row
     statuses = {int(number) for number in re.findall(r"status\s*[=:]\s*(\d+)", text)}
     return next((row for row in TABLE if statuses & {*row.statuses}), None)

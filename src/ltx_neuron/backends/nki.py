@@ -42,14 +42,11 @@ class Kernel(NamedTuple):
             kernel = getattr(importlib.import_module(self.module), self.name)
         except ImportError as error:
             raise UserError(f"{self.package} cannot be imported: {error}\n{self.missing}") from None
-        # Up to SDK 2.27 nkilib leaves the decoration to its callers.
-        return _decorated(kernel) if isinstance(kernel, FunctionType) else kernel
+        if not isinstance(kernel, FunctionType):
+            return kernel
+        import nki
 
-
-def _decorated(function: Callable):
-    import nki
-
-    return nki.jit(function)
+        return nki.jit(kernel)  # up to SDK 2.27 nkilib leaves the decoration to its callers
 
 
 def _cte_arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:

@@ -20,9 +20,9 @@ from torch import Tensor
 from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
-from ltx_neuron.backends.nxd_buffers import Buffers, Call, calls_of, copies_needed
+from ltx_neuron.backends.nxd_buffers import Buffers, copies_needed
 from ltx_neuron.backends.nxd_compile import WRAPPED, argument_name, set_environment
-from ltx_neuron.backends.ranks import NotFiniteError
+from ltx_neuron.backends.ranks import Call, NotFiniteError, calls_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, weight_name
 from ltx_neuron.profiles import Profile
@@ -157,7 +157,7 @@ class Ranks(ranks.Ranks):
         environment.set_communicator(profile, tp)
         environment.set_visible_cores(profile, tp)
         self.tp = tp
-        self.bytes_sent = self.command_bytes = 0
+        self.bytes_sent = 0
         self.programs: dict[str, Manifest] = {}
         self._sets: list[_WeightSet] = []
         self._sequences: dict[tuple[str, str], list] = {}
@@ -258,8 +258,7 @@ class Ranks(ranks.Ranks):
         # The ranked mode returns when the last rank is done.
         milliseconds = (time.perf_counter() - start) * 1e3
         self.launch_ms += milliseconds - in_graphs
-        writes = call.writes
-        if broken := ranks.broken_latents(writes, writes, partial(self.get, program)):
+        if broken := ranks.broken_latents(call.writes.values(), partial(self.get, program)):
             raise NotFiniteError(broken)
         return milliseconds
 

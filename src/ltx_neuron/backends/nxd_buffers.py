@@ -16,45 +16,12 @@ for each call (executor.py, _allocate_output) and needs none of this. Not run on
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import count
-from typing import NamedTuple
 
 from torch import Tensor
 
-from ltx_neuron.backends import ranks
-from ltx_neuron.backends.manifest import Manifest
-
-
-class Call(NamedTuple):
-    """One launch of a graph for the blocks from `first` on.
-
-    reads   the tensor that each input is read from, by input
-    writes  the tensor that each output is stored as, by output
-    """
-
-    graph: str
-    first: int
-    reads: dict[str, str]
-    writes: dict[str, str]
-
-
-def calls_of(
-    manifest: Manifest, runs: list[tuple[str, dict, dict]], chosen: Mapping[str, str]
-) -> list[Call]:
-    """The launches of a sequence of runs, as in Ranks.define. `chosen`: inputs that are read from a
-    step's own tensor."""
-    calls = []
-    for run, reads, writes in runs:
-        for graph, first in manifest.runs[run]:
-            described, named = manifest.graphs[graph], {**reads, **chosen}
-            sources = {
-                name: named.get(name, name) + ranks.group(manifest.fields[name], first)
-                for name in described["inputs"]
-            }
-            stored = {name: writes.get(name, name) for name in described["outputs"]}
-            calls.append(Call(graph, first, sources, stored))
-    return calls
+from ltx_neuron.backends.ranks import Call
 
 
 class Buffers:

@@ -71,38 +71,39 @@ class XlaComm:
         # On meta tensors only shapes matter, and there may be no replica groups yet.
         if self.size == 1 or tensors[0].is_meta:
             return tensors
-        import torch_xla.core.xla_model as xm
-
+        xm, groups = self._collectives()
         summed = list(tensors)
         for indices in _calls(tensors):
             together = [tensors[index] for index in indices]  # replaced in place
-            xm.all_reduce(xm.REDUCE_SUM, together, groups=self.groups or _replica_groups())
+            xm.all_reduce(xm.REDUCE_SUM, together, groups=groups)
             for index, tensor in zip(indices, together, strict=True):
                 summed[index] = tensor
         return tuple(summed)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        if self.size == 1:
-            return tensor
         if tensor.is_meta:
             return tensor.repeat(1, self.size, 1)
-        import torch_xla.core.xla_model as xm
-
-        groups = self.groups or _replica_groups()
+        xm, groups = self._collectives()
         # A pinned layout would make it an all-reduce of a padded tensor.
         return xm.all_gather(tensor, dim=1, groups=groups, pin_layout=False)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        if self.size == 1:
-            return tensor
         if tensor.is_meta:
             return tensor.unflatten(1, (self.size, -1)).sum(1)
-        import torch_xla.core.xla_model as xm
-
-        groups = self.groups or _replica_groups()
+        xm, groups = self._collectives()
         return xm.reduce_scatter(
             xm.REDUCE_SUM, tensor, 1.0, 1, self.size, groups=groups, pin_layout=False
         )
+
+    def _collectives(self):
+        """torch_xla's, and the groups of ranks that they are over."""
+        import torch_xla.core.xla_model as xm
+
+        if self.groups is None:
+            from neuronx_distributed.parallel_layers import parallel_state
+
+            return xm, parallel_state.get_tensor_model_parallel_replica_groups()
+        return xm, self.groups
 
 
 def _calls(tensors: tuple[Tensor, ...]) -> list[list[int]]:
@@ -110,12 +111,6 @@ def _calls(tensors: tuple[Tensor, ...]) -> list[list[int]]:
     small = [i for i, tensor in enumerate(tensors) if tensor.nbytes <= TOGETHER_BYTES]
     large = [[i] for i, tensor in enumerate(tensors) if tensor.nbytes > TOGETHER_BYTES]
     return [small, *large] if small else large
-
-
-def _replica_groups() -> list[list[int]]:
-    from neuronx_distributed.parallel_layers import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_replica_groups()
 
 
 def argument_name(parameter: str) -> str:

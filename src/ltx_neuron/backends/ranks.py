@@ -5,9 +5,9 @@ torchdist.Ranks has a process per rank; nxd.Ranks drives all cores from the host
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ class Ranks(Protocol):
     bytes_sent  bytes of the tensors that the host has handed to ranks so far. torchdist counts one
                 once, since the ranks share its memory; nxd counts each rank's part. Neither counts
                 weights, which are read from rank files, nor downloads.
-    command_bytes  bytes of the commands so far, lines of text to rank processes, once a rank. They
-                end there: no device sees them
     launches    graphs that one rank has launched so far, and `launch_ms` the host's milliseconds
                 for that: of a device that works on meanwhile until it has them all, else what
                 passes between its graphs
@@ -39,7 +37,6 @@ class Ranks(Protocol):
 
     tp: int
     bytes_sent: int
-    command_bytes: int
     launches: int = 0
     launch_ms: float = 0.0
     programs: dict[str, Manifest]
@@ -160,6 +157,37 @@ def group(field: Field, first_block: int) -> str:
     return at("", first_block) if field.per_block else ""
 
 
+class Call(NamedTuple):
+    """One launch of a graph for the blocks from `first` on.
+
+    reads   the tensor that each input is read from, by input
+    writes  the tensor that each output is stored as, by output
+    """
+
+    graph: str
+    first: int
+    reads: dict[str, str]
+    writes: dict[str, str]
+
+
+def calls_of(
+    manifest: Manifest, runs: list[tuple[str, dict, dict]], chosen: Mapping[str, str]
+) -> list[Call]:
+    """The launches of a sequence of runs, as in Ranks.define. `chosen`: inputs that are read from a
+    step's own tensor."""
+    calls = []
+    for run, reads, writes in runs:
+        for graph, first in manifest.runs[run]:
+            described, named = manifest.graphs[graph], {**reads, **chosen}
+            sources = {
+                name: named.get(name, name) + group(manifest.fields[name], first)
+                for name in described["inputs"]
+            }
+            stored = {name: writes.get(name, name) for name in described["outputs"]}
+            calls.append(Call(graph, first, sources, stored))
+    return calls
+
+
 def kept(field: Field, name: str, whole: Tensor, rank: int) -> dict[str, Tensor]:
     """What a rank keeps of an uploaded tensor, by name: views. Of a field per block that is one
     tensor for each group of blocks, because graphs take whole tensors."""
@@ -185,15 +213,10 @@ def weights_of(programs: dict[str, Manifest]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def broken_latents(
-    outputs: Iterable[str], writes: dict[str, str], download: Callable[[str], Tensor]
-) -> list[str]:
-    """Names of the latents or pixels with NaN or Inf that a run's last graph left. Of healthy ones
-    nothing is downloaded but the number that tells so.
-
-    outputs, writes  of the graph, and as in Ranks.define
-    """
-    stored = {writes.get(name, name) for name in outputs}
+def broken_latents(stored: Iterable[str], download: Callable[[str], Tensor]) -> list[str]:
+    """Names of the latents or pixels with NaN or Inf among what a run's last graph stored. Of
+    healthy ones nothing is downloaded but the number that tells so."""
+    stored = {*stored}
     if FINITE not in stored or finite(download(FINITE)):
         return []
     results = [name for name in RESULTS if name in stored]

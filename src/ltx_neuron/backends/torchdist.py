@@ -1,12 +1,13 @@
 """One process per rank: `Ranks` is the host's handle on them. A rank's own side is rank.py, the
 messages between them wire.py.
 
-Commands are JSON lines of a few dozen bytes, tensors travel through shared memory, and both are
+Commands have a few dozen bytes, tensors travel through shared memory, and both are
 counted. Running a program touches only tensors that the ranks hold, so a denoising step costs the
 host one command with the step's number.
 """
 
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -27,18 +28,11 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.backends import compiled, environment, liveness, ranks
-from ltx_neuron.backends.liveness import Pulse, Watch
+from ltx_neuron.backends.liveness import Watch
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.rank import serve
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
-from ltx_neuron.backends.wire import (
-    Blame,
-    Failure,
-    RankSettings,
-    SharedTensor,
-    decode_answer,
-    encode_command,
-)
+from ltx_neuron.backends.wire import Blame, Failure, RankSettings, SharedTensor
 from ltx_neuron.errors import RunError
 from ltx_neuron.profiles import MODELS, Profile
 
@@ -55,14 +49,9 @@ _starting = threading.Lock()  # what a child inherits is set for the whole proce
 def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> RankSettings:
     """What the profile says of a rank. cache: where compilers keep what they made."""
     return RankSettings(
-        rank=rank,
-        tp=tp,
-        process_group=profile.process_group,
-        device=profile.device,
-        lnc=profile.lnc,
-        compile_backend=profile.compile_backend,
-        drain_every=profile.drain_every,
-        threads=profile.rank_threads(tp),
+        profile,
+        rank,
+        tp,
         environment=environment.of_rank(profile, tp, rank, cache),
         compilers={model: environment.of_compiler(profile, model) for model in MODELS},
     )
@@ -79,7 +68,7 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     settings = rank_settings(profile, tp, 0, cache)
     if profile.device == "neuron":
         settings.environment["TORCH_NEURONX_COMPILE_ONLY"] = "1"
-    arguments = [str(folder) for folder in folders], settings
+    arguments = folders, settings
     process = get_context("spawn").Process(target=compiled.compile_only, args=arguments)
     with _inherited(settings.environment):
         process.start()
@@ -131,6 +120,8 @@ class Ranks(ranks.Ranks):
     user can mend it), and leaves no process. So does, later, one that lives but keeps the others
     waiting; on Neuron only where the runtime sleeps while it waits (docs/failures.md). A rank that
     is only slow, because its machine is busy or was paused, does not.
+
+    command_bytes  bytes of the commands so far, once a rank
     """
 
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
@@ -149,10 +140,10 @@ class Ranks(ranks.Ranks):
             context.set_forkserver_preload(
                 ["ltx_neuron.backends.rank", "torch._export.serde.serialize"]
             )
-        self._pulse = Pulse(context, tp)
+        self._progress = context.RawArray("q", tp)
         try:
             self._start(context, profile)
-            self._watch = Watch([process.pid for process in self._processes], self._pulse)
+            self._watch = Watch([process.pid for process in self._processes], self._progress)
             self._gather(liveness.START_SECONDS)
         except BaseException:
             self.close()
@@ -167,7 +158,7 @@ class Ranks(ranks.Ranks):
             )
             process = context.Process(
                 target=serve,
-                args=(rank_end, settings, self._pulse),
+                args=(rank_end, settings, self._progress),
                 daemon=True,
                 name=f"ltx-rank{rank}",
             )
@@ -204,20 +195,20 @@ class Ranks(ranks.Ranks):
         self._took.clear()  # the next runs page new weights in
         self._call(
             self._first_seconds,
-            op="load",
-            weights=str(weights),
+            "load",
+            weights=weights,
             wanted=ranks.weights_of(programs),
-            programs={name: str(manifest.folder) for name, manifest in programs.items()},
-            dtype=str(dtype).removeprefix("torch."),
+            programs={name: manifest.folder for name, manifest in programs.items()},
+            dtype=dtype,
         )
 
     def replace_weights(self, weights: Path) -> None:
         self._took.clear()
-        self._call(self._first_seconds, op="replace_weights", weights=str(weights))
+        self._call(self._first_seconds, "replace_weights", weights=weights)
 
     def unload(self) -> None:
         self.programs.clear()
-        self._call(self._patience(), op="unload")
+        self._call(self._patience(), "unload")
 
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         # One command for all of them: a round trip to every rank costs more than a small tensor.
@@ -234,16 +225,16 @@ class Ranks(ranks.Ranks):
                 uploads.append(
                     {"name": name, "like": like_field, "memory": shared.name, "shape": shape}
                 )
-            self._call(self._patience(), op="put", program=program, uploads=uploads)
+            self._call(self._patience(), "put", program=program, uploads=uploads)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
-        self._call(self._patience(), op="define", program=program, sequence=sequence, runs=runs)
+        self._call(self._patience(), "define", program=program, sequence=sequence, runs=runs)
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
         began = time.monotonic()
         answers = self._call(
             self._patience((program, sequence)),
-            op="run",
+            "run",
             program=program,
             sequence=sequence,
             numbers=numbers,
@@ -258,17 +249,11 @@ class Ranks(ranks.Ranks):
     def get(self, program: str, name: str) -> Tensor:
         field = self.programs[program].fields[name]
         with SharedTensor(ranks.whole_shape(field, self.tp), field.dtype) as shared:
-            self._call(self._patience(), op="get", program=program, name=name, memory=shared.name)
+            self._call(self._patience(), "get", program=program, name=name, memory=shared.name)
             return shared.tensor.clone()
 
     def hashes(self, *names: str) -> list[str]:
-        return [answer["hash"] for answer in self._call(self._patience(), op="hash", names=names)]
-
-    def compiled_graphs(self) -> int:
-        """Graphs that torch.compile made for the programs so far; every rank has as many."""
-        answers = self._call(self._patience(), op="compiled_graphs")
-        (count,) = {answer["count"] for answer in answers}
-        return count
+        return [answer["hash"] for answer in self._call(self._patience(), "hash", names=names)]
 
     def check(self) -> None:
         if self._watch.age >= _POLL_SECONDS:
@@ -289,15 +274,15 @@ class Ranks(ranks.Ranks):
         longest = self._took[run] if run else max(self._took.values(), default=0.0)
         return max(liveness.HANG_SECONDS, liveness.HANG_TIMES * longest)
 
-    def _call(self, patience: float, **command) -> list[dict]:
-        """Have every rank call the method `op` of Rank; returns what each returned."""
-        line = encode_command(**command)
+    def _call(self, patience: float, method: str, **arguments) -> list[dict]:
+        """Have every rank call a method of Rank; returns what each returned."""
+        command = pickle.dumps((method, arguments))
         for pipe in self._pipes:
             try:
-                pipe.send_bytes(line)
+                pipe.send_bytes(command)
             except (BrokenPipeError, ConnectionResetError):
                 break  # that rank is gone: _gather says why
-            self.command_bytes += len(line)
+            self.command_bytes += len(command)
         return self._gather(patience)
 
     def _gather(self, patience: float) -> list[dict]:
@@ -336,7 +321,7 @@ class Ranks(ranks.Ranks):
     def _receive(self, rank: int) -> dict | Failure:
         """A rank's answer, or how its process ended."""
         try:
-            return decode_answer(self._pipes[rank].recv_bytes())
+            return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(timeout=1)  # its pipe closes before it has an exit code
             code = self._processes[rank].exitcode

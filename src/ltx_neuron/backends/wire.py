@@ -1,45 +1,38 @@
 """The wire between the host and its rank processes. Both sides (torchdist.py, rank.py) write and
 read it with what is here.
 
-host to rank  a command, one JSON line on a pipe: {"op": method of Rank, its arguments}
-rank to host  {"result": what the method returned}, or {"failure": ...}, after which the rank ends
+host to rank  a command on a pipe: the name of a method of Rank, and its keyword arguments
+rank to host  a dict, what the method returned, or a Failure, after which the rank ends
 tensors       in shared memory that the host makes and a command names
-signs of life  in shared memory: liveness.Pulse
+progress      in shared memory: see liveness.Watch
 """
 
-import json
 import math
 import mmap
 import os
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
 from ltx_neuron.backends.neuron_errors import failure
 from ltx_neuron.errors import UserError
+from ltx_neuron.profiles import Profile
 
 
 @dataclass(frozen=True)
 class RankSettings:
     """What a rank is told when it starts.
 
-    lnc              physical cores of one logical NeuronCore
-    drain_every      launches after which a rank waits for its device; 0 never
     environment      variables that must be set before torch is imported
     compilers        variables that must be set while a model's graphs are launched, by model
     store            the file over which the process group meets, in the run's temporary folder
     """
 
+    profile: Profile
     rank: int
     tp: int
-    process_group: str
-    device: str
-    lnc: int
-    compile_backend: str
-    drain_every: int
-    threads: int
     environment: dict[str, str]
     compilers: dict[str, dict[str, str]]
     store: str = ""
@@ -102,26 +95,3 @@ def failure_of(error: BaseException, device: str) -> Failure:
     refusal, known = isinstance(error, UserError), failure(error) if device == "neuron" else None
     text = str(known or error) if known or refusal else "".join(traceback.format_exception(error))
     return Failure(text, Blame.RAISED, refusal)
-
-
-def encode_command(op: str, **arguments) -> bytes:
-    return json.dumps({"op": op, **arguments}).encode()
-
-
-def decode_command(line: bytes) -> tuple[str, dict]:
-    """The method of Rank to call, and its keyword arguments."""
-    arguments = json.loads(line)
-    return arguments.pop("op"), arguments
-
-
-def encode_answer(answer: dict | Failure) -> bytes:
-    message = {"failure": asdict(answer)} if isinstance(answer, Failure) else {"result": answer}
-    return json.dumps(message).encode()
-
-
-def decode_answer(line: bytes) -> dict | Failure:
-    message = json.loads(line)
-    if "result" in message:
-        return message["result"]
-    described = message["failure"]
-    return Failure(**{**described, "blame": Blame(described["blame"])})

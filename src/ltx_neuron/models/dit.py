@@ -39,28 +39,55 @@ from ltx_neuron.models.modulation import (
     Modulation,
 )
 from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm, sum_partials
-from ltx_neuron.models.perturbations import Perturbations
 from ltx_neuron.models.rope import Rope
 from ltx_neuron.models.signatures import (
     BlockInputs,
     BlockOutputs,
+    GuidedStepInputs,
     GuideInputs,
     HeadInputs,
     HeadOutputs,
+    StepInputs,
     TailInputs,
     TailOutputs,
     X0Outputs,
     optional,
 )
 
+Modulations = tuple[Modulation, Modulation]
 
-def _modulations(inputs: BlockInputs | TailInputs) -> tuple[Modulation, Modulation]:
+
+def _modulations(inputs: BlockInputs | TailInputs) -> Modulations:
     """Of video and of audio."""
     audio_mask = optional(inputs, "audio_timestep_mask")
     return (
         Modulation(inputs.video_rows, inputs.timestep_mask),
         Modulation(inputs.audio_rows, audio_mask),
     )
+
+
+class Perturbations:
+    """What a guided pass leaves out of one block (ltx-core guidance/perturbations.py).
+
+    Tensors of 0 and 1 rather than Python flags: the passes share one graph, and another STG block
+    or skipped step compiles nothing.
+
+    keep     (4,): video and audio self-attention, audio to video, video to audio; 0 is left out
+    enabled  (2,) fp32: video, audio; 0 leaves the stream as it entered the block
+    """
+
+    def __init__(self, keep: Tensor, enabled: Tensor):
+        self.video_self, self.audio_self, self.a2v, self.v2a = keep.unbind(0)
+        self.enabled = enabled.to(keep.dtype)
+
+    def where_enabled(
+        self, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The streams (1, T, D) after a part of the block where they are enabled, else before."""
+        return tuple(
+            new * on + old * (1 - on)
+            for old, new, on in zip(before, after, self.enabled.unbind(0), strict=True)
+        )
 
 
 class TransformerBlock(nn.Module):
@@ -71,10 +98,12 @@ class TransformerBlock(nn.Module):
     they sum over the ranks may travel together (Comm.sum).
     """
 
-    def __init__(self, config: TransformerConfig, tp: int, kernel: Kernel, divided: bool = False):
+    def __init__(
+        self, config: TransformerConfig, tp: int, comm: Comm, kernel: Kernel, divided: bool
+    ):
         super().__init__()
         video, audio, eps = config.video, config.audio, config.norm_eps
-        self.eps, self.divided = eps, divided
+        self.comm, self.eps, self.divided = comm, eps, divided
         self.attn1 = Attention(video, video.inner, video.inner, tp, kernel, eps)
         self.attn2 = Attention(video, video.inner, video.inner, tp, kernel, eps)
         self.ff = FeedForward(video.inner, tp, config.ff_bias)
@@ -97,7 +126,6 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self,
-        comm: Comm,
         video: Tensor,
         audio: Tensor,
         inputs: BlockInputs,
@@ -110,44 +138,47 @@ class TransformerBlock(nn.Module):
         """
         modulations = _modulations(inputs)
         start = video, audio
-        video, audio = self._self_attention(comm, video, audio, *modulations, inputs, perturbations)
-        video, audio = self._text_attention(comm, video, audio, *modulations, inputs)
+        video, audio = self._self_attention(video, audio, modulations, inputs, perturbations)
+        video, audio = self._text_attention(video, audio, modulations, inputs)
         if perturbations is not None:
             # A disabled stream is unchanged already where the other stream attends to it.
             video, audio = perturbations.where_enabled(start, (video, audio))
-        video, audio = self._audio_video_attention(
-            comm, video, audio, *modulations, inputs, perturbations
-        )
-        video, audio = self._feed_forward(comm, video, audio, *modulations)
+        video, audio = self._audio_video_attention(video, audio, modulations, inputs, perturbations)
+        video, audio = self._feed_forward(video, audio, modulations)
         if perturbations is None:
             return video, audio
         return perturbations.where_enabled(start, (video, audio))
 
-    def _norm(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """AdaLN of (1, T, D) by a scale and shift of (D,) or (T, D)."""
-        return rms_norm(x, self.eps) * (1 + scale) + shift
+    def _modulated(
+        self, video: Tensor, audio: Tensor, modulations: Modulations, group: AdaLNRows
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """AdaLN of both streams, (1, T, D), and the gates, (D,) or (T, D), of what is computed from
+        them."""
+        tables = self.scale_shift_table, self.audio_scale_shift_table
+        (v_shift, v_scale, v_gate), (a_shift, a_scale, a_gate) = (
+            modulation.per_token(table, group)
+            for modulation, table in zip(modulations, tables, strict=True)
+        )
+        v_norm = rms_norm(video, self.eps) * (1 + v_scale) + v_shift
+        a_norm = rms_norm(audio, self.eps) * (1 + a_scale) + a_shift
+        return v_norm, a_norm, v_gate, a_gate
 
     def _self_attention(
         self,
-        comm: Comm,
         video: Tensor,
         audio: Tensor,
-        v_modulation: Modulation,
-        a_modulation: Modulation,
+        modulations: Modulations,
         inputs: BlockInputs,
         perturbations: Perturbations | None,
     ) -> tuple[Tensor, Tensor]:
         """Each stream attends to its own tokens: Tv x Tv and Ta x Ta."""
-        v_table, a_table = self.scale_shift_table, self.audio_scale_shift_table
-        v_shift, v_scale, v_gate = v_modulation.per_token(v_table, SELF_ATTENTION)
-        a_shift, a_scale, a_gate = a_modulation.per_token(a_table, SELF_ATTENTION)
-        v_norm, a_norm = self._norm(video, v_scale, v_shift), self._norm(audio, a_scale, a_shift)
+        v_norm, a_norm, v_gate, a_gate = self._modulated(video, audio, modulations, SELF_ATTENTION)
         v_rope = Rope(inputs.video_cos, inputs.video_sin)
         a_rope = Rope(inputs.audio_cos, inputs.audio_sin)
         v_keep = None if perturbations is None else perturbations.video_self
         a_keep = None if perturbations is None else perturbations.audio_self
         v, a = attend(
-            comm,
+            self.comm,
             AttentionCall(
                 self.attn1,
                 v_norm,
@@ -162,27 +193,18 @@ class TransformerBlock(nn.Module):
         return video + v * v_gate, audio + a * a_gate
 
     def _text_attention(
-        self,
-        comm: Comm,
-        video: Tensor,
-        audio: Tensor,
-        v_modulation: Modulation,
-        a_modulation: Modulation,
-        inputs: BlockInputs,
+        self, video: Tensor, audio: Tensor, modulations: Modulations, inputs: BlockInputs
     ) -> tuple[Tensor, Tensor]:
         """Each stream attends to its own text context, without RoPE: Tv x S and Ta x S."""
-        v_table, a_table = self.scale_shift_table, self.audio_scale_shift_table
-        v_shift, v_scale, v_gate = v_modulation.per_token(v_table, TEXT_ATTENTION)
-        a_shift, a_scale, a_gate = a_modulation.per_token(a_table, TEXT_ATTENTION)
+        v_norm, a_norm, v_gate, a_gate = self._modulated(video, audio, modulations, TEXT_ATTENTION)
         v_context, a_context = inputs.video_context, inputs.audio_context  # (1, S, Dv), (1, S, Da)
         if self.modulated_prompt:
             # By the step's sigma: keys and values change every step and cannot be computed once.
             v_prompt, a_prompt = self.prompt_scale_shift_table, self.audio_prompt_scale_shift_table
-            v_context = self._modulate_prompt(v_context, v_modulation, v_prompt)
-            a_context = self._modulate_prompt(a_context, a_modulation, a_prompt)
-        v_norm, a_norm = self._norm(video, v_scale, v_shift), self._norm(audio, a_scale, a_shift)
+            v_context = self._modulate_prompt(v_context, modulations[0], v_prompt)
+            a_context = self._modulate_prompt(a_context, modulations[1], a_prompt)
         v, a = attend(
-            comm,
+            self.comm,
             AttentionCall(self.attn2, v_norm, v_context, x_divided=self.divided),
             AttentionCall(self.audio_attn2, a_norm, a_context),
         )
@@ -196,16 +218,15 @@ class TransformerBlock(nn.Module):
 
     def _audio_video_attention(
         self,
-        comm: Comm,
         video: Tensor,
         audio: Tensor,
-        v_modulation: Modulation,
-        a_modulation: Modulation,
+        modulations: Modulations,
         inputs: BlockInputs,
         perturbations: Perturbations | None,
     ) -> tuple[Tensor, Tensor]:
         """Each stream attends to the other, by seconds alone: Tv x Ta (a2v) and Ta x Tv (v2a)."""
         v_table, a_table = self.scale_shift_table_a2v_ca_video, self.scale_shift_table_a2v_ca_audio
+        v_modulation, a_modulation = modulations
         # Both norms come from before either attention: neither direction sees the other's result.
         v_norm, a_norm = rms_norm(video, self.eps), rms_norm(audio, self.eps)
 
@@ -220,7 +241,7 @@ class TransformerBlock(nn.Module):
         v_context, a_query = modulated(V2A)
         # Queries turn by the positions of their own stream, keys by those of the other.
         v, a = attend(
-            comm,
+            self.comm,
             AttentionCall(
                 self.audio_to_video_attn, v_query, a_context, v_rope, a_rope, x_divided=self.divided
             ),
@@ -241,23 +262,15 @@ class TransformerBlock(nn.Module):
         return video + v * v_gate, audio + a * a_gate
 
     def _feed_forward(
-        self,
-        comm: Comm,
-        video: Tensor,
-        audio: Tensor,
-        v_modulation: Modulation,
-        a_modulation: Modulation,
+        self, video: Tensor, audio: Tensor, modulations: Modulations
     ) -> tuple[Tensor, Tensor]:
         """Each token by itself, D -> 4 D -> D."""
-        v_table, a_table = self.scale_shift_table, self.audio_scale_shift_table
-        v_shift, v_scale, v_gate = v_modulation.per_token(v_table, FEED_FORWARD)
-        a_shift, a_scale, a_gate = a_modulation.per_token(a_table, FEED_FORWARD)
-        v_norm, a_norm = self._norm(video, v_scale, v_shift), self._norm(audio, a_scale, a_shift)
+        v_norm, a_norm, v_gate, a_gate = self._modulated(video, audio, modulations, FEED_FORWARD)
         if self.divided:
-            v_norm = comm.all_gather(v_norm)
+            v_norm = self.comm.all_gather(v_norm)
         # Biases are added by `finish`, after the sum, so that they count once.
         partials = self.ff.partial(v_norm), self.audio_ff.partial(a_norm)
-        v, a = sum_partials(comm, partials, (self.divided, False))
+        v, a = sum_partials(self.comm, partials, (self.divided, False))
         return video + self.ff.finish(v) * v_gate, audio + self.audio_ff.finish(a) * a_gate
 
 
@@ -317,18 +330,17 @@ class Blocks(nn.Module):
         comm: Comm,
         kernel: Kernel,
         count: int,
-        divided: bool = False,
+        divided: bool,
     ):
         super().__init__()
-        self.comm = comm
         self.transformer_blocks = nn.ModuleList(
-            TransformerBlock(config, tp, kernel, divided) for _ in range(count)
+            TransformerBlock(config, tp, comm, kernel, divided) for _ in range(count)
         )
 
     def forward(self, inputs: BlockInputs) -> BlockOutputs:
         video, audio = inputs.video_hidden, inputs.audio_hidden
         for block in self.transformer_blocks:
-            video, audio = block(self.comm, video, audio, inputs)
+            video, audio = block(video, audio, inputs)
         return BlockOutputs(video_hidden=video, audio_hidden=audio)
 
 
@@ -391,6 +403,29 @@ class Tail(X0Tail):
             video = blend(video, inputs.denoise_mask, inputs.clean_latent)
         audio = blend_audio(audio, inputs)
         return TailOutputs(*next_latents(inputs, video, audio, inputs.sigma_pairs))
+
+
+class Step(nn.Module):
+    """The whole step, or the whole guided pass, as one graph: head, all blocks, tail."""
+
+    def __init__(
+        self,
+        head: nn.Module,
+        blocks: nn.Module,
+        tail: nn.Module,
+        signatures: tuple[type, type, type],
+    ):
+        super().__init__()
+        self.head, self.blocks, self.tail, self.signatures = head, blocks, tail, signatures
+
+    def forward(self, inputs: StepInputs | GuidedStepInputs) -> TailOutputs | X0Outputs:
+        values = inputs._asdict()
+        # As a backend runs the cut program: each part takes its fields by name from what is there.
+        parts = zip((self.head, self.blocks, self.tail), self.signatures, strict=True)
+        for module, signature in parts:
+            outputs = module(signature(*(values[name] for name in signature._fields)))
+            values |= outputs._asdict()
+        return outputs
 
 
 def blend(x0: Tensor, denoise_mask: Tensor, clean_latent: Tensor) -> Tensor:

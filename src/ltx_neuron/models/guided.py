@@ -6,8 +6,15 @@ A guided pass is head, blocks and X0Tail; its prediction is x0. Shapes as in dit
 
 from torch import Tensor, nn
 
-from ltx_neuron.models.dit import Blocks, Head, blend, blend_audio, next_latents, step_one_hot
-from ltx_neuron.models.perturbations import Perturbations
+from ltx_neuron.models.dit import (
+    Blocks,
+    Head,
+    Perturbations,
+    blend,
+    blend_audio,
+    next_latents,
+    step_one_hot,
+)
 from ltx_neuron.models.signatures import (
     PASSES,
     BlockOutputs,
@@ -34,7 +41,7 @@ class GuidedBlocks(Blocks):
         video, audio = inputs.video_hidden, inputs.audio_hidden
         for block, keep in zip(self.transformer_blocks, inputs.keep.unbind(0), strict=True):
             perturbations = Perturbations(keep, inputs.enabled)
-            video, audio = block(self.comm, video, audio, inputs, perturbations)
+            video, audio = block(video, audio, inputs, perturbations)
         return BlockOutputs(video_hidden=video, audio_hidden=audio)
 
 

@@ -27,6 +27,7 @@ class Comm(Protocol):
         at size 1."""
         ...
 
+    # For sequence parallelism, which is for several ranks.
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The ranks' tokens joined in the order of the ranks: (1, T / size, D) -> (1, T, D)."""
         ...
@@ -44,12 +45,6 @@ class SingleRank:
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return tensor
 
 
 def sum_partials(comm: Comm, partials: Sequence[Tensor], divided: Sequence[bool]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig, Upsampling, VideoDecoderConfig
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
-from ltx_neuron.models.dit import Blocks, Head, Tail, X0Tail
+from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
 from ltx_neuron.models.gemma3 import Gemma3Encoder
 from ltx_neuron.models.guided import Guide, GuidedBlocks, GuidedHead
 from ltx_neuron.models.parallel import Comm
@@ -50,7 +50,6 @@ from ltx_neuron.models.signatures import (
     stage_features,
     tile_fields,
 )
-from ltx_neuron.models.step import Step
 from ltx_neuron.models.video_decoder import ConvIn, ConvOut, DepthToSpace, Stage, UpBlock
 
 

@@ -1,9 +1,9 @@
-"""The signatures of the traced graphs: one NamedTuple of inputs and one of outputs each, and the
+"""The signatures of the traced graphs: one named tuple of inputs and one of outputs each, and the
 shape of every field.
 
 A field's name means the same tensor in every graph, so running a model is: call a graph with the
 named values it asks for, keep the named values it returns. Example inputs, uploads, manifests and
-tests all derive from here. To add an input, name it in the graph's NamedTuple, give it a shape in
+tests all derive from here. To add an input, name it in the graph's signature, give it a shape in
 the function of its model at the end of this file (dit_fields, ...), and say what it means in the
 table below.
 
@@ -63,6 +63,7 @@ Fields of the video decoder, whose ranks have a tile each:
   tile_pixels               (1, 3, 8f - 7, 32h, 32w), about -1 to 1
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -79,88 +80,9 @@ from ltx_neuron.config import (
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
 
-class HeadInputs(NamedTuple):
-    """Choose the step and project the latents to the streams."""
-
-    step: Tensor
-    step_numbers: Tensor
-    sigmas: Tensor
-    video_modulation: Tensor
-    audio_modulation: Tensor
-    video_latent: Tensor
-    audio_latent: Tensor
-
-
-class HeadOutputs(NamedTuple):
-    """The streams, and what the blocks and the tail need of the step."""
-
-    video_hidden: Tensor
-    audio_hidden: Tensor
-    video_rows: Tensor
-    audio_rows: Tensor
-    sigma_pairs: Tensor
-
-
-class BlockInputs(NamedTuple):
-    """Some consecutive transformer blocks."""
-
-    video_hidden: Tensor
-    audio_hidden: Tensor
-    video_rows: Tensor
-    audio_rows: Tensor
-    timestep_mask: Tensor
-    video_context: Tensor
-    audio_context: Tensor
-    video_cos: Tensor
-    video_sin: Tensor
-    audio_cos: Tensor
-    audio_sin: Tensor
-    video_cross_cos: Tensor
-    video_cross_sin: Tensor
-    audio_cross_cos: Tensor
-    audio_cross_sin: Tensor
-
-
-class BlockOutputs(NamedTuple):
-    """The streams after these blocks."""
-
-    video_hidden: Tensor
-    audio_hidden: Tensor
-
-
-class TailInputs(NamedTuple):
-    """From the streams to the next latents, or to a pass's prediction."""
-
-    video_hidden: Tensor
-    audio_hidden: Tensor
-    video_rows: Tensor
-    audio_rows: Tensor
-    timestep_mask: Tensor
-    sigma_pairs: Tensor
-    video_latent: Tensor
-    audio_latent: Tensor
-    denoise_mask: Tensor
-    clean_latent: Tensor
-
-
-class TailOutputs(NamedTuple):
-    """The latents after the step."""
-
-    video_latent: Tensor
-    audio_latent: Tensor
-    finite: Tensor
-
-
-class X0Outputs(NamedTuple):
-    """A guided pass's prediction."""
-
-    video_x0: Tensor
-    audio_x0: Tensor
-
-
-def _signature(name: str, doc: str, fields: list[str]) -> type:
-    """A NamedTuple of tensors from fields of other signatures, each once."""
-    signature = NamedTuple(name, [(field, Tensor) for field in dict.fromkeys(fields)])
+def _signature(name: str, doc: str, *fields: str) -> type:
+    """A named tuple of tensors. `fields` are names with spaces between them; each counts once."""
+    signature = namedtuple(name, dict.fromkeys(" ".join(fields).split()))
     signature.__doc__ = doc
     return signature
 
@@ -171,25 +93,93 @@ def _step_fields(head: type, blocks: type, tail: type, head_outputs: type) -> li
     return [field for field in fields if field not in head_outputs._fields]
 
 
+HeadInputs = _signature(
+    "HeadInputs",
+    "Choose the step and project the latents to the streams.",
+    "step step_numbers sigmas video_modulation audio_modulation video_latent audio_latent",
+)
+HeadOutputs = _signature(
+    "HeadOutputs",
+    "The streams, and what the blocks and the tail need of the step.",
+    "video_hidden audio_hidden video_rows audio_rows sigma_pairs",
+)
+BlockInputs = _signature(
+    "BlockInputs",
+    "Some consecutive transformer blocks.",
+    "video_hidden audio_hidden video_rows audio_rows timestep_mask video_context audio_context",
+    "video_cos video_sin audio_cos audio_sin",
+    "video_cross_cos video_cross_sin audio_cross_cos audio_cross_sin",
+)
+BlockOutputs = _signature(
+    "BlockOutputs", "The streams after these blocks.", "video_hidden audio_hidden"
+)
+TailInputs = _signature(
+    "TailInputs",
+    "From the streams to the next latents, or to a pass's prediction.",
+    "video_hidden audio_hidden video_rows audio_rows timestep_mask sigma_pairs",
+    "video_latent audio_latent denoise_mask clean_latent",
+)
+TailOutputs = _signature(
+    "TailOutputs", "The latents after the step.", "video_latent audio_latent finite"
+)
+X0Outputs = _signature("X0Outputs", "A guided pass's prediction.", "video_x0 audio_x0")
+
 StepInputs = _signature(
     "StepInputs",
     "The whole step in one graph.",
-    _step_fields(HeadInputs, BlockInputs, TailInputs, HeadOutputs),
+    *_step_fields(HeadInputs, BlockInputs, TailInputs, HeadOutputs),
 )
 GuidedHeadInputs = _signature(
-    "GuidedHeadInputs", "HeadInputs of a guided pass.", [*HeadInputs._fields, "enabled_steps"]
+    "GuidedHeadInputs", "HeadInputs of a guided pass.", *HeadInputs._fields, "enabled_steps"
 )
 GuidedHeadOutputs = _signature(
-    "GuidedHeadOutputs", "HeadOutputs of a guided pass.", [*HeadOutputs._fields, "enabled"]
+    "GuidedHeadOutputs", "HeadOutputs of a guided pass.", *HeadOutputs._fields, "enabled"
 )
 GuidedBlockInputs = _signature(
-    "GuidedBlockInputs", "BlockInputs of a guided pass.", [*BlockInputs._fields, "keep", "enabled"]
+    "GuidedBlockInputs", "BlockInputs of a guided pass.", *BlockInputs._fields, "keep enabled"
 )
 GuidedStepInputs = _signature(
     "GuidedStepInputs",
     "A whole guided pass in one graph.",
-    _step_fields(GuidedHeadInputs, GuidedBlockInputs, TailInputs, GuidedHeadOutputs),
+    *_step_fields(GuidedHeadInputs, GuidedBlockInputs, TailInputs, GuidedHeadOutputs),
 )
+GuideInputs = _signature(
+    "GuideInputs",
+    "Combine the predictions of a guided step and take the Euler step.",
+    "step step_numbers sigmas enabled_steps guidance denoise_mask clean_latent",
+    "video_latent audio_latent cond_video cond_audio uncond_video uncond_audio",
+    "perturbed_video perturbed_audio isolated_video isolated_audio guided_video guided_audio",
+)
+GuideOutputs = _signature(
+    "GuideOutputs",
+    "The latents after the step, and the combined prediction for a step that is skipped.",
+    "video_latent audio_latent finite guided_video guided_audio",
+)
+
+Gemma3Inputs = _signature(
+    "Gemma3Inputs",
+    "The text encoder.",
+    "embeddings attention_mask local_cos local_sin global_cos global_sin",
+)
+Gemma3Outputs = _signature(
+    "Gemma3Outputs", "The text encoder's features.", "video_features audio_features"
+)
+Gemma3OutputsWithStates = _signature(
+    "Gemma3OutputsWithStates",
+    "The features and every hidden state.",
+    *Gemma3Outputs._fields,
+    "hidden_states",
+)
+ConnectorInputs = _signature(
+    "ConnectorInputs",
+    "Both text connectors.",
+    "video_tokens audio_tokens video_cos video_sin audio_cos audio_sin",
+)
+ConnectorOutputs = _signature(
+    "ConnectorOutputs", "The contexts that the DiT attends to.", "video_context audio_context"
+)
+TileInputs = _signature("TileInputs", "A tile to decode.", "tile_latent")
+TileOutputs = _signature("TileOutputs", "A decoded tile.", "tile_pixels finite")
 
 
 # Of buckets with audio_timesteps > 1: what says which audio tokens are kept, and as what.
@@ -213,7 +203,7 @@ def extended(signature: type, part: str, kinds: tuple[str, ...]) -> type:
         return signature
     name = "".join(map(str.capitalize, kinds)) + signature.__name__
     doc = f"{signature.__name__} of graphs that are {' and '.join(kinds)}."
-    return _signature(name, doc, [*signature._fields, *more])
+    return _signature(name, doc, *signature._fields, *more)
 
 
 def optional(inputs: tuple, field: str) -> Tensor | None:
@@ -221,100 +211,9 @@ def optional(inputs: tuple, field: str) -> Tensor | None:
     return getattr(inputs, field, None)
 
 
-class GuideInputs(NamedTuple):
-    """Combine the predictions of a guided step and take the Euler step."""
-
-    step: Tensor
-    step_numbers: Tensor
-    sigmas: Tensor
-    enabled_steps: Tensor
-    guidance: Tensor
-    denoise_mask: Tensor
-    clean_latent: Tensor
-    video_latent: Tensor
-    audio_latent: Tensor
-    cond_video: Tensor
-    cond_audio: Tensor
-    uncond_video: Tensor
-    uncond_audio: Tensor
-    perturbed_video: Tensor
-    perturbed_audio: Tensor
-    isolated_video: Tensor
-    isolated_audio: Tensor
-    guided_video: Tensor
-    guided_audio: Tensor
-
-
-class GuideOutputs(NamedTuple):
-    """The latents after the step, and the combined prediction for a step that is skipped."""
-
-    video_latent: Tensor
-    audio_latent: Tensor
-    finite: Tensor
-    guided_video: Tensor
-    guided_audio: Tensor
-
-
-class Gemma3Inputs(NamedTuple):
-    """The text encoder."""
-
-    embeddings: Tensor
-    attention_mask: Tensor
-    local_cos: Tensor
-    local_sin: Tensor
-    global_cos: Tensor
-    global_sin: Tensor
-
-
-class Gemma3Outputs(NamedTuple):
-    """The text encoder's features."""
-
-    video_features: Tensor
-    audio_features: Tensor
-
-
-class Gemma3OutputsWithStates(NamedTuple):
-    """The features and every hidden state."""
-
-    video_features: Tensor
-    audio_features: Tensor
-    hidden_states: Tensor
-
-
-class ConnectorInputs(NamedTuple):
-    """Both text connectors."""
-
-    video_tokens: Tensor
-    audio_tokens: Tensor
-    video_cos: Tensor
-    video_sin: Tensor
-    audio_cos: Tensor
-    audio_sin: Tensor
-
-
-class ConnectorOutputs(NamedTuple):
-    """The contexts that the DiT attends to."""
-
-    video_context: Tensor
-    audio_context: Tensor
-
-
-class TileInputs(NamedTuple):
-    """A tile to decode."""
-
-    tile_latent: Tensor
-
-
-class TileOutputs(NamedTuple):
-    """A decoded tile."""
-
-    tile_pixels: Tensor
-    finite: Tensor
-
-
 def stage_features(stage: int) -> type:
     """What a graph of the video decoder hands to the next one in a stage."""
-    return _signature(f"Features{stage}", f"Features of stage {stage}.", [f"features_{stage}"])
+    return _signature(f"Features{stage}", f"Features of stage {stage}.", f"features_{stage}")
 
 
 # What a step leaves for the next one, and what the host reads at a stage's end.

@@ -280,12 +280,8 @@ class Extension:
         """The least and the most frames that a window can have; None where the rest is refused."""
         if not self._is_some_seconds or self.source_frames < LEAST_SOURCE:
             return None
-        most = self._most_window_frames
+        most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
         return min(most, TIME_SCALE * OVERLAP + 1), most
-
-    @property
-    def _most_window_frames(self) -> int:
-        return TIME_SCALE * (self._available + self.new_latents - 1) + 1
 
 
 def check_source(frames: int) -> None:
@@ -311,13 +307,11 @@ def extension_of(retake: Retake | None, window_frames: int, frame_rate: float) -
     return Extension(retake.extend, retake.source_frames, window_frames, frame_rate)
 
 
-def joined(
-    extension: Extension, windows: tuple[Window, ...], tensors: dict[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+def joined(extension: Extension, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The clip's latents (1, 128, F, h, w) and (1, 8, Ta, 16): those that are known, in `tensors`
     as video_latent and audio_latent, and those of the windows that are made."""
     video, audio = tensors["video_latent"].clone(), tensors["audio_latent"].clone()
-    for window in windows:
+    for window in extension.windows:
         if f"{window.key}_video" not in tensors:
             continue
         for clip, start, new, made in (
@@ -332,7 +326,7 @@ def start_of(
     extension: Extension, window: Window, tensors: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """What a window begins with, of its own shape: what is known by now, zeros elsewhere."""
-    video, audio = joined(extension, extension.windows, tensors)
+    video, audio = joined(extension, tensors)
     sound_length = audio_latent_frames(extension.window_frames, extension.frame_rate)
     return (
         video[:, :, window.video : window.video + extension.window_latents].contiguous(),

@@ -11,7 +11,6 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import SUPPORTED_VERSION
 from ltx_neuron.errors import UserError
 from ltx_neuron.sampling.fields import check_fields
 
@@ -103,30 +102,19 @@ class Guidance:
         return enabled
 
 
-# Defaults by model version, newest first.
-_STREAM_2_3 = StreamGuidance(
+# Of LTX-2.3.
+_STREAM = StreamGuidance(
     cfg_scale=3.0, stg_scale=1.0, stg_blocks=(28,), modality_scale=3.0, rescale_scale=0.7
 )
-DEFAULTS = {
-    "2.3": Guidance(
-        video=_STREAM_2_3, audio=StreamGuidance(**{**vars(_STREAM_2_3), "cfg_scale": 7.0})
-    )
-}
-DEFAULT_STEPS = {"2.3": 30}
+DEFAULTS, DEFAULT_STEPS = Guidance(_STREAM, replace(_STREAM, cfg_scale=7.0)), 30
 # Of HQ, whose sampler is res_2s: sharper, without STG.
-_HQ_STREAM_2_3 = StreamGuidance(cfg_scale=3.0, modality_scale=3.0, rescale_scale=0.45)
-HQ_DEFAULTS = {
-    "2.3": Guidance(
-        video=_HQ_STREAM_2_3,
-        audio=StreamGuidance(**{**vars(_HQ_STREAM_2_3), "cfg_scale": 7.0, "rescale_scale": 1.0}),
-    )
-}
-HQ_STEPS = {"2.3": 15}
+_HQ_STREAM = StreamGuidance(cfg_scale=3.0, modality_scale=3.0, rescale_scale=0.45)
+HQ_DEFAULTS = Guidance(_HQ_STREAM, replace(_HQ_STREAM, cfg_scale=7.0, rescale_scale=1.0))
+HQ_STEPS = 15
 
 
 def default_steps(sampler: str) -> int:
-    """The supported version's."""
-    return (HQ_STEPS if sampler == "res_2s" else DEFAULT_STEPS)[SUPPORTED_VERSION]
+    return HQ_STEPS if sampler == "res_2s" else DEFAULT_STEPS
 
 
 NEGATIVE_PROMPT = (
@@ -147,8 +135,8 @@ NEGATIVE_PROMPT = (
 
 
 def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
-    """The model version's own; `sound`: it is given, so that nothing of it is guided."""
-    guidance = (HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS)[SUPPORTED_VERSION]
+    """The recipe's own; `sound`: it is given, so that nothing of it is guided."""
+    guidance = HQ_DEFAULTS if sampler == "res_2s" else DEFAULTS
     return replace(guidance, audio=StreamGuidance()) if sound else guidance
 
 

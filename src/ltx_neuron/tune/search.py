@@ -16,8 +16,8 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import group_size, may_divide
 from ltx_neuron.profiles import (
     COLLECTIVES_BUFFER,
+    COMPILE_BACKENDS,
     DIT_FLAGS,
-    DRIVERS,
     NKI_KERNELS,
     Profile,
     require_runtime,
@@ -82,11 +82,7 @@ def choices(
     on_neuron = profile.device == "neuron"
     values = {
         "backend": ["nxd", "torchdist"] if on_neuron else [],
-        "compile_backend": [
-            compiler
-            for device, group, compiler in DRIVERS
-            if (device, group) == (profile.device, profile.process_group)
-        ],
+        "compile_backend": [*COMPILE_BACKENDS[profile.device]],
         # The runtime's own value, and AWS's.
         f"environment.{COLLECTIVES_BUFFER}": ["41943040", "167772160"] if on_neuron else [],
         "compiler_flags.dit": [*DIT_FLAGS] if on_neuron else [],

@@ -131,7 +131,7 @@ class _HostRanks(ranks.Ranks):
     graph."""
 
     def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
-        self.tp, self.bytes_sent, self.command_bytes = 1, 0, 0
+        self.tp, self.bytes_sent = 1, 0
         self.programs = {name: program}
         self._program, self._weights, self._layers = program, weights, layers
         self._values: dict[str, Tensor] = {}
