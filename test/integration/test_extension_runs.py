@@ -19,7 +19,8 @@ from pathlib import Path
 import av
 import pytest
 import torch
-from conftest import ROOT, words
+import warm_python
+from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
 from helpers import (
     ended,
     made_film,
@@ -73,9 +74,8 @@ def longer(film, seconds: float, seed: int = 7) -> Job:
 
 
 @pytest.fixture(scope="module")
-def prepared(tiny, film, tmp_path_factory):
+def prepared(tiny, film, artifacts):
     """prepared(tp): a workspace with weights and the windows' graphs."""
-    artifacts = tmp_path_factory.mktemp("artifacts")
 
     @cache
     def prepared(tp: int = 1) -> Workspace:
@@ -413,10 +413,8 @@ def command(tiny, film, prepared) -> Callable:
     return command
 
 
-def run(command: list[str], code: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    return succeeded(warm_python.run(command[1:], ROOT, SCRIPT_SECONDS))
 
 
 @pytest.fixture(scope="module")
