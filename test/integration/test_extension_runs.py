@@ -19,8 +19,7 @@ from pathlib import Path
 import av
 import pytest
 import torch
-import warm_python
-from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
+from conftest import ROOT, words
 from helpers import (
     ended,
     made_film,
@@ -413,8 +412,10 @@ def command(tiny, film, prepared) -> Callable:
     return command
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess:
-    return succeeded(warm_python.run(command[1:], ROOT, SCRIPT_SECONDS))
+def run(command: list[str], code: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 @pytest.fixture(scope="module")
