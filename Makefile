@@ -1,6 +1,8 @@
 # make demo: from a fresh clone to outputs/demo.mp4.   make test: everything that needs no Neuron device.
 # make serve-demo: the demo's model behind http://127.0.0.1:8000/v1 (docs/serving.md).
 PYTHON ?= python3
+# Processes that test. Each waits half of its time, for ranks that start, leases and health checks.
+WORKERS ?= 3
 # The CPU default. On a Neuron machine: make TORCH="torch==2.9.*" venv
 TORCH ?= torch==2.13.0
 PY := .venv/bin/python
@@ -54,4 +56,4 @@ lint: venv
 	$(PY) -m ruff format --check .
 
 test: venv lint
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

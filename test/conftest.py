@@ -1,8 +1,12 @@
 """Fixtures every test may use."""
 
+import hashlib
 import json
 import os
+import pickle
 import subprocess
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -23,25 +27,77 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
 SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth of it on two cores
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """The last lines say what was not tested on this machine, and what would test it."""
+    yield
+    reasons = (skipped.longrepr[2] for skipped in terminalreporter.stats.get("skipped", []))
+    counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
+    if counts:
+        terminalreporter.section("NOT tested on this machine")
+    for reason, count in counts.most_common():
+        terminalreporter.line(f"{count:4} skipped: {reason}")
+
+
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
+def shared(tmp_path_factory) -> Path:
+    """A folder of the session's, the same one in all of its workers."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def tiny(shared):
     """Paths of one set of tiny assets, made once; tests must not change the files."""
     from ltx_neuron.tiny import make_tiny
 
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+    return once(shared / "tiny", make_tiny)
 
 
 @pytest.fixture(scope="session")
-def scripts(tmp_path_factory):
+def artifacts(shared) -> Path:
+    """The artifacts folder of tests whose subject is not what lies in one: what one of them makes
+    the others find, also those of another worker. Prompts that a test wants to be encoded are
+    its own."""
+    return shared / "artifacts"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """The folder of a file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("NO FULL DISK WAS TESTED: a small file system can be mounted by root alone")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture(scope="session")
+def scripts(shared, tmp_path_factory):
     """scripts(assets, tp, dtype) returns a Setup, the same one for the same arguments. All share
-    one artifacts folder."""
+    one artifacts folder, with those of other workers. It is not the one of `artifacts`: a service
+    offers all sizes that it finds."""
     folder, setups = tmp_path_factory.mktemp("scripts"), {}
 
     def setup(assets, tp: int = 4, dtype: str = "float32") -> Setup:
         key = (assets, tp, dtype)
-        return setups.setdefault(key, Setup(folder, f"run{len(setups)}", *key))
+        name = f"run{len(setups)}"
+        return setups.setdefault(key, Setup(folder, shared / "scripts", name, *key))
 
     return setup
+
+
+def once(path: Path, make: Callable):
+    """What make(path) returns, made by the first worker of the session that asks for it."""
+    from ltx_neuron.files import exclusive
+
+    done = path.with_name(f"{path.name}.made")
+    with exclusive(path, "making"):
+        if not done.is_file():
+            done.write_bytes(pickle.dumps(make(path)))
+        return pickle.loads(done.read_bytes())
 
 
 class Generated(NamedTuple):
@@ -61,9 +117,9 @@ class Setup:
     image=((path, 0), (path, 8)) is --image twice.
     """
 
-    def __init__(self, folder: Path, name: str, assets, tp: int, dtype: str):
+    def __init__(self, folder: Path, shared: Path, name: str, assets, tp: int, dtype: str):
         self.folder, self.name, self.assets, self.tp, self.dtype = folder, name, assets, tp, dtype
-        self.artifacts = folder / "artifacts"
+        self.shared, self.artifacts = shared, shared / "artifacts"
         self._results: dict = {}  # of every call so far, by script and flags
 
     def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
@@ -92,9 +148,13 @@ class Setup:
 
     def _run_all(self, calls: list, gemma: bool) -> None:
         for script, flags in calls:
-            key = (script, *words(**flags))
-            if key not in self._results:
-                self._results[key] = succeeded(self.run(script, gemma, **flags))
+            call = script, *words(**flags), self.assets.checkpoint, self.tp, self.dtype
+            name = hashlib.sha256(str(call).encode()).hexdigest()[:16]
+
+            def run(path, script=script, flags=flags) -> None:
+                succeeded(self.run(script, gemma, **flags))
+
+            once(self.shared / "prepared" / name, run)
 
     def generate(self, repeat: int = 0, **flags) -> Generated:
         """Run generate_ltx23.py and read what it wrote. Another `repeat` runs the same flags once

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from blake3 import blake3
+from conftest import SCRIPT_SECONDS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -346,6 +347,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def unhurried(command: list[str], stage: str) -> list[str]:
     """The command, with time to interfere between the steps of a stage, by its title."""
     return [command[0], "-c", UNHURRIED, stage, *command[1:]]
+
+
+def wait_for(
+    happened: Callable[[], bool], seconds: float = SCRIPT_SECONDS, every: float = 0.02
+) -> None:
+    """Wait until something has happened; the test fails where it does not."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(every)
 
 
 def ended(pids: list[int], seconds: float = 10) -> bool:

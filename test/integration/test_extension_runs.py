@@ -73,9 +73,8 @@ def longer(film, seconds: float, seed: int = 7) -> Job:
 
 
 @pytest.fixture(scope="module")
-def prepared(tiny, film, tmp_path_factory):
+def prepared(tiny, film, artifacts):
     """prepared(tp): a workspace with weights and the windows' graphs."""
-    artifacts = tmp_path_factory.mktemp("artifacts")
 
     @cache
     def prepared(tp: int = 1) -> Workspace:

@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 
 import pytest
 from conftest import ROOT, SCRIPT_SECONDS, Setup, succeeded, words
+from helpers import wait_for
 
 pytest.importorskip("ray", reason="an extra is not installed: pip install -e .[dev,fleet]")
 pytest.importorskip("sqlalchemy", reason="an extra is not installed: pip install -e .[dev,fleet]")
@@ -53,6 +54,8 @@ HEALTH = {
         "health_check_period_ms": 1000,
         "health_check_failure_threshold": 4,
         "health_check_timeout_ms": 4000,
+        # Else Ray ends replicas where other programs fill the machine's memory.
+        "memory_monitor_refresh_ms": 0,
     },
 }
 LINES = [
@@ -159,13 +162,6 @@ def assert_same_videos(folder, wanted) -> None:
         assert ours == theirs
 
 
-def await_(happened, seconds: float = SCRIPT_SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
-
-
 # --- a batch --------------------------------------------------------------------------------------
 
 
@@ -177,7 +173,7 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     flags = dict(prompts_file=prompts, output_dir=out, ray=cluster.address)
     script = [sys.executable, ROOT / "src/generate_ltx23.py", *command(setup, **flags)]
     process = subprocess.Popen(script, stderr=subprocess.PIPE, text=True)
-    await_((out / RESULTS).is_file)  # one is done
+    wait_for((out / RESULTS).is_file)  # one is done
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=SCRIPT_SECONDS)
     assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
@@ -343,10 +339,10 @@ def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(
         threading.Thread(target=front.stdout.read, daemon=True).start()
         ids = [ask(url, "/videos", {"prompt": p, "size": "64x64"})["id"] for p in ("-", "-")]
         ids += [ask(url, "/videos", LINES[1])["id"]]
-        await_(lambda: ask(url, f"/videos/{ids[0]}")["status"] == "completed")
+        wait_for(lambda: ask(url, f"/videos/{ids[0]}")["status"] == "completed")
         (pool,) = (p for p in psutil.Process(front.pid).children() if "--role" in p.cmdline())
         pool.kill()
-        await_(lambda: ask(url, f"/videos/{ids[-1]}")["status"] == "completed")
+        wait_for(lambda: ask(url, f"/videos/{ids[-1]}")["status"] == "completed")
         made = (tmp_path / "jobs" / ids[-1] / VIDEO).read_bytes()
         assert made == (wanted / "0002.mp4").read_bytes()
     finally:
@@ -354,7 +350,7 @@ def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(
     assert front.wait(SCRIPT_SECONDS) == 143
     with rays.connected(cluster.address, resolve("cpu", ())):
         left = {"CPU": 1.0}.items()
-        await_(lambda: left <= ray.available_resources().items())
+        wait_for(lambda: left <= ray.available_resources().items())
 
 
 def ask(url: str, path: str, body: dict | None = None) -> dict:

@@ -77,9 +77,8 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def workspace(tiny, tmp_path_factory):
+def workspace(tiny, artifacts):
     """workspace(dtype), with its weights."""
-    artifacts = tmp_path_factory.mktemp("artifacts")
 
     @cache
     def workspace(dtype: str = "float32") -> Workspace:

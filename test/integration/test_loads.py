@@ -63,15 +63,16 @@ def recipe(request):
 
 
 @pytest.fixture(scope="module")
-def events(recipe, tiny, tmp_path_factory) -> list[Event]:
+def events(recipe, tiny, artifacts) -> list[Event]:
     """What a batch of two-stage jobs loads, and the phases it goes through, in order."""
     refining = (Lora(tiny.lora, 0.8),) if recipe == "dev" else ()
     jobs = [
-        Job(prompt, SIZE, seed, stage_2_loras=refining, **RECIPES[recipe])
+        # No other test's prompt, so that each is encoded here.
+        Job(f"{prompt}, by {recipe}", SIZE, seed, stage_2_loras=refining, **RECIPES[recipe])
         for seed, prompt in enumerate(PROMPTS)
     ]
-    folder, threads = tmp_path_factory.mktemp("artifacts"), torch.get_num_threads()
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), folder, TP, "float32", tiny.gemma_root)
+    threads, settings = torch.get_num_threads(), (artifacts, TP, "float32", tiny.gemma_root)
+    workspace = Workspace(tiny.checkpoint, resolve("cpu"), *settings)
     workspace.shard_gemma3()
     workspace.shard_dit({stage.loras for stage in jobs[0].stages})
     workspace.compile_text()

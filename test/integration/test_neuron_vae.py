@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,11 +31,6 @@ pytestmark = pytest.mark.slow
 
 # Tiles of 2 x 2 latents, the smallest that ltx-core takes, of 3 frames; they overlap by one.
 TILES = ("vae_tile=64", "vae_overlap=32", "vae_tile_frames=24", "vae_overlap_frames=8")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("artifacts")
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +76,10 @@ CLIPS = {
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_frames_are_the_host_decoders(tiny, folder, tp):
+def test_frames_are_the_host_decoders(tiny, artifacts, tp):
     from ltx_neuron.host.tiles import cut, tiling
 
-    workspace = opened(tiny, folder, tp)
+    workspace = opened(tiny, artifacts, tp)
     with decoding(workspace, *(clip for clip, _ in CLIPS.values())) as made:
         for what, (clip, tiles) in CLIPS.items():
             latent = randn(1, 128, *clip)
@@ -97,10 +91,10 @@ def test_frames_are_the_host_decoders(tiny, folder, tp):
             assert wanted.float().std() > 10, what  # not one colour
 
 
-def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(tiny, folder):
+def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(tiny, artifacts):
     clip = (4, 3, 3)
     latent = randn(1, 128, *clip).bfloat16()
-    with decoding(opened(tiny, folder, 2, "bfloat16"), clip) as made:
+    with decoding(opened(tiny, artifacts, 2, "bfloat16"), clip) as made:
         decoder, tiling = made.host._tiled_decoder(clip, made.tiles)
         ours = torch.cat([*decoder.tiled_decode(latent, tiling)], dim=2)
         theirs = made.host._spec("video_decoder").load()  # ltx-core's own, as it is stored
@@ -117,11 +111,11 @@ JOBS = [Job(prompt, SIZE, seed) for seed, prompt in enumerate(("birds sing", "a 
 
 
 @pytest.fixture(scope="module")
-def prepared(tiny, folder):
+def prepared(tiny, artifacts):
     """A workspace of the batch's, with everything made."""
 
     def prepare(*settings: str) -> Workspace:
-        workspace = opened(tiny, folder, 2, "float32", *settings)
+        workspace = opened(tiny, artifacts, 2, "float32", *settings)
         workspace.shard_dit()
         workspace.shard_vae()
         workspace.compile_dit(JOBS[0].buckets)
@@ -285,27 +279,19 @@ def test_ctrl_c_while_the_ranks_decode_ends_them_and_keeps_the_latents(
 
 
 def test_a_disk_that_fills_up_while_the_ranks_decode_keeps_the_latents(
-    workspace, stopped, tmp_path, monkeypatch
+    workspace, stopped, small_disk, monkeypatch
 ):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small file system could not be mounted (needs root): NOT tested")
-    try:
-        (disk / f"fox{SUFFIX}").write_bytes(stopped.state)
+    (small_disk / f"fox{SUFFIX}").write_bytes(stopped.state)
 
-        def fill(_) -> None:
-            with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
-                while file.write(bytes(4096)):
-                    pass
+    def fill(_) -> None:
+        with suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
 
-        ranks = at_the_first_tiles(monkeypatch, fill)
-        with pytest.raises(OSError, match="No space left"):
-            make(workspace, disk / "fox.mp4", resume=True)
-        check_nothing_is_left(disk, ranks, "filler")
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+    ranks = at_the_first_tiles(monkeypatch, fill)
+    with pytest.raises(OSError, match="No space left"):
+        make(workspace, small_disk / "fox.mp4", resume=True)
+    check_nothing_is_left(small_disk, ranks, "filler")
 
 
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, tmp_path, prepared):
@@ -317,13 +303,13 @@ def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, tmp_path,
 
 
 def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(
-    tiny, folder, workspace, tmp_path
+    tiny, artifacts, workspace, tmp_path
 ):
     """And nothing refuses it without --neuron-vae."""
     changed = workspace.checkpoint.config["vae"] | {"causal_decoder": True}
     path = tmp_path / "other.safetensors"
     other = rewrite(tiny.checkpoint, path, lambda tensors: None, {"vae": changed})
-    causal = Workspace(other, workspace.profile, folder, 2, "float32", tiny.gemma_root)
+    causal = Workspace(other, workspace.profile, artifacts, 2, "float32", tiny.gemma_root)
     for neuron_vae, said in ((True, "vae.causal_decoder is True"), (False, "shard_backbone")):
         with pytest.raises(UserError, match=said):
             Engine(causal, Recorder(), RunOptions(neuron_vae=neuron_vae)).preflight.check(JOBS)

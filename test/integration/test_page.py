@@ -10,18 +10,20 @@ import pytest
 
 pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e .[dev,serve]")
 pytest.importorskip("openai", reason="an extra is not installed: pip install -e .[dev,serve]")
-pytest.importorskip("gradio", reason="an extra is not installed: pip install -e .[dev,serve]")
 pytest.importorskip("playwright", reason="an extra is not installed: pip install -e .[dev,serve]")
 
 from conftest import SCRIPT_SECONDS
+from helpers import wait_for
 from playwright import sync_api
-from test_service import service, setup, until  # noqa: F401
+from test_service import service, setup  # noqa: F401
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The Sora API"),
-    pytest.mark.skipif(not CHROMIUM, reason="there is no chromium here: apt-get install chromium"),
+    pytest.mark.skipif(
+        not CHROMIUM, reason="no page was opened in a browser: apt-get install chromium"
+    ),
 ]
 
 MOBILE = {"width": 390, "height": 844}
@@ -48,6 +50,8 @@ FOCUS = """() => {
 
 @pytest.fixture(scope="module")
 def browser():
+    # Not when tests are collected: importing it takes seconds.
+    pytest.importorskip("gradio", reason="an extra is not installed: pip install -e .[dev,serve]")
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield started
@@ -150,7 +154,7 @@ def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_mad
         try:
             generate(page, "birds sing", size="128 × 128")
             page.wait_for_selector("#ltx-prompt:has-text('birds sing')")
-            until(is_stopped_with_a_preview, every=0.002)
+            wait_for(is_stopped_with_a_preview, every=0.002)
             page.wait_for_selector("#ltx-screen img")
             assert re.search(r"\d+ % · stage \d · step \d of \d", page.text_content("#ltx-step"))
             assert page.locator("#ltx-bars rect").count() > 0
@@ -160,7 +164,7 @@ def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_mad
         finally:
             worker.resume()
         assert "birds sing" not in [video.prompt for video in client.videos.list()]
-        until(lambda: not queue.counts()["cancelled"])  # the worker has let it go
+        wait_for(lambda: not queue.counts()["cancelled"])  # the worker has let it go
 
 
 def test_a_clip_is_cancelled_and_no_worker_makes_it(opened, service):  # noqa: F811

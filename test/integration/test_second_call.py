@@ -31,8 +31,7 @@ SECONDS_TO_FIRST_STEP = 0.5
 
 
 @pytest.fixture(scope="module")
-def pipe(tiny, tmp_path_factory):
-    artifacts = tmp_path_factory.mktemp("artifacts")
+def pipe(tiny, artifacts):
     profile = resolve(PROFILE, ON_A_CPU)
     workspace = Workspace(
         tiny.checkpoint, profile, artifacts, TP, "float32", gemma_root=tiny.gemma_root

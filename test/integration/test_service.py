@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing, contextmanager, suppress
 from io import BytesIO
 
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, SCRIPT_SECONDS, succeeded, words
-from helpers import read_video
+from helpers import read_video, wait_for
 from PIL import Image
 
 pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e .[dev,serve]")
@@ -120,7 +119,7 @@ class Service:
             line.split()[1] for line in self.process.stdout if line.startswith("serving: ")
         )
         threading.Thread(target=self._copy, daemon=True).start()
-        until(lambda: self.client()._client.get(self.url[:-3] + "/ready").status_code == 200)
+        wait_for(lambda: self.client()._client.get(self.url[:-3] + "/ready").status_code == 200)
 
     def _copy(self) -> None:
         for line in self.process.stdout:
@@ -152,13 +151,6 @@ def service(setup, tiny, tmp_path_factory):
     made.start()
     yield made
     made.stop()
-
-
-def until(happened, seconds: float = SCRIPT_SECONDS, every: float = 0.02) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(every)
 
 
 def made(client: openai.OpenAI, **fields) -> bytes:
@@ -335,7 +327,7 @@ def test_many_connections_that_say_nothing_hinder_nobody_for_long(service):
         head, _, body = said(service, b"GET /v1/models HTTP/1.1").partition(b"\r\n\r\n")
         assert b" 503 " in head[:20] and b"retry-after: 1" in head.lower()
         assert json.loads(body)["error"]["code"] == "overloaded"
-        until(lambda: b" 200 " in said(service, b"GET /v1/models HTTP/1.1")[:20], every=0.5)
+        wait_for(lambda: b" 200 " in said(service, b"GET /v1/models HTTP/1.1")[:20], every=0.5)
     finally:
         for connection in idle:
             connection.close()
@@ -384,7 +376,7 @@ def stop_after(working, *entries) -> threading.Thread:
     """A thread that asks a worker to end once these jobs are made."""
 
     def watch() -> None:
-        until(lambda: all(working.queue.get("ada", e.id).status == "completed" for e in entries))
+        wait_for(lambda: all(working.queue.get("ada", e.id).status == "completed" for e in entries))
         working.stop.set()
 
     thread = threading.Thread(target=watch)
@@ -513,14 +505,14 @@ def test_a_killed_worker_and_a_killed_server_lose_nothing_and_change_no_bit(serv
             entries = [queue.get("ada", video.id) for video in videos]
             return any((entry.detail or {}).get("stage") == "decode" for entry in entries)
 
-        until(decodes)  # its latents are on the disk
+        wait_for(decodes)  # its latents are on the disk
         service.worker.kill()
         before = queue.counts()["completed"]
-        until(lambda: queue.counts()["completed"] > before)
+        wait_for(lambda: queue.counts()["completed"] > before)
         service.stop(signal.SIGKILL)
         service.start()
         client = service.client()
-        until(lambda: not queue.counts()["queued"] + queue.counts()["in_progress"])
+        wait_for(lambda: not queue.counts()["queued"] + queue.counts()["in_progress"])
         assert queue.counts()["failed"] == queue.counts()["cancelled"] == 0
     for index, video in enumerate(videos):
         content = client.videos.download_content(video.id).read()

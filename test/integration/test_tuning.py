@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 from conftest import ROOT, SCRIPT_SECONDS, succeeded
+from helpers import wait_for
 
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
@@ -43,13 +43,6 @@ def planted(tmp_path):
     (tmp_path / "planted/sitecustomize.py").write_text(PLANTED)
     path = os.pathsep.join([str(tmp_path / "planted"), os.environ["PYTHONPATH"]])
     return os.environ | {"PYTHONPATH": path}
-
-
-def wait_for(what, seconds: float = SCRIPT_SECONDS) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 def test_a_killed_tuning_goes_on_and_keeps_what_is_fast_and_right(tiny, tmp_path, planted):

@@ -75,10 +75,10 @@ def mixed(tiny, jobs, masked) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def opened(tiny, jobs, mixed, tmp_path_factory):
+def opened(tiny, jobs, mixed, artifacts):
     """opened(): the engine, as if it were a new one; it is given the contexts of the jobs."""
     jobs = [*jobs, *mixed]
-    workspace = opened_workspace(tiny, tmp_path_factory.mktemp("artifacts"))
+    workspace = opened_workspace(tiny, artifacts)
     stages = {stage: job for job in jobs for stage in job.stages}
     workspace.shard_dit({stage.loras for stage in stages})
     workspace.compile_dit(list({bucket for job in jobs for bucket in job.buckets}))

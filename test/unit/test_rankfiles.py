@@ -402,22 +402,6 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(source, tmp_path, 
     assert write(source, tmp_path / "b")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
-    ).returncode:
-        pytest.skip(
-            "a small file system could not be mounted (needs root): sharding onto a full disk was"
-            " NOT tested"
-        )
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
 def fill_meanwhile(patch, disk: Path, left: int) -> None:
     """Somebody else's file takes the room, but for so many bytes, while rank files are written."""
     pieces = Source.pieces
