@@ -78,12 +78,6 @@ def print_ratios(turns: Mapping[str, Turns], reference: str) -> None:
             )
 
 
-def rel_l2(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """|got - wanted| / |wanted|, summed in fp64."""
-    wanted = wanted.double()
-    return ((got.double() - wanted).norm() / wanted.norm()).item()
-
-
 def finish(**numbers: Any) -> None:
     """The last line: all numbers of a run as one JSON object."""
     print(json.dumps(numbers))

@@ -31,7 +31,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.tiny.config import released_config
-from ltx_neuron.tune import chosen
+from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
@@ -568,8 +568,8 @@ def test_upscaling_after_two_stages_is_refused_by_the_plan_as_by_a_run(released)
 
 def test_a_step_that_was_tuned_counts_as_it_was_measured(clip, tmp_path):
     buckets = Job("", Size(512, 768, 121)).buckets
-    sizes = {chosen.size_key(buckets): {"step_ms": 500.0}}
-    ms = chosen.Chosen(tmp_path, {}, {}, sizes).step_ms(buckets)
+    sizes = {tuned_settings.size_key(buckets): {"step_ms": 500.0}}
+    ms = tuned_settings.TunedSettings(tmp_path, {}, {}, sizes).step_ms(buckets)
     (steps,) = (row for row in clip(tuned_step_ms=ms).rows if row.name == "denoise_stage_1")
     assert steps.seconds == pytest.approx(4.0, abs=0.1) and "by python -m ltx_neu" in steps.rate
 

@@ -22,7 +22,7 @@ from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.tune import chosen
+from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -80,8 +80,8 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     if args.calibrate:  # else a plan leaves no file behind
         calibration.store(args.artifacts_dir)
         rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
-    identity = chosen.identity(profile, tp, args.dtype, config.digest)
-    tuned = chosen.load(args.artifacts_dir, identity)
+    identity = tuned_settings.identity(profile, tp, args.dtype, config.digest)
+    tuned = tuned_settings.load(args.artifacts_dir, identity)
     clip = Clip(
         result,
         checkpoint.config,
