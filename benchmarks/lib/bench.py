@@ -18,6 +18,7 @@ import psutil
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lib.core_memory import counted_memory
 from lib.sections import Budget, Failed, NotRun, Stopped
 from ltx_neuron import flags
 from ltx_neuron.doctor.system import System
@@ -292,7 +293,7 @@ class CoreMemory:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "CoreMemory":
-        if self.system.counted_memory():
+        if counted_memory(self.system.root):
             self._thread.start()
         return self
 
@@ -303,7 +304,7 @@ class CoreMemory:
 
     def _watch(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
-            for core, used in self.system.counted_memory().items():
+            for core, used in counted_memory(self.system.root).items():
                 self.most[core] = max(used, self.most.get(core, 0))
 
 

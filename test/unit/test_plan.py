@@ -12,11 +12,9 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import transformer_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import calibration, vae_memory
+from ltx_neuron.host import vae_memory
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.products import Libraries, has_amx
 from ltx_neuron.job import Job, Size
-from ltx_neuron.plan import rates
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import Clip
 from ltx_neuron.plan.given import encode_bytes, given_clips
@@ -364,7 +362,7 @@ def clip(released):
     made = planned(released, 512, 768, 121)
     with fake_process_group(4):
         weights = plan.text_weights(plan.GEMMA_3_12B, transformer_config(config), 4)
-    run = dict(profile=TRN2, arithmetic=Arithmetic(torch.bfloat16, 8), rates={})
+    run = dict(profile=TRN2, arithmetic=Arithmetic(torch.bfloat16, 8))
     run |= dict(neuron_gemma=False, neuron_vae=False)
 
     def timed(of=made, size=size, **changed):
@@ -516,7 +514,7 @@ def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
     )
     assert made.seconds == pytest.approx(device - decoding.seconds + max(decoding.seconds, host))
     assert made.seconds <= 10 and made.batch_seconds == pytest.approx(device)
-    assert "blending and MP4 on the host beside decoding" in clip_table(made)
+    assert "sound and MP4 on the host beside decoding" in clip_table(made)
 
 
 def test_without_the_ranks_a_clip_says_how_long_the_host_decodes(clip):
@@ -580,26 +578,3 @@ def test_a_profile_without_a_documented_peak_has_no_time_of_its_ranks(released, 
     seconds = {row.name: row.seconds for row in made.rows}
     assert seconds["denoise_stage_1"] is None is made.seconds and seconds["decode_video"] > 0
     assert made.batch_seconds is None and "nothing: ranks and host share" in clip_table(made)
-
-
-def test_what_was_calibrated_is_taken_and_the_rest_is_said_to_be_assumed(clip, tmp_path):
-    calibration.update(tmp_path, rates.SECTION, {"decode_audio": 0.5, "encode_mp4": "broken"})
-    rows = {row.name: row for row in clip(rates=rates.read(tmp_path)).rows}
-    sound = rows["decode_audio"]
-    assert sound.seconds == pytest.approx(121 / 24 / (0.5 * 12))
-    assert "measured here, for 12 CPUs" in sound.rate
-    assert "not measured" in rows["encode_mp4"].rate and "not measured" in rows["encode_text"].rate
-
-
-@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
-def test_the_rate_of_text_encoding_is_measured_with_the_matrix_unit_too():
-    """Which takes weights in bf16."""
-    assert rates._multiply(FLOAT32._replace(libraries=Libraries("amx", "amx"))) > 0
-
-
-def test_calibrating_measures_every_rate_of_the_host_and_keeps_them(tmp_path, tiny):
-    """At a tiny model's sizes, which takes a second."""
-    measured = rates.calibrate(tmp_path, Checkpoint(tiny.checkpoint).config, FLOAT32)
-    assert measured == rates.read(tmp_path) and all(rate > 0 for rate in measured.values())
-    kinds = {"decode_video float32", "encode_text float32", "decode_audio", "encode_mp4", "copy"}
-    assert set(measured) == kinds | {"encode_video float32"}
