@@ -528,5 +528,5 @@ def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(t
 def test_the_plot_is_a_png_of_1200_by_500(reports, tmp_path):
     from matplotlib import image
 
-    plot.plot(reports(), tmp_path / "new" / "plot.png")
+    plot.plot([reports()], tmp_path / "new" / "plot.png")
     assert image.imread(tmp_path / "new" / "plot.png").shape[:2] == (500, 1200)
