@@ -230,10 +230,10 @@ class Bench:
             *("--tp-degree", self.tp, *target.flags),
         ]
 
-    def step(self, model: Model, target: Target, inputs: Path) -> dict[str, Tensor]:
+    def step(self, model: Model, target: Target) -> dict[str, Tensor]:
         """The latents after one step (one_step.py), by a process of its own."""
         name = f"{model.name}-step-{target.profile}-{target.dtype}"
-        content = request(model, model.size) | {"inputs": str(inputs)}
+        content = request(model, model.size)
         return load_file(self.scripted("one_step.py", name, target, content, ".safetensors"))
 
 

@@ -10,7 +10,6 @@ from PIL import Image
 from torch import Tensor
 
 from lib.bench import BF16, FP32, WIDE, Bench, Model, full, tiny, wide
-from lib.one_step import write_inputs
 from lib.sections import Failed, NotRun, rel, three_way
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.format import format_bytes
@@ -70,14 +69,12 @@ def full_compiles(bench: Bench) -> list[str]:
 
 def one_step(bench: Bench, model: Model) -> list[str]:
     """One step by the three-way rule. The CPU's runs are sharded and compiled first."""
-    inputs = bench.folder / f"{model.name}-inputs.safetensors"
-    write_inputs(inputs, model.checkpoint, model.size)
     on_cpu = {}
     for target in (FP32, BF16):
         bench.shard(model, target, gemma=False)
         bench.compile(model, target, gemma=False)
-        on_cpu[target] = bench.step(model, target, inputs)
-    device = bench.step(model, bench.device(model), inputs)
+        on_cpu[target] = bench.step(model, target)
+    device = bench.step(model, bench.device(model))
     return three_way(device, on_cpu[BF16], on_cpu[FP32], ("video", "audio"))
 
 

@@ -215,7 +215,7 @@ def lnc(profile: Profile, system: System) -> Finding:
     text = text or "not set; 2 is Trainium2's default"
     good = not wrong or profile.device != "neuron"
     if not good:
-        text += f"; profile {profile.name} is compiled for {wanted}"
+        text = f"{text}; profile {profile.name} is compiled for {wanted}"
     fixes = {
         _LNC_FILE: f"echo NEURON_LOGICAL_NC_CONFIG={wanted} | sudo tee {_LNC_FILE}",
         "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={wanted}",
