@@ -508,3 +508,10 @@ def test_all_that_can_be_tuned_is_a_value_of_the_profile():
     own = baseline_settings(resolve("trn2.3xlarge"))
     assert resolve("trn2.3xlarge", tuple(f"{k}={v}" for k, v in own.items()))
     assert own["attention"] == "nki" and own["threads"] == "0"
+
+
+def test_the_earlier_names_of_flags_are_still_taken(tiny, tmp_path):
+    parser = command.build_parser()
+    needed = ["--checkpoint-path", "CKPT"]
+    assert parser.parse_args([*needed, "--again"]) == parser.parse_args([*needed, "--force"])
+    assert arguments(tiny, tmp_path, "--no-tuned") == arguments(tiny, tmp_path, "--ignore-tuned")
