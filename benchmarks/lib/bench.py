@@ -127,11 +127,15 @@ class Bench:
         the time of its section ends."""
         path = self.log(log)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Scripts of lib/ import others of it.
+        paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         began = time.perf_counter()
         with open(path, "w") as log_file, CoreMemory(self.system) as memory:
             process = subprocess.Popen(
                 [sys.executable, *map(str, command)],
                 cwd=ROOT,
+                env=environment,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
