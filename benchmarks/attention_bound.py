@@ -13,7 +13,7 @@ import torch
 from ltx_neuron.config import CONST_MAX_HEAD_DIM, transformer_config
 from ltx_neuron.models.attention import attention_const_max, nki, sdpa
 from ltx_neuron.tiny.config import released_config
-from ltx_neuron.tune.agree import distance
+from ltx_neuron.tune.tolerance import rel_l2
 from ltx_neuron.weights.gains import LARGEST_GAP, largest_bound
 
 HEADS = 4  # that are compared: those with the largest bounds
@@ -81,7 +81,7 @@ def _compared(query, key, value, scale: float) -> str:
     gap = (gap - (q @ k.mT).mul(scale).amax(-1)).max().item()
     got = attention_const_max(*rows, scale)
     other = nki(*(x.transpose(1, 2) for x in rows), scale)
-    ours, cte = distance(got, exact), distance(other, exact)
+    ours, cte = rel_l2(got, exact), rel_l2(other, exact)
     return f"{gap:5.1f}  {ours:9.2e}  {cte:13.2e}  {ours / cte:5.2f}  {_lost(got, exact):9}"
 
 
@@ -106,8 +106,8 @@ def _planted(gap: float) -> str:
         rows = [x.to(dtype)[None] for x in (query, key, value)]
         exact = sdpa(*(x.double().transpose(1, 2) for x in rows), 1.0)
         got = attention_const_max(*rows, 1.0)
-        texts.append(f"{distance(got, exact):9.2e}")
-        other = distance(nki(*(x.transpose(1, 2) for x in rows), 1.0), exact)
+        texts.append(f"{rel_l2(got, exact):9.2e}")
+        other = rel_l2(nki(*(x.transpose(1, 2) for x in rows), 1.0), exact)
     return f"{gap:3}   {texts[0]}  {texts[1]}   {other:9.2e}   {_lost(got, exact)} of {tokens}"
 
 

@@ -1,41 +1,27 @@
-"""What the host does in a warm denoising step, ours beside the Neuron peer's, in one run: the DiT
-without its blocks.
+"""What the host does in a warm denoising step, of a DiT without its blocks.
 
-    PYTHONPATH=PEER python benchmarks/host_step.py --peer
+    python benchmarks/host_step.py
 
-Both have the released widths and the same random bf16 weights; the transformer blocks, which a
-device computes, are left out. Ours runs the engine's own loop on a rank process that holds the
-step's first and last graph: whatever passes between two ends of steps and is not within those
-graphs counts as the host's, so also the pipe, the process that wakes up, the check for NaN, the
-report and the callback. The peer's is its preprocessing and Euler update, in the loop of its
-generate script, with a device that takes no time; and once more with one that makes its 24 inputs
-whole, as a device must that is handed expanded views. All run in turn, a schedule of 8 steps each;
-medians count. The last line is the smallest ratio to the peer's own code alone.
-
-The peer is NxDI pull request 63 (github.com/aws-neuron/neuronx-distributed-inference,
-contrib/models/LTX-2.3, commit cd966e6): check it out yourself, for example
-
-    git clone https://github.com/aws-neuron/neuronx-distributed-inference nxdi && cd nxdi
-    git fetch origin pull/63/head && git checkout cd966e6
-
-and name the folder of its pipeline.py: PYTHONPATH=nxdi/contrib/models/LTX-2.3/src. Nothing of it is
-part of this project.
+The DiT has the released widths and random bf16 weights; its transformer blocks, which a device
+computes, are left out. The engine's own loop runs on a rank process that holds the step's first and
+last graph. Whatever passes between two ends of steps and is not within those graphs counts as the
+host's: the pipe, the process that wakes up, the check for NaN, the report and the callback. The
+cases take turns, a schedule of 8 steps each; medians count. The last line is JSON.
 """
 
 import argparse
 import contextlib
 import io
 import json
-import os
 import statistics
 import tempfile
 import time
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from lib.harness import finish, print_conditions
 from torch import Tensor
 
 from ltx_neuron.backends import registry
@@ -60,14 +46,11 @@ from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.weights.sharder import shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
-from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.workspace import Workspace
 
 SIZES = {"384x512x25": Size(384, 512, 25), "512x768x121": Size(512, 768, 121)}
 TINY_SIZES = {"64x64x9": Size(64, 64, 9)}
 DTYPE = torch.bfloat16
-# what the peer's graphs are compiled for (its generate script: TEXT_SEQ, APP_BACKBONE_TEXT_SEQ)
-PEER_TEXT_TOKENS = 256
 
 
 class Steps(NamedTuple):
@@ -99,14 +82,6 @@ def write_checkpoint(path: Path, config: dict) -> None:
         dtype = torch.float32 if "scale_shift_table" in name else DTYPE
         weights[DIFFUSION + name] = random_weight(name, like, generator).to(dtype)
     save(path, weights, {"config": json.dumps(config), "model_version": "2.3.0"})
-
-
-def loaded(checkpoint: Path, config: dict) -> torch.nn.Module:
-    """ltx-core's DiT of no blocks with the weights of that checkpoint."""
-    model, file = without_blocks(config), TensorFile(checkpoint, "made by this script")
-    weights = {name.removeprefix(DIFFUSION): file.read(name).to(DTYPE) for name in file.shapes}
-    model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval()
 
 
 class TimedStage(StageRun):
@@ -198,113 +173,9 @@ class Ours:
         return Steps(host, [after - before for before, after in pairwise(sent)])
 
 
-class Peer:
-    """The peer's host work. Its pipeline.py needs no Neuron; the device it drives here returns
-    velocities at once.
-
-    `whole`: the device makes its inputs contiguous first, as one must that takes no expanded views.
-    """
-
-    def __init__(self, model: torch.nn.Module, config: dict, cases: dict[str, Job], whole: bool):
-        import pipeline  # the peer's
-
-        self.whole = whole
-        self.euler = pipeline.NeuronLTX23Pipeline.denoise_step
-        self.wrapper = pipeline.NeuronTransformerWrapper(
-            self._device,
-            model,
-            text_seq=PEER_TEXT_TOKENS,
-            mask_4d=True,
-            compiled_text_seq=PEER_TEXT_TOKENS,
-        )
-        self.config, self.cases = transformer_config(config), cases
-
-    def _device(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        if self.whole:
-            inputs = [tensor.contiguous() for tensor in inputs]
-        self.input_bytes.append(sum(tensor.numel() * tensor.itemsize for tensor in inputs))
-        return self.velocities
-
-    def prepare(self, case: str) -> None:
-        """Initial states as its generate script makes them."""
-        from ltx_core import tools
-
-        self.job = job = self.cases[case]
-        size = job.size
-        shape = latents.video_latent_shape(size.height, size.width, size.num_frames)
-        video = tools.VideoLatentTools(
-            target_shape=tools.VideoLatentShape(1, latents.VIDEO_CHANNELS, *shape),
-            fps=size.frame_rate,
-            patchifier=tools.VideoLatentPatchifier(patch_size=1),
-            causal_fix=False,
-            scale_factors=tools.SpatioTemporalScaleFactors.default(),
-        )
-        frames = latents.audio_latent_frames(size.num_frames, size.frame_rate)
-        audio = tools.AudioLatentTools(
-            patchifier=tools.AudioPatchifier(patch_size=16),
-            target_shape=tools.AudioLatentShape(
-                1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS
-            ),
-        )
-        states = [
-            stream.create_initial_state(device="cpu", dtype=DTYPE) for stream in (video, audio)
-        ]
-        self.positions = [state.positions for state in states]
-        self.samples = [randn(*state.latent.shape) for state in states]
-        self.velocities = tuple(randn(*state.latent.shape) for state in states)
-        self.contexts = [
-            randn(1, PEER_TEXT_TOKENS, size.inner)
-            for size in (self.config.video, self.config.audio)
-        ]
-        self.mask = torch.ones(1, PEER_TEXT_TOKENS, dtype=torch.int64)
-        self.denoise_mask = None
-        if job.images:
-            self.denoise_mask = torch.ones(1, self.samples[0].shape[1], 1, dtype=DTYPE)
-            self.denoise_mask[:, : shape[1] * shape[2]] = 0
-            self.clean = self.samples[0].clone()
-        self.wrapper.clear_step_cache()
-
-    def steps(self) -> Steps:
-        """A schedule's warm steps."""
-        sigmas = torch.tensor(self.job.stages[0].sigmas)
-        milliseconds, self.input_bytes = [], []
-        for sigma, following in zip(sigmas, sigmas[1:], strict=False):
-            began = time.perf_counter()
-            self._step(sigma, following)
-            milliseconds.append((time.perf_counter() - began) * 1e3)
-        return Steps(milliseconds[1:], self.input_bytes[1:])
-
-    def _step(self, sigma: Tensor, following: Tensor) -> None:
-        from ltx_core.model.transformer.modality import Modality
-
-        timesteps = [sigma[None, None].expand(1, sample.shape[1]) for sample in self.samples]
-        if self.denoise_mask is not None:
-            timesteps[0] = self.denoise_mask.squeeze(-1) * sigma
-        modalities = [
-            Modality(sample, sigma[None], steps, positions, context, True, self.mask.clone(), None)
-            for sample, steps, positions, context in zip(
-                self.samples, timesteps, self.positions, self.contexts, strict=True
-            )
-        ]
-        with torch.no_grad():
-            velocities = self.wrapper(*modalities)
-        self.samples = [
-            self.euler(None, sample, velocity, sigma, following)
-            for sample, velocity in zip(self.samples, velocities, strict=True)
-        ]
-        if self.denoise_mask is not None:
-            kept = self.samples[0] * self.denoise_mask + self.clean * (1 - self.denoise_mask)
-            self.samples[0] = kept.to(DTYPE)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--peer",
-        action="store_true",
-        help="measure the peer, whose pipeline.py is on PYTHONPATH; without it, ours alone",
     )
     parser.add_argument(
         "--tp-degree",
@@ -331,51 +202,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "without-blocks.safetensors"
         write_checkpoint(checkpoint, config)
+        print_conditions(f"TP={args.tp_degree}")
         with Ours(checkpoint, Path(folder), args.tp_degree, cases) as ours:
-            sides = {"ours": ours}
-            if args.peer:
-                model = loaded(checkpoint, config)
-                sides |= {
-                    "peer": Peer(model, config, cases, whole=False),
-                    "peer, inputs whole": Peer(model, config, cases, whole=True),
-                }
-            print(
-                f"TP={args.tp_degree}, {os.cpu_count()} cores, torch {torch.__version__}, ltx-core"
-                f" {version('ltx-core')}, load average {os.getloadavg()[0]:.1f}",
-                flush=True,
-            )
-            medians = {case: measured(case, sides, args.repeats) for case in cases}
-    if not args.peer:
-        print("no --peer: ours alone, no ratio")
-        return
-    times, sizes = (
-        min(of_case["peer"][i] / of_case["ours"][i] for of_case in medians.values()) for i in (0, 1)
-    )
-    print(
-        f"at least {times:.0f} times less time on the host and {sizes:.0f} times fewer bytes from"
-        " the host than the peer"
-    )
+            finish(**measured(ours, args.repeats))
 
 
-def measured(case: str, sides: dict, repeats: int) -> dict[str, tuple[float, float]]:
-    """Median milliseconds and bytes of each side, printed; the sides run in turn."""
-    steps = {name: Steps([], []) for name in sides}
-    for side in sides.values():
-        side.prepare(case)
-        side.steps()  # cold: caches, allocations, the first run of the graphs
-    for _ in range(repeats):
-        for name, side in sides.items():
-            for values, new in zip(steps[name], side.steps(), strict=True):
-                values.extend(new)
+def measured(ours: Ours, repeats: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds and bytes of every case, printed; the cases take turns."""
+    steps = {case: Steps([], []) for case in ours.cases}
+    for number in range(1 + repeats):
+        for case, of_case in steps.items():
+            ours.prepare(case)
+            ours.steps()  # cold: caches, allocations, the first run of the graphs
+            for values, new in zip(of_case, ours.steps(), strict=True):
+                values.extend(new if number else [])
     medians = {}
-    for name, (milliseconds, sent) in steps.items():
-        medians[name] = statistics.median(milliseconds), statistics.median(sent)
+    for case, (milliseconds, sent) in steps.items():
+        found = {"ms": statistics.median(milliseconds), "bytes": statistics.median(sent)}
         slow = statistics.quantiles(milliseconds, n=10)[-1]
         print(
-            f"{case:28} {name:18} {medians[name][0]:9.3f} ms a step (p90 {slow:.3f}, n"
-            f" {len(milliseconds)}), {medians[name][1]:,.0f} bytes",
+            f"{case:28} {found['ms']:9.3f} ms a step (p90 {slow:.3f}, n {len(milliseconds)}),"
+            f" {found['bytes']:,.0f} bytes",
             flush=True,
         )
+        medians[case] = found
     return medians
 
 

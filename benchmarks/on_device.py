@@ -40,11 +40,11 @@ from lib.sections import Budget, Failed, Section, cell, markdown, restored, run_
 
 from ltx_neuron import errors, files, flags
 from ltx_neuron.artifacts import code_digest
-from ltx_neuron.doctor.finding import gb
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
 from ltx_neuron.profiles import resolve
+from ltx_neuron.report.format import format_bytes
 
 
 def doctor(bench: Bench) -> list[str]:
@@ -147,7 +147,7 @@ def facts_of(bench: Bench) -> dict[str, str]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": (
             f"{platform.machine()}, {os.cpu_count()} CPU cores,"
-            f" {gb(bench.system.memory().get('MemTotal', 0))}"
+            f" {format_bytes(bench.system.memory().get('MemTotal', 0))}"
         ),
         "driver": bench.system.driver or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),

@@ -1,7 +1,7 @@
 """The released size on this machine, from files to MP4 by the five scripts at TP=4: all 48 blocks
 of the transformer and all 48 layers of Gemma3-12B, at full width, on the CPU.
 
-    python benchmarks/rehearsal.py --folder DIR [--output PREFIX] [--keep] [--dense] [--tiny]
+    python benchmarks/rehearsal.py --folder DIR [--keep] [--dense] [--tiny]
 
 Two jobs, each with the prompt encoded on the ranks: a distilled one of 8 steps, upscaled, and a
 guided one (--recipe dev, two passes a step) of 2 steps. Every script is a process of its own and is
@@ -14,8 +14,8 @@ and each pass of a step reads them from the disk where memory cannot hold them; 
 are made where they are zeros (fallocate --dig-holes), so that 40 GB of disk are enough for both.
 With --dense (70 GB) Gemma's stay too.
 
-Prints two tables and writes them, with all figures, as PREFIX.json. What it made is deleted at its
-end, at Ctrl-C and at SIGTERM, unless --keep is given: then the same command goes on from there.
+What it made is deleted at its end, at Ctrl-C and at SIGTERM, unless --keep is given: then the same
+command goes on from there.
 --tiny makes the whole way with tiny models in a minute, to try this script.
 """
 
@@ -34,8 +34,6 @@ from lib.random_sources import write_checkpoint, write_gemma, write_upsampler
 from lib.watch import Watched, run_watched
 
 from ltx_neuron.errors import UserError, run
-from ltx_neuron.files import write_json
-from ltx_neuron.generate import versions
 from ltx_neuron.tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -226,7 +224,6 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="an empty folder on a disk with room")
-    add("--output", type=Path, default=Path("outputs/rehearsal"), help="PREFIX.json")
     add("--keep", action="store_true", help="delete nothing, and go on from what is there")
     add("--dense", action="store_true", help="leave Gemma's rank files as the sharder wrote them")
     add("--tiny", action="store_true", help="tiny models")
@@ -239,17 +236,6 @@ def main() -> None:
         rehearsal.write_sources()
         print(f"{'':32}" + "".join(f"{name:>14}" for name in COLUMNS))
         rehearsal.run_all()
-        content = {
-            "memory_bytes": memory,
-            "cpus": psutil.cpu_count(),
-            "versions": versions(),
-            "tp": TP,
-            "size": SIZE,
-            "disk_gb_after": rehearsal.disk_gb,
-            "rows": [row._asdict() for row in rehearsal.rows],
-        }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.output.with_suffix(".json"), content)
     finally:
         if not args.keep:
             shutil.rmtree(args.folder)

@@ -18,6 +18,7 @@ import psutil
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lib.core_memory import counted_memory
 from lib.sections import Budget, Failed, NotRun, Stopped
 from ltx_neuron import flags
 from ltx_neuron.doctor.system import System
@@ -126,11 +127,15 @@ class Bench:
         the time of its section ends."""
         path = self.log(log)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Scripts of lib/ import others of it.
+        paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         began = time.perf_counter()
         with open(path, "w") as log_file, CoreMemory(self.system) as memory:
             process = subprocess.Popen(
                 [sys.executable, *map(str, command)],
                 cwd=ROOT,
+                env=environment,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -229,10 +234,10 @@ class Bench:
             *("--tp-degree", self.tp, *target.flags),
         ]
 
-    def step(self, model: Model, target: Target, inputs: Path) -> dict[str, Tensor]:
+    def step(self, model: Model, target: Target) -> dict[str, Tensor]:
         """The latents after one step (one_step.py), by a process of its own."""
         name = f"{model.name}-step-{target.profile}-{target.dtype}"
-        content = request(model, model.size) | {"inputs": str(inputs)}
+        content = request(model, model.size)
         return load_file(self.scripted("one_step.py", name, target, content, ".safetensors"))
 
 
@@ -292,7 +297,7 @@ class CoreMemory:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "CoreMemory":
-        if self.system.counted_memory():
+        if counted_memory(self.system.root):
             self._thread.start()
         return self
 
@@ -303,7 +308,7 @@ class CoreMemory:
 
     def _watch(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
-            for core, used in self.system.counted_memory().items():
+            for core, used in counted_memory(self.system.root).items():
                 self.most[core] = max(used, self.most.get(core, 0))
 
 

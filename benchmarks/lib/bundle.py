@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.redact import Redactor, told_environment
-from ltx_neuron.doctor.finding import gb
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import MANIFEST, check_regular, check_writable, read_json, whole_file
 from ltx_neuron.machine import load, probe
 from ltx_neuron.progress import is_log
+from ltx_neuron.report.format import format_bytes
 
 NAMES = (".tar.gz", ".tgz")
 FOLDER = "ltx-neuron-bundle"  # that it unpacks to
@@ -161,7 +161,9 @@ def pack(
         total += len(text)
         if total > TOTAL_BYTES:
             total -= len(text)
-            left_out[str(file.path)] = f"the bundle has {gb(TOTAL_BYTES)} of texts already"
+            left_out[str(file.path)] = (
+                f"the bundle has {format_bytes(TOTAL_BYTES)} of texts already"
+            )
             continue
         members[_free(file.name, members)] = text
     for text in members.values():

@@ -10,10 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from lib.bench import BF16, FP32, WIDE, Bench, Model, full, tiny, wide
-from lib.one_step import write_inputs
 from lib.sections import Failed, NotRun, rel, three_way
-from ltx_neuron.doctor.finding import gb
 from ltx_neuron.profiles import resolve
+from ltx_neuron.report.format import format_bytes
 from ltx_neuron.tiny import make_tiny
 from ltx_neuron.workspace import Workspace
 
@@ -38,7 +37,7 @@ def wide_compiles(bench: Bench) -> list[str]:
     checkpoint = wide(bench).checkpoint
     lines = [
         f"Checkpoint of {WIDE.layers} blocks, {WIDE.video_inner} and {WIDE.audio_inner} channels: "
-        f"{gb(checkpoint.stat().st_size)}."
+        f"{format_bytes(checkpoint.stat().st_size)}."
     ]
     return lines + _shard_and_compile(bench, wide(bench), gemma=False)
 
@@ -70,14 +69,12 @@ def full_compiles(bench: Bench) -> list[str]:
 
 def one_step(bench: Bench, model: Model) -> list[str]:
     """One step by the three-way rule. The CPU's runs are sharded and compiled first."""
-    inputs = bench.folder / f"{model.name}-inputs.safetensors"
-    write_inputs(inputs, model.checkpoint, model.size)
     on_cpu = {}
     for target in (FP32, BF16):
         bench.shard(model, target, gemma=False)
         bench.compile(model, target, gemma=False)
-        on_cpu[target] = bench.step(model, target, inputs)
-    device = bench.step(model, bench.device(model), inputs)
+        on_cpu[target] = bench.step(model, target)
+    device = bench.step(model, bench.device(model))
     return three_way(device, on_cpu[BF16], on_cpu[FP32], ("video", "audio"))
 
 
@@ -90,7 +87,8 @@ def full_step(bench: Bench) -> list[str]:
     available = bench.system.memory().get("MemAvailable", 0)
     if need > available:
         raise NotRun(
-            f"the fp32 reference needs {gb(need)} of host memory, {gb(available)} are available"
+            f"the fp32 reference needs {format_bytes(need)} of host memory,"
+            f" {format_bytes(available)} are available"
         )
     return one_step(bench, model)
 
@@ -142,7 +140,7 @@ def decoded_on_ranks(bench: Bench, model: Model) -> list[str]:
         lines.append(
             f"Decoded by the {name}: {sum(decoding):.2f} s of it alone, a whole run"
             f" {run.seconds:.1f} s; at most a core"
-            f" {gb(max(run.memory.values())) if run.memory else 'not known'}."
+            f" {format_bytes(max(run.memory.values())) if run.memory else 'not known'}."
         )
     difference = (frames["ranks"] - frames["host"]).abs()
     psnr = 20 * math.log10(255 / max(difference.square().mean().sqrt().item(), 1e-9))

@@ -10,10 +10,10 @@ from lib.probes import CHAIN, torus_groups
 from lib.sections import Failed, NotRun, Stopped, cell
 from ltx_neuron import flags
 from ltx_neuron.config import transformer_config
-from ltx_neuron.doctor.finding import gb
 from ltx_neuron.files import read_json
 from ltx_neuron.job import Job
 from ltx_neuron.report import table
+from ltx_neuron.report.format import format_bytes
 from ltx_neuron.tiny.config import released_config
 
 RELEASED = transformer_config(released_config())
@@ -170,13 +170,14 @@ def _memory(bench: Bench, memory: dict[str, dict[str, int]]) -> Iterator[str]:
         return
     yield from (f"| core | {' | '.join(memory)} |", "|---" * (1 + len(memory)) + "|")
     for core in cores:
-        used = " | ".join(gb(each.get(core, 0)) for each in memory.values())
+        used = " | ".join(format_bytes(each.get(core, 0)) for each in memory.values())
         yield f"| {core} | {used} |"
     before, most, after = (
         sum(memory[moment].values()) for moment in ("before", "after the steps", "unloaded")
     )
     yield ""
-    yield f"Unloading freed {gb(most - after)} of the {gb(most - before)} that the model took."
+    freed, taken = format_bytes(most - after), format_bytes(most - before)
+    yield f"Unloading freed {freed} of the {taken} that the model took."
 
 
 def no_memory(bench: Bench) -> str:
@@ -236,7 +237,7 @@ def _measured(bench: Bench, target: Target, name: str) -> list[str]:
                 else "not counted, this profile has no peak."
             )
         )
-        used = ", ".join(f"{core} {gb(most)}" for core, most in run.memory.items())
+        used = ", ".join(f"{core} {format_bytes(most)}" for core, most in run.memory.items())
         lines.append(
             f"Device memory at most, by core: {used}."
             if used

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json
-from ltx_neuron.tune.agree import FACTOR, FLOOR
-from ltx_neuron.tune.agree import distance as rel
+from ltx_neuron.tune.tolerance import FACTOR, FLOOR
+from ltx_neuron.tune.tolerance import rel_l2 as rel
 
 NOT_REACHED = {"status": "not run", "why": "not reached", "seconds": 0.0, "lines": []}
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from lib.core_memory import core_memory
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep, StageRun
-from ltx_neuron.doctor.system import System
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
@@ -44,7 +44,7 @@ def with_run_of_each_call(manifest: Manifest, place: Path) -> Manifest:
 
 
 @torch.no_grad()
-def measure(request: dict, system: System) -> dict:
+def measure(request: dict, root: Path = Path("/")) -> dict:
     """The times of the last stage's step on random latents, distilled."""
     job = Job("random contexts", Size(**request["size"]))
     profile = resolve(request["profile"], tuple(request["settings"]))
@@ -56,19 +56,19 @@ def measure(request: dict, system: System) -> dict:
     bucket, compiled = workspace.dit_program_for(job, stage)
     manifest = with_run_of_each_call(compiled, Path(request["folder"]))
     calls = manifest.runs["main"]
-    memory = {"before": system.core_memory()}
+    memory = {"before": core_memory(root)}
     with registry.ranks(profile, request["tp"], workspace.compiler_cache) as ranks:
         began = time.perf_counter()
         ranks.load(workspace.dit_weights(), {bucket.name: manifest}, workspace.dtype)
         load_seconds = time.perf_counter() - began
-        memory["loaded"] = system.core_memory()
+        memory["loaded"] = core_memory(root)
         step = CompiledStep(bucket, manifest)
         run = prepared(ranks, step, workspace, workspace.dtype, job, stage)
         steps = [_milliseconds(run, ["main"]) for _ in range(1 + STEPS)]
         by_call = [_milliseconds(run, [f"call {n}" for n in range(len(calls))]) for _ in steps]
-        memory["after the steps"] = system.core_memory()
+        memory["after the steps"] = core_memory(root)
         ranks.unload()
-        memory["unloaded"] = system.core_memory()
+        memory["unloaded"] = core_memory(root)
     medians = [statistics.median(times) for times in zip(*by_call[1:], strict=True)]
     return {
         "load_seconds": load_seconds,
@@ -90,4 +90,4 @@ def _milliseconds(run: StageRun, names: list[str]) -> list[float]:
 
 if __name__ == "__main__":
     request = read_json(Path(sys.argv[1]))
-    errors.run(lambda: write_json(Path(request["output"]), measure(request, System())))
+    errors.run(lambda: write_json(Path(request["output"]), measure(request)))

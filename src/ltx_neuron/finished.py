@@ -35,7 +35,7 @@ from ltx_neuron.text.cache import (
 )
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
-from ltx_neuron.tune import chosen
+from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.gains import check_const_max
 from ltx_neuron.weights.lora import MergedSource, WeightSet
@@ -67,7 +67,7 @@ class Finished:
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.blocks_per_graph = blocks_per_graph  # None: the profile's
         self._typed = profile.settings
-        self.chosen: chosen.Chosen | None = None
+        self.tuned_settings: tuned_settings.TunedSettings | None = None
         self.ignores_tuned, self._said = False, ""
         self._checked_attention = False
         self.checkpoint = Checkpoint(self.checkpoint_path)
@@ -81,10 +81,10 @@ class Finished:
         """Take what python -m ltx_neuron.tune chose for this device and model, if it did. What was
         typed still wins."""
         config = self.transformer.digest
-        identity = chosen.identity(self.profile, self.tp, self.dtype_name, config)
-        self.chosen = chosen.load(self.artifacts, identity)
-        if self.chosen:
-            self.profile = self.chosen.profile_of_run(self.profile)
+        identity = tuned_settings.identity(self.profile, self.tp, self.dtype_name, config)
+        self.tuned_settings = tuned_settings.load(self.artifacts, identity)
+        if self.tuned_settings:
+            self.profile = self.tuned_settings.profile_of_run(self.profile)
 
     def say_tuned(self, buckets: Iterable[Bucket] = ()) -> None:
         """Print once which tuned settings are in use, if there are any.
@@ -92,7 +92,7 @@ class Finished:
         buckets  of a size that is not asked for yet
         """
         self.dit_profile(buckets)
-        line = self.chosen.line() if self.chosen else ""
+        line = self.tuned_settings.line() if self.tuned_settings else ""
         if line != self._said:
             print(line)
         self._said = line
@@ -209,9 +209,9 @@ class Finished:
     def dit_profile(self, buckets: Iterable[Bucket], used: bool = True) -> Profile:
         """The profile of the DiT's graphs of a size, given as its stages' buckets. used: whether
         they are compiled or run."""
-        if not self.chosen:
+        if not self.tuned_settings:
             return self.profile
-        return self.chosen.profile_of_size(self.profile, buckets, used)
+        return self.tuned_settings.profile_of_size(self.profile, buckets, used)
 
     def graphs_of(self, job: Job) -> dict[str, object]:
         """What of a job's graphs its latents depend on."""
@@ -370,8 +370,8 @@ class Finished:
             return shlex.join(map(str, words))
         if script == "compile/compile_transformer.py" and self.blocks_per_graph is not None:
             words += ["--blocks-per-graph", self.blocks_per_graph]
-        words += ["--no-tuned"] if self.ignores_tuned else []
-        tuned = self.chosen and self.chosen.line()
+        words += ["--ignore-tuned"] if self.ignores_tuned else []
+        tuned = self.tuned_settings and self.tuned_settings.line()
         return shlex.join(map(str, words)) + (f"\n{tuned}" if tuned else "")
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:

@@ -220,7 +220,7 @@ def interrupted_run(
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     """The latency report of all that was recorded so far."""
     profile, identity = workspace.profile.name, code_identity(workspace)
-    identity["tuned"] = workspace.chosen and workspace.chosen.describe()
+    identity["tuned"] = workspace.tuned_settings and workspace.tuned_settings.describe()
     return recorder.report(job, profile, workspace.tp, versions(), identity)
 
 

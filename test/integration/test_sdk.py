@@ -24,7 +24,7 @@ from ltx_neuron.models.attention import attention_cte
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.profiles import PROFILES, require_runtime, resolve
 from ltx_neuron.tiny.config import released_config
-from ltx_neuron.tune.agree import FACTOR, FLOOR, distance
+from ltx_neuron.tune.tolerance import FACTOR, FLOOR, rel_l2
 
 pytestmark = [pytest.mark.sdk, pytest.mark.timeout(7200)]
 
@@ -66,8 +66,8 @@ def test_a_simulated_kernel_attends_as_the_reference_does(simulate, kernel, size
     given = [LAYOUTS[kernel][0](tensor) for tensor in rounded]
     keywords = nki.KERNELS[kernel].arguments(*given, scale)
     got = torch.as_tensor(simulate(launched)(**keywords)).reshape(exact.shape)
-    allowed = FACTOR * distance(reference(*given, scale).reshape(exact.shape), exact) + FLOOR
-    assert distance(got, exact) <= allowed
+    allowed = FACTOR * rel_l2(reference(*given, scale).reshape(exact.shape), exact) + FLOOR
+    assert rel_l2(got, exact) <= allowed
 
 
 @pytest.mark.parametrize("guided", [False, True])

@@ -30,7 +30,7 @@ from ltx_neuron.artifacts.transfer import pull, push
 from ltx_neuron.backends.manifest import sha256
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
-from ltx_neuron.tune import chosen
+from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.rankfiles import verify
 
 FLOATS = 50_000  # of a rank's file: 0.2 MB, in pieces of
@@ -685,8 +685,10 @@ DEVICE = {"profile": "trn2.3xlarge", "chips": 1, "lnc": 2}
 TUNED = {"device": DEVICE, "versions": {}, "code": "c", "config": "d", "tp": 4, "dtype": "bfloat16"}
 
 
-def tuned(artifacts: Path, threads: int = 4) -> chosen.Chosen:
-    choice = chosen.Chosen(chosen.file_of(artifacts, TUNED), TUNED, {"threads": str(threads)})
+def tuned(artifacts: Path, threads: int = 4) -> tuned_settings.TunedSettings:
+    choice = tuned_settings.TunedSettings(
+        tuned_settings.file_of(artifacts, TUNED), TUNED, {"threads": str(threads)}
+    )
     choice.write()
     return choice
 
@@ -695,7 +697,7 @@ def test_what_a_tuning_chose_travels_with_the_graphs_that_were_compiled_for_it(u
     written = tuned(made)
     push(Store(url), made, [])
     pull(Store(url), tmp_path / "here", [])
-    assert chosen.load(tmp_path / "here", TUNED).run == written.run
+    assert tuned_settings.load(tmp_path / "here", TUNED).run == written.run
     assert push(Store(url), made, []) == []
     assert "settings of a tuning of 0 sizes; 20" in table(Store(url), ["tuned"])
     assert push(Store(url), tuned(made, threads=2).path.parents[1], ["tuned"])
@@ -707,7 +709,7 @@ def test_ones_own_choice_is_never_replaced(made, tmp_path, capsys):
     push(Store(url), made, [])
     pull(Store(url), tmp_path / "here", ["tuned"])
     assert f"kept: {own.path}, which differs from the store's" in capsys.readouterr().out
-    assert chosen.load(tmp_path / "here", TUNED).run == {"threads": "8"}
+    assert tuned_settings.load(tmp_path / "here", TUNED).run == {"threads": "8"}
 
 
 @pytest.mark.parametrize("name", ["tuned/..", "tuned/.hidden", "tuned/trn2-tp4-12345678"])

@@ -1,10 +1,14 @@
 """The benchmarks of the host's work run at tiny widths and print their results."""
 
+import json
 import re
 import subprocess
 import sys
 
+import host_models
+import pytest
 from conftest import ROOT
+from helpers import one_thread  # noqa: F401
 
 HOST_BYTES = 1024  # what a step may send to the device; the times are not a test's to judge
 
@@ -15,13 +19,9 @@ def printed(script: str, *flags: str) -> str:
 
 
 def test_host_step_times_both_kinds_of_video_and_sends_a_step_number_only():
-    output = printed("host_step.py", "--repeats", "1")
-    rows = re.findall(
-        r"64x64x9 (text|image) to video +ours +[\d.]+ ms a step .* ([\d,]+) bytes", output
-    )
-    assert [kind for kind, _ in rows] == ["text", "image"], output
-    assert all(0 < int(sent.replace(",", "")) <= HOST_BYTES for _, sent in rows)
-    assert output.splitlines()[-1] == "no --peer: ours alone, no ratio"
+    last = json.loads(printed("host_step.py", "--repeats", "1").splitlines()[-1])
+    assert [*last] == ["64x64x9 text to video", "64x64x9 image to video"]
+    assert all(0 < case["bytes"] <= HOST_BYTES for case in last.values())
 
 
 def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
@@ -31,25 +31,32 @@ def test_text_encode_compares_equal_contexts_of_ours_and_the_reference():
     assert re.fullmatch(r"[\d.]+ times as fast as the reference", output.splitlines()[-1])
 
 
-def test_upsample_compares_ours_with_ltx_core_in_both_dtypes():
-    output = printed("upsample.py", "--repeats", "1", "--threads", "1")
-    models = re.findall(r"(.*): ours is [\d.]+ times as fast as ltx-core float32 and", output)
-    assert models == ["spatial upsampler", "image encoder"], output
+MODELS = ("video-decoder", "video-encoder", "image-encoder", "upsampler", "sound")
+SMALL = "--tiny --repeats 1 --threads 1 --height 64 --width 64 --num-frames 9 --seconds 0.5"
 
 
-def test_vae_encode_compares_ours_with_ltx_core_in_both_dtypes():
-    small = ("--repeats", "1", "--threads", "1", *("--height", "64", "--width", "64"))
-    output = printed("vae_encode.py", *small, "--num-frames", "9")
-    ratios = re.findall(r"(.*) is [\d.]+ times as fast as (.*), [\d.]+ times in CPU", output)
-    theirs = ("ltx-core float32", "ltx-core bfloat16")
-    assert ratios == [(ours, other) for ours in ("ours float32", "ours") for other in theirs]
-    distances = dict(re.findall(r"(\S.*\S) +(\S+) from ltx-core float32", output))
-    assert float(distances["ours float32"]) < 1e-5, output
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("host_models"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_host_models_compares_ours_with_ltx_core(model, folder, capsys):
+    host_models.main([model, *SMALL.split(), "--folder", folder])
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = json.loads(last)
+    assert all(way["seconds"] > 0 for way in found["ways"].values())
+    if model == "sound":  # float32 in all
+        assert found["rel_l2"]["ours"] < 1e-5
+        return
+    assert len(found["ways"]) == 4
+    bound = 1e-5 if model != "video-decoder" else 1e-3  # frames are rounded to bytes
+    assert found["rel_l2"]["ours float32"] < bound and found["rel_l2"]["ours"] < 0.05
 
 
 def test_the_table_lists_every_script_and_every_result():
     table = (ROOT / "benchmarks/README.md").read_text()
     scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py")]
     results = [path.name for path in (ROOT / "benchmarks").glob("*.md") if path.stem != "README"]
-    assert [name for name in scripts if f"`{name}`" not in table] == []
+    assert [name for name in scripts if f"`{name}" not in table] == []
     assert [name for name in results if f"]({name})" not in table] == []

@@ -377,11 +377,11 @@ def test_minutes_that_are_none_are_refused(tmp_path, monkeypatch):
 # --- what it measures -----------------------------------------------------------------------------
 
 
-def test_neuron_monitor_is_not_started_beside_a_script(bench, tmp_path):
+def test_neuron_monitor_is_not_started_beside_a_script(bench, tmp_path, monkeypatch):
     """Where the driver has no counters it alone tells the memory, and is a process to start."""
     started = []
-    system = System(tmp_path, first_line=lambda *command: started.append(command))
-    bench(system=system).run("sleeps", "-c", "import time; time.sleep(1.2)")
+    monkeypatch.setattr("lib.core_memory.first_line_of", lambda *words: started.append(words))
+    bench(system=System(tmp_path)).run("sleeps", "-c", "import time; time.sleep(1.2)")
     assert started == []
 
 
@@ -483,23 +483,23 @@ def test_a_step_is_timed_by_its_graphs_and_memory_is_asked_for_between_timed_ste
     events, used = [], [10**8, 9 * 10**9, 10**10, 10**9]
     timed, target = step_times._milliseconds, bench.device(model)
 
-    class Counted(System):
-        def core_memory(self) -> dict[str, int]:
-            events.append("memory")
-            return {"core 0": used.pop(0)}
+    def counted(root) -> dict[str, int]:
+        events.append("memory")
+        return {"core 0": used.pop(0)}
 
     def noted(*given) -> list[float]:
         events.append("step")
         return timed(*given)
 
     monkeypatch.setattr(step_times, "_milliseconds", noted)
+    monkeypatch.setattr(step_times, "core_memory", counted)
     content = request(model, model.size) | {"folder": str(bench.folder / "copy"), "tp": bench.tp}
     content |= {"profile": target.profile, "settings": target.settings, "dtype": target.dtype}
-    found = step_times.measure(content, Counted())
+    found = step_times.measure(content)
     steps = ["step"] * 2 * (1 + step_times.STEPS)
     assert events == ["memory", "memory", *steps, "memory", "memory"]
     assert [call["graph"] for call in found["calls"]] == ["head", "blocks", "tail"]
     memory = [*measurements._memory(bench, found["memory"])]
     assert memory[0] == "| core | before | loaded | after the steps | unloaded |"
-    assert memory[2] == "| core 0 | 0.1 GB | 9.0 GB | 10.0 GB | 1.0 GB |"
-    assert memory[-1] == "Unloading freed 9.0 GB of the 9.9 GB that the model took."
+    assert memory[2] == "| core 0 | 100.0 MB | 9.00 GB | 10.00 GB | 1.00 GB |"
+    assert memory[-1] == "Unloading freed 9.00 GB of the 9.90 GB that the model took."

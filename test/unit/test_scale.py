@@ -6,7 +6,6 @@ import pytest
 import scale
 from helpers import one_thread  # noqa: F401
 from lib.sizes import parse_size, video_tokens
-from matplotlib import image
 
 from ltx_neuron.errors import UserError
 
@@ -35,40 +34,24 @@ def test_a_size_is_height_width_and_frames_that_the_model_takes():
             parse_size(text)
 
 
-def test_a_run_measures_and_plans_every_size_and_draws_them(tmp_path, capsys):
-    scale.main(
-        [
-            "--sizes",
-            "64x64x9",
-            "128x192x9",
-            "--tp-degrees",
-            "2",
-            "--rounds",
-            "1",
-            "--out",
-            str(tmp_path / "s"),
-        ]
-    )
-    tables = json.loads((tmp_path / "s.json").read_text())
+def test_a_run_measures_and_plans_every_size(capsys):
+    scale.main(["--sizes", "64x64x9", "128x192x9", "--tp-degrees", "2", "--rounds", "1"])
+    *_, last = capsys.readouterr().out.strip().splitlines()
+    tables = json.loads(last)
     for rows in (tables["measured"], tables["planned"]):
         assert [(row["video_tokens"], row["tp"]) for row in rows] == [(8, 2), (48, 2)]
     assert all(row["step_ms"] > 0 and row["memory_bytes"] > 0 for row in tables["measured"])
     small, large = (row["upload_bytes"] for row in tables["measured"])
     assert small < large < 6 * small  # contexts do not grow with the tokens
-    assert image.imread(tmp_path / "s.png").shape[:2] == (900, 1200)
-    *_, planned, last = capsys.readouterr().out.strip().splitlines()
-    assert planned.startswith("planned collective_bytes, tp 2: grows at most as tokens ^ ")
-    assert planned.endswith("allowed 1.001") and last.startswith(
-        "a step's time grows at most as tokens ^ "
-    )
+    assert tables["growth"]["planned flops_per_step"] < 2
 
 
-def test_what_grows_too_fast_is_said(tmp_path, capsys):
-    row = {"size": "s", "tp": 1, "steps_ms": [1.0], "cold_step_ms": 1.0, "fits": True}
+def test_what_grows_too_fast_is_said(capsys):
+    row = {"size": "s", "tp": 1, "fits": True}
     row |= dict.fromkeys((*scale.LIMITS["measured"], *scale.LIMITS["planned"]), 1e9)
     rows = [{**row, "video_tokens": 10}, {**row, "video_tokens": 20, "step_ms": 5e9}]
-    assert scale.conclude({"measured": rows, "planned": rows}, tmp_path / "s") is True
+    assert scale.conclude({"measured": rows, "planned": rows}) is True
     assert (
-        "grows too fast: measured step_ms, tp 1, 10 to 20 tokens: ^ 2.32, allowed 2.2"
+        "grows too fast: measured step_ms, tp 1: tokens ^ 2.32 from 10 to 20, allowed 2.2"
         in capsys.readouterr().err
     )

@@ -22,11 +22,11 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.tune import __main__ as command
-from ltx_neuron.tune import chosen, show
-from ltx_neuron.tune.agree import disagreement, distances
-from ltx_neuron.tune.chosen import Chosen
-from ltx_neuron.tune.search import Row, check_layers, choices, own_settings, search, wins
+from ltx_neuron.tune import table, tuned_settings
+from ltx_neuron.tune.search import Row, baseline_settings, candidates, check_layers, search, wins
+from ltx_neuron.tune.tolerance import rel_l2, worst_violation
 from ltx_neuron.tune.trials import Journal, Trials, last_words
+from ltx_neuron.tune.tuned_settings import TunedSettings
 from ltx_neuron.tune.variant import first_blocks, request
 from ltx_neuron.workspace import Workspace
 
@@ -140,11 +140,11 @@ RULE = {
 @pytest.mark.parametrize("dtype, far, own, allowed", RULE.values(), ids=RULE)
 def test_a_variant_s_distance_is_judged_by_the_dtype_and_by_the_own_one_s(dtype, far, own, allowed):
     exact = torch.ones(4)
-    got = distances({"video": exact * (1 + far)}, {"video": exact})
-    wrong = disagreement(got, own and {"video": own}, dtype)
-    assert (wrong is None) == (allowed is None)
-    if wrong:
-        assert wrong[0] == "video" and wrong[2] == pytest.approx(allowed)
+    errors = {"video": rel_l2(exact * (1 + far), exact)}
+    worst = worst_violation(errors, own and {"video": own}, dtype)
+    assert (worst is None) == (allowed is None)
+    if worst:
+        assert worst[0] == "video" and worst[2] == pytest.approx(allowed)
 
 
 # --- what is tried --------------------------------------------------------------------------------
@@ -153,61 +153,63 @@ def test_a_variant_s_distance_is_judged_by_the_dtype_and_by_the_own_one_s(dtype,
 def test_on_a_cpu_every_key_that_has_other_values_is_tried(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     cpu = resolve("cpu")
-    assert choices("backend", cpu, 4, 48) == []
-    assert choices("compile_backend", cpu, 4, 48) == ["aot_eager", "inductor"]
-    assert choices("threads", cpu, 4, 48) == ["1", "4", "8"]  # 2 are its share
-    assert choices("attention", cpu, 4, 48) == ["matmul"]
-    assert choices("blocks_per_graph", cpu, 4, 48) == ["1", "8", "12", "0"]
+    assert candidates("backend", cpu, 4, 48) == []
+    assert candidates("compile_backend", cpu, 4, 48) == ["aot_eager", "inductor"]
+    assert candidates("threads", cpu, 4, 48) == ["1", "4", "8"]  # 2 are its share
+    assert candidates("attention", cpu, 4, 48) == ["matmul"]
+    assert candidates("blocks_per_graph", cpu, 4, 48) == ["1", "8", "12", "0"]
 
 
 def test_only_cuts_that_divide_the_depth_are_tried_and_each_once():
     cpu = resolve("cpu")
-    assert choices("blocks_per_graph", cpu, 2, 2) == ["1", "0"]  # 4 comes to 2
-    assert choices("blocks_per_graph", cpu, 2, 12) == ["1", "12", "0"]
+    assert candidates("blocks_per_graph", cpu, 2, 2) == ["1", "0"]  # 4 comes to 2
+    assert candidates("blocks_per_graph", cpu, 2, 12) == ["1", "12", "0"]
     # At a cut depth every call must end with it, and the whole step cannot end early.
-    assert choices("blocks_per_graph", cpu, 2, 48, layers=4) == ["1"]
-    assert choices("blocks_per_graph", cpu, 2, 48, layers=8) == ["1", "8"]
+    assert candidates("blocks_per_graph", cpu, 2, 48, layers=4) == ["1"]
+    assert candidates("blocks_per_graph", cpu, 2, 48, layers=8) == ["1", "8"]
 
 
 def test_another_backend_is_tried_where_it_is_installed(monkeypatch):
     neuron = resolve("trn2.3xlarge")
     versions = {"neuronx-distributed": "0.19"}
     monkeypatch.setattr(profiles, "package_version", versions.get)
-    assert choices("backend", neuron, 4, 48) == []
+    assert candidates("backend", neuron, 4, 48) == []
     versions["torch-neuronx"] = "2.13.3"
-    assert choices("backend", neuron, 4, 48) == ["torchdist"]
-    assert choices("attention", neuron, 4, 48) == ["matmul"]
-    assert choices("threads", neuron, 4, 48) == choices("compile_backend", neuron, 4, 48) == []
+    assert candidates("backend", neuron, 4, 48) == ["torchdist"]
+    assert candidates("attention", neuron, 4, 48) == ["matmul"]
+    assert (
+        candidates("threads", neuron, 4, 48) == candidates("compile_backend", neuron, 4, 48) == []
+    )
 
 
 def test_the_constant_maximum_is_tried_where_its_package_is_installed(monkeypatch):
     neuron = resolve("trn2.3xlarge")
-    assert choices("attention", neuron, 4, 48) == ["matmul"]
+    assert candidates("attention", neuron, 4, 48) == ["matmul"]
     monkeypatch.setattr("ltx_neuron.tune.search.find_spec", lambda package: package)
-    assert choices("attention", neuron, 4, 48) == ["nki_const_max", "matmul"]
+    assert candidates("attention", neuron, 4, 48) == ["nki_const_max", "matmul"]
 
 
 def test_the_dit_s_compiler_flags_are_tried_and_each_compiles_to_graphs_of_its_own():
     neuron = resolve("trn2.3xlarge")
-    others = choices("compiler_flags.dit", neuron, 4, 48)
+    others = candidates("compiler_flags.dit", neuron, 4, 48)
     assert len(others) == 2 and all("--vectorize-strided-dma" in flags for flags in others)
     assert "--cc-pipeline-tiling-factor=2" in others[1]
     of = {f: resolve("trn2.3xlarge", (f"compiler_flags.dit={f}",)) for f in others}
     made = [registry.identity(profile, "dit") for profile in (neuron, *of.values())]
     assert len({identity["compiler_flags"] for identity in made}) == 3
     assert len({registry.identity(p, "gemma3")["compiler_flags"] for p in of.values()}) == 1
-    assert choices(f"environment.{COLLECTIVES_BUFFER}", neuron, 4, 48) == ["41943040"]
+    assert candidates(f"environment.{COLLECTIVES_BUFFER}", neuron, 4, 48) == ["41943040"]
     cpu = resolve("cpu")
-    assert choices("compiler_flags.dit", cpu, 4, 48) == []
-    assert choices(f"environment.{COLLECTIVES_BUFFER}", cpu, 4, 48) == []
+    assert candidates("compiler_flags.dit", cpu, 4, 48) == []
+    assert candidates(f"environment.{COLLECTIVES_BUFFER}", cpu, 4, 48) == []
 
 
 def test_sequence_parallelism_is_tried_where_a_stage_s_tokens_divide():
     cpu, buckets = resolve("cpu"), Job("", Size(96, 96, 9)).buckets  # 18 tokens
-    assert choices("sequence_parallel", cpu, 2, 48, buckets=buckets) == ["true"]
-    assert choices("sequence_parallel", cpu, 4, 48, buckets=buckets) == []
+    assert candidates("sequence_parallel", cpu, 2, 48, buckets=buckets) == ["true"]
+    assert candidates("sequence_parallel", cpu, 4, 48, buckets=buckets) == []
     on = resolve("cpu", ("sequence_parallel=true",))
-    assert choices("sequence_parallel", on, 2, 48, buckets=buckets) == ["false"]
+    assert candidates("sequence_parallel", on, 2, 48, buckets=buckets) == ["false"]
 
 
 def test_a_depth_that_no_call_ends_at_is_refused():
@@ -253,15 +255,19 @@ def test_a_tuning_that_was_ended_finds_its_rows_again(tmp_path):
     again = Journal(path, ASKED, {})
     assert again.rows == [first, failed] and again.fixed == {"threads": "2"}
     assert again.find(OWN, 0) == first and again.find(OWN, 1) is None
+    with open(path, "a") as file:  # whoever wrote it was killed
+        file.write('{"settings": {"thr')
+    assert Journal(path, ASKED, {}).rows == [first, failed]
+    assert len(path.read_text().splitlines()) == 3  # and what is added begins a line of its own
 
 
 def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, capsys):
     path = tmp_path / "a.journal"
     Journal(path, ASKED, {}).add(row(1.5))
     assert Journal(path, ASKED | {"request": "2"}, {}).rows == []
-    assert Journal(path, ASKED, {}, again=True).rows == []
-    path.write_text('{"rows": [')
-    assert Journal(path, ASKED, {}).rows == [] and "begins anew" in capsys.readouterr().out
+    assert Journal(path, ASKED, {}, force=True).rows == []
+    path.write_text('{"request": 1}')
+    assert Journal(path, ASKED, {}).rows == [] and "begins again" in capsys.readouterr().out
 
 
 def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path, tiny):
@@ -288,8 +294,7 @@ def test_the_table_has_a_line_for_each_variant_with_what_became_of_it():
     faster = OWN | {"attention": "matmul"}
     broken = OWN | {"threads": "2"}
     rows = [row(100), row(50, "", faster), row(0, "took longer", broken), row(52, "", faster, 1)]
-    found = show.variants(rows, OWN, faster)
-    lines = show.table(found).splitlines()
+    lines = table.table(rows, OWN, faster).splitlines()
     own, best = (" ".join(line.split()) for line in lines[1:3])
     assert own == "100.00 1 1.00 1.0 1.0e-07 the profile's own: own"
     assert best == "51.00 2 0.50 1.0 1.0e-07 attention=matmul: chosen"
@@ -305,14 +310,16 @@ def opened(tiny, folder: Path, *typed: str) -> Workspace:
     return Workspace(tiny.checkpoint, resolve("cpu", typed), folder, 2, "float32", tiny.gemma_root)
 
 
-def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> Chosen:
+def choose(workspace: Workspace, run: dict, graphs: dict, size: Size = SIZE) -> TunedSettings:
     """Leave a file as a tuning of a size leaves it."""
     config = workspace.transformer.digest
-    identity = chosen.identity(workspace.profile, workspace.tp, workspace.dtype_name, config)
-    path = chosen.file_of(workspace.artifacts, identity)
-    kept = chosen.load(workspace.artifacts, identity) or Chosen(path, identity)
+    identity = tuned_settings.identity(
+        workspace.profile, workspace.tp, workspace.dtype_name, config
+    )
+    path = tuned_settings.file_of(workspace.artifacts, identity)
+    kept = tuned_settings.load(workspace.artifacts, identity) or TunedSettings(path, identity)
     kept.run = run
-    key = chosen.size_key(Job("", size).buckets)
+    key = tuned_settings.size_key(Job("", size).buckets)
     kept.sizes[key] = {"settings": graphs, "run": run}
     kept.write()
     return kept
@@ -338,12 +345,14 @@ def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_pat
 
 def test_a_size_is_found_by_its_shapes_whatever_its_timesteps(tiny, tmp_path):
     portrait, two = Size(96, 64, 9), Size(128, 128, 9, two_stage=True)
-    key = chosen.size_key(Job("", portrait).buckets)
-    assert key == chosen.size_key(Job("", Size(64, 96, 9)).buckets)
+    key = tuned_settings.size_key(Job("", portrait).buckets)
+    assert key == tuned_settings.size_key(Job("", Size(64, 96, 9)).buckets)
     stages = Job("", two).buckets
     both = [replace(bucket, timesteps=count) for bucket in stages for count in (1, 2)]
-    assert chosen.size_key(both) == chosen.size_key(stages) == "v8-a9+v32-a9"
-    assert chosen.size_key(Job("", two, recipe="dev").buckets) != chosen.size_key(stages)
+    assert tuned_settings.size_key(both) == tuned_settings.size_key(stages) == "v8-a9+v32-a9"
+    assert tuned_settings.size_key(Job("", two, recipe="dev").buckets) != tuned_settings.size_key(
+        stages
+    )
 
 
 def test_what_is_typed_wins_key_by_key(tiny, tmp_path):
@@ -382,7 +391,7 @@ def test_a_file_that_cannot_be_taken_stops_nothing(tiny, tmp_path, capsys, conte
     kept.path.write_text(content or json.dumps({"identity": kept.identity, "run": {}}))
     workspace = opened(tiny, tmp_path)
     workspace.take_tuned()
-    assert workspace.chosen is None and workspace.profile.threads == 0
+    assert workspace.tuned_settings is None and workspace.profile.threads == 0
     assert said in capsys.readouterr().out
 
 
@@ -392,12 +401,15 @@ def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(
     choose(opened(tiny, tmp_path), {"threads": "2"}, {})
     other_tp = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 4, "float32")
     other_tp.take_tuned()
-    assert other_tp.chosen is None and capsys.readouterr().out == ""
-    monkeypatch.setattr(chosen.machine, "package_version", {"torch": "9.9"}.get)
+    assert other_tp.tuned_settings is None and capsys.readouterr().out == ""
+    monkeypatch.setattr(tuned_settings.machine, "package_version", {"torch": "9.9"}.get)
     workspace = opened(tiny, tmp_path)
     workspace.take_tuned()
     said = capsys.readouterr().out
-    assert workspace.chosen is None and "was tuned with other versions, and is not taken" in said
+    assert (
+        workspace.tuned_settings is None
+        and "was tuned with other versions, and is not taken" in said
+    )
 
 
 def test_settings_that_do_not_go_with_what_was_typed_are_left_out(tiny, tmp_path, capsys):
@@ -421,11 +433,11 @@ def test_scripts_take_the_file_and_say_so_in_one_line(tiny, tmp_path, capsys):
     workspace = flags.workspace(arguments(tiny, tmp_path))
     workspace.say_tuned(SHAPES)
     workspace.say_tuned()
-    line = f"tuned: threads=2 attention=matmul ({kept.path}; --no-tuned ignores it)\n"
+    line = f"tuned: threads=2 attention=matmul ({kept.path}; --ignore-tuned ignores it)\n"
     assert capsys.readouterr().out == line
-    ignored = flags.workspace(arguments(tiny, tmp_path, "--no-tuned"))
+    ignored = flags.workspace(arguments(tiny, tmp_path, "--ignore-tuned"))
     ignored.say_tuned(SHAPES)
-    assert ignored.chosen is None and capsys.readouterr().out == ""
+    assert ignored.tuned_settings is None and capsys.readouterr().out == ""
     assert dit_identity(ignored)["attention"] == "sdpa"
 
 
@@ -455,17 +467,17 @@ def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp
     _, make, tuned_line = str(error.value).splitlines()
     assert "attention: got sdpa, wanted matmul" in str(error.value)
     assert "compile/compile_transformer.py" in make and "attention" not in make
-    assert tuned_line == f"tuned: attention=matmul ({kept.path}; --no-tuned ignores it)"
+    assert tuned_line == f"tuned: attention=matmul ({kept.path}; --ignore-tuned ignores it)"
 
 
-def test_a_command_says_no_tuned_where_that_was_typed(tiny, tmp_path):
+def test_a_command_says_ignore_tuned_where_that_was_typed(tiny, tmp_path):
     choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
-    workspace = flags.workspace(arguments(tiny, tmp_path, "--no-tuned"))
-    with pytest.raises(UserError, match="compile_transformer.py .*--no-tuned$"):
+    workspace = flags.workspace(arguments(tiny, tmp_path, "--ignore-tuned"))
+    with pytest.raises(UserError, match="compile_transformer.py .*--ignore-tuned$"):
         workspace.dit_program_for(Job("", SIZE), Job("", SIZE).stages[0])
     with pytest.raises(UserError) as error:
         workspace.dit_weights()
-    assert "--no-tuned" not in str(error.value)  # the shard scripts have no such flag
+    assert "--ignore-tuned" not in str(error.value)  # the shard scripts have no such flag
 
 
 # --- what is typed --------------------------------------------------------------------------------
@@ -479,7 +491,6 @@ WRONG = {
     "half a block": (["--layers", "1"], "--layers 1: wanted a multiple of 2"),
     "a size that cannot be": (["--height", "65"], "--height 65 is not a multiple of 32"),
     "no rank files": ([], "no dit weights in .*\nMake them: .*shards/shard_backbone_weights.py"),
-    "a plot over the checkpoint": (["--plot", "CKPT"], "are the same file"),
 }
 
 
@@ -488,12 +499,18 @@ def test_what_is_typed_wrongly_is_said_before_anything_runs(tiny, tmp_path, type
     common = ["--checkpoint-path", str(tiny.checkpoint), "--artifacts-dir", str(tmp_path)]
     common += ["--profile", "cpu", "--tp-degree", "2", "--recipe", "distilled"]
     common += ["--height", "64", "--width", "64", "--num-frames", "9"]
-    words = [str(tiny.checkpoint) if word == "CKPT" else word for word in typed]
     with pytest.raises(UserError, match=said):
-        command.main([*common, *words])
+        command.main([*common, *typed])
 
 
 def test_all_that_can_be_tuned_is_a_value_of_the_profile():
-    own = own_settings(resolve("trn2.3xlarge"))
+    own = baseline_settings(resolve("trn2.3xlarge"))
     assert resolve("trn2.3xlarge", tuple(f"{k}={v}" for k, v in own.items()))
     assert own["attention"] == "nki" and own["threads"] == "0"
+
+
+def test_the_earlier_names_of_flags_are_still_taken(tiny, tmp_path):
+    parser = command.build_parser()
+    needed = ["--checkpoint-path", "CKPT"]
+    assert parser.parse_args([*needed, "--again"]) == parser.parse_args([*needed, "--force"])
+    assert arguments(tiny, tmp_path, "--no-tuned") == arguments(tiny, tmp_path, "--ignore-tuned")

@@ -243,3 +243,12 @@ def spectrum(waveform: Tensor) -> Tensor:
     window = torch.hann_window(2048)
     mono = waveform.float().mean(0)
     return torch.stft(mono, 2048, 512, window=window, return_complex=True).abs()
+
+
+def print_scores(names: list[str], scores: list[Score]) -> None:
+    """A line for each clip with what is wrong in it, and how many are right in all."""
+    for name, score in zip(names, scores, strict=True):
+        wrong = [part for part, right in score._asdict().items() if not right]
+        print(f"{name}: {', '.join(wrong) or 'right'}")
+    right = zip(Score._fields, map(sum, zip(*scores, strict=True)), strict=True)
+    print(f"right of {len(scores)}: {', '.join(f'{name} {count}' for name, count in right)}")

@@ -18,24 +18,15 @@ from pathlib import Path
 import measures
 import torch
 from config import FRAME_RATE, HEIGHT, NUM_FRAMES, WIDTH
-from torch import Generator
-from world import Scene
+from world import Scene, draw
 
 from ltx_neuron.demo import ASSETS, DemoAssets, assets_in
 from ltx_neuron.errors import run
 from ltx_neuron.host.media import first_frames, read_sound
 
 ROOT = Path(__file__).resolve().parents[2]
-SEED = 1_000_000  # of the prompts; training's are the numbers of its chunks
 SIZE = ["--height", HEIGHT, "--width", WIDTH, "--num-frames", NUM_FRAMES]
 SIZE += ["--frame-rate", FRAME_RATE, "--two-stage"]
-
-
-def draw(count: int) -> tuple[list[Scene], list[str]]:
-    """Scenes, and a prompt for each. Where the shape begins is the clip's own choice."""
-    generator = Generator().manual_seed(SEED)
-    scenes = [Scene.draw(generator) for _ in range(count)]
-    return scenes, [scene.prompt(generator) for scene in scenes]
 
 
 def score(scene: Scene, clip: Path) -> measures.Score:
@@ -86,11 +77,8 @@ def main() -> None:
     scenes, prompts = draw(args.prompts)
     clips = make(assets, args.folder, prompts, args.tp_degree, args.dtype)
     scores = [score(*each) for each in zip(scenes, clips, strict=True)]
-    for clip, prompt, found in zip(clips, prompts, scores, strict=True):
-        wrong = [name for name, right in found._asdict().items() if not right]
-        print(f"{clip.name}  {prompt}: {', '.join(wrong) or 'right'}")
-    right = zip(measures.Score._fields, map(sum, zip(*scores, strict=True)), strict=True)
-    print(f"right of {len(scores)}: {', '.join(f'{name} {count}' for name, count in right)}")
+    names = [f"{clip.name}  {prompt}" for clip, prompt in zip(clips, prompts, strict=True)]
+    measures.print_scores(names, scores)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python tools/train_demo/score.py --folder FOLDER --prompts 32 --sheet sheet.png
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +22,9 @@ from PIL import Image
 from torch import Generator, Tensor
 from training import THREADS, fast, load_part
 from video_vae import frozen as frozen_video_vae
-from world import Scene
+from world import PROMPT_SEED, Scene, draw
 
 from ltx_neuron.tiny.weights import DIFFUSION
-
-SEED = 1_000_000  # of the prompts: the training's seeds are the numbers of its chunks
 
 
 class Clip(NamedTuple):
@@ -77,7 +74,7 @@ def make(folder: Path, prompts: list[str], two_stages: bool, first: tuple | None
     model.eval()
     with torch.autocast("cpu", enabled=False):
         layouts, contexts = Layouts(model), text.frozen(folder)(prompts)
-    generator = Generator().manual_seed(SEED)
+    generator = Generator().manual_seed(PROMPT_SEED)
     count, (small, large) = len(prompts), first or (None, None)
     video = torch.randn(count, 128, 7, HEIGHT // 64, WIDTH // 64, generator=generator)
     audio = torch.randn(count, 8, 51, 16, generator=generator)
@@ -119,23 +116,14 @@ def main() -> None:
     parser.add_argument("--sheet", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
-    generator = Generator().manual_seed(SEED)
-    scenes = [Scene.draw(generator) for _ in range(args.prompts)]
-    prompts = [scene.prompt(generator) for scene in scenes]
+    scenes, prompts = draw(args.prompts)
     both = not args.one_stage
     with fast():
         made = truth(args.folder, scenes, both) if args.truth else make(args.folder, prompts, both)
     decoders, video = Decoders(args.folder), made.stage_2 if both else made.stage_1
     clips = [decoders.decode(*each) for each in zip(video, made.audio, strict=True)]
     scores = [scored(*each) for each in zip(scenes, clips, strict=True)]
-    for prompt, score in zip(prompts, scores, strict=True):
-        wrong = [name for name, right in score._asdict().items() if not right]
-        print(f"{prompt}: {', '.join(wrong) or 'right'}")
-    right = {
-        name: sum(column)
-        for name, column in zip(scores[0]._fields, zip(*scores, strict=True), strict=True)
-    }
-    print(json.dumps({"prompts": len(scores), **right}))
+    measures.print_scores(prompts, scores)
     if args.sheet:
         rows = [torch.cat(list(clip.frames[:: NUM_FRAMES // 6]), 1) for clip in clips[:16]]
         Image.fromarray((torch.cat(rows) * 255).byte().numpy()).save(args.sheet)

@@ -222,3 +222,13 @@ def _choose(names, generator: Generator):
 
 def _between(low: float, high: float, generator: Generator) -> float:
     return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
+
+
+PROMPT_SEED = 1_000_000  # of the prompts that are scored; training's are the numbers of its chunks
+
+
+def draw(count: int) -> tuple[list[Scene], list[str]]:
+    """Scenes to score, and a prompt for each. Where the shape begins is the clip's own choice."""
+    generator = Generator().manual_seed(PROMPT_SEED)
+    scenes = [Scene.draw(generator) for _ in range(count)]
+    return scenes, [scene.prompt(generator) for scene in scenes]

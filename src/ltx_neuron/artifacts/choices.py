@@ -42,7 +42,7 @@ def decoded(text: bytes, name: str) -> dict:
 
 def _check(choice: dict, name: str) -> None:
     """Raise ValueError unless a choice has that name. What it holds is checked where it is read
-    (tune/chosen.py)."""
+    (tune/tuned_settings.py)."""
     own = name.removeprefix(f"{KIND}/")
     if not NAME.fullmatch(own) or not own.endswith(f"-{digest(choice['identity'])[:8]}"):
         raise ValueError("its identity is that of another choice")

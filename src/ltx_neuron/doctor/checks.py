@@ -11,7 +11,7 @@ import torch
 
 from ltx_neuron.config import gemma_config
 from ltx_neuron.doctor import sdk
-from ltx_neuron.doctor.finding import Finding, attempt, blocked, gb
+from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
 from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
@@ -19,6 +19,7 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
+from ltx_neuron.report.format import format_bytes
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
@@ -159,43 +160,29 @@ def packages(examination: Examination) -> Iterator[Finding]:
     except UserError as error:
         yield blocked("runtime", error)
     for package, (why, install) in _PACKAGES.items():
-        if version := examination.system.version(package):
-            yield Finding(package, "ok", f"{version} ({why})")
-        else:
-            yield Finding(package, "blocks", f"not installed ({why})", install)
+        version = examination.system.version(package)
+        yield judged(package, bool(version), f"{version or 'not installed'} ({why})", install)
 
 
 def media(examination: Examination) -> Iterator[Finding]:
     """PyAV, whose wheel has ffmpeg's libraries, and torchaudio, which nothing needs."""
     system = examination.system
     if system.version("av"):
-        again = "pip install --force-reinstall --only-binary :all: av"
+        text = "PyAV encodes libx264 and aac; no ffmpeg command is needed"
         if error := system.import_error("av"):
-            yield Finding(
-                "ffmpeg",
-                "blocks",
-                f"PyAV, which has ffmpeg's libraries, does not load: {error}",
-                again,
-            )
+            text = f"PyAV, which has ffmpeg's libraries, does not load: {error}"
         elif lacking := [codec for codec in ("libx264", "aac") if not _encodes(codec)]:
-            yield Finding(
-                "ffmpeg", "blocks", f"this build of PyAV cannot encode {', '.join(lacking)}", again
-            )
-        else:
-            yield Finding(
-                "ffmpeg", "ok", "PyAV encodes libx264 and aac; no ffmpeg command is needed"
-            )
+            text = error = f"this build of PyAV cannot encode {', '.join(lacking)}"
+        again = "pip install --force-reinstall --only-binary :all: av"
+        yield judged("ffmpeg", not error, text, again)
     version = system.version("torchaudio")
-    if version and (error := system.import_error("torchaudio")):
-        yield Finding(
-            "torchaudio",
-            "note",
+    text = version or "absent, and not needed"
+    if error := version and system.import_error("torchaudio"):
+        text = (
             f"{version} does not load beside this torch ({error}). An empty module takes its "
-            "place, and nothing here needs it",
-            "pip uninstall torchaudio",
+            "place, and nothing here needs it"
         )
-    else:
-        yield Finding("torchaudio", "ok", version or "absent, and not needed")
+    yield judged("torchaudio", not error, text, "pip uninstall torchaudio", "note")
 
 
 def _encodes(codec: str) -> bool:
@@ -214,36 +201,27 @@ def host(examination: Examination) -> Iterator[Finding]:
     memory = system.memory()
     available, need = memory.get("MemAvailable"), max(weights.values(), default=0)
     if available is None:
-        yield Finding(
-            "host memory",
-            "note",
-            "/proc/meminfo cannot be read, so memory is not compared with what is needed",
-        )
+        text = "/proc/meminfo cannot be read, so memory is not compared with what is needed"
+        yield Finding("host memory", "note", text)
     else:
-        text = f"{gb(available)} of {gb(memory.get('MemTotal', 0))} available"
+        text = f"{format_bytes(available)} of {format_bytes(memory.get('MemTotal', 0))} available"
         mapped = examination.profile.maps_weights
-        if need and mapped:
-            text += f"; {gb(need)} of one model's weights are mapped"
-            text += ", and what has no room is read from the disk again" * (need > available)
-        elif need:
-            text += f"; {gb(need)} of one model's weights are held at once"
-        short = "note" if mapped else "blocks"
+        if need:
+            how = "mapped" if mapped else "held at once"
+            text += f"; {format_bytes(need)} of one model's weights are {how}"
+            if mapped and need > available:
+                text += ", and what has no room is read from the disk again"
         fix = "end other programs, or use a machine with more memory"
-        yield Finding(
-            "host memory",
-            "ok" if need <= available else short,
-            text,
-            "" if need <= available else fix,
-        )
-    folder = examination.request.artifacts_dir
-    free, need = system.free_bytes(folder), 0
+        short = "note" if mapped else "blocks"
+        yield judged("host memory", need <= available, text, fix, short)
+    folder, need = examination.request.artifacts_dir, 0
+    free = system.free_bytes(folder)
+    text = f"{format_bytes(free)} free for {folder}"
     if weights and not _rank_files_exist(examination):
         need = sum(weights.values()) + GRAPH_BYTES
-    text = f"{gb(free)} free for {folder}" + (
-        f", {gb(need)} wanted for rank files and graphs" if need else ""
-    )
+        text += f", {format_bytes(need)} wanted for rank files and graphs"
     fix = "type --artifacts-dir with a folder of a larger disk, or delete what is not needed"
-    yield Finding("disk", "ok" if need <= free else "blocks", text, "" if need <= free else fix)
+    yield judged("disk", need <= free, text, fix)
 
 
 def weight_bytes(examination: Examination) -> dict[str, int]:
@@ -293,12 +271,9 @@ def files(examination: Examination) -> Iterator[Finding]:
         yield attempt("gemma", lambda: _gemma(examination))
     else:
         yield Finding("gemma", "note", "not looked at: type --gemma-root DIR")
-    if path := request.spatial_upsampler_path:
-        models = HostModels(path, {}, torch.float32, spatial_upsampler_path=path)
-        yield attempt("spatial upsampler", lambda: _upsampler(models, "spatial"))
-    if path := request.temporal_upsampler_path:
-        models = HostModels(path, {}, torch.float32, temporal_upsampler_path=path)
-        yield attempt("temporal upsampler", lambda: _upsampler(models, "temporal"))
+    for kind in ("spatial", "temporal"):
+        if path := getattr(request, f"{kind}_upsampler_path"):
+            yield attempt(f"{kind} upsampler", partial(_upsampler, path, kind))
 
 
 def _checkpoint(examination: Examination) -> str:
@@ -311,7 +286,7 @@ def _checkpoint(examination: Examination) -> str:
     return (
         f"{workspace.checkpoint_path} is whole: LTX {workspace.checkpoint.model_version},"
         f" {config.num_layers} blocks of {config.video.inner} channels,"
-        f" {gb(workspace.checkpoint.size)}"
+        f" {format_bytes(workspace.checkpoint.size)}"
     )
 
 
@@ -328,13 +303,14 @@ def _gemma(examination: Examination) -> str:
         _ = workspace.gemma_source
     return (
         f"{root} is whole: {config.num_hidden_layers} layers of {config.hidden_size} channels, "
-        f"{gb(sum(file.size for file in weight_files))}, tokenizer"
+        f"{format_bytes(sum(file.size for file in weight_files))}, tokenizer"
     )
 
 
-def _upsampler(models: HostModels, kind: str) -> str:
+def _upsampler(path: Path, kind: str) -> str:
+    models = HostModels(path, {}, torch.float32, **{f"{kind}_upsampler_path": path})
     models.check([f"{kind}_upsampler"])
-    return f"{models.upsampler_paths[kind]} is whole"
+    return f"{path} is whole"
 
 
 def fits(examination: Examination) -> Iterator[Finding]:
@@ -347,9 +323,8 @@ def fits(examination: Examination) -> Iterator[Finding]:
     def check_memory() -> str:
         text = request.gemma_root is not None
         examination.workspace().check_plan_fits(request.job, text)
-        return (
-            f"fits the {gb(limit)} of a core, by the plan's arithmetic (python -m ltx_neuron.plan)"
-        )
+        core = f"fits the {format_bytes(limit)} of a core"
+        return f"{core}, by the plan's arithmetic (python -m ltx_neuron.plan)"
 
     yield attempt("device memory", check_memory)
 

@@ -45,9 +45,9 @@ def attempt(check: str, fact: Callable[[], str], missing: State = "blocks") -> F
         return blocked(check, error, "blocks" if blocks else missing)
 
 
-def gb(count: int) -> str:
-    """A number of bytes as text, in GB of 1e9 or MB of 1e6."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+def judged(check: str, good: bool, text: str, fix: str, otherwise: State = "blocks") -> Finding:
+    """A finding that is ok where the fact is `good`; else it has the other state, and the fix."""
+    return Finding(check, "ok", text) if good else Finding(check, otherwise, text, fix)
 
 
 def table(findings: list[Finding]) -> str:

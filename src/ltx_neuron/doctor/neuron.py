@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from ltx_neuron.backends.nki import KERNELS
 from ltx_neuron.doctor import sdk
-from ltx_neuron.doctor.finding import Finding
+from ltx_neuron.doctor.finding import Finding, judged
 from ltx_neuron.doctor.system import System
 from ltx_neuron.profiles import NKI_KERNELS, Profile
 
@@ -37,10 +37,10 @@ def neuron(profile: Profile, tp: int, chips: int, system: System) -> Iterator[Fi
             )
         return
     driver = system.driver
-    if driver is None:
-        yield Finding("driver", "blocks", "device files are there, but no driver is loaded", DRIVER)
-    else:
-        yield Finding("driver", "ok", driver + sdk.release_suffix("driver", driver))
+    text = "device files are there, but no driver is loaded"
+    if driver:
+        text = driver + sdk.release_suffix("driver", driver)
+    yield judged("driver", driver is not None, text, DRIVER)
     yield from sdk_packages(profile, driver, system)
     yield from cores(profile, tp, system)
     yield lnc(profile, system)
@@ -60,17 +60,15 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
         )
     installed = {name: version for name in _PACKAGES if (version := system.version(name))}
     compiler = installed.get("neuronx-cc")
+    text = "this Python environment has no package of the Neuron SDK"
     if installed:
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
-        yield Finding("sdk", "ok", names + sdk.release_suffix("compiler", compiler))
-    else:
-        yield Finding(
-            "sdk",
-            "note",
-            "this Python environment has no package of the Neuron SDK",
-            "source /opt/<the environment of the machine image>/bin/activate, or README, Quick"
-            " start on Trainium2",
-        )
+        text = names + sdk.release_suffix("compiler", compiler)
+    fix = (
+        "source /opt/<the environment of the machine image>/bin/activate, or README, Quick start on"
+        " Trainium2"
+    )
+    yield judged("sdk", bool(installed), text, fix, "note")
     for name, version in sdk.DECOYS.items():
         if system.version(name) == version:
             yield Finding(
@@ -95,7 +93,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
     if profile.backend != "nxd" or "neuronx-distributed" not in installed or not compiler:
         return  # what is missing is a finding of `checks.packages`
     state, usable = sdk.nxd_support(release)
-    yield Finding("nxd", "ok" if usable else "blocks", state, "" if usable else _OTHER_ENVIRONMENT)
+    yield judged("nxd", usable, state, _OTHER_ENVIRONMENT)
     if usable and release >= (2, 30):
         yield Finding(
             "nxd",
@@ -166,7 +164,7 @@ def cores(profile: Profile, tp: int, system: System) -> Iterator[Finding]:
             else "type a smaller --tp-degree"
         )
         enough = free >= tp or profile.device != "neuron"
-        yield Finding("cores", "ok" if enough else "blocks", text, "" if enough else fix)
+        yield judged("cores", enough, text, fix)
     visible = system.environment.get("NEURON_RT_VISIBLE_CORES", "")
     if visible and profile.device == "neuron" and _count_cores(visible) < tp:
         yield Finding(
@@ -203,12 +201,11 @@ def lnc(profile: Profile, system: System) -> Finding:
     """
     wanted = str(profile.lnc)
     listed = sorted({str(device.lnc) for device in system.devices() or () if device.lnc})
-    environment = {
+    settings = {
         name: value
         for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
         if (value := system.environment.get(name))
     }
-    settings = environment
     if not settings and system.lnc_file:
         settings = {_LNC_FILE: system.lnc_file}
     elif not settings and listed:
@@ -216,15 +213,12 @@ def lnc(profile: Profile, system: System) -> Finding:
     wrong = [name for name, value in settings.items() if value != wanted]
     text = ", ".join(f"{name} says {value}" for name, value in settings.items())
     text = text or "not set; 2 is Trainium2's default"
-    if not wrong or profile.device != "neuron":
-        return Finding("lnc", "ok", text)
+    good = not wrong or profile.device != "neuron"
+    if not good:
+        text = f"{text}; profile {profile.name} is compiled for {wanted}"
     fixes = {
         _LNC_FILE: f"echo NEURON_LOGICAL_NC_CONFIG={wanted} | sudo tee {_LNC_FILE}",
         "neuron-ls": f"export NEURON_LOGICAL_NC_CONFIG={wanted}",
     }
-    return Finding(
-        "lnc",
-        "blocks",
-        f"{text}; profile {profile.name} is compiled for {wanted}",
-        "; ".join(fixes.get(name, f"unset {name}") for name in wrong),
-    )
+    fix = "; ".join(fixes.get(name, f"unset {name}") for name in wrong)
+    return judged("lnc", good, text, fix)

@@ -12,8 +12,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +21,6 @@ from ltx_neuron.machine import package_version
 
 TOOLS = "/opt/aws/neuron/bin"  # where the Neuron packages put their commands, often outside PATH
 COMMAND_SECONDS = 20.0  # a tool that waits for a broken driver must not stop the doctor
-# What neuron-monitor is asked for; every 5 seconds without a period.
-_MONITORED = {
-    "period": "1s",
-    "neuron_runtimes": [{"tag_filter": ".*", "metrics": [{"type": "memory_used"}]}],
-    "system_metrics": [],
-}
 
 
 class Device(NamedTuple):
@@ -42,7 +34,7 @@ class Device(NamedTuple):
 
 def output_of(*command: str) -> str | None:
     """A command's standard output; None where the command is absent, fails or takes too long."""
-    path = _path_of(command[0])
+    path = path_of(command[0])
     if path is None:
         return None
     try:
@@ -58,29 +50,7 @@ def output_of(*command: str) -> str | None:
     return completed.stdout
 
 
-def first_line_of(*command: str) -> str | None:
-    """The first line that a command prints which runs on until it is ended; None where it is
-    absent or prints none in time."""
-    path = _path_of(command[0])
-    if path is None:
-        return None
-    try:
-        process = subprocess.Popen(
-            [path, *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-    except OSError:
-        return None
-    with process:
-        timer = threading.Timer(COMMAND_SECONDS, process.kill)
-        timer.start()
-        try:
-            return process.stdout.readline().decode(errors="replace") or None
-        finally:
-            timer.cancel()
-            process.kill()
-
-
-def _path_of(command: str) -> str | None:
+def path_of(command: str) -> str | None:
     return shutil.which(command, path=os.pathsep.join([os.environ.get("PATH", ""), TOOLS]))
 
 
@@ -109,14 +79,12 @@ def free_bytes(path: Path) -> int:
 class System:
     """Where facts about a machine come from; the defaults are this machine's.
 
-    output      called with the words of a command, see `output_of`
-    first_line  likewise, see `first_line_of`
-    prefix      folder of the Python environment
+    output  called with the words of a command, see `output_of`
+    prefix  folder of the Python environment
     """
 
     root: Path = Path("/")
     output: Callable[..., str | None] = output_of
-    first_line: Callable[..., str | None] = first_line_of
     version: Callable[[str], str | None] = package_version
     import_error: Callable[[str], str | None] = import_error
     free_bytes: Callable[[Path], int] = free_bytes
@@ -221,46 +189,3 @@ class System:
             )
         except OSError:
             return ""
-
-    def core_memory(self) -> dict[str, int]:
-        """Bytes of device memory in use, by core: "neuron0/neuron_core1" as the driver counts
-        them, "logical core 1" where only neuron-monitor tells, which is started for it."""
-        return self.counted_memory() or self._monitored_memory()
-
-    def counted_memory(self) -> dict[str, int]:
-        """The driver's own counters, by core; reading them starts no process.
-
-        The counter `total` is what is used now. To driver 2.30 it lies in
-        stats/memory_usage/ of the core's folder; 2.31 "moved several nodes to new paths", of which
-        we know no list, so it is looked for by its name (neuron-sysfs-user-guide of the SDK's
-        documentation, 2.32 and 2.33).
-        """
-        used = {}
-        base = self.root / "sys/devices/virtual/neuron_device"
-        for path in sorted(base.glob("neuron*/neuron_core*/**/device_mem/total")):
-            with contextlib.suppress(OSError, ValueError):
-                used["/".join(path.relative_to(base).parts[:2])] = int(path.read_text())
-        return used
-
-    def _monitored_memory(self) -> dict[str, int]:
-        """As neuron-monitor reports it: every logical core of the machine, with what all processes
-        have on it together (neuron-monitor-user-guide.rst, SDK 2.32). Empty where it is absent or
-        not understood."""
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
-            json.dump(_MONITORED, config)
-            config.flush()
-            line = self.first_line("neuron-monitor", "-c", config.name)
-        try:
-            report = json.loads(line or "")
-            hardware = report["neuron_hardware_info"]
-            count = hardware["neuron_device_count"] * hardware["neuroncore_per_device_count"]
-            used = dict.fromkeys(range(count), 0)
-            for process in report["neuron_runtime_data"] or ():
-                if not process.get("error"):
-                    memory = process["report"]["memory_used"]["neuron_runtime_used_bytes"]
-                    cores = memory["usage_breakdown"]["neuroncore_memory_usage"]
-                    for core, parts in cores.items():
-                        used[int(core)] = used.get(int(core), 0) + sum(parts.values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return {}
-        return {f"logical core {core}": size for core, size in sorted(used.items())}

@@ -72,7 +72,10 @@ def add_graph_cut(parser: argparse.ArgumentParser) -> None:
 def add_tuned(parser: argparse.ArgumentParser) -> None:
     """Whether tuned settings are taken: of the scripts that compile or run graphs."""
     help = "ignore what python -m ltx_neuron.tune chose; --profile-set wins over it in any case"
-    parser.add_argument("--no-tuned", action="store_true", help=help)
+    parser.add_argument("--ignore-tuned", action="store_true", help=help)
+    parser.add_argument(  # its earlier name
+        "--no-tuned", dest="ignore_tuned", action="store_true", help=argparse.SUPPRESS
+    )
 
 
 def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
@@ -99,7 +102,7 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
         getattr(args, "gemma_root", None),
         blocks,
     )
-    opened.ignores_tuned = getattr(args, "no_tuned", True)
+    opened.ignores_tuned = getattr(args, "ignore_tuned", True)
     if not opened.ignores_tuned:
         opened.take_tuned()
     return opened

@@ -49,12 +49,12 @@ def survey(
     tp: int,
     dtype: torch.dtype,
     only: str = "",
-    keep: Path | None = None,
+    dump_dir: Path | None = None,
 ) -> list[Finding]:
     """Read every graph of the programs whose name contains `only`, as the first and as the last
     rank, and print a line for each. Returns the findings.
 
-    keep  folder for the text of every graph
+    dump_dir  folder for the text of every graph
     Raises UserError where no name contains `only`.
     """
     all_findings, ranks = [], (0, tp - 1)
@@ -65,21 +65,20 @@ def survey(
         raise UserError(f"--only {only!r} is in no program's name; known: {known}")
     print(
         f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks"
-        f" {ranks}\n{_HEAD}"
+        f" {ranks}\n{_line(_HEAD)}"
     )
     for case, make in selected:
         readings = {rank: _read(part, case, make, rank, tp, dtype) for rank in ranks}
         for graph, reading in readings[0].items():
             operations, findings = reading.check()
-            findings += compare_ranks(
-                graph, {rank: of[graph].text for rank, of in readings.items()}
-            )
-            print(_row(graph, operations, findings), flush=True)
+            texts = {rank: of[graph].text for rank, of in readings.items()}
+            findings += compare_ranks(graph, texts)
+            print(_line(_row(graph, operations, findings)), flush=True)
             all_findings += findings
-            if keep:
-                keep.mkdir(parents=True, exist_ok=True)
+            if dump_dir:
+                dump_dir.mkdir(parents=True, exist_ok=True)
                 name = f"{part.read.__module__.rpartition('.')[2]} {graph}.txt"
-                (keep / name.translate(_IN_A_FILE_NAME)).write_text(reading.text)
+                (dump_dir / name.translate(_IN_A_FILE_NAME)).write_text(reading.text)
     return all_findings
 
 
@@ -100,14 +99,11 @@ _PRODUCTS = (
     *("dot", "aten.mm.default", "aten.addmm.default", "aten.bmm.default"),
     *("convolution", "aten.convolution.default"),
 )
-_HEAD = (
-    f"{'operations':>10} "
-    f" {'collectives':<28}{'dtypes':<20}{'fp32 products':<15}{'dynamic':<9}{'findings':<10}graph"
-)
+_HEAD = (*("operations", "collectives", "dtypes", "fp32 products", "dynamic", "findings"), "graph")
 
 
-def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> str:
-    """A graph's line of the table. Products in fp32 are counted because they are several times
+def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> tuple:
+    """A graph's cells of the table. Products in fp32 are counted because they are several times
     slower than in bf16."""
     forms = collections.Counter(f"over {o.collective.group}" for o in operations if o.collective)
     reductions = ", ".join(f"{count} {form}" for form, count in forms.items()) or "-"
@@ -117,10 +113,14 @@ def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> st
     )
     dynamic = sum(None in kind.shape for kind in kinds)
     dtypes = " ".join(sorted({kind.dtype for kind in kinds}))
-    count = len(operations)
+    return len(operations), reductions, dtypes, products, dynamic, len(findings), graph
+
+
+def _line(cells: tuple) -> str:
+    """A line as soon as its graph is read: its columns cannot wait for the widest."""
+    count, reductions, dtypes, products, dynamic, findings, graph = cells
     return (
-        f"{count:>10}  {reductions:<26} "
-        f" {dtypes:<20}{products:<15}{dynamic:<9}{len(findings):<10}{graph}"
+        f"{count:>10}  {reductions:<28}{dtypes:<20}{products:<15}{dynamic:<9}{findings:<10}{graph}"
     )
 
 
@@ -168,8 +168,10 @@ def main(argv: list[str] | None = None) -> None:
         metavar="TEXT",
         help="programs whose name contains this, e.g. 'tiny, 1 block'",
     )
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="write the text of every graph here"
+    help = "write the text of every graph here"
+    parser.add_argument("--dump-dir", type=Path, metavar="DIR", help=help)
+    parser.add_argument(  # its earlier name
+        "--keep", type=Path, dest="dump_dir", default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     options = parser.parse_args(argv)
     profile = resolve(options.profile, tuple(options.profile_set))
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
         except UserError as error:
             missing = f"{part.title} was NOT checked: {error}"
             continue
-        findings += survey(part, profile, tp, dtype, options.only, options.keep)
+        findings += survey(part, profile, tp, dtype, options.only, options.dump_dir)
     print(f"\n{len(findings)} findings")
     if findings:
         print(table(findings), f"\n{missing or ''}")

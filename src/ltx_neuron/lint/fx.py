@@ -25,82 +25,32 @@ SPELLING = {
 }
 
 
-def _aten(*names: str) -> set[str]:
-    return {f"aten.{name}" for name in names}
+def _aten(names: str) -> set[str]:
+    return {f"aten.{name}" for name in names.split()}
 
 
 # Elementwise arithmetic, matrix products, reductions over fixed dimensions, and reshapes that are
 # known when compiling. No gather, index, scatter, sort, loop or random number: each is slow or
 # refused on some device.
-EXPORTED = {
-    *_aten(
-        "mul.Tensor",
-        "add.Tensor",
-        "sub.Tensor",
-        "div.Tensor",
-        "rsub.Scalar",
-        "square.default",
-        "sqrt.default",
-    ),
-    *_aten(
-        "rsqrt.default",
-        "sigmoid.default",
-        "gelu.default",
-        "clamp_min.default",
-        "eq.Tensor",
-        "to.dtype",
-    ),
-    *_aten(
-        "linear.default",
-        "conv2d.default",
-        "bmm.default",
-        "softmax.int",
-        "scaled_dot_product_attention.default",
-        "layer_norm.default",
-    ),
-    *_aten("sum.dim_IntList", "sum.default", "mean.dim", "mean.default"),
-    *_aten(
-        "select.int",
-        "slice.Tensor",
-        "unsqueeze.default",
-        "transpose.int",
-        "unflatten.int",
-        "flatten.using_ints",
-    ),
-    *_aten(
-        "view.default",
-        "permute.default",
-        "reshape.default",
-        "cat.default",
-        "stack.default",
-        "chunk.default",
-        "unbind.int",
-        "split_with_sizes.default",
-    ),
-    *_aten("repeat_interleave.self_int"),
-    "ltx_neuron.attention_cte.default",
-    "ltx_neuron.attention_const_max.default",
-}
+EXPORTED = _aten(
+    """
+    mul.Tensor add.Tensor sub.Tensor div.Tensor rsub.Scalar square.default sqrt.default
+    rsqrt.default sigmoid.default gelu.default clamp_min.default eq.Tensor to.dtype
+    linear.default conv2d.default bmm.default softmax.int scaled_dot_product_attention.default
+    layer_norm.default sum.dim_IntList sum.default mean.dim mean.default
+    select.int slice.Tensor unsqueeze.default transpose.int unflatten.int flatten.using_ints
+    view.default permute.default reshape.default cat.default stack.default chunk.default unbind.int
+    split_with_sizes.default repeat_interleave.self_int
+    """
+) | {"ltx_neuron.attention_cte.default", "ltx_neuron.attention_const_max.default"}
 # What torch.compile makes of the same modules: composite operations are taken apart.
-TRACED = {
-    *_aten(
-        "_to_copy.default",
-        "pow.Tensor_Scalar",
-        "mm.default",
-        "addmm.default",
-        "convolution.default",
-        "t.default",
-        "split.Tensor",
-    ),
-    *_aten(
-        "expand.default",
-        "clone.default",
-        "_unsafe_view.default",
-        "native_layer_norm.default",
-        "_softmax.default",
-    ),
-    *_aten("_scaled_dot_product_flash_attention_for_cpu.default"),
-}
+TRACED = _aten(
+    """
+    _to_copy.default pow.Tensor_Scalar mm.default addmm.default convolution.default t.default
+    split.Tensor expand.default clone.default _unsafe_view.default native_layer_norm.default
+    _softmax.default _scaled_dot_product_flash_attention_for_cpu.default
+    """
+)
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 TARGET = Target(
     operations=frozenset(EXPORTED | TRACED | {"placeholder", "constant"}),

@@ -7,56 +7,20 @@ from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, 
 
 # What the graphs lower to. All but logistic (every SiLU's, so every LLM's on Trainium) are in the
 # compiler's published list of XLA operators (Neuron docs, neuron-cc-ops-xla).
-OPERATIONS = {
-    *(
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "convert",
-        "broadcast",
-        "reshape",
-        "transpose",
-        "slice",
-    ),
-    *(
-        "concatenate",
-        "add",
-        "subtract",
-        "multiply",
-        "divide",
-        "maximum",
-        "clamp",
-        "exponential",
-        "tanh",
-        "logistic",
-        "sqrt",
-    ),
-    *("rsqrt", "power", "compare", "select", "dot", "convolution", "reduce", "batch-norm-training"),
-    # torch_xla keeps an all-gather or reduce-scatter before the next collective by one number of
-    # its result, as in every model of NxD that is sequence parallel.
-    "gather of one number",
-}
-MAY_INDEX = {
-    "parameter",
-    "constant",
-    "convert",
-    "reshape",
-    "broadcast",
-    "tuple",
-    "get-tuple-element",
-}
-# All are read as collectives; the first three are allowed.
-COLLECTIVES = {
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-}
-# Most operands of one, with the scalar by which torch_xla keeps them in order.
+_PLAIN = """
+    parameter constant tuple get-tuple-element convert broadcast reshape transpose slice concatenate
+    add subtract multiply divide maximum clamp exponential tanh logistic sqrt rsqrt power compare
+    select dot convolution reduce batch-norm-training
+"""
+# torch_xla keeps an all-gather or reduce-scatter before the next collective by one number of its
+# result, as in every model of NxD that is sequence parallel.
+OPERATIONS = {*_PLAIN.split(), "gather of one number"}
+_INDICES = "parameter constant convert reshape broadcast tuple get-tuple-element"
+MAY_INDEX = {*_INDICES.split()}
+# Most operands of the collectives that are allowed, with the scalar by which torch_xla keeps them
+# in order.
 MOST_TENSORS = {"all-reduce": 16, "all-gather": 2, "reduce-scatter": 2}
+COLLECTIVES = {*MOST_TENSORS, "all-to-all", "collective-permute", "collective-broadcast"}
 
 _COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(

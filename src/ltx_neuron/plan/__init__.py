@@ -44,6 +44,7 @@ from ltx_neuron.models.programs import (
 from ltx_neuron.plan.forecast import Forecast, forecast
 from ltx_neuron.plan.given import encode_bytes
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
+from ltx_neuron.report.format import format_bytes
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -227,7 +228,7 @@ def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str
     limit = profile.memory_bytes_per_core
     return UserError(
         f"{size.height}x{size.width}, {size.num_frames} frames at tp {tp} needs"
-        f" {needed / 1e9:.1f} GB a core, {profile.name} has {limit / 1e9:.1f} GB"
+        f" {format_bytes(needed)} a core, {profile.name} has {format_bytes(limit)}"
         f" (LNC={profile.lnc}).\n{advice}. All figures: python -m ltx_neuron.plan, with the same"
         " flags"
     )
@@ -245,8 +246,8 @@ def check_text_fits(
     needed = weights * DTYPES[dtype].itemsize + ASSUMED["runtime_bytes_per_core"]
     if needed > limit:
         raise UserError(
-            f"the text encoder at tp {tp} needs {needed / 1e9:.1f} GB a core, {profile.name} has"
-            f" {limit / 1e9:.1f} GB (LNC={profile.lnc}).\nType a larger --tp-degree, or generate"
+            f"the text encoder at tp {tp} needs {format_bytes(needed)} a core, {profile.name} has"
+            f" {format_bytes(limit)} (LNC={profile.lnc}).\nType a larger --tp-degree, or generate"
             " without --neuron-gemma"
         )
 

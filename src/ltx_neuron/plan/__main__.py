@@ -14,15 +14,14 @@ from pathlib import Path
 from ltx_neuron import errors, flags
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import GEMMA_3_12B, gemma_config, transformer_config
-from ltx_neuron.host import calibration
-from ltx_neuron.host.arithmetic import arithmetic, fastest_libraries
+from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.job import Job
-from ltx_neuron.plan import Plan, plan, rates, text_weights
+from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.tune import chosen
+from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.tensorfile import DTYPES
 
@@ -45,8 +44,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--neuron-vae", action="store_true", help="time the video's decoding on the ranks")
     help = "time the latent upsamplers, and the decoding of what they return"
     add("--upscale", choices=list(UPSCALES), help=help)
-    help = "measure this machine's host in a few seconds first, and keep that in the artifacts"
-    add("--calibrate", action="store_true", help=help)
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(argv)
     # What is said of files that are not taken is no part of the JSON.
@@ -76,12 +73,8 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     with fake_process_group(tp):
         weights = text_weights(gemma, config, tp)
     computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
-    computes = computes._replace(libraries=fastest_libraries(args.artifacts_dir))
-    if args.calibrate:  # else a plan leaves no file behind
-        calibration.store(args.artifacts_dir)
-        rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
-    identity = chosen.identity(profile, tp, args.dtype, config.digest)
-    tuned = chosen.load(args.artifacts_dir, identity)
+    identity = tuned_settings.identity(profile, tp, args.dtype, config.digest)
+    tuned = tuned_settings.load(args.artifacts_dir, identity)
     clip = Clip(
         result,
         checkpoint.config,
@@ -89,7 +82,6 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
         profile,
         job,
         computes,
-        rates.read(args.artifacts_dir),
         args.neuron_gemma,
         args.neuron_vae,
         tuned and tuned.step_ms(job.buckets),

@@ -1,28 +1,43 @@
 """The time of a whole warm clip: its phases, under the names that a latency report has.
 
-FLOPs are counted, rates are measured or assumed, and every row says which. A clip is warm when its
-models were loaded for one before it and its prompt is new.
+FLOPs are counted, rates are documented or assumed, and every row says which. A clip is warm when
+its models were loaded for one before it and its prompt is new.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ltx_neuron import machine
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.plan.given import given_clips
-from ltx_neuron.plan.rates import Rate, host_rate
 from ltx_neuron.profiles import Profile
+from ltx_neuron.report.format import format_bytes, format_flops
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
 SHARE = 0.3  # of a chip's documented peak, where nothing was measured
 PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
-# Bytes that blending moves for every number of a tile, and of the video: float32 masks, sums and
-# weights are read and written, then the video is divided, looked at and converted.
-_TILE_TRAFFIC, _VIDEO_TRAFFIC = 44, 69
+# FLOP/s of one CPU. Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16:
+# documented of the Intel CPUs beside Trainium2, here at 2 GHz, and of a hyperthread the half.
+_PEAKS = {"float32": 64 * 2e9 / 2, "bfloat16": 2048 * 2e9 / 2}
+# No more of them than half a core reaches: benchmarks/vae_decode.md, vae_encode.md and
+# text_encode.md. FLOPs are those of direct convolutions; a prompt's products are small.
+_SHARES = {
+    "decode_video float32": 1.0,
+    "decode_video bfloat16": 0.2,
+    "encode_video float32": 1.0,
+    "encode_video bfloat16": 0.17,
+    "encode_text float32": 0.8,
+    "encode_text bfloat16": 0.08,
+}
+# Of one CPU, assumed: seconds of sound, pixels and bytes in a second. Sound: half of what a core
+# without AMX reached in benchmarks/audio_decode.md.
+_ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
+# Of the instances' documentation; another profile runs where it is planned.
+_CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192}
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,6 @@ class Clip:
 
     config        the checkpoint's parsed `config` metadata
     text_weights  numbers in one rank's "gemma3" and "connectors"
-    rates         what was measured of this machine's host, see plan.rates
     """
 
     plan: Plan
@@ -69,7 +83,6 @@ class Clip:
     profile: Profile
     job: Job
     arithmetic: Arithmetic
-    rates: dict[str, float]
     neuron_gemma: bool
     neuron_vae: bool
     tuned_step_ms: float | None = None
@@ -79,30 +92,36 @@ class Clip:
         # A sound that is given is written as it is.
         sound = [] if self.job.sound else [self._sound()]
         last = [*self._video(), *sound, self._mp4()]
-        overlap = self.profile.overlap_decode
-        before, device = _sum(first), _sum(row for row in last if row.where == "device")
-        host = _sum(row for row in last if row.where == "host")
-        after = _larger(device, host) if overlap else _add(device, host)
-        return ClipPlan(
-            rows=[*first, *last],
-            seconds=_add(before, after),
-            batch_seconds=_larger(_add(before, device), host) if overlap else None,
-            overlaps=self._overlaps(),
-        )
+        rows, seconds, batch_seconds = [*first, *last], None, None
+        if all(row.seconds is not None for row in rows):
+            before = sum(row.seconds for row in first)
+            device, host = (
+                sum(row.seconds for row in last if row.where == where)
+                for where in ("device", "host")
+            )
+            seconds = before + device + host
+            if self.profile.overlap_decode:
+                seconds, batch_seconds = before + max(device, host), max(before + device, host)
+        return ClipPlan(rows, seconds, batch_seconds, self._overlaps())
 
     def _overlaps(self) -> str:
         if not self.profile.overlap_decode:
             return "nothing: ranks and host share the cores"
         if self.neuron_vae:
-            return "sound, blending and MP4 on the host beside decoding on the ranks"
+            return "sound and MP4 on the host beside decoding on the ranks"
         return "sound and MP4 beside decoding, on the same cores: their times add up"
 
-    def _rate(self, kind: str) -> Rate:
-        return host_rate(self.rates, kind, self.profile)
+    def _rate(self, kind: str) -> tuple[float, str]:
+        """A rate of the host, in units a second, and its source for a person."""
+        cpus = _CPUS.get(self.profile.name) or machine.cpus()
+        if kind in _ASSUMED:
+            return _ASSUMED[kind] * cpus, "assumed, not measured"
+        rate = _PEAKS[kind.rpartition(" ")[2]] * _SHARES[kind] * cpus
+        return rate, f"{_SHARES[kind]:.0%} of a documented peak, not measured"
 
     def _host(self, name: str, amount: float, kind: str, what: str) -> Row:
-        rate = self._rate(kind)
-        return Row(name, "host", amount / rate.value, f"{what} ({rate.source})")
+        rate, source = self._rate(kind)
+        return Row(name, "host", amount / rate, f"{what} ({source})")
 
     def _at_peak(self, name: str, flops: float, what: str) -> Row:
         """A phase on the ranks, from what all of them compute."""
@@ -116,7 +135,7 @@ class Clip:
         plan, profile, weights = self.plan, self.profile, self.text_weights
         products = PROMPT_TOKENS * weights["gemma3"] + CONTEXT_TOKENS * weights["connectors"]
         flops = 2 * plan.tp * products
-        what = f"{_tera(flops)} for a prompt of {PROMPT_TOKENS} tokens"
+        what = f"{format_flops(flops)} for a prompt of {PROMPT_TOKENS} tokens"
         if not self.neuron_gemma:
             name = f"encode_text {self._dtype}"
             return [self._host("encode_text", flops, name, what)]
@@ -124,13 +143,13 @@ class Clip:
         if profile.resident:
             return rows
         gemma3 = plan.tp * plan.gemma3_weight_bytes_per_rank
-        what = f"{gemma3 / 1e9:.0f} GB to the ranks, one model in turn"
+        what = f"{format_bytes(gemma3)} to the ranks, one model in turn"
         before = self._host("load_gemma3", gemma3, "copy", what)
         return [before, *rows, self._transformer("one model in turn")]
 
     def _transformer(self, why: str) -> Row:
         size = self.plan.tp * self.plan.dit_weight_bytes_per_rank
-        what = f"{size / 1e9:.0f} GB to the ranks, {why}"
+        what = f"{format_bytes(size)} to the ranks, {why}"
         return self._host("load_transformer", size, "copy", what)
 
     def _given(self) -> list[Row]:
@@ -143,11 +162,11 @@ class Clip:
             counted = {t: host_flops.video_encoder_flops(config, t) * n for t, n in tiles.items()}
             shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in tiles.items())
             flops = sum(counted.values())
-            what, rate = f"video, {_tera(flops)}, {shapes}", f"encode_video {self._dtype}"
+            what, rate = f"video, {format_flops(flops)}, {shapes}", f"encode_video {self._dtype}"
             rows.append(self._host("encode_inputs", flops, rate, what))
         if self.job.sound or self.job.retake:
             flops = host_flops.audio_encoder_flops(config, 4 * size.audio_frames)
-            what = f"sound, {_tera(flops)}, {size.seconds:.1f} s"
+            what = f"sound, {format_flops(flops)}, {size.seconds:.1f} s"
             rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
         return rows
 
@@ -158,7 +177,7 @@ class Clip:
         if not (count := len(self.job.images)):
             return []
         flops = count * video_encoder_flops(self.config, (1, stage.height, stage.width))
-        what, rate = f"images, {count}, {_tera(flops)}", f"encode_video {self._dtype}"
+        what, rate = f"images, {count}, {format_flops(flops)}", f"encode_video {self._dtype}"
         return [self._host(f"denoise_{stage.name}", flops, rate, what)]
 
     @property
@@ -187,10 +206,10 @@ class Clip:
         name, size = f"denoise_{stage.name}", self.plan.tp * stage.upload_bytes
         if ms is None:
             return Row(name, "device", None, source)
-        upload = size / self._rate("copy").value
+        upload = size / self._rate("copy")[0]
         count, passes = stage.evaluations, 1 if self.tuned_step_ms else stage.passes
         runs = f"{count} x {passes} passes" if passes > 1 else f"{count}"
-        what = f"{runs} x {ms:.0f} ms, {source}; {size / 1e9:.2f} GB uploaded once"
+        what = f"{runs} x {ms:.0f} ms, {source}; {format_bytes(size)} uploaded once"
         return Row(name, "device", count * passes * ms / 1e3 + upload, what)
 
     def _step_ms(self, stage: StagePlan) -> tuple[float | None, str]:
@@ -204,7 +223,7 @@ class Clip:
         from ltx_neuron.plan.host_flops import upsampler_flops  # imports ltx-core
 
         flops, rate = upsampler_flops(latent, kind), f"decode_video {self._dtype}"
-        return self._host("upsample", flops, rate, f"{kind}, {_tera(flops)}")
+        return self._host("upsample", flops, rate, f"{kind}, {format_flops(flops)}")
 
     @property
     def _latent(self) -> tuple[int, int, int]:
@@ -234,17 +253,10 @@ class Clip:
         if not self.neuron_vae:
             total = sum(flops[shape] * count for shape, count in counts.items())
             kind = f"decode_video {self._dtype}"
-            return [self._host("decode_video", total, kind, f"{_tera(total)}, {text}")]
+            return [self._host("decode_video", total, kind, f"{format_flops(total)}, {text}")]
         # Ranks for which there is no tile wait for the others.
         total = sum(flops[shape] * math.ceil(count / tp) * tp for shape, count in counts.items())
-        numbers = 3 * 8 * 32 * 32 * sum(math.prod(shape) * n for shape, n in counts.items())
-        video = 3 * math.prod(self._pixels)
-        traffic = _TILE_TRAFFIC * numbers + _VIDEO_TRAFFIC * video
-        return [
-            self._at_peak("decode_video", total, f"{_tera(total)}, {text}"),
-            # A copied byte is read and written.
-            self._host("decode_video", traffic / 2, "copy", f"blending, {traffic / 1e9:.0f} GB"),
-        ]
+        return [self._at_peak("decode_video", total, f"{format_flops(total)}, {text}")]
 
     def _sound(self) -> Row:
         longer, size = self.job.extension, self.job.size
@@ -254,20 +266,3 @@ class Clip:
     def _mp4(self) -> Row:
         what = f"{self._pixels[0]} frames"
         return self._host("encode_mp4", math.prod(self._pixels), "encode_mp4", what)
-
-
-def _tera(flops: float) -> str:
-    return f"{flops / 1e12:.1f} TFLOP"
-
-
-def _sum(rows: Iterable[Row]) -> float | None:
-    seconds = [row.seconds for row in rows]
-    return None if None in seconds else sum(seconds)
-
-
-def _add(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a + b
-
-
-def _larger(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else max(a, b)

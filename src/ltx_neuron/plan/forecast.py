@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ltx_neuron.profiles import Profile
+from ltx_neuron.report.format import format_flops
 
 # All from and to. Of the documented peak, what products are assumed to reach in those models:
 _LINEAR = 0.72, 0.62
@@ -77,9 +78,9 @@ def forecast(
         return [*parts, sum(parts) * _WAITING[edge]]
 
     described = {
-        "linear": f"{tp * linear / 1e12:.1f} TFLOP at {_percent(_LINEAR)} of the peak, assumed",
+        "linear": f"{format_flops(tp * linear)} at {_percent(_LINEAR)} of the peak, assumed",
         "attention": (
-            f"{tp * attention / 1e12:.1f} TFLOP at {_percent(_ATTENTION)}: attention_cte on Wan 2.2"
+            f"{format_flops(tp * attention)} at {_percent(_ATTENTION)}: attention_cte on Wan 2.2"
             " (AWS), and less"
         ),
         "large sums": (

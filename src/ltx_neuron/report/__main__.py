@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("report", help="the JSON file of a run")
     parser.add_argument("other", nargs="?", help="a second run to compare with the first")
-    parser.add_argument("--plot", metavar="PNG", help="draw phases and step times into this file")
+    parser.add_argument("--plot", metavar="PNG", help="draw step times into this file")
     parser.add_argument(
         "--max",
         metavar="NAME=VALUE",

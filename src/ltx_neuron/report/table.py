@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import check_regular
+from ltx_neuron.report.format import WIDTH, columns
 
 _FIELDS = {
     "": (
@@ -19,7 +20,6 @@ _FIELDS = {
     "phases": "name seconds peak_rss_bytes",
     "warm_step_ms": "median p90 host device",
 }
-_COLUMNS = 100  # width of a terminal
 
 
 def validate(report: object, source: str = "report") -> None:
@@ -69,7 +69,7 @@ def table(report: dict) -> str:
     launches = report.get("launches_per_step")  # earlier reports do not say
     launched = launches and f"{launches['count']}, {_text(launches['host_ms'])} ms of the host"
     lines = [
-        *textwrap.wrap(f"{title(report)}  {job}", _COLUMNS),
+        *textwrap.wrap(f"{title(report)}  {job}", WIDTH),
         "",
         *_phase_lines(report),
         "",
@@ -93,22 +93,16 @@ def _phase_lines(report: dict) -> list[str]:
         "residual": {"seconds": report["residual_seconds"]},
         "end to end": {"seconds": end_to_end},
     }
-    rows = [("phase", "seconds", "share", "peak RSS GB", "overlapped s")]
+    rows = [["phase", "seconds", "share", "peak RSS GB", "overlapped s"]]
     for name, phase in phases.items():
         share = f"{100 * phase['seconds'] / end_to_end:.1f} %" if end_to_end else "-"
         peak, overlapped = phase.get("peak_rss_bytes"), phase.get("overlapped_seconds")
-        rows.append(
-            (
-                name,
-                _text(phase["seconds"]),
-                share,
-                "" if peak is None else _text(peak / 1e9),
-                "" if overlapped is None else _text(overlapped),
-            )
-        )
+        memory = "" if peak is None else _text(peak / 1e9)
+        overlap = "" if overlapped is None else _text(overlapped)
+        rows.append([name, _text(phase["seconds"]), share, memory, overlap])
     if not any("overlapped_seconds" in phase for phase in phases.values()):
         rows = [row[:-1] for row in rows]
-    return _columns(rows)
+    return columns(rows)
 
 
 def _step_lines(report: dict) -> list[str]:
@@ -122,8 +116,8 @@ def _step_lines(report: dict) -> list[str]:
             rows.append((stage, str(len(steps)), *map(_text, milliseconds)))
             listed = " ".join(f"{step:,.1f}" for step in steps)
             text = f"each step of {stage}, ms: {listed}"
-            each_step += textwrap.wrap(text, _COLUMNS, subsequent_indent="  ")
-    return [*_columns(rows), *each_step]
+            each_step += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    return [*columns(rows), *each_step]
 
 
 def compare(a: dict, b: dict) -> str:
@@ -133,9 +127,7 @@ def compare(a: dict, b: dict) -> str:
         for key in {**a[part], **b[part]}:
             before, after = (textwrap.shorten(str(run[part].get(key)), 30) for run in (a, b))
             if a[part].get(key) != b[part].get(key):
-                lines.append(
-                    textwrap.shorten(f"differs: {part}.{key}: {before} -> {after}", _COLUMNS)
-                )
+                lines.append(textwrap.shorten(f"differs: {part}.{key}: {before} -> {after}", WIDTH))
     rows = [("", "A", "B", "B/A")]
     numbers_a, numbers_b = numbers(a), numbers(b)
     for name in {**numbers_a, **numbers_b}:
@@ -146,7 +138,7 @@ def compare(a: dict, b: dict) -> str:
         if not described and (before, after) != (None, None):
             ratio = after / before if before and after is not None else None
             rows.append((name, _text(before), _text(after), _text(ratio)))
-    return "\n".join([*lines, "", *_columns(rows)])
+    return "\n".join([*lines, "", *columns(rows)])
 
 
 def numbers(report: dict) -> dict[str, float | None]:
@@ -178,17 +170,6 @@ def _merged(report: dict) -> dict[str, dict]:
 
 def title(report: dict) -> str:
     return f"profile {report['profile']}, tp {report['tp']}"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _text(number: float | None) -> str:

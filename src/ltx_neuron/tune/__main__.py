@@ -14,27 +14,26 @@ import argparse
 import dataclasses
 import sys
 import time
-from pathlib import Path
 
 from ltx_neuron import errors, flags
 from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import check_outputs, check_writable, exclusive
+from ltx_neuron.files import exclusive
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import require_runtime
-from ltx_neuron.tune import chosen
-from ltx_neuron.tune.chosen import GRAPH_KEYS, RUN_KEYS, Chosen, Settings
+from ltx_neuron.tune import tuned_settings
 from ltx_neuron.tune.search import (
     KEYS,
     Row,
+    baseline_settings,
+    candidates,
     check_layers,
-    choices,
-    own_settings,
     search,
     with_settings,
 )
-from ltx_neuron.tune.show import name_of, progress, table, variants
+from ltx_neuron.tune.table import median_ms, name_of, progress, table
 from ltx_neuron.tune.trials import Journal, Trials
+from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, TunedSettings
 from ltx_neuron.tune.variant import request
 from ltx_neuron.workspace import Workspace
 
@@ -54,13 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
     help = "time limit of a variant, compile included (default: 3600)"
     add("--limit", type=float, default=3600.0, metavar="SECONDS", help=help)
     add("--steps", type=int, default=5, metavar="N", help="warm steps of a stage (default: 5)")
-    help = "how often a faster variant meets the best so far, in turn with it (default: 3)"
+    help = "alternating rounds of a faster variant and the best so far (default: 3)"
     add("--turns", type=int, default=3, metavar="N", help=help)
     help = "run the first N blocks of the model alone; the rank files are the same"
     add("--layers", type=int, metavar="N", help=help)
-    add("--again", action="store_true", help="forget what was measured and chosen before")
-    help = "where the picture goes (default: beside the result, if matplotlib is installed)"
-    add("--plot", type=Path, metavar="FILE.png", help=help)
+    add("--force", action="store_true", help="forget what was measured and chosen before")
+    add("--again", dest="force", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -73,95 +71,84 @@ def check(args: argparse.Namespace) -> None:
     for flag, number in (("--steps", args.steps), ("--turns", args.turns)):
         if number < 1:
             raise UserError(f"{flag} {number}: wanted 1 or more")
-    if args.plot:
-        check_writable(args.plot, "--plot FILE.png")
-        check_outputs({"--plot": args.plot}, {"--checkpoint-path": args.checkpoint_path})
 
 
 class Tuning:
-    """A size of a workspace that is tuned, and where what is found goes."""
+    """A size of a workspace that is tuned, and the file of its tuned settings."""
 
     def __init__(self, workspace: Workspace, args: argparse.Namespace, job: Job):
         self.workspace, self.args = workspace, args
         self.recipe, self.buckets = job.recipe, job.buckets
-        profile, tp = workspace.profile, workspace.tp
-        config = workspace.transformer.digest
-        identity = chosen.identity(profile, tp, workspace.dtype_name, config)
-        self.asked = dataclasses.replace(
+        self.request = dataclasses.replace(
             request(workspace, job), layers=args.layers, steps=args.steps
         )
-        path = chosen.file_of(workspace.artifacts, identity)
-        self.chosen = chosen.load(workspace.artifacts, identity) or Chosen(path, identity)
-        self.key = chosen.size_key(self.buckets)
-        self.base = path.with_suffix("") / self.key  # what belongs to this size
+        profile, artifacts = workspace.profile, workspace.artifacts
+        identity = tuned_settings.identity(
+            profile, workspace.tp, workspace.dtype_name, workspace.transformer.digest
+        )
+        path = tuned_settings.file_of(artifacts, identity)
+        self.tuned = tuned_settings.load(artifacts, identity) or TunedSettings(path, identity)
+        self.key = tuned_settings.size_key(self.buckets)
+        self.base = path.with_suffix("") / self.key  # of the files that belong to this size
         self.journal = self._journal(identity)
 
     def _journal(self, identity: dict) -> Journal:
         """The journal of this size. The settings of the run are fixed to those of an earlier size's
-        tuning, unless --again."""
-        asked = identity | {
+        tuning, unless --force."""
+        head = identity | {
             "checkpoint": self.workspace.checkpoint.fingerprint,
-            "request": digest(vars(self.asked)),
+            "request": digest(vars(self.request)),
             "typed": list(self.workspace.profile.settings),
             "keys": [key for key in KEYS if key in self.args.keys],
         }
-        others = self.chosen.sizes.keys() - {self.key}
-        fixed = self.chosen.run if others and not self.args.again else {}
-        return Journal(self.base.with_suffix(".journal"), asked, fixed, self.args.again)
+        others = self.tuned.sizes.keys() - {self.key}
+        fixed = self.tuned.run if others and not self.args.force else {}
+        return Journal(self.base.with_suffix(".journal"), head, fixed, self.args.force)
+
+    @property
+    def held(self) -> set[str]:
+        """Keys that are not tried: their values were typed, or chosen for another size."""
+        return {*tuned_settings.typed(self.workspace.profile), *self.journal.fixed}
 
     def run(self) -> tuple[Settings, Settings]:
         """Measure; returns the profile's own settings and those that are kept."""
-        workspace, args, fixed = self.workspace, self.args, self.journal.fixed
-        typed, layers = workspace.profile.settings, workspace.transformer.num_layers
-        profile = chosen.applied(workspace.profile, fixed)
-        own = own_settings(profile)
-        held = {*chosen.typed(workspace.profile), *fixed}
-        keys = tuple(key for key in KEYS if key in args.keys and key not in held)
+        workspace, args = self.workspace, self.args
+        layers = workspace.transformer.num_layers
+        profile = tuned_settings.applied(workspace.profile, self.journal.fixed)
+        baseline = baseline_settings(profile)
+        keys = tuple(key for key in KEYS if key in args.keys and key not in self.held)
 
         def others(key: str, best: Settings) -> list[str]:
             changed = with_settings(profile, best)
-            return choices(key, changed, workspace.tp, layers, args.layers, self.buckets)
+            return candidates(key, changed, workspace.tp, layers, args.layers, self.buckets)
 
-        def say(row: Row) -> None:
-            print(progress(row, own), flush=True)
+        def report(row: Row) -> None:
+            print(progress(row, baseline), flush=True)
 
-        folder = self.base.with_suffix(".work")
-        trials = Trials(self.asked, own, typed, args.limit, folder, self.journal, say)
-        best = search(own, keys, others, args.turns, trials.measure)
+        typed, folder = workspace.profile.settings, self.base.with_suffix(".work")
+        trials = Trials(self.request, baseline, typed, args.limit, folder, self.journal, report)
+        best = search(baseline, keys, others, args.turns, trials.measure)
         trials.clean()
-        return own, best
+        return baseline, best
 
-    def keep(self, best: Settings, ms: float, own_ms: float | None) -> None:
+    def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:
         """Write what was chosen. Of the run only what was tried, or was typed or fixed."""
-        held = {*self.args.keys, *self.journal.fixed, *chosen.typed(self.workspace.profile)}
+        held = {*self.args.keys, *self.held}
         run = {key: best[key] for key in RUN_KEYS if key in held and key in best}
-        self.chosen.run = run
-        self.chosen.sizes[self.key] = {
+        self.tuned.run = run
+        self.tuned.sizes[self.key] = {
             "settings": {key: best[key] for key in GRAPH_KEYS if key in best},
             "run": run,
             "step_ms": ms,
-            "own_step_ms": own_ms,
+            "own_step_ms": baseline_ms,
             "layers": self.args.layers,
-            "size": self.asked.size,
+            "size": self.request.size,
             "recipe": self.recipe,
             "measured": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         }
-        self.chosen.write()
-        if lost := [key for key, size in self.chosen.sizes.items() if size["run"] != run]:
+        self.tuned.write()
+        if lost := [key for key, size in self.tuned.sizes.items() if size["run"] != run]:
             print(f"tuned under other settings of the run, so tune again: {', '.join(lost)}")
-
-
-def draw(found: list, title: str, beside: Path, asked: Path | None) -> None:
-    """Write the picture, and say where it is."""
-    try:
-        from ltx_neuron.tune.plot import plot  # matplotlib, which need not be there
-    except ImportError:
-        if asked:
-            raise UserError("--plot needs matplotlib: pip install -e .[plot]") from None
-        return
-    path = asked or beside
-    plot(found, title, path)
-    print(f"plot: {path}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -182,20 +169,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def tune(tuning: Tuning) -> None:
-    """Measure, print what was found, and write it."""
-    own, best = tuning.run()
+    """Measure, print the table, and write what was chosen."""
+    baseline, best = tuning.run()
     rows, args = tuning.journal.rows, tuning.args
-    found = variants(rows, own, best)
     depth = f", the first {args.layers} blocks" if args.layers else ""
     title = f"{tuning.workspace.profile.name}, TP {tuning.workspace.tp}, {tuning.key}{depth}"
-    print(f"\n{title}\n{table(found)}")
-    kept = next(variant for variant in found if variant.rows[0].settings == best)
-    draw(found, title, tuning.base.with_suffix(".png"), args.plot)
-    if kept.rows[0].problem:
-        print(f"nothing can be chosen: {kept.rows[0].problem}", file=sys.stderr)
+    print(f"\n{title}\n{table(rows, baseline, best)}")
+    if problem := tuning.journal.find(best, 0).problem:
+        print(f"nothing can be chosen: {problem}", file=sys.stderr)
         sys.exit(1)
-    tuning.keep(best, kept.step_ms, found[0].step_ms if found[0].ms else None)
-    print(f"chosen: {name_of(best, own)} ({tuning.chosen.path})")
+    tuning.keep(best, median_ms(rows, best), median_ms(rows, baseline))
+    print(f"chosen: {name_of(best, baseline)} ({tuning.tuned.path})")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from ltx_neuron.profiles import (
     require_runtime,
     resolve,
 )
-from ltx_neuron.tune.chosen import GRAPH_KEYS, RUN_KEYS, Settings, text_of
+from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, text_of
 
 KEYS = (*RUN_KEYS, *GRAPH_KEYS)
-MARGIN = 0.02  # what a setting must save at least to take the place of the profile's own
+MARGIN = 0.02  # what a setting must save at least to replace the profile's own
 _BLOCKS = (1, 4, 8, 12, 0)
 
 
@@ -34,21 +34,21 @@ _BLOCKS = (1, 4, 8, 12, 0)
 class Row:
     """A variant that has been measured once.
 
-    turn      how many times it had been measured before
+    repeat    how many times it had been measured before
     problem   why it cannot be chosen; empty where it can
     steps_ms  of every stage, cold step first
     counts    of every stage, how many steps a generation takes
-    far       distance of each tensor from the reference
+    rel_l2    relative distance of each tensor from the reference
     """
 
     settings: Settings
-    turn: int
+    repeat: int
     problem: str = ""
     compile_seconds: float = 0.0
     load_seconds: float = 0.0
     steps_ms: dict[str, list[float]] | None = None
     counts: dict[str, int] | None = None
-    far: dict[str, float] | None = None
+    rel_l2: dict[str, float] | None = None
 
     @property
     def step_ms(self) -> float:
@@ -58,12 +58,12 @@ class Row:
         return total / sum(self.counts.values())
 
 
-def own_settings(profile: Profile) -> Settings:
-    """What the profile has, with what was typed, of all that can be tuned."""
+def baseline_settings(profile: Profile) -> Settings:
+    """The profile's own values, with those that were typed, of all that can be tuned."""
     return {key: text for key in KEYS if (text := text_of(profile, key))}
 
 
-def choices(
+def candidates(
     key: str,
     profile: Profile,
     tp: int,
@@ -158,33 +158,33 @@ def check_layers(layers: int | None, profile: Profile, num_layers: int) -> None:
         )
 
 
-Measure = Callable[[Settings, int], Row]  # settings and turn
+Measure = Callable[[Settings, int], Row]  # settings and how often they were measured before
 
 
 def search(
-    own: Settings,
+    baseline: Settings,
     keys: tuple[str, ...],
     others: Callable[[str, Settings], list[str]],
-    turns: int,
+    rounds: int,
     measure: Measure,
 ) -> Settings:
     """The settings that are kept.
 
-    Of each key all values are measured once, and the fastest that can be chosen then meets the best
-    so far in `turns` turns of both, one after the other. It takes the place where it was faster in
-    every turn, and by more than the other's own turns differ: at least MARGIN. Else, as where
-    nothing is faster, what was there before stays: of a key nothing decided, the profile's own.
+    All values of a key are measured once. The fastest one that can be chosen is then measured
+    against the best so far in `rounds` alternating rounds. It is kept if it is faster in every
+    round, and by more than the other's own runs differ: at least MARGIN. Otherwise the settings
+    before it stay: of a key nothing decided, the profile's own.
 
     others  the values to try of a key, besides the one in the settings
     """
-    best, taken = own, {}
+    best, measured = baseline, {}
 
     def again(settings: Settings) -> Row:
         key = tuple(settings.items())
-        taken[key] = taken.get(key, -1) + 1
-        return measure(settings, taken[key])
+        measured[key] = measured.get(key, -1) + 1
+        return measure(settings, measured[key])
 
-    standing = again(own)
+    standing = again(baseline)
     for key in keys:
         rows = [again(best | {key: value}) for value in others(key, best)]
         rows = [row for row in rows if not row.problem]
@@ -194,24 +194,24 @@ def search(
         if standing.problem:
             best, standing = challenger.settings, challenger
         elif challenger.step_ms < standing.step_ms * (1 - MARGIN):
-            rounds = []
-            while len(rounds) < turns and all(map(_ahead, rounds)):  # one lost turn decides
-                rounds.append((again(best), again(challenger.settings)))
-            if wins(rounds):
-                best, standing = challenger.settings, rounds[-1][1]
+            pairs = []
+            while len(pairs) < rounds and all(map(_faster, pairs)):  # one lost round decides
+                pairs.append((again(best), again(challenger.settings)))
+            if wins(pairs):
+                best, standing = challenger.settings, pairs[-1][1]
     return best
 
 
-def _ahead(turn: tuple[Row, Row]) -> bool:
+def _faster(pair: tuple[Row, Row]) -> bool:
     """Whether the second of two rows is faster."""
-    return not any(row.problem for row in turn) and turn[1].step_ms < turn[0].step_ms
+    return not any(row.problem for row in pair) and pair[1].step_ms < pair[0].step_ms
 
 
-def wins(rounds: list[tuple[Row, Row]]) -> bool:
+def wins(pairs: list[tuple[Row, Row]]) -> bool:
     """Whether the second of each pair is faster than the first by more than the noise."""
-    if not all(map(_ahead, rounds)):
+    if not all(map(_faster, pairs)):
         return False
-    before, after = ([row.step_ms for row in rows] for rows in zip(*rounds, strict=True))
+    before, after = ([row.step_ms for row in rows] for rows in zip(*pairs, strict=True))
     middle = statistics.median(before)
     noise = max(MARGIN, (max(before) - min(before)) / middle)
     return statistics.median(after) < middle * (1 - noise)

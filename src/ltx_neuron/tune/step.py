@@ -1,6 +1,5 @@
 """One denoising step on random latents and contexts, on the ranks or as a reference in float32."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ltx_neuron.backends import ranks
-from ltx_neuron.config import TEXT_TOKENS, TransformerConfig
+from ltx_neuron.config import TEXT_TOKENS
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.parallel import SingleRank
@@ -20,39 +19,6 @@ from ltx_neuron.weights.rankfiles import RankSource, open_host_file
 from ltx_neuron.workspace import Workspace
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Random inputs of a stage's step, the same for every variant. bfloat16 holds the numbers
-    exactly, so runs of every dtype start from equal ones.
-
-    video, audio  (1, tokens, channels), noise
-    contexts      of the prompt and of the negative one
-    """
-
-    video: Tensor
-    audio: Tensor
-    contexts: list[Contexts]
-
-
-def random_inputs(config: TransformerConfig, job: Job, stage: Stage) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
-
-    bucket = job.bucket(stage)
-    video = randn(1, bucket.video_tokens, config.in_channels)
-    audio = randn(1, bucket.audio_tokens, config.audio_in_channels)
-    widths = config.video.inner, config.audio.inner
-    contexts = [
-        Contexts(
-            *(randn(1, TEXT_TOKENS, width) for width in widths), torch.ones(1, TEXT_TOKENS), None
-        )
-        for _ in range(2)
-    ]
-    return Inputs(video, audio, contexts)
-
-
 def prepared(
     on: ranks.Ranks,
     compiled: CompiledStep,
@@ -61,34 +27,34 @@ def prepared(
     job: Job,
     stage: Stage,
 ) -> StageRun:
-    """A stage on ranks that have its program, with random inputs."""
-    host = open_host_file(workspace.dit_weights(job.loras))
+    """A stage on ranks that have its program, with random noise, contexts and images: the same in
+    every run. bfloat16 holds the numbers exactly, so runs of every dtype start from equal ones."""
+    host, config = open_host_file(workspace.dit_weights(job.loras)), workspace.transformer
     adaln = {name: host.read(name).to(dtype) for name in host.shapes}
-    run = StageRun(on, compiled, workspace.transformer, dtype, adaln, COMPAT[None])
-    return with_inputs(run, job, stage, random_inputs(workspace.transformer, job, stage))
+    generator = torch.Generator().manual_seed(0)
 
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().to(dtype)
 
-def with_inputs(run: StageRun, job: Job, stage: Stage, inputs: Inputs) -> StageRun:
-    """Prepare a stage whose noise and contexts are given; its images are random as well."""
-    size, dtype = job.size, run.dtype
-    shape = latents.video_latent_shape(stage.height, stage.width, size.num_frames)
-    frames = size.audio_frames
+    video = randn(1, compiled.bucket.video_tokens, config.in_channels)
+    audio = randn(1, compiled.bucket.audio_tokens, config.audio_in_channels)
+    widths, mask = (config.video.inner, config.audio.inner), torch.ones(1, TEXT_TOKENS)
+    contexts = [  # of the prompt and of the negative one
+        Contexts(*(randn(1, TEXT_TOKENS, width) for width in widths), mask, None) for _ in range(2)
+    ]
+    shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
     empty = (
         torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
-        torch.zeros(1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS, dtype=dtype),
+        torch.zeros(
+            1, latents.AUDIO_CHANNELS, job.size.audio_frames, latents.MEL_BINS, dtype=dtype
+        ),
     )
     generator = torch.Generator().manual_seed(1)
-    pictures = [
-        torch.randn(1, latents.VIDEO_CHANNELS, 1, *shape[1:], generator=generator).to(dtype)
-        for _ in job.images
-    ]
-    images = list(zip(job.images, pictures, strict=True))
-    contexts = [
-        given._replace(video=given.video.to(dtype), audio=given.audio.to(dtype))
-        for given in inputs.contexts
-    ]
+    held = 1, latents.VIDEO_CHANNELS, 1, *shape[1:]
+    images = [(image, torch.randn(held, generator=generator).to(dtype)) for image in job.images]
+    run = StageRun(on, compiled, config, dtype, adaln, COMPAT[None])
     run.prepare(job, stage, contexts, *empty, generator, images)
-    run.video, run.audio = inputs.video.to(dtype), inputs.audio.to(dtype)
+    run.video, run.audio = video, audio
     return run
 
 

@@ -1,7 +1,8 @@
-"""Runs variants in processes of their own, and keeps a journal of them: a tuning that was ended, in
-whatever way, goes on after the last one that was finished."""
+"""Measures variants in processes of their own, and keeps a journal of them: a tuning that was
+ended, in whatever way, goes on after the last one that was finished."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -14,11 +15,11 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.errors import RunError
 from ltx_neuron.files import read_json, write_json
-from ltx_neuron.tune.agree import disagreement, distances
-from ltx_neuron.tune.chosen import Settings
 from ltx_neuron.tune.search import Row
+from ltx_neuron.tune.tolerance import rel_l2, worst_violation
+from ltx_neuron.tune.tuned_settings import Settings
 from ltx_neuron.tune.variant import OUTPUTS, RESULT, Request
 
 _REFERENCE = "reference.safetensors"
@@ -26,36 +27,45 @@ _TIDY_SECONDS = 6.0  # more than a variant takes for it
 
 
 class Journal:
-    """The rows of a tuning that have been measured, on the disk as soon as they are.
+    """The rows of a tuning, a line of JSON each, on the disk as soon as they are measured. The
+    first line is the head: all that rows depend on besides their settings. Rows of another request
+    are forgotten.
 
-    asked  all that a row depends on besides its settings: rows of another request are forgotten
     fixed  settings of the run that an earlier tuning of another size had chosen
     """
 
-    def __init__(self, path: Path, asked: dict, fixed: Settings, again: bool = False):
-        self.path, self.asked, self.fixed = path, asked, fixed
+    def __init__(self, path: Path, request: dict, fixed: Settings, force: bool = False):
+        self.path, self.request, self.fixed = path, request, fixed
         self.rows: list[Row] = []
-        if path.is_file() and not again:
+        if path.is_file() and not force:
             self._restore()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [{"request": request, "fixed": self.fixed}, *map(dataclasses.asdict, self.rows)]
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     def _restore(self) -> None:
+        """Take the rows of the file if they are of this request. The last line has no end where its
+        writer was killed: it is left out."""
+        head, *lines = self.path.read_text(errors="replace").split("\n")
         try:
-            content = read_json(self.path)
-            rows = [Row(**row) for row in content["rows"]]
-            asked, fixed = content["asked"], content["fixed"]
-        except (UserError, KeyError, TypeError) as error:
-            print(f"{self.path} is no journal ({error}): the tuning begins anew")
+            content = json.loads(head)
+            rows = [Row(**json.loads(line)) for line in lines[:-1]]
+            request, fixed = content["request"], content["fixed"]
+        except (ValueError, KeyError, TypeError) as error:
+            print(f"{self.path} is no journal ({error}): the tuning begins again")
             return
-        if asked == self.asked:
+        if request == self.request:
             self.rows, self.fixed = rows, fixed
 
-    def find(self, settings: Settings, turn: int) -> Row | None:
-        return next((r for r in self.rows if (r.settings, r.turn) == (settings, turn)), None)
+    def find(self, settings: Settings, repeat: int) -> Row | None:
+        return next((r for r in self.rows if (r.settings, r.repeat) == (settings, repeat)), None)
 
     def add(self, row: Row) -> Row:
         self.rows.append(row)
-        rows = [dataclasses.asdict(row) for row in self.rows]
-        write_json(self.path, {"asked": self.asked, "fixed": self.fixed, "rows": rows})
+        with open(self.path, "a") as file:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         return row
 
 
@@ -63,56 +73,59 @@ class Journal:
 class Trials:
     """Measures variants of a request.
 
-    own     the profile's own settings, which are measured first
-    typed   settings that were typed
-    limit   seconds that a variant may take
-    folder  for what processes leave; removed by `clean`
-    say     called with every row that is measured
+    baseline  the profile's own settings, which are measured first
+    typed     settings that were typed
+    limit     seconds that a variant may take
+    folder    for what processes leave; removed by `clean`
+    report    called with every row that is measured
     """
 
     request: Request
-    own: Settings
+    baseline: Settings
     typed: tuple[str, ...]
     limit: float
     folder: Path
     journal: Journal
-    say: Callable[[Row], None]
+    report: Callable[[Row], None]
 
-    def measure(self, settings: Settings, turn: int) -> Row:
-        """The row of a variant's turn: the journal's, or a process's."""
-        if row := self.journal.find(settings, turn):
+    def measure(self, settings: Settings, repeat: int) -> Row:
+        """A variant's row: the journal's, or that of a process."""
+        if row := self.journal.find(settings, repeat):
             return row
         self._reference()
-        row = Row(settings, turn)
-        typed = (*self.typed, *(f"{key}={value}" for key, value in settings.items()))
+        row = Row(settings, repeat)
         try:
-            folder = self._run(replace(self.request, settings=typed), "variant", self.limit)
+            folder = self._run(self._request(settings), "variant", self.limit)
             result, outputs = read_json(folder / RESULT), load_file(folder / OUTPUTS)
         except RunError as error:
             row = replace(row, problem=str(error))
         else:
-            far = distances(outputs, load_file(self.folder / _REFERENCE))
-            row = replace(row, **result, far=far)
-            row = replace(row, problem=self._disagrees(row))
-        self.say(row)
+            reference = load_file(self.folder / _REFERENCE)
+            errors = {name: rel_l2(outputs[name], reference[name]) for name in reference}
+            row = replace(row, **result, rel_l2=errors, problem=self._violation(errors))
+        self.report(row)
         return self.journal.add(row)
 
-    def _disagrees(self, row: Row) -> str:
-        own = self.journal.find(self.own, 0)
-        wrong = disagreement(row.far, own and own.far, self.request.dtype)
-        if wrong is None:
+    def _request(self, settings: Settings) -> Request:
+        typed = (*self.typed, *(f"{key}={value}" for key, value in settings.items()))
+        return replace(self.request, settings=typed)
+
+    def _violation(self, errors: dict[str, float]) -> str:
+        baseline = self.journal.find(self.baseline, 0)
+        worst = worst_violation(errors, baseline and baseline.rel_l2, self.request.dtype)
+        if worst is None:
             return ""
-        name, far, allowed = wrong
-        return f"differs: {name} is {far:.2g} from float32, allowed {allowed:.2g}"
+        name, error, tolerance = worst
+        return f"differs: {name} is {error:.2g} from float32, allowed {tolerance:.2g}"
 
     def _reference(self) -> None:
-        """Have what every variant's latents are compared with. RunError where it cannot be had."""
+        """Compute what every variant's latents are compared with, unless it is there. RunError
+        where that fails."""
         path = self.folder / _REFERENCE
         if not path.is_file():
             print("the step in float32 on the host, to compare with", flush=True)
-            settings = (*self.typed, *(f"{key}={value}" for key, value in self.own.items()))
-            asked = replace(self.request, settings=settings, steps=0)
-            shutil.move(self._run(asked, "reference", None) / OUTPUTS, path)
+            request = replace(self._request(self.baseline), steps=0)
+            shutil.move(self._run(request, "reference", None) / OUTPUTS, path)
 
     def _run(self, request: Request, name: str, limit: float | None) -> Path:
         """Run a process to its end; returns the folder of its results. Raises RunError with its

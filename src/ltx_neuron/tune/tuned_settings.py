@@ -1,5 +1,5 @@
-"""What a tuning chose, kept under the artifacts: a file for a device, versions of packages and
-code, a model's sizes, a TP degree and a dtype.
+"""The settings that a tuning chose, kept under the artifacts: a file for a device, versions of
+packages and code, a model's sizes, a TP degree and a dtype.
 
 There are two kinds of settings. Those of the run hold for whole processes, the text models
 included: one value in a file. Those of the DiT's graphs are chosen for every size, and no other
@@ -34,7 +34,7 @@ _PACKAGES = (
 
 
 def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
-    """What a choice holds for. config: the digest of the model's sizes."""
+    """What tuned settings hold for. config: the digest of the model's sizes."""
     versions = {name: version for name in _PACKAGES if (version := machine.package_version(name))}
     return {
         "device": _device(profile),
@@ -74,8 +74,8 @@ def size_key(buckets: Iterable[Bucket]) -> str:
 
 
 @dataclass
-class Chosen:
-    """A file of choices.
+class TunedSettings:
+    """A file of tuned settings.
 
     run    settings of the run
     sizes  size_key -> "settings" of the DiT's graphs, the settings of the "run" that they were
@@ -117,7 +117,7 @@ class Chosen:
             return ""
         settings = dict.fromkeys(setting for used in self.used.values() for setting in used)
         text = " ".join(settings) or "the profile's own values are the fastest"
-        return f"tuned: {text} ({self.path}; --no-tuned ignores it)"
+        return f"tuned: {text} ({self.path}; --ignore-tuned ignores it)"
 
     def describe(self) -> dict:
         """What of it is in use, for the report."""
@@ -128,9 +128,9 @@ class Chosen:
         write_json(self.path, content)
 
 
-def load(artifacts: Path, identity: dict) -> Chosen | None:
-    """The choices for an identity; None where there are none. A file that does not fit or cannot be
-    read stops nothing: where that is news, it is said."""
+def load(artifacts: Path, identity: dict) -> TunedSettings | None:
+    """The tuned settings for an identity; None where there are none. A file that does not fit or
+    cannot be read stops nothing, and is named."""
     path = file_of(artifacts, identity)
     if path.is_file():
         try:
@@ -146,13 +146,13 @@ def load(artifacts: Path, identity: dict) -> Chosen | None:
     return None
 
 
-def _read(path: Path, identity: dict) -> Chosen:
+def _read(path: Path, identity: dict) -> TunedSettings:
     content = read_json(path)
     try:
         if content["identity"] != identity:
             raise ValueError("its identity is another than its name")
         sizes = {key: _checked(size) for key, size in content["sizes"].items()}
-        return Chosen(path, identity, _settings(content["run"]), sizes)
+        return TunedSettings(path, identity, _settings(content["run"]), sizes)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} is not what a tuning writes ({error})") from None
 

@@ -1,0 +1,39 @@
+"""Whether two runs of the same model agree: the three-way rule."""
+
+from torch import Tensor
+
+# A variant may be this much further from float32 than the baseline, since the two round in other
+# places; the floor is for tensors that few operations separate from exact ones.
+FACTOR, FLOOR = 2, 0.005
+_MOST = 0.1  # of bfloat16, whatever the baseline does: rounding gives 0.004
+_FLOAT32 = 1e-5
+
+
+def rel_l2(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / |expected|, summed in fp64; infinite where there is NaN."""
+    error = ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+    return error if error == error else float("inf")
+
+
+def worst_violation(
+    errors: dict[str, float], baseline: dict[str, float] | None, dtype: str
+) -> tuple[str, float, float] | None:
+    """The tensor of a variant that exceeds its tolerance by the largest factor, with its relative
+    L2 error and the tolerance; None where all tensors are within theirs.
+
+    errors    relative L2 of each tensor from the float32 reference
+    baseline  the same of the profile's own settings, if they ran: in bfloat16 it shows what
+              rounding costs
+    """
+    tolerances = {
+        name: _FLOAT32
+        if dtype == "float32"
+        else min(_MOST, FACTOR * baseline[name] + FLOOR)
+        if baseline
+        else _MOST
+        for name in errors
+    }
+    worst = max(errors, key=lambda name: errors[name] / tolerances[name])
+    if errors[worst] <= tolerances[worst]:
+        return None
+    return worst, errors[worst], tolerances[worst]
