@@ -37,7 +37,7 @@ from ltx_neuron.plan import (
 from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.rankfiles import check_whole, rank_file, verify
+from ltx_neuron.weights.rankfiles import check_whole, rank_path, verify
 from ltx_neuron.weights.sharder import (
     Layout,
     ShardSpec,
@@ -66,7 +66,7 @@ class Workspace(Finished):
         return self._shard("gemma3", self.gemma_source, self._gemma3_specs(), workers)
 
     def shard_vae(self, workers: int | None = None) -> Path:
-        """Write the video decoder's rank files, which are all alike; returns the folder."""
+        """Write the video decoder's weights, one file for all ranks; returns the folder."""
         return self._shard("vae", self.vae_source, self._vae_specs(), workers)
 
     def shard(
@@ -146,7 +146,7 @@ class Workspace(Finished):
         return [path]
 
     def _verify(self, path: Path, source: Source, specs: list[ShardSpec]) -> None:
-        check_whole(path, verify(path) or compare(source, path, self.tp, self.dtype, specs))
+        check_whole(path, verify(path) or compare(source, path, self.dtype, specs))
 
     # --- compiling graphs -------------------------------------------------------------------------
 
@@ -272,4 +272,4 @@ class Workspace(Finished):
 
 def _rank_bytes(folder: Path) -> int:
     """Bytes of one rank's weights: its file, whose header is small beside them."""
-    return (folder / rank_file(0)).stat().st_size
+    return rank_path(folder, 0).stat().st_size

@@ -37,7 +37,7 @@ from ltx_neuron.backends.ranks import (
 from ltx_neuron.backends.wire import RankSettings, SharedTensor
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.models.signatures import Field
-from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_file
+from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
 
 _HEARTBEAT_SECONDS = 0.5
@@ -136,7 +136,7 @@ class Rank:
         model = frozenset(wanted)
         loaded_from, tensors = self.weights.get(model, (None, {}))
         if loaded_from != folder:
-            file = open_rank_file(Path(folder) / rank_file(self.rank), wanted, dtype)
+            file = open_rank_file(rank_path(Path(folder), self.rank), wanted, dtype)
             for name, tensor in file.tensors():
                 if name not in tensors:
                     # On a CPU these are the file's own pages: no copy.
@@ -149,7 +149,7 @@ class Rank:
         return tensors
 
     def replace_weights(self, weights: str) -> dict:
-        names = TensorFile(Path(weights) / rank_file(self.rank), RESHARD).shapes.keys()
+        names = TensorFile(rank_path(Path(weights), self.rank), RESHARD).shapes.keys()
         # The nearest model: where none has just these names, loading says what differs.
         model = min(self.weights, key=lambda loaded: len(loaded ^ names))
         tensors = self.weights[model][1]
