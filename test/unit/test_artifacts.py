@@ -414,7 +414,7 @@ def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(
     for number, file in enumerate(random.Random(0).sample(files, 3)):
         name, here = file.rpartition("/")[0], tmp_path / f"here{number}"
         change(url, file, damage)
-        with pytest.raises(UserError, match=f"{file} is damaged: its content is not") as refused:
+        with pytest.raises(UserError, match=f"{file} is damaged: it") as refused:
             pull(Store(url), here, [])
         assert not (here / name / MANIFEST).exists()
         for path in (here / name).glob("*"):  # what has its name is right
@@ -430,7 +430,7 @@ def test_a_lost_or_cut_file_of_weights_is_sent_again(url, made, copied):
     one, two = (f"weights/{folder(made, WEIGHTS).name}/rank{rank}.safetensors" for rank in (0, 1))
     change(url, one, lambda data: data[:-1])
     Store(url).fs.rm_file(f"{Store(url).root}/{two}")
-    with pytest.raises(UserError, match="rank1.safetensors is damaged: it is missing"):
+    with pytest.raises(UserError, match="rank0.safetensors is damaged: it is missing or"):
         pull(Store(url), made.parent / "here", [])
     copied.put.clear()
     push(Store(url), made, ["weights"])
@@ -502,7 +502,7 @@ def test_a_link_in_a_stores_folder_is_not_followed(made, tmp_path, what):
     path = tmp_path / "store" / name / what
     path.rename(tmp_path / path.name)
     path.symlink_to(tmp_path / path.name)
-    said = "it is missing" if what != MANIFEST else "holds no artifacts"
+    said = "it is missing or has another size" if what != MANIFEST else "holds no artifacts"
     with pytest.raises(UserError, match=said):
         pull(store, tmp_path / "here", [])
 

@@ -103,20 +103,20 @@ class Store:
 
     def get(self, name: str, path: Path, bar: tqdm) -> None:
         """Copy a file from the store to `path`."""
-        with self._in_words():
-            self.fs.get_file(self._place(name), str(path), callback=_showing(bar))
+        with self._in_words(), _shown(bar, path) as callback:
+            self.fs.get_file(self._place(name), str(path), callback=callback)
 
     def put(self, path: Path, name: str, bar: tqdm) -> None:
         """Copy a file into the store; one of that name is replaced."""
         place = self._place(name)
-        with self._in_words():
+        with self._in_words(), _shown(bar, path) as callback:
             if self._local:
                 with whole_file(place) as partial:
                     self.fs.put_file(str(path), str(partial))
-            else:
-                if self.fs.root_marker:  # it has folders; a store of objects has none to make
-                    self.fs.makedirs(place.rpartition("/")[0], exist_ok=True)
-                self.fs.put_file(str(path), place, callback=_showing(bar))
+                return
+            if self.fs.root_marker:  # it has folders; a store of objects has none to make
+                self.fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+            self.fs.put_file(str(path), place, callback=callback)
 
     def _place(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -144,9 +144,11 @@ class Store:
         return RunError(f"{said}\nType the same again: what has come so far is kept")
 
 
-def _showing(bar: tqdm):
-    """Has a bar show how many bytes fsspec has copied."""
+@contextmanager
+def _shown(bar: tqdm, path: Path) -> Iterator:
+    """What fsspec tells how many bytes it has copied from or to `path`: a bar shows it."""
     from fsspec.callbacks import Callback
 
     before = bar.n
-    return Callback(hooks={"bar": lambda size, value, **_: bar.update(before + value - bar.n)})
+    yield Callback(hooks={"bar": lambda size, value, **_: bar.update(before + value - bar.n)})
+    bar.update(before + path.stat().st_size - bar.n)  # some file systems tell nothing

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ltx_neuron.artifacts import damage, finished_folders, folder, stored_identity
 from ltx_neuron.artifacts.store import Store, names_in
-from ltx_neuron.backends.manifest import graph_digests
+from ltx_neuron.backends.manifest import graph_entries
 from ltx_neuron.config import digest
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import (
@@ -38,14 +38,23 @@ _ATTEMPTS = 3  # to send graphs that other machines send at the same time
 class Described(NamedTuple):
     """What the manifest of a folder says, or a tuning's file.
 
-    text     its content
-    digests  of each other file by name: blake3 of weights, SHA-256 of graphs
+    text   its content
+    files  the other files by name: "blake3" and "bytes" of weights, "sha256" of graphs
     """
 
     name: str
     text: bytes
     identity: dict
-    digests: dict[str, str]
+    files: dict[str, dict]
+
+    def missing(self, stored: dict[str, int]) -> list[str]:
+        """The files that a store lacks, or has in another size than the manifest says. stored: the
+        bytes of all that it has."""
+        sizes = {file: stored.get(f"{self.name}/{file}") for file in self.files}
+        return [f for f, size in sizes.items() if size is None or size != self._bytes(f, size)]
+
+    def _bytes(self, file: str, otherwise: int) -> int:
+        return self.files[file].get("bytes", otherwise)
 
     def is_file(self, path: Path, file: str) -> bool:
         """Whether `path` is one of the files; all of it is read."""
@@ -56,8 +65,11 @@ class Described(NamedTuple):
 
     def is_content(self, opened: BinaryIO, file: str) -> bool:
         """Whether an opened file is one of these."""
-        kind = blake3 if self.name.startswith("weights/") else "sha256"
-        return hashlib.file_digest(opened, kind).hexdigest() == self.digests[file]
+        entry = self.files[file]
+        kind, wanted = (
+            ("sha256", entry["sha256"]) if "sha256" in entry else (blake3, entry["blake3"])
+        )
+        return hashlib.file_digest(opened, kind).hexdigest() == wanted
 
 
 def described(name: str, text: bytes) -> Described:
@@ -65,21 +77,18 @@ def described(name: str, text: bytes) -> Described:
     name, or has files that our folders do not have. What a tuning chose is checked where it is read
     (tune/chosen.py)."""
     try:
-        content = json.loads(text)
-        identity, digests = content["identity"], {}
+        content, files = json.loads(text), {}
+        identity = content["identity"]
         if is_choice(name):
             fits = name.endswith(f"-{digest(identity)[:8]}")
         else:
             fits = name == folder(Path(), identity).as_posix()
+            files = (entries_in if identity["kind"] == "weights" else graph_entries)(content)
         if not fits:
             raise ValueError("its identity is that of another name")
-        if name.startswith("weights/"):
-            digests = {file: entry["blake3"] for file, entry in entries_in(content).items()}
-        elif not is_choice(name):
-            digests = graph_digests(content)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it describes no artifacts ({type(error).__name__}: {error})") from None
-    return Described(name, text, identity, digests)
+    return Described(name, text, identity, files)
 
 
 def is_choice(name: str) -> bool:
@@ -96,14 +105,14 @@ def opened(store: Store, name: str) -> Described:
     try:
         return described(name, store.read(manifest_file(name)))
     except ValueError as error:
-        raise UserError(
-            f"{store.url}/{manifest_file(name)} is damaged: {error}\n{_mending(store, name)}"
-        ) from None
+        raise _damaged(store, name, manifest_file(name), str(error)) from None
 
 
-def _mending(store: Store, name: str) -> str:
-    command = f"{COMMAND} push {shlex.quote(store.url)} --force --only {name}"
-    return f"Nothing of {name} is used. Where it was made, type: {command}"
+def _damaged(store: Store, name: str, file: str, why: str) -> UserError:
+    return UserError(
+        f"{store.url}/{file} is damaged: {why}\nNothing of {name} is used. Where it was made, type:"
+        f" {COMMAND} push {shlex.quote(store.url)} --force --only {name}"
+    )
 
 
 def selected(names: Iterable[str], only: list[str], where: object) -> list[str]:
@@ -140,64 +149,52 @@ def push(store: Store, artifacts: Path, only: list[str], force: bool = False) ->
             f"no finished weights or graphs in {artifacts}: nothing to push\nMake them (shards/,"
             " compile/), or type another --artifacts-dir DIR"
         )
-    names, files, sent = selected(paths, only, artifacts), store.files(), []
+    names, stored, sent = selected(paths, only, artifacts), store.files(), []
     for name in names:
         path = artifacts / manifest_file(name)
         try:
             ours = described(name, path.read_bytes())
         except ValueError as error:
             raise UserError(f"{path} does not describe artifacts ({error})") from None
-        if force or not _is_stored(store, ours, files):
-            _push(store, artifacts, ours, {} if force else files)
+        if force or not _is_stored(store, ours, stored):
+            _push(store, artifacts, ours, {} if force else stored)
             sent.append(name)
         print(f"{'pushed' if name in sent else 'already there'}: {name}")
     return sent
 
 
-def _is_stored(store: Store, ours: Described, files: dict[str, int]) -> bool:
-    """Whether a store has a whole folder of the same identity, as far as sizes tell. Another
-    machine may have compiled it to other bytes."""
-    if manifest_file(ours.name) not in files:
+def _is_stored(store: Store, ours: Described, stored: dict[str, int]) -> bool:
+    """Whether a store has a whole folder of that name, as far as sizes tell. Another machine may
+    have compiled it to other bytes."""
+    if manifest_file(ours.name) not in stored:
         return False
     try:
         theirs = opened(store, ours.name)
-        if is_choice(ours.name):
-            return json.loads(theirs.text) == json.loads(ours.text)
-        sizes = {file: files.get(f"{ours.name}/{file}") for file in theirs.digests}
-        if ours.name.startswith("weights/"):
-            entries = entries_in(json.loads(theirs.text))
-            return sizes == {file: entry["bytes"] for file, entry in entries.items()}
     except UserError:  # damaged: it is written again
         return False
-    return None not in sizes.values()
+    return theirs.text == ours.text if is_choice(ours.name) else not theirs.missing(stored)
 
 
-def _push(store: Store, artifacts: Path, ours: Described, files: dict[str, int]) -> None:
-    """Send the files of a folder that a store lacks, then its manifest. files: what it has."""
-    folder, is_weights = artifacts / ours.name, ours.name.startswith("weights/")
-    sizes = {
-        file: (folder / file).stat().st_size for file in ours.digests if (folder / file).is_file()
-    }
-    # The identity of weights tells their bytes, so a file of the right size is this one. Another
-    # machine may have sent other graphs.
-    missing = [
-        file
-        for file in ours.digests
-        if not is_weights or file not in sizes or files.get(f"{ours.name}/{file}") != sizes[file]
-    ]
+def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]) -> None:
+    """Send the files of a folder that a store lacks, then its manifest. stored: what it has."""
+    # Of weights a file of the right size is this one: the identity tells the bytes. What there is
+    # of graphs may be another machine's.
+    is_weights = ours.identity.get("kind") == "weights"
+    missing = ours.missing(stored if is_weights else {})
+    folder = artifacts / ours.name
     for file in missing:
         if not ours.is_file(folder / file, file):
             raise UserError(
                 f"{folder / file} is damaged: its content is not what its {MANIFEST} says\nMake it"
                 f" again: rm -r {shlex.quote(str(folder))}, then the shard or compile script"
             )
-    total = sum(sizes[file] for file in missing)
     for _ in range(_ATTEMPTS):
+        total = sum((folder / file).stat().st_size for file in missing)
         with tqdm(total=total, unit="B", unit_scale=True, desc=ours.name) as bar:
             for file in missing:
                 store.put(folder / file, f"{ours.name}/{file}", bar)
             store.put(artifacts / manifest_file(ours.name), manifest_file(ours.name), bar)
-        print(f"sent: {in_units(total)} of {in_units(sum(sizes.values()))}")
+        print(f"sent: {in_units(total)} in {len(missing)} of {len(ours.files)} files")
         if is_weights or _are_graphs_whole(store, ours.name):
             return
     raise RunError(
@@ -210,7 +207,7 @@ def _are_graphs_whole(store: Store, name: str) -> bool:
     """Whether the graphs in a store are those of its manifest, which another machine may have sent
     since."""
     theirs = opened(store, name)
-    for file in theirs.digests:
+    for file in theirs.files:
         with store.opened(f"{name}/{file}") as stored:
             if not theirs.is_content(stored, file):
                 return False
@@ -226,8 +223,8 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
 
     check  read also the finished weights that are here, of which else the sizes are compared
     """
-    files = store.files()
-    if not (names := names_in(files)):
+    stored = store.files()
+    if not (names := names_in(stored)):
         raise UserError(
             f"{store.url} holds no artifacts\nWanted: weights/, graphs/ or tuned/ as {COMMAND} push"
             " URL sends them"
@@ -243,7 +240,7 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
         if not _is_whole(folder, theirs, check):
             with exclusive(folder, "pulling"):
                 if not _is_whole(folder, theirs, check):  # another process may have pulled it
-                    _pull(store, folder, theirs, files)
+                    _pull(store, folder, theirs, stored)
                     continue
         print(f"already there: {folder}")
     return paths
@@ -274,18 +271,17 @@ def _is_whole(folder: Path, theirs: Described, check: bool) -> bool:
         return False
 
 
-def _pull(store: Store, folder: Path, theirs: Described, files: dict[str, int]) -> None:
+def _pull(store: Store, folder: Path, theirs: Described, stored: dict[str, int]) -> None:
     """Take what is missing or damaged in a folder, which is locked. UserError where the store or
-    the disk cannot give that. files: the bytes of all that the store has."""
-    name, sizes = theirs.name, {file: files.get(f"{theirs.name}/{file}") for file in theirs.digests}
-    for file in theirs.digests:
-        if sizes[file] is None:
-            raise _damaged(store, name, file, "it is missing")
-    missing = {f: size for f, size in sizes.items() if not theirs.is_file(folder / f, f)}
-    total = sum(missing.values())
+    the disk cannot give that. stored: the bytes of all that the store has."""
+    name = theirs.name
+    for file in theirs.missing(stored):
+        raise _damaged(store, name, f"{name}/{file}", "it is missing or has another size")
+    missing = [file for file in theirs.files if not theirs.is_file(folder / file, file)]
+    total = sum(stored[f"{name}/{file}"] for file in missing)
     check_space(folder.parent, total, f"{name} needs")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (*theirs.digests, JOURNAL, MANIFEST):  # of killed runs
+    for file in (*theirs.files, JOURNAL, MANIFEST):  # of killed runs
         remove_leftovers(folder / file)
         (folder / f"{file}{PARTIAL}").unlink(missing_ok=True)
     (folder / JOURNAL).unlink(missing_ok=True)
@@ -295,11 +291,8 @@ def _pull(store: Store, folder: Path, theirs: Described, files: dict[str, int]) 
             with whole_file(folder / file) as partial:
                 store.get(f"{name}/{file}", partial, bar)
                 if not theirs.is_file(partial, file):
-                    raise _damaged(store, name, file, f"its content is not what {MANIFEST} says")
+                    why = f"its content is not what {MANIFEST} says"
+                    raise _damaged(store, name, f"{name}/{file}", why)
     with whole_file(folder / MANIFEST) as partial:
         partial.write_bytes(theirs.text)
-    print(f"pulled: {folder}, {in_units(total)} of {in_units(sum(sizes.values()))} fetched")
-
-
-def _damaged(store: Store, name: str, file: str, why: str) -> UserError:
-    return UserError(f"{store.url}/{name}/{file} is damaged: {why}\n{_mending(store, name)}")
+    print(f"pulled: {folder}, {in_units(total)} in {len(missing)} of {len(theirs.files)} files")
