@@ -190,7 +190,8 @@ def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]
             )
     for _ in range(_ATTEMPTS):
         total = sum((folder / file).stat().st_size for file in missing)
-        with tqdm(total=total, unit="B", unit_scale=True, desc=ours.name) as bar:
+        whole = total + len(ours.text)
+        with tqdm(total=whole, unit="B", unit_scale=True, desc=ours.name) as bar:
             for file in missing:
                 store.put(folder / file, f"{ours.name}/{file}", bar)
             store.put(artifacts / manifest_file(ours.name), manifest_file(ours.name), bar)

@@ -258,11 +258,9 @@ def weight_bytes(examination: Examination) -> dict[str, int]:
         sources += [workspace.vae_source] if examination.request.neuron_vae else []
     except UserError:
         return {}  # `files` reports it
-    size, copies = DTYPES[examination.request.dtype].itemsize, {"vae": examination.tp}
+    size = DTYPES[examination.request.dtype].itemsize
     return {
-        source.model.name: sum(math.prod(source.shape(n)) for n in source.names)
-        * size
-        * copies.get(source.model.name, 1)  # every rank has the whole video decoder
+        source.model.name: sum(math.prod(source.shape(n)) for n in source.names) * size
         for source in sources
     }
 
