@@ -43,8 +43,8 @@ from ltx_neuron.artifacts import code_digest
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
+from ltx_neuron.format import format_bytes
 from ltx_neuron.profiles import resolve
-from ltx_neuron.report.format import format_bytes
 
 
 def doctor(bench: Bench) -> list[str]:

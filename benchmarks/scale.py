@@ -32,10 +32,10 @@ from lib.sizes import parse_size, video_tokens
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.denoise import CompiledStep
+from ltx_neuron.format import columns
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan import plan
 from ltx_neuron.profiles import PROFILES
-from ltx_neuron.report.format import columns
 from ltx_neuron.tiny import make_tiny
 from ltx_neuron.tune.step import prepared
 from ltx_neuron.weights.checkpoint import Checkpoint

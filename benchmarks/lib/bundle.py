@@ -24,9 +24,9 @@ from lib.redact import Redactor, told_environment
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import MANIFEST, check_regular, check_writable, read_json, whole_file
+from ltx_neuron.format import format_bytes
 from ltx_neuron.machine import load, probe
 from ltx_neuron.progress import is_log
-from ltx_neuron.report.format import format_bytes
 
 NAMES = (".tar.gz", ".tgz")
 FOLDER = "ltx-neuron-bundle"  # that it unpacks to

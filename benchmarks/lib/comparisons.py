@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lib.bench import BF16, FP32, WIDE, Bench, Model, full, tiny, wide
 from lib.sections import Failed, NotRun, rel, three_way
+from ltx_neuron.format import format_bytes
 from ltx_neuron.profiles import resolve
-from ltx_neuron.report.format import format_bytes
 from ltx_neuron.tiny import make_tiny
 from ltx_neuron.workspace import Workspace
 

@@ -11,9 +11,9 @@ from lib.sections import Failed, NotRun, Stopped, cell
 from ltx_neuron import flags
 from ltx_neuron.config import transformer_config
 from ltx_neuron.files import read_json
+from ltx_neuron.format import format_bytes
 from ltx_neuron.job import Job
 from ltx_neuron.report import table
-from ltx_neuron.report.format import format_bytes
 from ltx_neuron.tiny.config import released_config
 
 RELEASED = transformer_config(released_config())

@@ -9,16 +9,18 @@ import glob
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ltx_neuron.errors import UserError, reason, refusal
+from ltx_neuron.format import format_bytes
 
 MANIFEST = "manifest.json"  # of every finished folder; written last
 MARK = "ltx-neuron"  # by which files made beside a named one are known again: logs, frames
@@ -32,8 +34,8 @@ def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
     """The path of a temporary file beside `path` to write to. On leaving the context it is synced
     to the disk and renamed to `path`, replacing what was there; on an error it is removed.
 
-    This is the only way in which this package writes a file whole. (What a later run goes on with,
-    sharder.py's rank files and growing_file, keeps one .partial name until it is finished.)
+    This is the only way in which this package writes a file whole. (Rank files, which a later run
+    of the sharder goes on with, keep one .partial name until they are finished.)
 
     The temporary name is unique to this call: of two writers at once each writes its own file, and
     the one that ends last is kept. A process that is killed leaves its temporary file behind.
@@ -51,32 +53,6 @@ def whole_file(path: str | Path, suffix: str = "") -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def growing_file(path: Path, tag: str) -> Iterator[BinaryIO]:
-    """A temporary file beside `path`, to be read from its beginning and appended to: after an
-    error or a kill the next call with the same tag goes on with it. On leaving the context without
-    an error it is synced to the disk and renamed to `path`. Only for a caller with a lock.
-
-    tag  what the content shall be; of another one nothing is taken
-    """
-    partial = growing_name(path, tag)
-    try:
-        with open(partial, "a+b") as file:
-            file.seek(0)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        if partial.is_file() and not partial.stat().st_size:  # nothing to go on with
-            partial.unlink()
-
-
-def growing_name(path: Path, tag: str) -> Path:
-    """Where growing_file keeps what has come so far."""
-    return path.with_name(f".{path.name}.{tag}{_PARTIAL}")
 
 
 def remove_leftovers(path: Path) -> None:
@@ -267,6 +243,17 @@ def check_folder(folder: Path, flag: str, path: Path | None = None) -> None:
         raise UserError(
             f"{path or folder} cannot be written: {nearest} is not a folder you may write to; pass"
             f" another place with {flag}"
+        )
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """Raise UserError where the disk of a folder has no room for `needed` bytes more. what: begins
+    the message, as in "the weights need"."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"{what} {format_bytes(needed)} more in {folder}, its disk has {format_bytes(free)}"
+            " free.\nFree some, or choose another place with --artifacts-dir DIR"
         )
 
 

@@ -75,7 +75,6 @@ class Finished:
         self.transformer.check_tensor_parallel(tp)
         self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
         self._dit_sources: dict[WeightSet, MergedSource] = {}
-        self._dit_folders: dict[WeightSet, Path] = {}
 
     def take_tuned(self) -> None:
         """Take what python -m ltx_neuron.tune chose for this device and model, if it did. What was
@@ -126,6 +125,12 @@ class Finished:
     @cached_property
     def vae_source(self) -> Source:
         return Source(MODELS["vae"], [self.checkpoint])
+
+    def source(self, model: str, loras: WeightSet = ()) -> Source:
+        """The weights of a model, one of MODELS; of the DiT with LoRAs merged in."""
+        if model == "dit":
+            return self.dit_source(loras)
+        return self.gemma_source if model == "gemma3" else self.vae_source
 
     @cached_property
     def tokenizer(self):
@@ -261,14 +266,20 @@ class Finished:
 
     # --- finding what was made --------------------------------------------------------------------
 
-    def dit_weights(self, loras: WeightSet = (), command: str = "") -> Path:
-        """The folder of the DiT's rank files with these LoRAs merged in. command: what makes them,
-        where more than this set alone is to be made."""
-        if loras not in self._dit_folders:
-            identity = self._weights_identity("dit", self.dit_source(loras))
-            command = command or self._shard_command({"--lora": loras})
-            self._dit_folders[loras] = self._find(identity, command)
-        return self._dit_folders[loras]
+    def weights(self, model: str, loras: WeightSet = (), command: str = "") -> Path:
+        """The folder of a model's rank files, one of MODELS, of the DiT with these LoRAs merged in.
+        command: what makes them, where more than this set alone is to be made."""
+        identity = self._weights_identity(model, self.source(model, loras))
+        return self._find(identity, command or self._shard_command(model, {"--lora": loras}))
+
+    def dit_weights(self, loras: WeightSet = ()) -> Path:
+        return self.weights("dit", loras)
+
+    def gemma3_weights(self) -> Path:
+        return self.weights("gemma3")
+
+    def vae_weights(self) -> Path:
+        return self.weights("vae")
 
     def check_dit_weights(self, jobs: Iterable[Job]) -> None:
         """Raise UserError where a stage's weight set is missing, with the commands that make all
@@ -276,33 +287,21 @@ class Finished:
         different = {tuple(stage.loras for stage in job.stages): job for job in jobs}
         commands = {}
         for sets, job in different.items():
-            if not all(map(self._is_sharded, sets)):
+            identities = (self._weights_identity("dit", self.dit_source(loras)) for loras in sets)
+            if not all(map(self._is_made, identities)):
                 given = job.loras, job.stage_1_loras, job.stage_2_loras
                 given = given if len(sets) > 1 else (*sets, (), ())
                 named = dict(zip(("--lora", "--ic-lora", "--distilled-lora"), given, strict=True))
-                commands[self._shard_command(named)] = None
+                commands[self._shard_command("dit", named)] = None
         for loras in chain.from_iterable(different):
-            self.dit_weights(loras, "\n".join(commands))
+            self.weights("dit", loras, "\n".join(commands))
 
-    def _is_sharded(self, loras: WeightSet) -> bool:
-        identity = self._weights_identity("dit", self.dit_source(loras))
-        return (artifacts.folder(self.artifacts, identity) / artifacts.MANIFEST).is_file()
-
-    def _shard_command(self, loras: dict[str, WeightSet]) -> str:
-        """What makes the weight sets that LoRAs name, given by their flags."""
+    def _shard_command(self, model: str, loras: dict[str, WeightSet]) -> str:
+        """What makes the weight sets of a model that LoRAs name, given by their flags."""
         given = [(flag, lora) for flag, several in loras.items() for lora in several]
         words = [word for flag, lora in given for word in (flag, lora.path, lora.strength)]
-        return self._command("shards/shard_backbone_weights.py", *words)
-
-    def gemma3_weights(self) -> Path:
-        """The folder of the text encoder's rank files."""
-        command = self._command("shards/shard_gemma3_weights.py", gemma=True)
-        return self._find(self._weights_identity("gemma3", self.gemma_source), command)
-
-    def vae_weights(self) -> Path:
-        """The folder of the video decoder's rank files."""
-        command = self._command("shards/shard_vae_weights.py")
-        return self._find(self._weights_identity("vae", self.vae_source), command)
+        script = f"shards/shard_{'backbone' if model == 'dit' else model}_weights.py"
+        return self._command(script, *words, gemma=model == "gemma3")
 
     def tile_programs(self, clip: tuple[int, int, int]) -> dict[str, Manifest]:
         """The compiled video decoder, a program per shape of the tiles of a clip, given as its
@@ -330,7 +329,7 @@ class Finished:
         candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
         profile = self.dit_profile(job.buckets)
         self.check_attention(profile)
-        compiled = (bucket for bucket in candidates if self._is_compiled(bucket, profile))
+        compiled = (b for b in candidates if self._is_made(self._dit_identity(b, profile)))
         bucket = next(compiled, candidates[0])
         command = self._command("compile/compile_transformer.py", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
@@ -345,9 +344,8 @@ class Finished:
             if all(stored.get(field) == wanted[field] for field in fields)
         }
 
-    def _is_compiled(self, bucket: Bucket, profile: Profile) -> bool:
-        folder = artifacts.folder(self.artifacts, self._dit_identity(bucket, profile))
-        return os.path.isfile(folder / artifacts.MANIFEST)
+    def _is_made(self, identity: dict) -> bool:
+        return os.path.isfile(artifacts.folder(self.artifacts, identity) / artifacts.MANIFEST)
 
     def _find(self, identity: dict, command: str) -> Path:
         """The finished folder of an identity, checked once; UserError with the command to type."""

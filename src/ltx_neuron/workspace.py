@@ -37,7 +37,7 @@ from ltx_neuron.plan import (
 from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.rankfiles import check_whole, rank_file, verify
+from ltx_neuron.weights.rankfiles import check_whole, rank_path, verify
 from ltx_neuron.weights.sharder import (
     Layout,
     ShardSpec,
@@ -53,38 +53,50 @@ class Workspace(Finished):
 
     # --- cutting rank files -----------------------------------------------------------------------
 
-    def shard_dit(
-        self, sets: Iterable[WeightSet] = ((),), workers: int | None = None
-    ) -> list[Path]:
-        """Write the DiT's rank files, once for every set of LoRAs; returns the folders."""
-        sources = list(map(self.dit_source, sets))  # one that does not fit is refused first
-        return [self._shard("dit", s, self._dit_specs(s), workers) for s in sources]
-
-    def shard_gemma3(self, workers: int | None = None) -> Path:
-        """Write the text encoder's, its projections' and the connectors' rank files; returns the
-        folder."""
-        return self._shard("gemma3", self.gemma_source, self._gemma3_specs(), workers)
-
-    def shard_vae(self, workers: int | None = None) -> Path:
-        """Write the video decoder's rank files, which are all alike; returns the folder."""
-        return self._shard("vae", self.vae_source, self._vae_specs(), workers)
-
     def shard(
         self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
     ) -> list[Path]:
-        """Write the rank files of a model, one of MODELS; returns the folders. sets: the DiT's."""
-        if model == "dit":
-            return self.shard_dit(sets, workers)
-        return [self.shard_vae(workers) if model == "vae" else self.shard_gemma3(workers)]
+        """Write the rank files of a model, one of MODELS, of the DiT once for every set of LoRAs;
+        returns the folders."""
+        # One that does not fit is refused before anything is written.
+        sources = [self.source(model, loras) for loras in sets]
+        specs_of = [self._specs(model, source) for source in sources]
+        paths = []
+        for source, specs in zip(sources, specs_of, strict=True):
+            identity = self._weights_identity(model, source)
+            path = artifacts.folder(self.artifacts, identity)
+            if not shard_weights(source, path, identity, self.tp, self.dtype, specs, workers):
+                print(f"already there, nothing to do (--verify checks every byte): {path}")
+            paths.append(path)
+        return paths
 
-    def _shard(
-        self, model: str, source: Source, specs: list[ShardSpec], workers: int | None
-    ) -> Path:
-        identity = self._weights_identity(model, source)
-        path = artifacts.folder(self.artifacts, identity)
-        if not shard_weights(source, path, identity, self.tp, self.dtype, specs, workers):
-            print(f"already there, nothing to do (--verify checks every byte): {path}")
-        return path
+    def shard_dit(
+        self, sets: Iterable[WeightSet] = ((),), workers: int | None = None
+    ) -> list[Path]:
+        return self.shard("dit", sets, workers)
+
+    def shard_gemma3(self, workers: int | None = None) -> Path:
+        return self.shard("gemma3", workers=workers)[0]
+
+    def shard_vae(self, workers: int | None = None) -> Path:
+        return self.shard("vae", workers=workers)[0]
+
+    def verify(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
+        """Compare the finished rank files of a model, one of MODELS, with their manifests and bit
+        for bit with the checkpoint and Gemma's files. Raises UserError that lists what differs;
+        returns the folders. sets: the DiT's."""
+        paths = {self.weights(model, loras): self.source(model, loras) for loras in sets}
+        for path, source in paths.items():
+            specs = self._specs(model, source)
+            check_whole(path, verify(path) or compare(source, path, self.dtype, specs))
+        return list(paths)
+
+    def _specs(self, model: str, source: Source) -> list[ShardSpec]:
+        """How the tensors of a model are distributed over its files. UserError where they are not
+        those of the model."""
+        if model == "dit":
+            return self._dit_specs(source)
+        return self._gemma3_specs() if model == "gemma3" else self._vae_specs()
 
     def _dit_specs(self, source: Source) -> list[ShardSpec]:
         specs = shard_specs(source, self.tp, {})
@@ -117,36 +129,6 @@ class Workspace(Finished):
         specs = shard_specs(self.vae_source, self.tp, {})
         check_specs(specs, tile_program(self.video_decoder, (1, 1, 1), self.dtype).weights(), {})
         return specs
-
-    # --- verifying rank files ---------------------------------------------------------------------
-
-    def verify_dit(self, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
-        """Compare the DiT's finished rank files, of every set of LoRAs, with their manifests and
-        bit for bit with the checkpoint. Raises UserError that lists what differs; returns the
-        folders."""
-        paths = {loras: self.dit_weights(loras) for loras in sets}
-        for loras, path in paths.items():
-            source = self.dit_source(loras)
-            self._verify(path, source, self._dit_specs(source))
-        return list(paths.values())
-
-    def verify_gemma3(self) -> list[Path]:
-        """Compare the text encoder's finished rank files with their manifest and bit for bit with
-        Gemma's files and the checkpoint. Raises UserError that lists what differs."""
-        path = self.gemma3_weights()
-        self._verify(path, self.gemma_source, self._gemma3_specs())
-        return [path]
-
-    def verify(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
-        """Compare the finished rank files of a model, one of MODELS, as verify_dit does."""
-        if model != "vae":
-            return self.verify_dit(sets) if model == "dit" else self.verify_gemma3()
-        path = self.vae_weights()
-        self._verify(path, self.vae_source, self._vae_specs())
-        return [path]
-
-    def _verify(self, path: Path, source: Source, specs: list[ShardSpec]) -> None:
-        check_whole(path, verify(path) or compare(source, path, self.tp, self.dtype, specs))
 
     # --- compiling graphs -------------------------------------------------------------------------
 
@@ -272,4 +254,4 @@ class Workspace(Finished):
 
 def _rank_bytes(folder: Path) -> int:
     """Bytes of one rank's weights: its file, whose header is small beside them."""
-    return (folder / rank_file(0)).stat().st_size
+    return rank_path(folder, 0).stat().st_size

@@ -564,7 +564,7 @@ def test_pulled_artifacts_verify_and_make_the_bits_of_those_that_were_pushed(
     artifacts_main(["pull", store, "--artifacts-dir", str(here)])
     assert sorted(path.name for path in here.iterdir()) == ["graphs", "weights"]
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), here, TP, "float32", tiny.gemma_root)
-    assert len(workspace.verify_dit() + workspace.verify_gemma3()) == 2  # against the checkpoint
+    assert len(workspace.verify("dit") + workspace.verify("gemma3")) == 2  # against the checkpoint
     line, video = lines(tiny)[0], tmp_path / "out" / "video.mp4"
     generate(
         Job(line["prompt"], Size(**SIZE)),

@@ -23,8 +23,6 @@ from ltx_neuron.files import (
     check_readable,
     check_writable,
     exclusive,
-    growing_file,
-    growing_name,
     read_json,
     remove_leftovers,
     whole_file,
@@ -96,39 +94,6 @@ def test_what_a_killed_writer_left_is_removed_and_no_other_file(tmp_path):
     remove_leftovers(path)
     names = {entry.name for entry in tmp_path.iterdir()}
     assert names == {"journal.json", "other.json", ".other.json.1-00.partial"}
-
-
-def test_what_a_killed_writer_of_a_growing_file_wrote_is_there_for_the_next(tmp_path):
-    path = tmp_path / "file"
-
-    def killed():
-        with growing_file(path, "tag") as file:
-            file.write(b"half")
-            file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert exit_code(forked(killed)) == -signal.SIGKILL
-    assert not path.exists() and growing_name(path, "tag").read_bytes() == b"half"
-    with growing_file(path, "other") as file:  # of another content nothing is taken
-        assert file.read() == b""
-        file.write(b"other")
-    assert path.read_bytes() == b"other"
-    with pytest.raises(KeyboardInterrupt), growing_file(path, "tag") as file:
-        assert file.read() == b"half"
-        file.write(b" and")
-        raise KeyboardInterrupt
-    with growing_file(path, "tag") as file:
-        assert file.read() == b"half and"
-        file.write(b" all")
-    assert path.read_bytes() == b"half and all" and os.listdir(tmp_path) == ["file"]
-
-
-def test_of_a_growing_file_that_is_empty_nothing_is_kept(tmp_path):
-    with pytest.raises(KeyboardInterrupt), growing_file(tmp_path / "file", "tag") as file:
-        file.write(b"of no use")
-        file.truncate(0)
-        raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == []
 
 
 def test_the_temporary_name_ends_as_its_writer_wants_it(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ltx_neuron.report.format import columns, format_bytes, format_flops
+from ltx_neuron.format import columns, format_bytes, format_flops
 
 
 def test_columns_align_text_at_its_start_and_numbers_at_their_end():

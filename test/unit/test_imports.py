@@ -33,7 +33,14 @@ NEURON = {
     "nkilib",
 }
 LINT = "ltx_neuron/lint"  # its own tool: it lowers graphs with torch_xla, on no Neuron machine
-BASE = {"config", "errors", "files", "machine", "profiles"}  # modules at the top, below every room
+BASE = {
+    "config",
+    "errors",
+    "files",
+    "format",
+    "machine",
+    "profiles",
+}  # modules at the top, below every room
 # What each subpackage may import of ltx_neuron besides itself: subpackages, and modules at the top.
 ALLOWED = {
     "models": {"config"},
@@ -42,8 +49,8 @@ ALLOWED = {
     "host": {"sampling", "weights", *BASE},
     "text": {"models", "weights", "host", *BASE},
     "backends": {"models", "weights", *BASE},
-    "artifacts": {"backends", "report", "weights", "config", "errors", "files"},
-    "report": {"errors", "files"},
+    "artifacts": {"backends", "report", "weights", "config", "errors", "files", "format"},
+    "report": {"errors", "files", "format"},
     "demo": set(),
     "tiny": {"host", "errors", "files"},
     "flags": {

@@ -12,6 +12,7 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config import transformer_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
+from ltx_neuron.format import format_bytes
 from ltx_neuron.host import vae_memory
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.job import Job, Size
@@ -20,7 +21,6 @@ from ltx_neuron.plan.clip import Clip
 from ltx_neuron.plan.given import encode_bytes, given_clips
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
-from ltx_neuron.report.format import format_bytes
 from ltx_neuron.report.recorder import PHASES, Recorder
 from ltx_neuron.sampling.conditions import (
     AttentionMask,

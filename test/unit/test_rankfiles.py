@@ -37,6 +37,7 @@ from ltx_neuron.weights import sharder, tensorfile
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import (
     HOST_FILE,
+    SHARED_FILE,
     RankSource,
     file_entries,
     file_names,
@@ -44,6 +45,7 @@ from ltx_neuron.weights.rankfiles import (
     load_rank_file,
     open_host_file,
     rank_file,
+    rank_path,
     verify,
 )
 from ltx_neuron.weights.sharder import (
@@ -394,7 +396,7 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(source, tmp_path, 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=total - 1))
     with pytest.raises(
-        UserError, match=r"(?s)need 0\.\d* MB more in .* 0\.\d* MB free.*choose another place with"
+        UserError, match=r"(?s)need [\d.]+ kB more in .* [\d.]+ kB free.*choose another place with"
     ):
         write(source, tmp_path / "b")
     assert not (tmp_path / "b").exists()
@@ -504,7 +506,7 @@ def test_every_single_flipped_bit_is_found(copy):
 def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_forged(
     source, copy
 ):
-    assert compare(source, copy, TP, torch.float32, shard_specs(source, TP, {})) == []
+    assert compare(source, copy, torch.float32, shard_specs(source, TP, {})) == []
     name, path = "transformer_blocks.0.attn2.to_out.0.weight", copy / rank_file(3)
     file, wrong = TensorFile(path, ""), bytearray(path.read_bytes())
     wrong[8 + len(file.header) + file._offsets[name] + 5] ^= 4
@@ -513,7 +515,7 @@ def test_comparing_with_the_source_names_the_tensor_even_where_the_manifest_was_
     manifest["files"][path.name]["blake3"] = digest(bytes(wrong))
     write_json(copy / MANIFEST, manifest)
     assert verify(copy) == []
-    assert compare(source, copy, TP, torch.float32, shard_specs(source, TP, {})) == [
+    assert compare(source, copy, torch.float32, shard_specs(source, TP, {})) == [
         f"{path.name}: {name} differs from the source"
     ]
 
@@ -843,6 +845,36 @@ def test_a_gemma_without_a_table_of_its_own_is_cut_anew_too(tiny):
     source = Source(MODELS["gemma3"], [Checkpoint(tiny.checkpoint), *gemma_files(tiny.gemma_root)])
     kinds = {source.split(name) for name in source.names}
     assert kinds == {COL, ROW, None, HOST}  # every kind of tensor was cut in the test above
+
+
+def test_weights_that_all_ranks_have_are_one_file_and_sets_of_equal_files_are_still_read(
+    tiny, tmp_path
+):
+    source = Source(MODELS["vae"], [Checkpoint(tiny.checkpoint)])
+    specs, identity = shard_specs(source, TP, {}), IDENTITY | {"model": "vae"}
+    folder, old = tmp_path / "weights", tmp_path / "old"
+    assert shard_weights(source, folder, identity, TP, torch.float32, specs)
+    assert content(folder).keys() == {SHARED_FILE, HOST_FILE, MANIFEST}
+    assert {rank_path(folder, rank) for rank in range(TP)} == {folder / SHARED_FILE}
+    wanted = {name: source.shape(name) for name in source.names}
+    loaded = load_rank_file(rank_path(folder, TP - 1), wanted, torch.float32)
+    assert all(torch.equal(loaded[name], source.tensor(name).float()) for name in wanted)
+    # As an earlier version wrote it: a file a rank.
+    save_weights(old, *[loaded] * TP)
+    write_json(old / MANIFEST, read_json(folder / MANIFEST) | {"files": file_entries(old)})
+    assert [*file_entries(old)] == file_names(TP) and is_finished(old, identity)
+    assert shard_weights(source, old, identity, TP, torch.float32, specs) is False
+    assert rank_path(old, 2) == old / rank_file(2)
+    for made in (folder, old):
+        reshard(made, tmp_path / made.name, "vae", 2, "bfloat16")
+    one, two = ((tmp_path / n / "weights").glob("*/" + SHARED_FILE) for n in ("weights", "old"))
+    assert next(one).read_bytes() == next(two).read_bytes()
+    shared = bytearray((folder / SHARED_FILE).read_bytes())
+    shared[-1] ^= 1
+    (folder / SHARED_FILE).write_bytes(shared)
+    assert verify(folder) == [f"{SHARED_FILE}: content differs from its blake3"]
+    (problem,) = compare(source, folder, torch.float32, specs)
+    assert re.fullmatch(f"{SHARED_FILE}: .* differs from the source", problem)
 
 
 def test_what_rank_files_cannot_give_is_refused(made, tmp_path):

@@ -73,19 +73,22 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
 
 
 def _check_finished(path: Path, identity: dict, command: str) -> None:
-    """Raise UserError where a finished folder is not that identity's, or not whole: of weights the
-    sizes of the files are compared, of graphs, which are small, all bytes."""
+    """Raise UserError where a finished folder is not that identity's, or is damaged."""
     check_readable(path / MANIFEST)  # one that may not be read is not damaged
     stored = stored_identity(path)
     if stored != identity:
         problems = [f"its {MANIFEST} {_differing(identity, stored)}"]
-    elif identity["kind"] == "weights":
-        problems = verify(path, quick=True)
     else:
-        problems = damaged_graphs(path)
+        problems = damage(path, identity)
     if problems:
         listed = "\n  ".join([f"{path} is damaged:", *problems])
         raise UserError(f"{listed}\nMake it again: rm -r {shlex.quote(str(path))} && {command}")
+
+
+def damage(path: Path, identity: dict, quick: bool = True) -> list[str]:
+    """What is wrong with the files of a finished folder; empty if they are whole. quick: of weights
+    compare the sizes only; graphs, which are small, are read in any case."""
+    return verify(path, quick) if identity["kind"] == "weights" else damaged_graphs(path)
 
 
 def differences(wanted: dict, stored: dict) -> list[tuple]:

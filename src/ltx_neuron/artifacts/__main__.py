@@ -5,9 +5,10 @@ push URL    send what the store lacks
 pull URL    take what is missing or damaged here
 list URL    what there is
 
-URL is a folder, s3://bucket/path, hf://owner/name/path, or another one that fsspec knows. Files are
-stored by their digests and checked by them; typed again after an interruption, push and pull go on.
-Calibrations and cached prompts stay where they are, and so does what a compiler of the ranks keeps.
+URL is a folder, s3://bucket/path, hf://owner/name/path, or another one that fsspec knows. A store
+has the folders of --artifacts-dir. Files are checked by their digests; typed again after an
+interruption, push and pull go on with the files that are missing. Calibrations and cached prompts
+stay where they are, and so does what a compiler of the ranks keeps.
 
 python -m ltx_neuron.artifacts push s3://bucket/ltx
 python -m ltx_neuron.artifacts pull s3://bucket/ltx --only graphs --only 'weights/dit*'
@@ -16,12 +17,11 @@ python -m ltx_neuron.artifacts pull s3://bucket/ltx --only graphs --only 'weight
 import argparse
 from pathlib import Path
 
-from ltx_neuron.artifacts.choices import decoded, is_choice
-from ltx_neuron.artifacts.sets import ArtifactSet
-from ltx_neuron.artifacts.store import Store
-from ltx_neuron.artifacts.transfer import in_units, pull, push, selected
+from ltx_neuron.artifacts.store import Store, names_in
+from ltx_neuron.artifacts.transfer import is_choice, manifest_file, opened, pull, push, selected
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.files import check_folder
+from ltx_neuron.format import format_bytes
 
 _MODELS = {
     "dit": "transformer",
@@ -47,11 +47,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     help = "a kind, a model, or a name that list shows, * for any; repeatable (default: all)"
     add("--only", action="append", default=[], metavar="NAME", help=help)
     help = "push: send also what is there, which mends a damaged store"
-    add("--again", action="store_true", help=help)
+    add("--force", "--again", action="store_true", help=help)
     help = "pull: read every byte of what is here already, not only the sizes of weights"
     add("--verify", action="store_true", help=help)
     options = parser.parse_args(argv)
-    for flag, action in (("again", "push"), ("verify", "pull")):
+    for flag, action in (("force", "push"), ("verify", "pull")):
         if getattr(options, flag) and options.action != action:
             parser.error(f"--{flag} goes with {action}, got {options.action}")
     return options
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
     store = Store(options.url)
     if options.action == "push":
-        push(store, options.artifacts_dir, options.only, options.again)
+        push(store, options.artifacts_dir, options.only, options.force)
     elif options.action == "pull":
         check_folder(options.artifacts_dir, "--artifacts-dir DIR")
         pull(store, options.artifacts_dir, options.only, options.verify)
@@ -72,38 +72,34 @@ def main(argv: list[str] | None = None) -> None:
 
 def table(store: Store, only: list[str]) -> str:
     """What a store has, for a person."""
-    names = selected(store.names(), only, store.url)
-    return "\n".join(_lines(store, name) for name in names) or f"{store.url} holds no artifacts"
+    files = store.files()
+    lines = []
+    for name in selected(names_in(files), only, store.url):
+        try:
+            facts = _facts(store, name, files)
+        except UserError as error:
+            facts = [str(error)]
+        lines.append(f"{name}\n    {'; '.join(facts)}")
+    return "\n".join(lines) or f"{store.url} holds no artifacts"
 
 
-def _lines(store: Store, name: str) -> str:
-    try:
-        if is_choice(name):
-            said = facts_of_choice(**store.opened(name, decoded))
-        else:
-            said = facts(store.described(name))
-    except UserError as error:
-        said = [str(error)]
-    return f"{name}\n    {'; '.join(said)}"
-
-
-def facts_of_choice(choice: dict, pushed: str) -> list[str]:
-    """What a tuning chose, and for what."""
-    identity = choice["identity"]
-    rest = [f"{field} {_said(value)}" for field, value in identity.items()]
-    return [f"settings of a tuning of {len(choice.get('sizes', ()))} sizes", _said(pushed), *rest]
-
-
-def facts(described: ArtifactSet) -> list[str]:
-    """What a set is, and all that its identity says it was made from and for."""
-    identity = described.identity
+def _facts(store: Store, name: str, files: dict[str, int]) -> list[str]:
+    """What there is under a name, and all that it was made from and for."""
+    identity = opened(store, name).identity
+    written = store.written(manifest_file(name))
+    if is_choice(name):
+        return ["settings of a tuning", written, *_fields(identity)]
     model = _MODELS.get(identity["model"], identity["model"])
     bucket = f" {identity['bucket']}" if "bucket" in identity else ""
     first = f"{identity['kind']} of the {model}{bucket}, TP {identity['tp']}, {identity['dtype']}"
-    size = f"{in_units(described.bytes)} in {len(described.files)} files"
+    sizes = [size for file, size in files.items() if file.startswith(f"{name}/")]
+    size = f"{format_bytes(sum(sizes))} in {len(sizes)} files, {written}"
     rest = {field: value for field, value in identity.items() if field not in _IN_NAME}
-    rest = [f"{field} {_said(value)}" for field, value in rest.items()]
-    return [_said(first), f"{size}, {_said(described.pushed)}", *rest]
+    return [_said(first), size, *_fields(rest)]
+
+
+def _fields(identity: dict) -> list[str]:
+    return [f"{field} {_said(value)}" for field, value in identity.items()]
 
 
 def _said(value: object) -> str:

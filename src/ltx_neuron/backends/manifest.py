@@ -145,25 +145,27 @@ def _cached_type_hints():
 
 def damaged_graphs(folder: Path) -> list[str]:
     """What is wrong with the graph files of a finished folder; empty if they are whole."""
-    content = read_json(folder / MANIFEST)
     try:
-        backend = content["identity"].get("backend")
-        digests = {
-            graph_file(name, backend): graph["sha256"]
-            for name, graph in content["graphs"].items()
-            if graph["file"] == graph_file(name, backend)
-        }
-    except (KeyError, TypeError, AttributeError):
-        digests = {}
-    if not digests or len(digests) != len(content["graphs"]):
+        entries = graph_entries(read_json(folder / MANIFEST))
+    except (KeyError, TypeError, AttributeError, ValueError):
         return [f"{MANIFEST}: not a list of graphs"]
     problems = []
-    for name, digest in digests.items():
+    for name, entry in entries.items():
         if not (folder / name).is_file():
             problems.append(f"{name}: missing")
-        elif sha256(folder / name) != digest:
+        elif sha256(folder / name) != entry["sha256"]:
             problems.append(f"{name}: content differs from its sha256")
     return problems
+
+
+def graph_entries(manifest: dict) -> dict[str, dict]:
+    """File name -> {"sha256"} of each graph. Raises ValueError, KeyError, TypeError or
+    AttributeError for a manifest of no graphs, and for names that our files do not have."""
+    graphs, backend = manifest["graphs"], manifest["identity"].get("backend")
+    names = {graph: graph_file(graph, backend) for graph in graphs}
+    if not graphs or any(graphs[graph]["file"] != name for graph, name in names.items()):
+        raise ValueError(f"graphs {sorted(graphs)[:8]}")
+    return {names[graph]: {"sha256": entry["sha256"]} for graph, entry in graphs.items()}
 
 
 _digests: dict[tuple, str] = {}  # of the files that this process has hashed

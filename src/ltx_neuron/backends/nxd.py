@@ -26,7 +26,7 @@ from ltx_neuron.backends.ranks import Call, NotFiniteError, calls_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, weight_name
 from ltx_neuron.profiles import Profile
-from ltx_neuron.weights.rankfiles import RESHARD, load_rank_file, open_rank_file, rank_file
+from ltx_neuron.weights.rankfiles import RESHARD, load_rank_file, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -60,7 +60,7 @@ class _WeightSet:
         """The rank files' tensors. Strict, because set_weights takes whatever it is given."""
 
         def read_rank(rank: int) -> dict[str, Tensor]:
-            return load_rank_file(folder / rank_file(rank), self.wanted, self.dtype)
+            return load_rank_file(rank_path(folder, rank), self.wanted, self.dtype)
 
         with ThreadPoolExecutor() as pool:
             return [*pool.map(read_rank, range(tp))]
@@ -192,11 +192,11 @@ class Ranks(ranks.Ranks):
             held.bind(program, graph, copies, self.tp)
 
     def replace_weights(self, weights: Path) -> None:
-        names = TensorFile(weights / rank_file(0), RESHARD).shapes.keys()
+        names = TensorFile(rank_path(weights, 0), RESHARD).shapes.keys()
         held = max(self._sets, key=lambda loaded: len(loaded.wanted.keys() & names))
         # Every file is checked before the first tensor is overwritten.
         files = [
-            open_rank_file(weights / rank_file(rank), held.wanted, held.dtype)
+            open_rank_file(rank_path(weights, rank), held.wanted, held.dtype)
             for rank in range(self.tp)
         ]
         for rank, file in enumerate(files):

@@ -33,7 +33,7 @@ from ltx_neuron.backends.ranks import (
 )
 from ltx_neuron.backends.wire import RankSettings, SharedTensor, failure_of
 from ltx_neuron.models.programs import weight_name
-from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_file
+from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
 
 _CLOSING_SECONDS = 0.1  # within which the system closes everything of a killed process
@@ -116,7 +116,7 @@ class Rank:
         model = frozenset(wanted)
         loaded_from, tensors = self.weights.get(model, (None, {}))
         if loaded_from != folder:
-            file = open_rank_file(folder / rank_file(self.rank), wanted, dtype)
+            file = open_rank_file(rank_path(folder, self.rank), wanted, dtype)
             for name, tensor in file.tensors():
                 if name not in tensors:
                     # On a CPU these are the file's own pages: no copy.
@@ -129,7 +129,7 @@ class Rank:
         return tensors
 
     def replace_weights(self, weights: Path) -> dict:
-        names = TensorFile(weights / rank_file(self.rank), RESHARD).shapes.keys()
+        names = TensorFile(rank_path(weights, self.rank), RESHARD).shapes.keys()
         # The nearest model: where none has just these names, loading says what differs.
         model = min(self.weights, key=lambda loaded: len(loaded ^ names))
         tensors = self.weights[model][1]

@@ -15,11 +15,11 @@ from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
 from ltx_neuron.doctor.neuron import neuron
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
+from ltx_neuron.format import format_bytes
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
-from ltx_neuron.report.format import format_bytes
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import Source, gemma_files
@@ -236,11 +236,9 @@ def weight_bytes(examination: Examination) -> dict[str, int]:
         sources += [workspace.vae_source] if examination.request.neuron_vae else []
     except UserError:
         return {}  # `files` reports it
-    size, copies = DTYPES[examination.request.dtype].itemsize, {"vae": examination.tp}
+    size = DTYPES[examination.request.dtype].itemsize
     return {
-        source.model.name: sum(math.prod(source.shape(n)) for n in source.names)
-        * size
-        * copies.get(source.model.name, 1)  # every rank has the whole video decoder
+        source.model.name: sum(math.prod(source.shape(n)) for n in source.names) * size
         for source in sources
     }
 

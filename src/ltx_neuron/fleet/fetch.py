@@ -3,9 +3,8 @@ sent them."""
 
 from collections.abc import Iterable
 
-from ltx_neuron.artifacts.choices import is_choice
-from ltx_neuron.artifacts.store import Store
-from ltx_neuron.artifacts.transfer import pull
+from ltx_neuron.artifacts.store import Store, names_in
+from ltx_neuron.artifacts.transfer import is_choice, opened, pull
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.workspace import Workspace
 
@@ -15,7 +14,9 @@ def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tu
     that do so at once, one pulls a folder and the others wait. UserError where the store does not
     answer, or is damaged. sets: the DiT's."""
     store, used = Store(url), sources(workspace, options, sets)
-    names = [name for name in store.names() if is_choice(name) or _fits(store, name, used)]
+    names = [
+        name for name in names_in(store.files()) if is_choice(name) or _fits(store, name, used)
+    ]
     if names:
         pull(store, workspace.artifacts, names)
 
@@ -35,7 +36,7 @@ def sources(workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) ->
 
 
 def _fits(store: Store, name: str, used: dict) -> bool:
-    identity = store.described(name).identity
+    identity = opened(store, name).identity
     if (identity["tp"], identity["dtype"]) != used["fields"]:
         return False
     cut = identity["model"], identity.get("source"), str(identity.get("loras"))

@@ -31,6 +31,7 @@ from ltx_neuron.config import (
     transformer_config,
 )
 from ltx_neuron.errors import UserError
+from ltx_neuron.format import format_bytes
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.attention import rows_at_once
@@ -44,7 +45,6 @@ from ltx_neuron.models.programs import (
 from ltx_neuron.plan.forecast import Forecast, forecast
 from ltx_neuron.plan.given import encode_bytes
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
-from ltx_neuron.report.format import format_bytes
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source

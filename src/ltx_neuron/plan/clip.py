@@ -9,12 +9,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ltx_neuron import machine
+from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.plan.given import given_clips
 from ltx_neuron.profiles import Profile
-from ltx_neuron.report.format import format_bytes, format_flops
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 

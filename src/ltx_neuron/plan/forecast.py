@@ -8,8 +8,8 @@ The sum is held against what others published of such models: FLUX, Wan 2.1 and 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ltx_neuron.format import format_flops
 from ltx_neuron.profiles import Profile
-from ltx_neuron.report.format import format_flops
 
 # All from and to. Of the documented peak, what products are assumed to reach in those models:
 _LINEAR = 0.72, 0.62

@@ -2,10 +2,10 @@
 
 import textwrap
 
+from ltx_neuron.format import WIDTH, format_bytes, format_flops
 from ltx_neuron.plan import ASSUMED, Plan, StagePlan
 from ltx_neuron.plan.clip import ClipPlan
 from ltx_neuron.profiles import COLLECTIVES_BUFFER
-from ltx_neuron.report.format import WIDTH, format_bytes, format_flops
 
 
 def table(plan: Plan) -> str:

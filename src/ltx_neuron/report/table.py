@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import check_regular
-from ltx_neuron.report.format import WIDTH, columns
+from ltx_neuron.format import WIDTH, columns
 
 _FIELDS = {
     "": (

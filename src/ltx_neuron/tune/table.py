@@ -2,7 +2,7 @@
 
 import statistics
 
-from ltx_neuron.report.format import columns
+from ltx_neuron.format import columns
 from ltx_neuron.tune.search import Row
 from ltx_neuron.tune.tuned_settings import Settings
 

@@ -1,8 +1,8 @@
 """Rank files: a model's weights, sharded for tp ranks. How a finished set is recognised, verified,
 loaded, and read for another sharding.
 
-A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json. It is
-written by sharder.py.
+A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and manifest.json. Where
+all ranks have the same weights, ranks.safetensors is the file of each. It is written by sharder.py.
 """
 
 import shlex
@@ -22,6 +22,7 @@ from ltx_neuron.weights.sharding import COL, HOST, KV, MODELS, ROW, copies, rule
 from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
 
 HOST_FILE = "host.safetensors"
+SHARED_FILE = "ranks.safetensors"  # of all ranks, where their weights are the same
 RESHARD = "run the shard script again"
 _BLOCK_BYTES = 16 * 2**20  # read and hashed at once
 
@@ -31,9 +32,15 @@ def rank_file(rank: int) -> str:
     return f"rank{rank}.safetensors"
 
 
-def file_names(tp: int) -> list[str]:
-    """The names of a weight set's files: those of the ranks in order, then the host's."""
-    return [*(rank_file(rank) for rank in range(tp)), HOST_FILE]
+def file_names(tp: int, shared: bool = False) -> list[str]:
+    """The names of a weight set's files: those of the ranks in order, then the host's. shared:
+    whether one file is every rank's."""
+    return [*([SHARED_FILE] if shared else map(rank_file, range(tp))), HOST_FILE]
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """The file of a rank in a finished weight set."""
+    return folder / (SHARED_FILE if SHARED_FILE in file_entries(folder) else rank_file(rank))
 
 
 def is_finished(folder: Path, identity: dict) -> bool:
@@ -51,22 +58,29 @@ def is_finished(folder: Path, identity: dict) -> bool:
 
 def file_entries(folder: Path) -> dict[str, dict]:
     """File name -> {"bytes", "blake3", "header_blake3"} of a finished weight set, from its
-    manifest. UserError where the manifest does not describe a weight set."""
-    content = read_json(folder / MANIFEST)
+    manifest, in the order of file_names. UserError where the manifest does not describe a weight
+    set."""
     try:
-        entries, tp = content["files"], content["identity"]["tp"]
-        # Only these names: a manifest must not make us open a path outside of its folder.
-        names_fit = type(tp) is int and len(entries) == tp + 1
-        if not names_fit or sorted(entries) != sorted(file_names(tp)):
-            raise ValueError(f"files {sorted(entries)[:8]}")
-        if any(entry.keys() != {"bytes", "blake3", "header_blake3"} for entry in entries.values()):
-            raise ValueError("a file is described otherwise than by its size and digests")
+        return entries_in(read_json(folder / MANIFEST))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
-            f"{folder / MANIFEST} does not describe a weight set ({error}); delete {folder} and"
-            f" {RESHARD}"
+            f"{folder / MANIFEST} does not describe a weight set ({error}); delete {folder}"
+            f" and {RESHARD}"
         ) from None
-    return entries
+
+
+def entries_in(manifest: dict) -> dict[str, dict]:
+    """What file_entries returns, of a manifest that is read already. Raises ValueError, KeyError,
+    TypeError or AttributeError where it does not describe a weight set."""
+    entries, tp = manifest["files"], manifest["identity"]["tp"]
+    # Only these names: a manifest must not make us open a path outside of its folder.
+    shared = SHARED_FILE in entries
+    names_fit = type(tp) is int and len(entries) == (2 if shared else tp + 1)
+    if not names_fit or {*entries} != {*file_names(tp, shared)}:
+        raise ValueError(f"files {sorted(entries)[:8]}")
+    if any(entry.keys() != {"bytes", "blake3", "header_blake3"} for entry in entries.values()):
+        raise ValueError("a file is described otherwise than by its size and digests")
+    return {name: entries[name] for name in file_names(tp, shared)}
 
 
 def verify(folder: Path, quick: bool = False) -> list[str]:
@@ -113,7 +127,8 @@ class RankSource:
         self.identity, self.heads = content["identity"], content["heads"]
         self._provenance = content["source"]
         self.model, self.tp = MODELS[self.identity["model"]], self.identity["tp"]
-        self.files = [TensorFile(self.folder / name, RESHARD) for name in file_names(self.tp)]
+        names = file_entries(self.folder)
+        self.files = [TensorFile(self.folder / name, RESHARD) for name in names]
         self.names = sorted({*self.files[0].shapes, *self.files[-1].shapes})
 
     def check(self, tp: int, dtype: torch.dtype) -> None:

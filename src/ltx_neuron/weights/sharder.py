@@ -9,7 +9,6 @@ import errno
 import itertools
 import json
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,10 +26,17 @@ from tqdm import tqdm
 from xxhash import xxh3_128
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, exclusive, read_json, remove_leftovers, write_json
+from ltx_neuron.files import (
+    MANIFEST,
+    check_space,
+    exclusive,
+    read_json,
+    remove_leftovers,
+    write_json,
+)
 from ltx_neuron.weights import pagecache
 from ltx_neuron.weights.checkpoint import Source
-from ltx_neuron.weights.rankfiles import RankSource, file_names, is_finished
+from ltx_neuron.weights.rankfiles import RankSource, file_entries, file_names, is_finished
 from ltx_neuron.weights.sharding import COL, HOST, local_shape
 from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES
 
@@ -160,9 +166,11 @@ def shard_weights(
         existed = folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            layouts = _file_layouts(specs, tp, dtype)
+            # Where all ranks have the same weights, these are stored once.
+            names = file_names(tp, shared=all(spec.split in (None, HOST) for spec in specs))
+            layouts = _file_layouts(specs, names, dtype)
             files = [_File(folder / name, layout, dtype) for name, layout in layouts.items()]
-            _write_set(source, _Journal(folder, identity, files), tp, specs, workers or tp)
+            _write_set(source, folder, identity, files, specs, workers or tp)
         finally:
             if not existed and not any(folder.iterdir()):
                 folder.rmdir()
@@ -170,19 +178,43 @@ def shard_weights(
 
 
 def _write_set(
-    source: Source | RankSource, journal: "_Journal", tp: int, specs: list[ShardSpec], workers: int
+    source: Source | RankSource,
+    folder: Path,
+    identity: dict,
+    files: list["_File"],
+    specs: list[ShardSpec],
+    workers: int,
 ) -> None:
     """Write the files of a locked folder, from where an earlier run got to, and its manifest."""
-    folder, identity, files = journal.folder, journal.identity, journal.files
+    count = len(files) - 1  # of the ranks
     for name in (JOURNAL, MANIFEST):
         remove_leftovers(folder / name)
-    _check_space(folder, files)
+    existing = (path for file in files for path in (file.path, file.partial) if path.exists())
+    written = sum(path.stat().st_size for path in existing)
+    check_space(folder, sum(file.size for file in files) - written, "the weights need")
     (folder / MANIFEST).unlink(missing_ok=True)
-    digests = _resume(folder, identity, files)
+    done = _resume(folder, identity, files)
+    total, before = (
+        sum(source.nbytes(s.name) for s in part) for part in (specs, specs[: len(done)])
+    )
+    # One more than are in flight: the next piece is read meanwhile.
+    scratch_buffers = itertools.cycle(
+        [pagecache.scratch(_PIECE_BYTES) for _ in range(_MAX_IN_FLIGHT + 1)]
+    )
     with ExitStack() as stack:
         for file in files:
-            stack.enter_context(file)
-        digests = _write_tensors(source, journal, tp, specs, digests, workers)
+            stack.callback(file.close)
+        writer = _Writer(stack, folder, identity, files, done, workers)
+        bar = stack.enter_context(
+            tqdm(total=total, initial=before, unit="B", unit_scale=True, desc=folder.name)
+        )
+        for spec in specs[len(done) :]:
+            writer.begin_tensor()
+            for start, piece in _pieces(source, spec, count, scratch_buffers):
+                writer.submit(piece, spec.parts(piece, start, count))
+                bar.update(piece.nbytes)
+            writer.end_tensor(spec.name)
+        digests = writer.finish()
         entries = {file.path.name: file.finish() for file in files}
     _sync_folder(folder)
     content = {
@@ -195,13 +227,12 @@ def _write_set(
     (folder / JOURNAL).unlink()
 
 
-def compare(
-    source: Source, folder: Path, tp: int, dtype: torch.dtype, specs: list[ShardSpec]
-) -> list[str]:
+def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardSpec]) -> list[str]:
     """Shard the source once more and compare the bytes with a finished folder's files. Returns one
     line for each tensor of a file that differs; empty if none does."""
     problems: dict[str, None] = {}
-    layouts = _file_layouts(specs, tp, dtype)
+    layouts = _file_layouts(specs, [*file_entries(folder)], dtype)
+    count = len(layouts) - 1  # of the ranks
     scratch_buffers = itertools.cycle([pagecache.scratch(_PIECE_BYTES)])
     with ExitStack() as stack:
         files = [stack.enter_context(open(folder / name, "rb")) for name in layouts]
@@ -211,8 +242,8 @@ def compare(
         total = sum(source.nbytes(spec.name) for spec in specs)
         bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True))
         for spec in specs:
-            for start, piece in _pieces(source, spec, tp, scratch_buffers):
-                for index, part in spec.parts(piece, start, tp):
+            for start, piece in _pieces(source, spec, count, scratch_buffers):
+                for index, part in spec.parts(piece, start, count):
                     wanted = _bytes(part.to(dtype))
                     if files[index].read(len(wanted)) != wanted:
                         name = Path(files[index].name).name
@@ -229,13 +260,15 @@ class _FileLayout(NamedTuple):
     ends: list[int]
 
 
-def _file_layouts(specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> dict[str, _FileLayout]:
-    """The layout of each file, by its name."""
-    layouts = {}
-    for index, name in enumerate(file_names(tp)):
-        entries, ends = {"__metadata__": {"rank": HOST if index == tp else str(index)}}, [0]
+def _file_layouts(
+    specs: list[ShardSpec], names: list[str], dtype: torch.dtype
+) -> dict[str, _FileLayout]:
+    """The layout of each file, by its name: those of the ranks, then the host's."""
+    layouts, count = {}, len(names) - 1
+    for index, name in enumerate(names):
+        entries, ends = {"__metadata__": {"rank": HOST if index == count else str(index)}}, [0]
         for spec in specs:
-            belongs_here = (spec.split == HOST) == (index == tp)
+            belongs_here = (spec.split == HOST) == (index == count)
             end = ends[-1] + (prod(spec.stored) * dtype.itemsize if belongs_here else 0)
             if belongs_here:
                 entries[spec.name] = {
@@ -265,12 +298,6 @@ class _File:
         self.error: OSError | None = None
         # Kept between tensors: new memory costs the system more than the copy into it.
         self._cast_buffer = torch.empty(0, dtype=torch.uint8)
-
-    def __enter__(self) -> "_File":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.file.close()
 
     def open(self, tensors: int, digest: str | None) -> bool:
         """Open the file to append after its first `tensors` tensors, which must have that digest
@@ -337,6 +364,9 @@ class _File:
         """Wait until all that was written is on the disk."""
         os.fsync(self.file.fileno())
 
+    def close(self) -> None:
+        self.file.close()
+
     def finish(self) -> dict:
         """Give the file its final name. Returns its entry in the manifest."""
         digest, size = self.digest(), self.file.tell()
@@ -346,60 +376,29 @@ class _File:
         return {"bytes": size, "blake3": digest, "header_blake3": blake3(self.header).hexdigest()}
 
 
-class _SerialExecutors:
-    """Threads that each run their tasks in the order of submission. Leaving the context cancels
-    the tasks that have not begun."""
+class _Writer:
+    """The threads between reading and the disk: one a file (at most `workers`), one that hashes the
+    source's tensors, and one that waits for the disk and then writes the journal, from which the
+    next run goes on.
 
-    def __init__(self, count: int):
-        self._pools = [ThreadPoolExecutor(1) for _ in range(count)]
+    done  digests of the source's tensors that are written already
+    """
 
-    def __enter__(self) -> "_SerialExecutors":
-        return self
-
-    def __exit__(self, *_) -> None:
-        for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
-        for pool in self._pools:
-            pool.shutdown()
-
-    def submit(self, key: int, task: Callable, *arguments) -> Future:
-        """Run a task; tasks of one key run one after another."""
-        return self._pools[key % len(self._pools)].submit(task, *arguments)
-
-
-class _Journal:
-    """The record of how far a folder has been written, from which the next run goes on."""
-
-    def __init__(self, folder: Path, identity: dict, files: list[_File]):
-        self.folder, self.identity, self.files = folder, identity, files
-
-    def write(self, tensors: dict[str, str | Future], file_digests: list[Future]) -> dict[str, str]:
-        """Record that `tensors`, with their digests, are written. Waits until they are on the
-        disk, then returns the digests of the source's tensors."""
-        digests = {
-            name: digest if isinstance(digest, str) else digest.result()
-            for name, digest in tensors.items()
-        }
-        file_digests = [digest.result() for digest in file_digests]
-        for file in self.files:
-            file.sync()
-        write_json(
-            self.folder / JOURNAL,
-            {"identity": self.identity, "tensors_xxh3_128": digests, "files": file_digests},
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        identity: dict,
+        files: list[_File],
+        done: dict[str, str],
+        workers: int,
+    ):
+        self.folder, self.identity, self.files, self.done = folder, identity, files, done
+        # Of one thread each: what is submitted to one is done in that order.
+        *self._writers, self._hasher, self._saver = (
+            stack.enter_context(ThreadPoolExecutor(1)) for _ in range(workers + 2)
         )
-        return digests
-
-
-class _WritePipeline:
-    """The threads between reading and the disk: one writer a file (at most `workers`), one that
-    hashes the source's tensors, and one that waits for the disk and then writes the journal."""
-
-    def __init__(self, stack: ExitStack, journal: _Journal, digests: dict[str, str], workers: int):
-        self.journal, self.files = journal, journal.files
-        self._writers, self._hasher, self._checkpointer = (
-            stack.enter_context(_SerialExecutors(count)) for count in (workers, 1, 1)
-        )
-        self._digests: dict[str, str | Future] = dict(digests)
+        self._digests: dict[str, Future] = {}
         self._in_flight: deque[list[Future]] = deque()
         self._unsaved, self._saving = 0, None
 
@@ -410,79 +409,57 @@ class _WritePipeline:
     def submit(self, piece: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
         """Hash a piece of the current tensor and append its parts to their files. Waits while too
         many pieces are in flight; `piece` must stay unchanged until _MAX_IN_FLIGHT more came."""
-        tasks = [
-            self._writers.submit(index, self.files[index].append, part) for index, part in parts
-        ]
-        tasks.append(self._hasher.submit(0, self._tensor_hash.update, _bytes(piece)))
+        tasks = [self._to_file(index, self.files[index].append, part) for index, part in parts]
+        tasks.append(self._hasher.submit(self._tensor_hash.update, _bytes(piece)))
         self._in_flight.append(tasks)
         self._unsaved += piece.nbytes
         while len(self._in_flight) > _MAX_IN_FLIGHT:
             self._wait_for_oldest()
 
     def end_tensor(self, name: str) -> None:
-        """Note the digest of the current tensor; checkpoint the journal where much was written and
-        the last checkpoint is done."""
-        self._digests[name] = self._hasher.submit(0, self._tensor_hash.hexdigest)
+        """Note the digest of the current tensor; write the journal where much was written and the
+        last time is over."""
+        self._digests[name] = self._hasher.submit(self._tensor_hash.hexdigest)
         if self._unsaved >= _SYNC_BYTES and (not self._saving or self._saving.done()):
             if self._saving:
                 self._saving.result()
-            self._unsaved, self._saving = 0, self._checkpoint()
+            self._unsaved, self._saving = 0, self._save()
 
     def finish(self) -> dict[str, str]:
         """Wait until all is written and on the disk. Returns the digests of the source's
         tensors."""
         while self._in_flight:
             self._wait_for_oldest()
-        return self._checkpoint().result()
+        return self._save().result()
 
-    def _checkpoint(self) -> Future:
-        """Write the journal once all that was submitted before is written."""
-        file_digests = [
-            self._writers.submit(index, file.digest) for index, file in enumerate(self.files)
-        ]
-        return self._checkpointer.submit(0, self.journal.write, dict(self._digests), file_digests)
+    def _to_file(self, index: int, task: Callable, *arguments) -> Future:
+        return self._writers[index % len(self._writers)].submit(task, *arguments)
 
     def _wait_for_oldest(self) -> None:
         for task in self._in_flight.popleft():
             task.result()
 
+    def _save(self) -> Future:
+        """Write the journal once all that was submitted before is on the disk."""
+        digests = [self._to_file(index, file.digest) for index, file in enumerate(self.files)]
+        return self._saver.submit(self._write_journal, dict(self._digests), digests)
 
-def _write_tensors(
-    source: Source | RankSource,
-    journal: _Journal,
-    tp: int,
-    specs: list[ShardSpec],
-    digests: dict[str, str],
-    workers: int,
-) -> dict[str, str]:
-    """Read, split and write the tensors after those that have `digests` already. Returns the
-    digests of all. Only the end waits for the disk."""
-    done, left = specs[: len(digests)], specs[len(digests) :]
-    total, before = (sum(source.nbytes(spec.name) for spec in part) for part in (specs, done))
-    # One more than are in flight: the next piece is read meanwhile.
-    scratch_buffers = itertools.cycle(
-        [pagecache.scratch(_PIECE_BYTES) for _ in range(_MAX_IN_FLIGHT + 1)]
-    )
-    with ExitStack() as stack:
-        pipeline = _WritePipeline(stack, journal, digests, workers)
-        bar = stack.enter_context(
-            tqdm(total=total, initial=before, unit="B", unit_scale=True, desc=journal.folder.name)
-        )
-        for spec in left:
-            pipeline.begin_tensor()
-            for start, piece in _pieces(source, spec, tp, scratch_buffers):
-                pipeline.submit(piece, spec.parts(piece, start, tp))
-                bar.update(piece.nbytes)
-            pipeline.end_tensor(spec.name)
-        return pipeline.finish()
+    def _write_journal(self, tensors: dict[str, Future], files: list[Future]) -> dict[str, str]:
+        done = self.done | {name: digest.result() for name, digest in tensors.items()}
+        digests = [digest.result() for digest in files]
+        for file in self.files:
+            file.sync()
+        journal = {"identity": self.identity, "tensors_xxh3_128": done, "files": digests}
+        write_json(self.folder / JOURNAL, journal)
+        return done
 
 
 def _pieces(
-    source: Source | RankSource, spec: ShardSpec, tp: int, scratch_buffers: Iterator[mmap]
+    source: Source | RankSource, spec: ShardSpec, count: int, scratch_buffers: Iterator[mmap]
 ) -> Iterator[tuple[int, Tensor]]:
     """(first row, piece) of a tensor, in order; each piece may lie in the next scratch buffer."""
     row_bytes = source.nbytes(spec.name) // max(1, spec.shape[0]) if spec.shape else 0
-    bounds = list(spec.bounds(tp, row_bytes))
+    bounds = list(spec.bounds(count, row_bytes))
     starts = (start for start, _ in bounds)
     return zip(starts, source.pieces(spec.name, bounds, scratch_buffers), strict=True)
 
@@ -516,20 +493,6 @@ def _resume(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
     for file in files:
         file.open(0, None)
     return {}
-
-
-def _check_space(folder: Path, files: list[_File]) -> None:
-    """Raise UserError where the disk has no room for what is still to be written."""
-    existing = (path for file in files for path in (file.path, file.partial) if path.exists())
-    written = sum(path.stat().st_size for path in existing)
-    needed, free = sum(file.size for file in files) - written, shutil.disk_usage(folder).free
-    if needed > free:
-        unit, name = (1e9, "GB") if needed > 1e9 else (1e6, "MB")
-        raise UserError(
-            f"the weights need {needed / unit:.2f} {name} more in {folder}, its disk has"
-            f" {free / unit:.2f} {name} free.\nFree some, or choose another place with"
-            " --artifacts-dir DIR"
-        )
 
 
 def _sync_folder(folder: Path) -> None:
