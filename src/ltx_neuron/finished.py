@@ -27,6 +27,7 @@ from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import may_divide, tile_program_name
 from ltx_neuron.profiles import Profile
+from ltx_neuron.sampling.spec import ConditionFields, SizeFields
 from ltx_neuron.text.cache import (
     HOST_ENCODER_CODE,
     RANK_ENCODER_CODE,
@@ -388,14 +389,6 @@ def _from_here(path: Path) -> Path:
 
 def _shape_flags(job: Job) -> list:
     """What compile_transformer.py takes for a job's graphs."""
-    size, flags = job.size, []
-    if not job.retake:  # whose file says it
-        flags += ["--height", size.height, "--width", size.width]
-        flags += ["--num-frames", size.num_frames, "--frame-rate", size.frame_rate]
-    elif job.extension:
-        flags += ["--num-frames", size.num_frames]
-    flags += [*(["--two-stage"] if size.two_stage else []), "--recipe", job.recipe]
     # An IC-LoRA's metadata says how its references are scaled.
-    for lora in job.stage_1_loras if job.references else ():
-        flags += ["--ic-lora", lora.path, lora.strength]
-    return flags + job.shape_flags
+    loras = ["ic_lora"] if job.references else []
+    return job.spec.words([*SizeFields.model_fields, *loras, *ConditionFields.model_fields])

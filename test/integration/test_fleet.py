@@ -29,7 +29,7 @@ from ltx_neuron.batch import RESULTS, read_lines
 from ltx_neuron.errors import UserError
 from ltx_neuron.fleet import cluster as rays
 from ltx_neuron.fleet import pool as fleet
-from ltx_neuron.fleet.batch import FOLDER, generate_batch, line_of
+from ltx_neuron.fleet.batch import FOLDER, generate_batch
 from ltx_neuron.fleet.desk import STATE
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.job import Job, Size
@@ -200,7 +200,7 @@ def test_a_line_of_a_job_says_all_of_it(tmp_path):
         Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
         Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
     ):
-        assert job_of(json.loads(json.dumps(line_of(job))), tmp_path) == job
+        assert job_of(json.loads(json.dumps(job.spec.line())), tmp_path) == job
 
 
 def test_a_command_without_a_cluster_or_without_room_says_what_to_type(

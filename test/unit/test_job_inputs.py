@@ -17,7 +17,6 @@ from ltx_neuron.batch import read_lines
 from ltx_neuron.config import Bucket
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.fleet.batch import line_of
 from ltx_neuron.generate import run_identity
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
@@ -387,8 +386,8 @@ FLAGS_ALONE = {
     "--audio-max-duration goes with --audio-path": ("--audio-max-duration", 1),
     "--end-time goes with --video-path": ("--end-time", 1),
     "--regenerate goes with --video-path": ("--regenerate", "both"),
-    "wanted PATH STRENGTH, as in --video-conditioning a.mp4 1.0": ("--video-conditioning", "a.mp4"),
-    "--conditioning-attention-mask a.mp4 b: wanted PATH STRENGTH": (
+    "got ['a.mp4'], wanted --video-conditioning PATH STRENGTH": ("--video-conditioning", "a.mp4"),
+    "got 'b', wanted --conditioning-attention-mask PATH STRENGTH": (
         "--conditioning-attention-mask",
         "a.mp4",
         "b",
@@ -490,7 +489,7 @@ def test_a_job_of_each_kind_is_the_same_again_from_its_line(tmp_path, clip, ic_l
     ]
     for kind in kinds:
         kind.check()
-        line = json.loads(json.dumps(line_of(kind.with_paths(lambda path: path.name))))
+        line = json.loads(json.dumps(kind.with_paths(lambda path: path.name).spec.line()))
         assert job_of(line, Path(path).parent) == kind
         assert json.loads(json.dumps(kind.describe())) == kind.describe()
 

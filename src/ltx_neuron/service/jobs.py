@@ -1,10 +1,9 @@
 """From a request to a job in the queue, and from there to a Job for the engine."""
 
-import argparse
+import dataclasses
 import errno
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.inputs import in_folder
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service import picture
 from ltx_neuron.service.catalogue import Catalogue, Offer
 from ltx_neuron.service.fields import AskedImage, Request
@@ -73,13 +72,12 @@ class Intake:
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
-            loras = flags.lora_keys(self.catalogue.loras(request.lora_set, offer))
-            line = request.line | _size_keys(offer) | loras
-            line["image"] = self._images(request, folder)
-            job = job_of(line, folder)
+            line = request.line | _size_keys(offer) | {"image": self._images(request, folder)}
+            loras = self.catalogue.loras(request.lora_set, offer)
+            job = dataclasses.replace(job_of(line, folder), **loras)
             job.check()
             self._check_possible(job)
-            line["seed"] = job.seed
+            line = job.spec.line()
             shown = self._shown(job, offer, notes)
             kind = self._kind(job)
             new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
@@ -169,14 +167,8 @@ def _size_keys(offer: Offer) -> dict[str, Any]:
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
     """The Job of a line, as a prompts file's; what it is given lies in the job's folder."""
-    return _maker()(in_folder(line, folder))
-
-
-def _maker() -> Callable[[dict[str, Any]], Job]:
-    """What makes a Job of a line that says all: the scripts' own defaults for the rest."""
-    parser = argparse.ArgumentParser()
-    flags.add_job(parser)
-    return flags.job_of_line(parser.parse_args(["--recipe", Job.recipe]))
+    spec = JobSpec().with_line(line)
+    return flags.job_of(spec.with_paths(lambda path: str(folder / path.name)))
 
 
 def folder_bytes(folder: Path) -> int:
