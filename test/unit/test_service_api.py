@@ -369,7 +369,7 @@ def test_what_is_called_png_and_is_none_is_refused(service, content, what):
 def test_what_the_model_cannot_do_is_said_in_the_names_of_fields(service):
     for fields, words in (
         ({"guidance_scale": "3"}, "takes no video_cfg_guidance_scale"),
-        ({"seed": "abc"}, "seed: invalid int value"),
+        ({"seed": "abc"}, "seed: got 'abc', wanted a valid integer"),
         ({"upscale": "temporal"}, "no temporal upsampler"),
     ):
         got = post(service, {"prompt": "waves", "size": SIZE, **fields})

@@ -15,9 +15,10 @@ from ltx_neuron import flags
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.spec import DetailFields, JobSpec, LoraFields
 from ltx_neuron.service import fields, picture
 from ltx_neuron.service.catalogue import Catalogue, Offer, Wanted, _offers, seconds_of
-from ltx_neuron.service.fields import AskedImage, Upload, read_request
+from ltx_neuron.service.fields import HeldImage, Upload, VideoRequest, read_request
 from ltx_neuron.service.guard import Rate
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.refusal import Refusal
@@ -45,7 +46,7 @@ def test_extra_params_within_extra_params_is_an_unknown_field():
         assert refused(extra_params={"extra_params": nested}).code == "unknown_field"
 
 
-NAMES = [*fields.KNOWN, *fields.UNSUPPORTED, "nonsense", "", "a" * 100]
+NAMES = [*sorted(fields.KNOWN), "extra_params", *fields.UNSUPPORTED, "nonsense", "", "a" * 100]
 
 
 def nested_value(rng: random.Random, depth: int):
@@ -131,40 +132,45 @@ def test_what_is_not_supported_is_refused_by_name():
 
 def test_two_fields_that_say_the_same_are_refused():
     assert refused(seconds="5", num_frames=121).param == "seconds"
-    assert refused(fps=24, frame_rate=24).param == "fps"
+    assert refused(fps=24, frame_rate=24).param == "frame_rate"
     assert refused(num_steps=8, num_inference_steps=8).param == "num_inference_steps"
     assert refused(size="64x64", width=64).param == "size"
     assert refused(seed=1, extra_params={"seed": 2}).param == "seed"
 
 
 def test_extra_params_are_fields_as_well():
-    assert read(extra_params='{"seed": 5, "fps": 25}').line["seed"] == 5
+    assert read(extra_params='{"seed": 5, "fps": 25}').seed == 5
     assert read(extra_params={"fps": 25}).wanted.frame_rate == 25
     assert refused(extra_params="[1]").param == "extra_params"
 
 
-def test_every_key_of_a_prompts_file_can_be_said_but_paths_and_what_goes_with_them():
-    sizes = {"height", "width", "num-frames", "frame-rate", "fps", "two-stage", "recipe"}
-    said = {key.replace("_", "-") for key in fields.LINE_KEYS.values()}
-    said |= {key.replace("_", "-") for key in fields.LINE_KEYS}
-    paths = {"image", "audio-path", "video-path", "video-conditioning"}
-    paths |= {"conditioning-attention-mask"}
-    with_them = {"audio-start-time", "audio-max-duration", "start-time", "end-time", "regenerate"}
+def test_every_field_of_a_job_can_be_said_but_paths_and_what_goes_with_them():
+    paths = {"audio_path", "video_path", "video_conditioning", "conditioning_attention_mask"}
+    with_them = set(DetailFields.model_fields)
     # No size that is offered has the graphs or weights of these.
-    with_them |= {"images-as-guides", "skip-stage-2", "sampler", "extend"}
-    loras = {"lora", "ic-lora", "distilled-lora"}  # a lora_set names them
-    loras |= {f"distilled-lora-strength-stage-{stage}" for stage in (1, 2)}
-    got = set(flags.job_flags()) - said - sizes - loras
-    assert got == {"prompt", *paths, *with_them}
+    with_them |= {"images_as_guides", "skip_stage_2", "sampler", "extend"}
+    loras = set(LoraFields.model_fields)  # a lora_set names them
+    left = set(JobSpec.model_fields) - set(VideoRequest.model_fields)
+    assert left == {"image"} | paths | with_them | loras
+
+
+def test_a_body_has_a_schema():
+    schema = VideoRequest.model_json_schema()
+    assert schema["properties"]["seconds"]["anyOf"][0]["maximum"] == 3600
+    assert schema["required"] == ["prompt"]
+
+
+def test_a_request_makes_the_job_that_the_command_makes():
+    said = read(seed="5", negative_prompt="rain", guidance_scale="2.5", video_stg_blocks="[1, 2]")
+    job = flags.job_of(said.spec.model_copy(update={"recipe": "dev"}))
+    assert (job.prompt, job.seed, job.negative_prompt) == (PROMPT["prompt"], 5, "rain")
+    assert job.guidance.video.cfg_scale == 2.5 and job.guidance.video.stg_blocks == (1, 2)
 
 
 def test_a_line_makes_the_job_that_the_command_makes(tmp_path):
-    said = read(seed="5", negative_prompt="rain", guidance_scale="2.5", video_stg_blocks="[1, 2]")
-    line = said.line | {"height": 64, "width": 96, "num_frames": 9, "recipe": "dev"}
+    line = {"prompt": "waves", "height": 64, "width": 96, "num_frames": 9, "recipe": "dev"}
     job = job_of(line | {"image": [["image-0.png", 0, 0.5, 33]]}, tmp_path)
-    assert (job.prompt, job.seed, job.negative_prompt) == (PROMPT["prompt"], 5, "rain")
     assert job.size == Size(64, 96, 9)
-    assert job.guidance.video.cfg_scale == 2.5 and job.guidance.video.stg_blocks == (1, 2)
     assert job.images == (ImageCondition(str(tmp_path / "image-0.png"), 0, 0.5, 33),)
 
 
@@ -174,13 +180,14 @@ def test_a_name_in_a_line_leads_out_of_no_folder(tmp_path):
 
 
 def test_images_come_as_files_as_data_urls_and_as_openai_writes_objects_in_a_form():
-    first = AskedImage(b"picture")
-    assert read(input_reference=Upload(lambda: b"picture")).images == [first]
-    assert read(input_reference={"image_url": PNG_URL}).images == [first]
-    assert read(**{"input_reference[image_url]": PNG_URL}).images == [first]
+    first = {"input_reference": HeldImage(image_url=PNG_URL)}
+    assert first["input_reference"].data == b"picture"
+    assert read(input_reference=Upload(lambda: b"picture")).held == first
+    assert read(input_reference={"image_url": PNG_URL}).held == first
+    assert read(**{"input_reference[image_url]": PNG_URL}).held == first
     several = [{"image_url": PNG_URL, "frame": 8, "strength": 0.5}]
-    wanted = [AskedImage(b"picture", 8, 0.5, 33, "images[0]")]
-    assert read(images=several).images == read(images=json.dumps(several)).images == wanted
+    wanted = {"images[0]": HeldImage(**several[0])}
+    assert read(images=several).held == read(images=json.dumps(several)).held == wanted
 
 
 def test_images_that_cannot_be_are_refused_by_their_place():
@@ -188,7 +195,7 @@ def test_images_that_cannot_be_are_refused_by_their_place():
     assert refused(images=[{"path": "/etc/passwd"}]).param == "images[0]"
     assert refused(images=[{"image_url": PNG_URL}, {"frame": 1}]).param == "images[1]"
     assert refused(input_reference={"image_url": "data:image/png;base64,%%"}).status == 400
-    assert refused(images=[{"image_url": PNG_URL, "strength": 2}]).param == "strength"
+    assert refused(images=[{"image_url": PNG_URL, "strength": 2}]).param == "images[0]"
 
 
 def test_the_digest_is_of_all_that_was_said():

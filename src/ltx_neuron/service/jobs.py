@@ -18,7 +18,7 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service import picture
 from ltx_neuron.service.catalogue import Catalogue, Offer
-from ltx_neuron.service.fields import AskedImage, Request
+from ltx_neuron.service.fields import HeldImage, VideoRequest
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.refusal import Refusal, busy, invalid
 
@@ -48,7 +48,7 @@ class Intake:
         self.queue, self.catalogue, self.model = queue, catalogue, model
         self.most, self.most_pixels = most, most_pixels
 
-    def accept(self, request: Request, owner: str, key: str | None = None) -> Entry:
+    def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """The job of a request, on the disk; for a key that was used, that of then. Raises
         Refusal."""
         with _refusing():
@@ -61,23 +61,27 @@ class Intake:
                     f"there is no model {request.model[:64]!r} here, only {self.model!r}",
                     "model",
                 )
-            images = tuple(ImageCondition("", i.frame, i.strength, i.crf) for i in request.images)
+            images = tuple(
+                ImageCondition("", i.frame, i.strength, i.crf) for i in request.held.values()
+            )
             offer, notes = self.catalogue.choose(request.wanted, images)
             return self._submit(request, owner, key, offer, notes)
 
     def _submit(
-        self, request: Request, owner: str, key: str | None, offer: Offer, notes: list[str]
+        self, request: VideoRequest, owner: str, key: str | None, offer: Offer, notes: list[str]
     ) -> Entry:
         id = self.queue.new_id()
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
-            line = request.line | _size_keys(offer) | {"image": self._images(request, folder)}
+            said = {**vars(offer.size), "recipe": offer.recipe}
+            said["image"] = self._images(request, folder)
             loras = self.catalogue.loras(request.lora_set, offer)
-            job = dataclasses.replace(job_of(line, folder), **loras)
+            job = flags.job_of(request.spec.model_copy(update=said))
+            job = dataclasses.replace(job, **loras)
             job.check()
             self._check_possible(job)
-            line = job.spec.line()
+            line = job.with_paths(lambda path: path.name).spec.line()
             shown = self._shown(job, offer, notes)
             kind = self._kind(job)
             new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
@@ -91,16 +95,16 @@ class Intake:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _images(self, request: Request, folder: Path) -> list[list]:
-        """Decode a request's images into a job's folder; what a line says of them."""
-        said = []
-        for number, image in enumerate(request.images):
-            name = f"image-{number}.png"
-            self._decode(image, folder / name)
-            said.append([name, image.frame, image.strength, image.crf])
-        return said
+    def _images(self, request: VideoRequest, folder: Path) -> tuple[ImageCondition, ...]:
+        """Decode a request's images into a job's folder."""
+        held = []
+        for number, (param, image) in enumerate(request.held.items()):
+            path = folder / f"image-{number}.png"
+            self._decode(image, param, path)
+            held.append(ImageCondition(str(path), image.frame, image.strength, image.crf))
+        return tuple(held)
 
-    def _decode(self, image: AskedImage, target: Path) -> None:
+    def _decode(self, image: HeldImage, param: str, target: Path) -> None:
         upload = target.with_suffix(".upload")
         upload.write_bytes(image.data)
         try:
@@ -108,7 +112,7 @@ class Intake:
                 picture.decode(upload, partial, self.most_pixels)
             check_image(target)
         except picture.BadPicture as error:
-            raise invalid(image.param, f"{image.param}: {error}", "invalid_image") from None
+            raise invalid(param, f"{param}: {error}", "invalid_image") from None
         finally:
             upload.unlink()
 
@@ -151,18 +155,6 @@ def _refusing():
         if error.errno not in _FULL:
             raise
         raise Refusal(507, "storage_full", "the service's disk is full", retry=60) from None
-
-
-def _size_keys(offer: Offer) -> dict[str, Any]:
-    size = offer.size
-    return {
-        "height": size.height,
-        "width": size.width,
-        "num_frames": size.num_frames,
-        "frame_rate": size.frame_rate,
-        "two_stage": size.two_stage,
-        "recipe": offer.recipe,
-    }
 
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
