@@ -32,7 +32,7 @@ from ltx_neuron.sampling.schedules import (
     ltx2_schedule,
 )
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.sampling.spec import LORAS, JobSpec, LoraFile, guidance_fields
+from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, LoraFile, guidance_fields
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
@@ -96,7 +96,7 @@ class Job(Inputs):
 
     prompt: str
     size: Size = Size()
-    seed: int = 10
+    seed: int = SEED
     num_inference_steps: int | None = None
     negative_prompt: str | None = None
     recipe: str = "distilled"

@@ -632,15 +632,15 @@ def test_a_call_takes_paths_or_the_conditions_themselves(clip, ic_lora):
 
 TIMES = dict(start_time=0.0, end_time=0.1)
 WRONG_CALLS = {
-    "video needs start_time and end_time": dict(video="a.mp4", start_time=0.5),
-    "start_time and end_time go with video=a path": dict(start_time=0.5),
+    "video needs end_time: which": dict(video="a.mp4", start_time=0.5),
+    "start_time goes with video FILE": dict(start_time=0.5),
     "audio=5 is of type int": dict(audio=5),
     "attention_mask=5 is of type int": dict(attention_mask=5),
     "reference=5 is of type int": dict(reference=5),
     "height does not go with video": TIMES | dict(video="a.mp4", height=64),
     "two_stage does not go with video": TIMES | dict(video="a.mp4", two_stage=True),
     "video=5 is of type int": dict(video=5),
-    "--video-path a.mp4: no such file": TIMES | dict(video="a.mp4"),
+    "video a.mp4: no such file": TIMES | dict(video="a.mp4"),
 }
 
 

@@ -3,6 +3,7 @@ one thing that is said needs or excludes another."""
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ltx_neuron.errors import UserError
@@ -34,7 +35,7 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
         guidance=_guidance(spec),
         images=spec.image,
         sound=_sound(spec),
-        retake=_retake(spec),
+        retake=retake_of(spec),
         references=_references(spec),
         attention_mask=AttentionMask(*masks[0]) if masks else None,
         upright=upright,
@@ -43,22 +44,22 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
     )
 
 
-def size_of(spec: JobSpec, upright: bool = True) -> Size:
-    """What is said, or what the file of --video-path has."""
-    values = {name: getattr(spec, name) for name in SIZES}
+def size_of(spec: JobSpec, upright: bool = True, name: Callable[[str], str] = flag_of) -> Size:
+    """What is said, or what the file of video_path has. name: a field's, to who says it."""
+    values = {field: getattr(spec, field) for field in SIZES}
     typed = {
-        name: value for name, value in values.items() if value is not None and value is not False
+        field: value for field, value in values.items() if value is not None and value is not False
     }
     if spec.video_path is None:
         return Size(**typed)
     window = None if spec.extend is None else typed.pop("num_frames", None)
     if typed:
-        flags = " ".join(map(flag_of, typed))
+        names = " ".join(map(name, typed))
         raise UserError(
-            f"{flags} does not go with --video-path: the video is made at the file's own size and"
-            f" rate, in one stage; leave out {flags}"
+            f"{names} does not go with {name('video_path')}: the video is made at the file's own"
+            f" size and rate, in one stage; leave out {names}"
         )
-    return video_size(spec.video_path, "--video-path", spec.extend, window, upright)
+    return video_size(spec.video_path, name("video_path"), spec.extend, window, upright)
 
 
 def check_resumed(spec: JobSpec) -> None:
@@ -85,36 +86,33 @@ def _sound(spec: JobSpec) -> SoundCondition | None:
     return SoundCondition(spec.audio_path, spec.audio_start_time or 0.0, spec.audio_max_duration)
 
 
-def _retake(spec: JobSpec) -> Retake | None:
+def retake_of(spec: JobSpec, name: Callable[[str], str] = flag_of) -> Retake | None:
+    """The video that is made anew or longer, where one is. name: a field's, to who says it."""
     part = "start_time", "end_time", "regenerate"
-    _check_owner(spec, "video_path", (*part, "extend"))
+    _check_owner(spec, "video_path", (*part, "extend"), name)
     if spec.video_path is None:
         return None
+    start, end, extend = map(name, ("start_time", "end_time", "extend"))
     if spec.extend is not None:
-        return _extend(spec, " ".join(map(flag_of, _said(spec, part))))
-    for name in part[:2]:
-        if getattr(spec, name) is None:
+        if excluded := " ".join(map(name, _said(spec, part))):
             raise UserError(
-                f"--video-path needs {flag_of(name)}: which seconds are made anew? Type for example"
-                " --start-time 0.5 --end-time 1"
+                f"{excluded} does not go with {extend}, which adds to the video and keeps all that"
+                f" is there; leave out {excluded}"
             )
+        if spec.extend == 0:
+            raise UserError(
+                f"{extend} 0 adds nothing; type seconds, as in {extend} 2, or {extend} -2 before"
+                " the beginning"
+            )
+        frames = footage(spec.video_path, name("video_path")).num_frames
+        return Retake(spec.video_path, extend=spec.extend, source_frames=frames)
+    if missing := [each for each in part[:2] if getattr(spec, each) is None]:
+        raise UserError(
+            f"{name('video_path')} needs {name(missing[0])}: which seconds are made anew? Type for"
+            f" example {start} 0.5 {end} 1"
+        )
     regenerate = spec.regenerate or Retake.regenerate
     return Retake(spec.video_path, spec.start_time, spec.end_time, regenerate)
-
-
-def _extend(spec: JobSpec, excluded: str) -> Retake:
-    if excluded:
-        raise UserError(
-            f"{excluded} does not go with --extend, which adds to the video and keeps all that is"
-            f" there; leave out {excluded}"
-        )
-    if spec.extend == 0:
-        raise UserError(
-            "--extend 0 adds nothing; type seconds, as in --extend 2, or --extend -2 before the"
-            " beginning"
-        )
-    frames = footage(spec.video_path, "--video-path").num_frames
-    return Retake(spec.video_path, extend=spec.extend, source_frames=frames)
 
 
 def _references(spec: JobSpec) -> tuple[ReferenceVideo, ...]:
@@ -131,11 +129,13 @@ def _said(spec: JobSpec, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(spec, name) is not None]
 
 
-def _check_owner(spec: JobSpec, owner: str, names: tuple[str, ...]) -> None:
+def _check_owner(
+    spec: JobSpec, owner: str, fields: tuple[str, ...], name: Callable[[str], str] = flag_of
+) -> None:
     """Raise UserError for what says something of another field that is not there."""
-    given = " ".join(map(flag_of, _said(spec, names)))
-    if given and getattr(spec, owner) is None:
-        raise UserError(f"{given} goes with {flag_of(owner)} FILE, which is not there")
+    said = " ".join(map(name, _said(spec, fields)))
+    if said and getattr(spec, owner) is None:
+        raise UserError(f"{said} goes with {name(owner)} FILE, which is not there")
 
 
 # --- guidance -------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ from pydantic_core import ArgsKwargs
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.upscaling import UPSCALES
 
 SEED = 10  # where none is given
 HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
@@ -87,11 +89,7 @@ def _image(value: Any) -> Any:
 
 
 def _image_values(image: ImageCondition) -> list:
-    """The values of --image; those that are the defaults at the end are left out."""
-    values = [getattr(image, field.name) for field in dataclasses.fields(image)]
-    while len(values) > 1 and values[-1] == dataclasses.fields(image)[len(values) - 1].default:
-        values.pop()
-    return [str(values[0]), *values[1:]]
+    return [str(image.path), image.frame_index, image.strength, image.crf]
 
 
 _Image = Annotated[ImageCondition, BeforeValidator(_image), PlainSerializer(_image_values)]
@@ -127,7 +125,7 @@ class SamplingFields(Fields):
     num_inference_steps: int | None = _option(
         "dev recipe only", "N", names=("num_inference_steps", "num_steps")
     )
-    upscale: Literal["spatial", "temporal", "both"] | None = _option("after a one-stage run")
+    upscale: Literal[tuple(UPSCALES)] | None = _option("after a one-stage run")
 
 
 class SizeFields(Fields):
@@ -241,7 +239,7 @@ class JobSpec(
     """All that may be said of one video; None where nothing is."""
 
     prompt: str = ""
-    sampler: Literal["euler", "res_2s"] = _option(
+    sampler: Literal[tuple(SAMPLERS)] = _option(
         "res_2s: HQ, of --two-stage --recipe dev (default: euler)", default="euler"
     )
 
