@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ltx_neuron.config import digest
-from ltx_neuron.service.catalogue import Wanted
-from ltx_neuron.service.refusal import Refusal, invalid
+from ltx_neuron.service.api_error import ApiError, invalid
+from ltx_neuron.service.sizes import RequestedSize
 
 MAX_PROMPT = 10_000  # characters; the model reads 1024 tokens
 MAX_IMAGES = 8
@@ -81,7 +81,7 @@ class AskedImage:
 class Request:
     """What a request asks for. `line` has the keys of a prompts file but the size and images."""
 
-    wanted: Wanted
+    wanted: RequestedSize
     line: dict[str, Any]
     model: str | None = None
     images: list[AskedImage] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Request:
 
 
 def read_request(fields: Mapping[str, Any]) -> Request:
-    """Read a body's fields: JSON values, or texts and Uploads of a multipart body. Raises Refusal
+    """Read a body's fields: JSON values, or texts and Uploads of a multipart body. Raises ApiError
     that names the first field that is wrong."""
     fields = _merged(fields)
     line = {"prompt": _prompt(fields.pop("prompt", None))}
@@ -168,7 +168,7 @@ def _prompt(value: Any) -> str:
     return value
 
 
-def _wanted(fields: dict[str, Any]) -> Wanted:
+def _wanted(fields: dict[str, Any]) -> RequestedSize:
     """The size, however it is said."""
     width, height = _sides(fields)
     if "num_frames" in fields and "seconds" in fields:
@@ -183,7 +183,7 @@ def _wanted(fields: dict[str, Any]) -> Wanted:
         raise invalid("two_stage", "two_stage is true or false")
     if recipe not in (None, "distilled", "dev"):
         raise invalid("recipe", "recipe is 'distilled' or 'dev'")
-    return Wanted(
+    return RequestedSize(
         height,
         width,
         _number(fields, "num_frames", 1, _MAX_FRAMES, whole=True),
@@ -309,7 +309,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
-        raise Refusal(400, "invalid_json", "the body is not JSON") from None
+        raise ApiError(400, "invalid_json", "the body is not JSON") from None
     if not isinstance(content, dict):
-        raise Refusal(400, "invalid_json", "the body is not a JSON object")
+        raise ApiError(400, "invalid_json", "the body is not a JSON object")
     return content
