@@ -8,6 +8,7 @@ object store.
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -19,7 +20,6 @@ from ltx_neuron.service.queue import Entry, Queue
 
 RESULTS = (VIDEO, Path(VIDEO).with_suffix(".json").name, THUMBNAIL)
 STATE = state_path(Path(VIDEO)).name
-_FORWARDED = {"next_batch_key", "owns", "report", "fail", "release_job", "release_worker", "renew"}
 
 
 class QueueActor:
@@ -35,7 +35,6 @@ class QueueActor:
 
     def call(self, method: str, *args, **more):
         """Call one of the queue's methods."""
-        assert method in _FORWARDED, method
         return getattr(self.queue, method)(*args, **more)
 
     def claim(self, *args) -> list[tuple[Entry, dict[str, bytes]]]:
@@ -70,23 +69,18 @@ class QueueActor:
         return True
 
 
-def _forwarded(method: str) -> Callable:
-    def call(self, *args, **more):
-        return ray.get(self.actor.call.remote(method, *args, **more))
-
-    return call
-
-
 class RemoteQueue:
-    """A worker's JobSource on any machine. scratch: a folder of the worker's own."""
+    """The queue as a worker on any machine calls it. scratch: a folder of the worker's own."""
 
     def __init__(self, actor, lease: float, scratch: Path):
         self.actor, self.lease, self.scratch = actor, lease, scratch
 
-    next_batch_key, owns = map(_forwarded, ("next_batch_key", "owns"))
-    report, renew = map(_forwarded, ("report", "renew"))
-    _fail, _release_job = map(_forwarded, ("fail", "release_job"))
-    _release_worker = _forwarded("release_worker")
+    def __getattr__(self, method: str) -> Callable:
+        """All other methods are those of the queue itself."""
+        return partial(self._call, method)
+
+    def _call(self, method: str, *args, **more):
+        return ray.get(self.actor.call.remote(method, *args, **more))
 
     def folder_of(self, id: str) -> Path:
         return self.scratch / id
@@ -113,16 +107,16 @@ class RemoteQueue:
 
     def fail(self, entry: Entry, code: str, message: str) -> bool:
         self._clear(entry)
-        return self._fail(entry, code, message)
+        return self._call("fail", entry, code, message)
 
     def release_job(self, entry: Entry) -> None:
         self._clear(entry)
-        self._release_job(entry)
+        self._call("release_job", entry)
 
     def release_worker(self, worker: str, crashed: bool = False) -> None:
         for folder in self.scratch.iterdir():
             shutil.rmtree(folder, ignore_errors=True)
-        self._release_worker(worker, crashed)
+        self._call("release_worker", worker, crashed)
 
     def _clear(self, entry: Entry) -> None:
         shutil.rmtree(self.folder_of(entry.id), ignore_errors=True)

@@ -145,14 +145,11 @@ class Queue:
                 raise QueueFull(f"{max_queued} jobs are waiting, and no more may")
             if of_owner >= max_queued_of_owner:
                 raise QueueFull(f"{max_queued_of_owner} of your jobs are waiting, and no more may")
-            rows = connection.execute(
-                "INSERT INTO jobs (id, owner, key, digest, status, batch_key, params,"
-                " public_fields, progress, created_at, bytes, attempt, crash_count)"
-                " VALUES (:id, :owner, :key, :digest, 'queued', :batch_key, :params,"
-                " :public_fields, 0, :now, :bytes, 0, 0) RETURNING *",
-                values | {"now": self.clock()},
-            )
-            return _entries(rows)[0], True
+            values |= {"status": QUEUED, "created_at": self.clock()}
+            values |= {"progress": 0, "attempt": 0, "crash_count": 0}
+            columns, places = ", ".join(values), ", ".join(f":{name}" for name in values)
+            sql = f"INSERT INTO jobs ({columns}) VALUES ({places}) RETURNING *"
+            return _entries(connection.execute(sql, values))[0], True
 
     def of_key(self, owner: str, key: str | None, digest: str) -> Entry | None:
         """The job that an idempotency key stands for. KeyUsed if that is another request."""

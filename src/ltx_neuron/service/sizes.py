@@ -36,11 +36,11 @@ class RequestedSize:
     two_stage: bool | None = None
     recipe: str | None = None
 
-    def frames(self, rate: float, default: int) -> int:
+    def frames(self, rate: float) -> int | None:
         """Frames at a rate: of whole seconds one more than their product."""
-        if self.num_frames is not None:
+        if self.seconds is None or self.num_frames is not None:
             return self.num_frames
-        return default if self.seconds is None else round(self.seconds * rate) + 1
+        return round(self.seconds * rate) + 1
 
 
 class CompiledSize(NamedTuple):
@@ -100,30 +100,25 @@ class SizeRegistry:
         self._compiled: list[CompiledSize] = []
         # Buckets whose size no manifest records. A request for exactly that size gets them.
         self.unrecorded: list[str] = []
-        self._checked: dict[tuple, bool] = {}
 
     # --- what there is ----------------------------------------------------------------------------
 
     @property
     def compiled(self) -> list[CompiledSize]:
-        """Every recorded size that runs, the smallest first."""
-        self._refresh()
-        return self._compiled
-
-    def _refresh(self) -> None:
-        """Read the manifests again if one was added, changed or removed."""
+        """Every recorded size that runs, the smallest first. Manifests are read again if one was
+        added, changed or removed."""
         found = {}
         for path in (Path(self.workspace.artifacts) / "graphs").glob(f"*/{MANIFEST}"):
             with suppress(FileNotFoundError):
                 found[path] = path.stat().st_mtime_ns
         if found != self._read:
-            self._checked.clear()
             recorded = self.workspace.compiled_sizes()
             self.unrecorded = sorted(name for name, records in recorded.items() if not records)
             offered = set().union({self.default}, *map(_offered, chain(*recorded.values())))
-            runs = filter(self._has_graphs, offered)
+            runs = filter(self._fits, offered)
             self._compiled = sorted(runs, key=lambda s: (s.recipe, _pixels(s.size), str(s)))
             self._read = found
+        return self._compiled
 
     def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, tuple]:
         """A Job's LoRAs by the name of their set: those of stage 2 only where dev has one. Raises
@@ -134,15 +129,8 @@ class SizeRegistry:
         fields = self.lora_sets[name or "default"]
         return fields if chosen.refines else fields | {"stage_2_loras": ()}
 
-    def fits(self, chosen: CompiledSize, images: tuple[ImageCondition, ...] = ()) -> bool:
+    def _fits(self, chosen: CompiledSize, images: tuple[ImageCondition, ...] = ()) -> bool:
         """Whether a legal size can be made: with its images it has a graph for every stage."""
-        self._refresh()
-        key = chosen, tuple((image.frame_index, image.strength) for image in images)
-        if key not in self._checked:
-            self._checked[key] = self._has_graphs(chosen, images)
-        return self._checked[key]
-
-    def _has_graphs(self, chosen: CompiledSize, images: tuple[ImageCondition, ...] = ()) -> bool:
         if chosen.size.two_stage and "spatial" not in self.upsamplers:
             return False
         if chosen.refines and not all(f["stage_2_loras"] for f in self.lora_sets.values()):
@@ -166,27 +154,22 @@ class SizeRegistry:
         is within a rounding of the given ones.
         """
         exact = self._exact(requested)
-        if exact and self.fits(exact, images):
+        if exact and self._fits(exact, images):
             return exact, []
         near = [candidate for candidate in self.compiled if _is_near(requested, candidate)]
-        fitting = [candidate for candidate in near if self.fits(candidate, images)]
+        fitting = [candidate for candidate in near if self._fits(candidate, images)]
         if not fitting:
             raise self._mismatch(requested, near if images else [])
         chosen = min(fitting, key=lambda candidate: _distance(requested, candidate, self.default))
         return chosen, _rounded(requested, chosen)
 
     def _exact(self, requested: RequestedSize) -> CompiledSize | None:
-        """What a request says word for word, the default's where it says nothing; None where no
-        video can be that."""
+        """The default with what a request says, to the letter; None if no video can be that."""
         default = self.default.size
         rate = default.frame_rate if requested.frame_rate is None else requested.frame_rate
-        size = Size(
-            default.height if requested.height is None else requested.height,
-            default.width if requested.width is None else requested.width,
-            requested.frames(rate, default.num_frames),
-            rate,
-            default.two_stage if requested.two_stage is None else requested.two_stage,
-        )
+        given = vars(requested) | {"frame_rate": rate, "num_frames": requested.frames(rate)}
+        names = ("height", "width", "num_frames", "frame_rate", "two_stage")
+        size = replace(default, **{name: given[name] for name in names if given[name] is not None})
         try:
             size.check()
         except UserError:
@@ -213,53 +196,57 @@ class SizeRegistry:
         )
 
 
+def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float]]:
+    """What a request says, None if nothing, beside what a size has."""
+    return {
+        "height": (requested.height, size.height),
+        "width": (requested.width, size.width),
+        "num_frames": (requested.frames(size.frame_rate), size.num_frames),
+        "fps": (requested.frame_rate, size.frame_rate),
+    }
+
+
 def _is_near(requested: RequestedSize, candidate: CompiledSize) -> bool:
-    """Whether an candidate is what a request says, but for a rounding to the model's own units."""
+    """Whether a compiled size is what a request says, but for a rounding to the model's multiples:
+    then `fps` 23.976 is 24, and 29.97 is 30."""
     size = candidate.size
     unit = SPACE_SCALE * (2 if size.two_stage else 1)
-    frames = requested.frames(size.frame_rate, size.num_frames)
+    limits = {
+        "height": unit,
+        "width": unit,
+        "num_frames": TIME_SCALE,
+        "fps": 2e-3 * size.frame_rate,
+    }
     return (
-        (requested.height is None or abs(requested.height - size.height) < unit)
-        and (requested.width is None or abs(requested.width - size.width) < unit)
-        and abs(frames - size.num_frames) < TIME_SCALE
-        # 23.976 is 24, and 29.97 is 30
-        and (requested.frame_rate is None or abs(requested.frame_rate / size.frame_rate - 1) < 2e-3)
+        all(
+            value is None or abs(value - got) < limits[name]
+            for name, (value, got) in _compared(requested, size).items()
+        )
         and requested.two_stage in (None, size.two_stage)
         and requested.recipe in (None, candidate.recipe)
     )
 
 
 def _distance(requested: RequestedSize, candidate: CompiledSize, default: CompiledSize) -> tuple:
-    """How far an candidate is from what is said, then from the default."""
-    size, usual = candidate.size, default.size
-
-    def away(value: float | None, from_default: float, got: float) -> float:
-        return abs(got / (from_default if value is None else value) - 1)
-
-    frames = requested.frames(size.frame_rate, usual.num_frames)
+    """How far a compiled size is from what is requested, and in the rest from the default."""
+    size, defaults = candidate.size, _compared(RequestedSize(), default.size)
+    away = {
+        name: abs(got / (defaults[name][1] if value is None else value) - 1)
+        for name, (value, got) in _compared(requested, size).items()
+    }
     return (
-        away(requested.height, usual.height, size.height)
-        + away(requested.width, usual.width, size.width)
-        + abs(size.num_frames / frames - 1),
+        away["height"] + away["width"] + away["num_frames"],
         candidate.recipe != default.recipe,
-        size.two_stage != usual.two_stage,
-        away(requested.frame_rate, usual.frame_rate, size.frame_rate),
+        size.two_stage != default.size.two_stage,
+        away["fps"],
     )
 
 
 def _rounded(requested: RequestedSize, candidate: CompiledSize) -> list[str]:
     """What of a request was rounded, in words."""
-    size = candidate.size
-    frames = requested.frames(size.frame_rate, size.num_frames)
-    pairs = {
-        "height": (requested.height, size.height),
-        "width": (requested.width, size.width),
-        "num_frames": (frames, size.num_frames),
-        "fps": (requested.frame_rate, size.frame_rate),
-    }
     return [
         f"{name} {value:g} became {got:g}, which is compiled"
-        for name, (value, got) in pairs.items()
+        for name, (value, got) in _compared(requested, candidate.size).items()
         if value is not None and value != got
     ]
 

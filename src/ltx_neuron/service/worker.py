@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from PIL import Image
 from torch import Tensor
@@ -32,7 +31,7 @@ from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
 from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.preview import previews_of
-from ltx_neuron.service.queue import Entry
+from ltx_neuron.service.queue import Entry, Queue
 
 PROMPT_BATCH_SIZE = 4  # jobs taken at a time: their prompts are encoded in one batch
 MAX_JOBS_PER_RUN = 32  # jobs until the engine's records are read and begun anew
@@ -49,37 +48,15 @@ class Gone(Exception):
     """A job that is not this worker's any more: cancelled, or given to another."""
 
 
-class JobSource(Protocol):
-    """What a worker needs of a queue: the Queue itself, or fleet's RemoteQueue. The files of a
-    claimed job are in its folder."""
-
-    lease: float
-
-    def next_batch_key(self, loaded: str | None, max_delay: float) -> str | None: ...
-    def claim(self, worker: str, batch_key: str, count: int) -> list[Entry]: ...
-    def folder_of(self, id: str) -> Path: ...
-    def owns(self, entry: Entry) -> bool: ...
-    def report(
-        self, entry: Entry, progress: int, detail: dict | None, stage_ended: bool = False
-    ) -> bool: ...
-    def keep(self, entry: Entry, name: str) -> None:
-        """Have a file that the worker wrote into a job's folder outlive the worker."""
-
-    def complete(self, entry: Entry, bytes: int, detail: dict | None) -> bool: ...
-    def fail(self, entry: Entry, code: str, message: str) -> bool: ...
-    def release_job(self, entry: Entry) -> None: ...
-    def release_worker(self, worker: str, crashed: bool = False) -> None: ...
-    def renew(self, worker: str, state: dict) -> None: ...
-
-
 class Worker:
     """Runs the queue's jobs on an engine, until `stop` is set.
 
+    queue     on other machines than its own fleet's RemoteQueue
     name      by which the queue knows this process
     previews  whether it makes pictures of a video between two steps
     """
 
-    def __init__(self, queue: JobSource, engine: Engine, name: str, previews: bool = False):
+    def __init__(self, queue: Queue, engine: Engine, name: str, previews: bool = False):
         self.queue, self.engine, self.name = queue, engine, name
         self.previews = previews_of(engine) if previews else None
         self.stop = threading.Event()
