@@ -225,6 +225,29 @@ def test_the_model_says_which_sizes_are_compiled(service):
     assert caught.value.code == "profile_mismatch" and "64x64, 9 frames" in caught.value.message
 
 
+def test_a_size_that_shares_the_graphs_of_another_is_listed_once_it_is_compiled(service, setup):
+    def listed() -> set[str]:
+        (model,) = service.client().models.list().data
+        return {size["size"] for size in model.sizes}
+
+    def manifests() -> dict[str, dict]:
+        paths = sorted(setup.artifacts.glob("graphs/dit-*/manifest.json"))
+        return {path.parent.name: json.loads(path.read_text()) for path in paths}
+
+    assert not {"128x32", "32x128"} & listed()  # as many pixels as 64x64
+    before = manifests()
+    size = {"height": 32, "width": 128, "num_frames": 9}
+    for _ in range(2):  # nothing is compiled; the second time nothing is recorded
+        succeeded(setup.run("compile/compile_transformer.py", gemma=False, **size))
+    assert {"128x32", "32x128"} <= listed()
+    after, record = manifests(), Size(**size)
+    changed = {name for name in before if before[name] != after[name]}
+    assert before.keys() == after.keys() and len(changed) == 2  # of one timestep, and of two
+    for name in changed:
+        added = {"recipe": "distilled", **vars(record)}
+        assert after[name] == before[name] | {"sizes": [*before[name]["sizes"], added]}
+
+
 def test_the_sync_route_answers_with_the_video(service, wanted):
     client = service.client()
     body = {"prompt": ASKED[0][0]["prompt"], "size": "64x64"}
