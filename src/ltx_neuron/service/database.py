@@ -65,12 +65,13 @@ class Database:
     def __init__(self, path: Path):
         self.path, self._idle = Path(path), deque[sqlite3.Connection]()
         try:
-            with self._connected() as connection:
+            with self.writing() as connection:
                 _rename_columns(connection)
-                connection.executescript(_SCHEMA)
+                for statement in _SCHEMA.split(";"):
+                    connection.execute(statement)
         except sqlite3.DatabaseError as error:
             raise UserError(
-                f"{path} cannot be opened as a queue's database ({error})\nMove it away, or type"
+                f"{path} cannot be opened as the queue's database: {error}\nRepair it, or type"
                 " another --data-dir DIR"
             ) from None
 
@@ -120,8 +121,6 @@ class Database:
 
 def _rename_columns(connection: sqlite3.Connection) -> None:
     """Give the columns of an earlier version's database their names of now."""
-    connection.execute("BEGIN IMMEDIATE")
     columns = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
     for old in _RENAMED.keys() & columns:
         connection.execute(f"ALTER TABLE jobs RENAME COLUMN {old} TO {_RENAMED[old]}")
-    connection.execute("COMMIT")

@@ -48,14 +48,14 @@ def decode(source: Path, target: Path, max_pixels: int = MAX_PIXELS) -> None:
 
 def _limit() -> None:
     """Bound what this process may take."""
-    for what, most in (
+    for what, limit in (
         (resource.RLIMIT_AS, _MEMORY_BYTES),
         (resource.RLIMIT_CPU, SECONDS),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(what)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, hard))
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(what, (limit, hard))
 
 
 def _convert(source: str, target: str, max_pixels: int) -> None:
