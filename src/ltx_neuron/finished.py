@@ -14,7 +14,7 @@ import torch
 
 from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
-from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config import (
     Bucket,
     check_gemma_fits,
@@ -336,15 +336,17 @@ class Finished:
         command = self._command("compile/compile_transformer.py", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
-    def compiled_buckets(self) -> set[str]:
-        """Names of the buckets that the DiT is compiled for on this profile, however it is cut."""
+    def compiled_sizes(self) -> dict[str, list[dict]]:
+        """The buckets that the DiT is compiled for on this profile, however it is cut, by name:
+        each with the video sizes that its manifests record."""
         wanted = self._graph_identity("dit", "", self.transformer.digest)
         fields = ("model", "config", "tp", "dtype", "backend", "code", "torch")
-        return {
-            stored["bucket"]
-            for stored in artifacts.finished_graphs(self.artifacts)
-            if all(stored.get(field) == wanted[field] for field in fields)
-        }
+        sizes: dict[str, list[dict]] = {}
+        for path in artifacts.finished_folders(self.artifacts, "graphs"):
+            stored = artifacts.stored_identity(path) or {}
+            if all(stored.get(field) == wanted[field] for field in fields):
+                sizes.setdefault(stored["bucket"], []).extend(recorded_sizes(path))
+        return sizes
 
     def _is_compiled(self, bucket: Bucket, profile: Profile) -> bool:
         folder = artifacts.folder(self.artifacts, self._dit_identity(bucket, profile))

@@ -48,14 +48,13 @@ def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
     folder = outputs.folder.absolute() / FOLDER
     if left:
         folder.mkdir(exist_ok=True)
-        url = f"sqlite:///{folder}/queue.sqlite"
-        with closing(Queue(url, folder / "jobs")) as queue:
+        with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
             work = _Work(queue, outputs.folder, results, left)
             most = min(args.replicas or len(left), len(left))
             # As replicas read them: LoRAs are found from every folder.
             jobs = [job_of(line.job.spec.line(), folder) for line in left.values()]
             sets = list({stage.loras for job in jobs for stage in job.stages})
-            pool = Pool(queue, url, args, _probe(jobs), most, _PATIENCE, sets)
+            pool = Pool(queue, args, _probe(jobs), most, _PATIENCE, sets)
             work.run(pool)
     shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     return [results.entries[line.number] for line in lines]

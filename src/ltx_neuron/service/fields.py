@@ -14,8 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from ltx_neuron.config import digest
 from ltx_neuron.sampling.spec import Fields, GuidanceFields, JobSpec, SamplingFields, first_mistake
-from ltx_neuron.service.catalogue import Wanted
-from ltx_neuron.service.refusal import Refusal, invalid
+from ltx_neuron.service.api_error import ApiError, invalid
+from ltx_neuron.service.sizes import RequestedSize
 
 MAX_PROMPT = 10_000  # characters; the model reads 1024 tokens
 MAX_IMAGES = 8
@@ -134,10 +134,10 @@ class VideoRequest(GuidanceFields, SamplingFields):
         return {name: image for name, image in (references | several).items() if image}
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> RequestedSize:
         width, height = self.size or (self.width, self.height)
         names = ("num_frames", "seconds", "frame_rate", "two_stage", "recipe")
-        return Wanted(height, width, *(getattr(self, name) for name in names))
+        return RequestedSize(height, width, *(getattr(self, name) for name in names))
 
     @property
     def spec(self) -> JobSpec:
@@ -165,19 +165,19 @@ KNOWN = {name for names in _NAMES.values() for name in names}
 
 
 def read_request(fields: Mapping[str, Any]) -> VideoRequest:
-    """Read a body's fields: JSON values, or texts and Uploads of a multipart body. Raises Refusal
+    """Read a body's fields: JSON values, or texts and Uploads of a multipart body. Raises ApiError
     that names the first field that is wrong."""
     merged = _merged(fields)
     try:
         request = VideoRequest.model_validate(merged)
     except ValidationError as error:
-        raise _refusal(error, merged) from None
+        raise _api_error(error, merged) from None
     if (count := len(request.held)) > MAX_IMAGES:
         raise invalid("images", f"{count} images, {MAX_IMAGES} at most")
     return request
 
 
-def _refusal(error: ValidationError, said: dict[str, Any]) -> Refusal:
+def _api_error(error: ValidationError, said: dict[str, Any]) -> ApiError:
     """The first mistake among the fields, under the name that was said."""
     first = error.errors(include_url=False, include_context=False)[0]
     field, got, wanted = first_mistake(error)
@@ -257,7 +257,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
-        raise Refusal(400, "invalid_json", "the body is not JSON") from None
+        raise ApiError(400, "invalid_json", "the body is not JSON") from None
     if not isinstance(content, dict):
-        raise Refusal(400, "invalid_json", "the body is not a JSON object")
+        raise ApiError(400, "invalid_json", "the body is not a JSON object")
     return content

@@ -17,10 +17,10 @@ from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service import picture
-from ltx_neuron.service.catalogue import Catalogue, Offer
+from ltx_neuron.service.api_error import ApiError, busy, invalid
 from ltx_neuron.service.fields import HeldImage, VideoRequest
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
-from ltx_neuron.service.refusal import Refusal, busy, invalid
+from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # in a job's detail while it is made: a JPEG in base64
@@ -28,34 +28,34 @@ _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Intake:
+class JobSubmitter:
     """Turns requests into jobs of the queue.
 
-    model          the name that clients know the checkpoint by
-    most           how many jobs may wait, and how many of one owner
-    most_pixels    of an image
+    model       the name that clients know the checkpoint by
+    max_queued  how many jobs may wait, and how many of one owner
+    max_pixels  of an image
     """
 
     def __init__(
         self,
         queue: Queue,
-        catalogue: Catalogue,
+        sizes: SizeRegistry,
         model: str,
         *,
-        most: tuple[int, int] = (10_000, 10_000),
-        most_pixels: int = picture.MAX_PIXELS,
+        max_queued: tuple[int, int] = (10_000, 10_000),
+        max_pixels: int = picture.MAX_PIXELS,
     ):
-        self.queue, self.catalogue, self.model = queue, catalogue, model
-        self.most, self.most_pixels = most, most_pixels
+        self.queue, self.sizes, self.model = queue, sizes, model
+        self.max_queued, self.max_pixels = max_queued, max_pixels
 
     def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """The job of a request, on the disk; for a key that was used, that of then. Raises
-        Refusal."""
+        ApiError."""
         with _refusing():
             if before := self.queue.of_key(owner, key, request.digest):
                 return before
             if request.model not in (None, self.model):
-                raise Refusal(
+                raise ApiError(
                     404,
                     "model_not_found",
                     f"there is no model {request.model[:64]!r} here, only {self.model!r}",
@@ -64,11 +64,16 @@ class Intake:
             images = tuple(
                 ImageCondition("", i.frame, i.strength, i.crf) for i in request.held.values()
             )
-            offer, notes = self.catalogue.choose(request.wanted, images)
+            offer, notes = self.sizes.choose(request.wanted, images)
             return self._submit(request, owner, key, offer, notes)
 
     def _submit(
-        self, request: VideoRequest, owner: str, key: str | None, offer: Offer, notes: list[str]
+        self,
+        request: VideoRequest,
+        owner: str,
+        key: str | None,
+        offer: CompiledSize,
+        notes: list[str],
     ) -> Entry:
         id = self.queue.new_id()
         folder, kept = self.queue.folder_of(id), False
@@ -76,7 +81,7 @@ class Intake:
         try:
             said = {**vars(offer.size), "recipe": offer.recipe}
             said["image"] = self._images(request, folder)
-            loras = self.catalogue.loras(request.lora_set, offer)
+            loras = self.sizes.loras(request.lora_set, offer)
             job = flags.job_of(request.spec.model_copy(update=said))
             job = dataclasses.replace(job, **loras)
             job.check()
@@ -85,7 +90,7 @@ class Intake:
             shown = self._shown(job, offer, notes)
             kind = self._kind(job)
             new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
-            entry, kept = self.queue.submit(new, *self.most)
+            entry, kept = self.queue.submit(new, *self.max_queued)
             return entry
         except UserError as error:
             # What was typed is at fault; no path of this machine is told, and fields are no flags.
@@ -109,7 +114,7 @@ class Intake:
         upload.write_bytes(image.data)
         try:
             with whole_file(target) as partial:
-                picture.decode(upload, partial, self.most_pixels)
+                picture.decode(upload, partial, self.max_pixels)
             check_image(target)
         except picture.BadPicture as error:
             raise invalid(param, f"{param}: {error}", "invalid_image") from None
@@ -118,24 +123,24 @@ class Intake:
 
     def _check_possible(self, job: Job) -> None:
         """Refuse what the checkpoint and the command's files are not for."""
-        if missing := job.upsamplers.keys() - self.catalogue.upsamplers:
+        if missing := job.upsamplers.keys() - self.sizes.upsamplers:
             message = f"this service has no {missing.pop()} upsampler"
             raise invalid("upscale", message, "feature_not_supported")
         if job.recipe == "dev":
-            job.resolved_guidance.check(self.catalogue.workspace.transformer.num_layers)
+            job.resolved_guidance.check(self.sizes.workspace.transformer.num_layers)
 
     def _kind(self, job: Job) -> str:
         """What jobs have in common that run on the same loaded graphs and weights."""
-        workspace = self.catalogue.workspace
+        workspace = self.sizes.workspace
         names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]
         loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
         return "+".join([job.recipe, *names, *loras])
 
-    def _shown(self, job: Job, offer: Offer, notes: list[str]) -> dict[str, Any]:
+    def _shown(self, job: Job, offer: CompiledSize, notes: list[str]) -> dict[str, Any]:
         return {
             "model": self.model,
             "prompt": job.prompt,
-            **offer.shown,
+            **offer.as_dict(),
             "seed": job.seed,
             "notes": notes,
         }
@@ -150,11 +155,11 @@ def _refusing():
         raise busy(str(error), "queue_full") from None
     except KeyUsed:
         message = "this Idempotency-Key stands for another request; send another"
-        raise Refusal(409, "idempotency_conflict", message) from None
+        raise ApiError(409, "idempotency_conflict", message) from None
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise Refusal(507, "storage_full", "the service's disk is full", retry=60) from None
+        raise ApiError(507, "storage_full", "the service's disk is full", retry=60) from None
 
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
@@ -186,7 +191,7 @@ def video_object(
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # the picture itself is asked for by itself
     return {
-        **entry.shown,
+        **entry.public_fields,
         "id": entry.id,
         "object": "video",
         "status": entry.status,
