@@ -605,7 +605,7 @@ IMAGES = [
     case(
         "two files", "--image {image} {image}", ", wanted --image PATH [FRAME_IDX [STRENGTH [CRF]]]"
     ),
-    case("letters", "--image {image} 0 strong", "STRENGTH is a number"),
+    case("letters", "--image {image} 0 strong", "got 'strong', wanted --image PATH"),
     case("no file", "--image", "--image", "expected at least one argument"),
     case("frame, compiled", "--image {image} 9", "frame 9", "0..8", script=COMPILE_DIT),
 ]
