@@ -208,7 +208,7 @@ def run(service: Service, args: argparse.Namespace, digests: list[str]) -> list[
     """Send, kill, and wait for all that is left; what is wrong, in words."""
     service.start()
     data, ids = args.folder / "data", []
-    queue = Queue(f"sqlite:///{data.absolute()}/queue.sqlite", data / "jobs")
+    queue = Queue(data / "queue.sqlite", data / "jobs")
     sending = threading.Thread(target=send, args=(service, args.jobs, ids, queue), daemon=True)
     sending.start()
     try:

@@ -89,7 +89,7 @@ def by_prompts_file(scripts: TinyScripts, folder: Path, jobs: list[dict]) -> flo
 
 def queue_work(folder: Path) -> list[float]:
     """Milliseconds that the queue itself takes for a job, from its acceptance to its end."""
-    queue = Queue(f"sqlite:///{folder.absolute()}/queue-alone.sqlite", folder / "queue-alone")
+    queue = Queue(folder / "queue-alone.sqlite", folder / "queue-alone")
     spent, line = [], {"prompt": PROMPTS[0], "seed": 10}
 
     def timed(function: Callable, *args, **more):
@@ -103,16 +103,16 @@ def queue_work(folder: Path) -> list[float]:
         timed(queue.submit, NewJob(queue.new_id(), "ada", "0" * 64, "small", line, line))
     for number in range(QUEUE_JOBS):
         spent.append(spent[number])
-        timed(queue.next_kind, "small", 60.0)
+        timed(queue.next_batch_key, "small", 60.0)
         (entry,) = timed(queue.claim, "worker", "small", 1)
         for step in range(STEPS):  # a step is written down every quarter of a second
             detail = {"stage": "stage_1", "step": step, "steps": STEPS}
             if step % 4:
-                timed(queue.holds, entry)
+                timed(queue.owns, entry)
             else:
                 timed(queue.report, entry, step, detail)
         timed(queue.report, entry, 90, {"stage": "decode"}, stage_ended=True)
-        timed(queue.holds, entry)
+        timed(queue.owns, entry)
         assert timed(queue.complete, entry, 1000)
         timed(queue.get, "ada", entry.id)
     queue.close()

@@ -28,7 +28,7 @@ def main() -> None:
     workspace = flags.workspace(args)
     workspace.check_plan_fits(job, neuron_gemma=False)
     workspace.say_tuned(job.buckets_to_compile)
-    for path in workspace.compile_dit(job.buckets_to_compile):
+    for path in workspace.compile_dit(job.buckets_to_compile, job):
         print(f"graphs: {path}")
 
 

@@ -5,6 +5,8 @@ import errno
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO
@@ -107,6 +109,23 @@ def run(main: Callable[[], None]) -> None:
             _end(143, "terminated")
         except KeyboardInterrupt:
             _end(130, "interrupted")
+
+
+def end_with_parent(seconds: float) -> None:
+    """End this process, as SIGTERM does, when the parent's end of its stdin closes: a parent that
+    is killed ends no other process by itself. After so many seconds the process is killed, with its
+    group if it leads one."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.raw.read(1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(seconds)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _end(code: int, message: str) -> NoReturn:

@@ -14,7 +14,7 @@ import torch
 
 from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
-from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config import (
     Bucket,
     check_gemma_fits,
@@ -27,6 +27,7 @@ from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import may_divide, tile_program_name
 from ltx_neuron.profiles import Profile
+from ltx_neuron.sampling.spec import ConditionFields, SizeFields
 from ltx_neuron.text.cache import (
     HOST_ENCODER_CODE,
     RANK_ENCODER_CODE,
@@ -334,15 +335,17 @@ class Finished:
         command = self._command("compile/compile_transformer.py", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
-    def compiled_buckets(self) -> set[str]:
-        """Names of the buckets that the DiT is compiled for on this profile, however it is cut."""
+    def compiled_sizes(self) -> dict[str, list[dict]]:
+        """The buckets that the DiT is compiled for on this profile, however it is cut, by name:
+        each with the video sizes that its manifests record."""
         wanted = self._graph_identity("dit", "", self.transformer.digest)
         fields = ("model", "config", "tp", "dtype", "backend", "code", "torch")
-        return {
-            stored["bucket"]
-            for stored in artifacts.finished_graphs(self.artifacts)
-            if all(stored.get(field) == wanted[field] for field in fields)
-        }
+        sizes: dict[str, list[dict]] = {}
+        for path in artifacts.finished_folders(self.artifacts, "graphs"):
+            stored = artifacts.stored_identity(path) or {}
+            if all(stored.get(field) == wanted[field] for field in fields):
+                sizes.setdefault(stored["bucket"], []).extend(recorded_sizes(path))
+        return sizes
 
     def _is_made(self, identity: dict) -> bool:
         return os.path.isfile(artifacts.folder(self.artifacts, identity) / artifacts.MANIFEST)
@@ -386,14 +389,6 @@ def _from_here(path: Path) -> Path:
 
 def _shape_flags(job: Job) -> list:
     """What compile_transformer.py takes for a job's graphs."""
-    size, flags = job.size, []
-    if not job.retake:  # whose file says it
-        flags += ["--height", size.height, "--width", size.width]
-        flags += ["--num-frames", size.num_frames, "--frame-rate", size.frame_rate]
-    elif job.extension:
-        flags += ["--num-frames", size.num_frames]
-    flags += [*(["--two-stage"] if size.two_stage else []), "--recipe", job.recipe]
     # An IC-LoRA's metadata says how its references are scaled.
-    for lora in job.stage_1_loras if job.references else ():
-        flags += ["--ic-lora", lora.path, lora.strength]
-    return flags + job.shape_flags
+    loras = ["ic_lora"] if job.references else []
+    return job.spec.words([*SizeFields.model_fields, *loras, *ConditionFields.model_fields])

@@ -32,6 +32,7 @@ from ltx_neuron.sampling.schedules import (
     ltx2_schedule,
 )
 from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, LoraFile, guidance_fields
 from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
@@ -95,7 +96,7 @@ class Job(Inputs):
 
     prompt: str
     size: Size = Size()
-    seed: int = 10
+    seed: int = SEED
     num_inference_steps: int | None = None
     negative_prompt: str | None = None
     recipe: str = "distilled"
@@ -278,6 +279,23 @@ class Job(Inputs):
                 " need --recipe dev"
             )
 
+    @property
+    def spec(self) -> JobSpec:
+        """All that is said of the job, wherever its LoRAs are read from."""
+        values = {name: getattr(self, name) for name in SAID}
+        if not self.retake:  # whose file says its size
+            values |= vars(self.size)
+        elif self.extension:
+            values["num_frames"] = self.size.num_frames
+        for stream in ("video", "audio") if self.guidance else ():
+            if stream == "video" or not self.sound:  # a sound that is given has none
+                scales = vars(getattr(self.guidance, stream))
+                values |= {name: scales[of] for name, of in guidance_fields(stream).items()}
+        for name, field in zip(LORAS, LORA_FIELDS, strict=True):
+            loras = getattr(self, field)
+            values[name] = tuple(LoraFile(str(x.path.absolute()), x.strength) for x in loras)
+        return JobSpec.model_construct(**values, **self.said)
+
     def describe(self) -> dict:
         """The job as JSON: what the sidecar and the report record."""
         described = dataclasses.asdict(self)
@@ -291,3 +309,7 @@ class Job(Inputs):
         """What the latents depend on: LoRAs count by their content, wherever the files lie."""
         described = {k: v for k, v in self.describe().items() if k not in LORA_FIELDS}
         return described | {"loras": {s.name: identity_of(s.loras) for s in self.stages}}
+
+
+# The fields of a Job that are those of a JobSpec.
+SAID = tuple(field.name for field in dataclasses.fields(Job) if field.name in JobSpec.model_fields)

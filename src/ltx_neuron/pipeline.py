@@ -15,9 +15,10 @@ from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_outputs
-from ltx_neuron.host.media import footage, video_size
+from ltx_neuron.flags.resolve import retake_of, size_of
+from ltx_neuron.host.media import footage
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import RECIPES, Job, Size, Stage
+from ltx_neuron.job import RECIPES, Job, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -30,6 +31,7 @@ from ltx_neuron.sampling.conditions import (
 )
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -178,11 +180,11 @@ class LTXPipeline:
         output_type           "np" frames and waveform, "latent" the latents, "mp4" at output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
-        given = _given(audio, video, (start_time, end_time, regenerate, extend), attention_mask)
-        sides = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
+        said = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
+        said |= dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
+        said["two_stage"] = two_stage
         job = Job(
             prompt,
-            _size(video, sides, two_stage, extend, self._upright),
             recipe=self.recipe,
             seed=_plain(seed),
             num_inference_steps=_plain(num_inference_steps),
@@ -194,7 +196,7 @@ class LTXPipeline:
             skip_stage_2=skip_stage_2,
             sampler=sampler,
             references=_references(reference, ic_loras),
-            **given,
+            **_given(audio, video, attention_mask, said, self._upright),
             **self._lora_fields(loras, distilled_loras, ic_loras, two_stage),
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
@@ -315,67 +317,39 @@ def _conditions(
     return (ImageCondition(str(image)),)
 
 
-def _size(
-    video: str | Path | Retake | None,
-    sides: dict,
-    two_stage: bool,
-    extend: float | None,
-    upright: bool = True,
-) -> Size:
-    """What is given, the rest as everywhere; of a retake its file's."""
-    given = {name: _plain(value) for name, value in sides.items() if value is not None}
-    if video is None:
-        return Size(**given, two_stage=two_stage)
-    if isinstance(video, Retake):
-        extend = video.extend or None
-    extend = _plain(extend)
-    window = None if extend is None else given.pop("num_frames", None)
-    if given or two_stage:
-        names = ", ".join([*given, *(["two_stage"] if two_stage else [])])
-        raise UserError(
-            f"{names} does not go with video: it is made at the file's own size and rate, in one"
-            f" stage; leave out {names}"
-        )
-    check_type("video", video, str | Path | Retake)
-    path = video.path if isinstance(video, Retake) else video
-    return video_size(path, "--video-path", extend, window, upright)
-
-
 def _given(
     audio: str | Path | SoundCondition | None,
     video: str | Path | Retake | None,
-    part: tuple[float | None, float | None, str, float | None],
     mask: str | Path | AttentionMask | None,
+    said: dict[str, Any],
+    upright: bool,
 ) -> dict[str, Any]:
-    """A Job's sound, retake and attention mask; `part` of a video is its seconds and streams,
-    and what it is made longer by."""
+    """A Job's size, sound, retake and attention mask; of a video its file says the size.
+
+    said  fields of a JobSpec
+    """
     check_type("audio", audio, str | Path | SoundCondition | None)
+    check_type("video", video, str | Path | Retake | None)
     check_type("attention_mask", mask, str | Path | AttentionMask | None)
-    start, end, regenerate, extend = map(_plain, part)
-    check_type("extend", extend, float | None)
-    if not isinstance(video, str | Path):
-        if (start, end) != (None, None):
-            raise UserError("start_time and end_time go with video=a path; give that, or a Retake")
-        if extend is not None:
-            raise UserError("extend goes with video=a path; give that, or a Retake")
-    elif extend is not None:
-        if (start, end, regenerate) != (None, None, Retake.regenerate) or not extend:
-            raise UserError(
-                "extend=seconds adds to a video and keeps what is there: give seconds that are not"
-                " 0, and leave out start_time, end_time and regenerate"
-            )
-        frames = footage(video, "video").num_frames
-        video = Retake(str(video), extend=extend, source_frames=frames)
-    elif start is None or end is None:
-        raise UserError(
-            "video needs start_time and end_time: which seconds are made anew? Give for example"
-            " start_time=0.5, end_time=1.0"
-        )
-    else:
-        video = Retake(str(video), start, end, regenerate)
+    said = {name: _plain(value) for name, value in said.items()}
+    check_type("extend", said["extend"], float | None)
+    if said["regenerate"] == Retake.regenerate:
+        said["regenerate"] = None
+    path = str(video) if isinstance(video, str | Path) else None
+    spec = JobSpec.model_construct(video_path=path, **said)
+    retake = retake_of(spec, _name)
+    if isinstance(video, Retake):
+        own = {"video_path": str(video.path), "extend": video.extend or None}
+        spec, retake = spec.model_copy(update=own), video
     sound = SoundCondition(str(audio)) if isinstance(audio, str | Path) else audio
     mask = AttentionMask(str(mask), 1.0) if isinstance(mask, str | Path) else mask
-    return {"sound": sound, "retake": video, "attention_mask": mask}
+    size = size_of(spec, upright, _name)
+    return {"size": size, "sound": sound, "retake": retake, "attention_mask": mask}
+
+
+def _name(field: str) -> str:
+    """A JobSpec's field, as a call names it."""
+    return {"video_path": "video", "audio_path": "audio"}.get(field, field)
 
 
 def _references(

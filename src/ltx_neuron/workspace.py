@@ -6,13 +6,14 @@ the device. What is there it finds as Finished does.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
-from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.manifest import Manifest, record_size
 from ltx_neuron.config import REGISTERS, Bucket
 from ltx_neuron.files import exclusive
 from ltx_neuron.finished import Finished
@@ -132,9 +133,9 @@ class Workspace(Finished):
 
     # --- compiling graphs -------------------------------------------------------------------------
 
-    def compile_dit(self, buckets: list[Bucket]) -> list[Path]:
+    def compile_dit(self, buckets: list[Bucket], job: Job | None = None) -> list[Path]:
         """Trace the DiT step for each bucket, of one size, that is not there yet; returns the
-        folders."""
+        folders. job: whose size and recipe their manifests record, also those that are there."""
         profile = self.dit_profile(buckets)
         self.check_attention(profile)
         comm = registry.comm(profile, self.tp)
@@ -160,7 +161,10 @@ class Workspace(Finished):
                     " sequence parallelism"
                 )
         programs = [(self._dit_identity(b, profile), partial(program, b)) for b in buckets]
-        return self._compile(programs, profile)
+        paths = self._compile(programs, profile)
+        for path in paths if job else ():
+            record_size(path, asdict(job.size) | {"recipe": job.recipe})
+        return paths
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""

@@ -597,9 +597,15 @@ IMAGES = [
     case("frame", "--image {image} 9", "frame 9", "0..8"),
     case("negative frame", "--image {image} -1", "frame -1", "0..8"),
     case("crf", "--image {image} 0 1 52", "crf 52", "0..51"),
-    case("values", "--image {image} 0 1 33 4", "got 5 values", "FRAME_IDX"),
-    case("two files", "--image {image} {image}", "FRAME_IDX and CRF are whole numbers"),
-    case("letters", "--image {image} 0 strong", "STRENGTH is a number"),
+    case(
+        "values",
+        "--image {image} 0 1 33 4",
+        "got '4', wanted --image PATH [FRAME_IDX [STRENGTH [CRF]]]",
+    ),
+    case(
+        "two files", "--image {image} {image}", ", wanted --image PATH [FRAME_IDX [STRENGTH [CRF]]]"
+    ),
+    case("letters", "--image {image} 0 strong", "got 'strong', wanted --image PATH"),
     case("no file", "--image", "--image", "expected at least one argument"),
     case("frame, compiled", "--image {image} 9", "frame 9", "0..8", script=COMPILE_DIT),
 ]

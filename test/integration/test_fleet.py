@@ -17,7 +17,6 @@ from conftest import ROOT, SCRIPT_SECONDS, Setup, succeeded, words
 from helpers import wait_for
 
 pytest.importorskip("ray", reason="an extra is not installed: pip install -e .[dev,fleet]")
-pytest.importorskip("sqlalchemy", reason="an extra is not installed: pip install -e .[dev,fleet]")
 
 import psutil
 import ray
@@ -30,9 +29,9 @@ from ltx_neuron.batch import RESULTS, read_lines
 from ltx_neuron.errors import UserError
 from ltx_neuron.fleet import cluster as rays
 from ltx_neuron.fleet import pool as fleet
-from ltx_neuron.fleet.batch import FOLDER, generate_batch, line_of
-from ltx_neuron.fleet.desk import STATE
+from ltx_neuron.fleet.batch import FOLDER, generate_batch
 from ltx_neuron.fleet.pool import Pool
+from ltx_neuron.fleet.remote_queue import STATE
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -196,7 +195,7 @@ def test_a_line_of_a_job_says_all_of_it(tmp_path):
         Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
         Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
     ):
-        assert job_of(json.loads(json.dumps(line_of(job))), tmp_path) == job
+        assert job_of(json.loads(json.dumps(job.spec.line())), tmp_path) == job
 
 
 def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
@@ -208,7 +207,7 @@ def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
         with pytest.raises(UserError, match=what):
             generate_batch(*opened(args))
     monkeypatch.setattr(flags.running, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs ray and sqlalchemy(.|\n)*pip install -e"):
+    with pytest.raises(UserError, match="needs ray, which(.|\n)*pip install -e"):
         flags.check_fleet(args)
 
 
@@ -220,16 +219,15 @@ class Scene:
     a second, until it is done."""
 
     def __init__(self, folder, args, **more):
-        url = f"sqlite:///{folder}/queue.sqlite"
-        self.queue = Queue(url, folder / "jobs")
-        self.pool = Pool(self.queue, url, args, more.pop("probe", []), **more)
+        self.queue = Queue(folder / "queue.sqlite", folder / "jobs")
+        self.pool = Pool(self.queue, args, more.pop("capability_jobs", []), **more)
 
     def submit(self, line: dict):
         id = self.queue.new_id()
         self.queue.folder_of(id).mkdir()
         said = line | {"recipe": "distilled"}
-        kind = f"{line['height']}"
-        entry, _ = self.queue.submit(NewJob(id, "ada", "0", kind, said, {}))
+        batch_key = f"{line['height']}"
+        entry, _ = self.queue.submit(NewJob(id, "ada", "0", batch_key, said, {}))
         return entry.id
 
     def get(self, id: str):
@@ -324,7 +322,8 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
     shutil.rmtree(tmp_path / "empty")
     args = parsed(monkeypatch, setup, **empty)
     with pytest.raises(UserError, match="no dit graphs in(.|\n)*--artifacts-from URL"):
-        Scene(tmp_path, args, patience=1, probe=[Job("-", Size(64, 64, 9))]).run(until(lambda: 0))
+        jobs = [Job("-", Size(64, 64, 9))]
+        Scene(tmp_path, args, max_failures=1, capability_jobs=jobs).run(until(lambda: 0))
 
 
 def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(

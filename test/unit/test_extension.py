@@ -12,7 +12,6 @@ from typed import parsed, said
 
 from ltx_neuron import flags
 from ltx_neuron.errors import UserError
-from ltx_neuron.fleet.batch import line_of
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
@@ -273,7 +272,7 @@ def test_what_compiles_it_is_said_with_the_window(tiny, tmp_path, clip):
 
 def test_it_is_the_same_again_from_its_line(clip):
     kind = said("--video-path", clip(26), "--extend", -3, "--num-frames", 25)
-    line = json.loads(json.dumps(line_of(kind.with_paths(lambda path: path.name))))
+    line = json.loads(json.dumps(kind.with_paths(lambda path: path.name).spec.line()))
     assert job_of(line, Path(clip(26)).parent) == kind
     assert json.loads(json.dumps(kind.describe())) == kind.describe()
 

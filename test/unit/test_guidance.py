@@ -1,7 +1,6 @@
 """Guidance is ltx-core's: predictions of the passes, what is made of them, the schedule; each trap
 beside the right formula."""
 
-import argparse
 import dataclasses
 from functools import cache
 from types import SimpleNamespace
@@ -24,8 +23,8 @@ from helpers import (
 )
 from oracle import later_semantics
 from recipes_oracle import OFF
+from typed import said
 
-from ltx_neuron import flags
 from ltx_neuron.config import Bucket
 from ltx_neuron.denoise import prepare_passes
 from ltx_neuron.errors import UserError
@@ -45,6 +44,7 @@ from ltx_neuron.sampling.guidance import (
 )
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS, ltx2_schedule, sigma_pairs
+from ltx_neuron.sampling.spec import GuidanceFields, flag_of
 from ltx_neuron.tiny import TinySizes
 
 # Three blocks of a width of 32
@@ -619,21 +619,15 @@ def test_defaults_are_those_of_ltx_pipelines():
 
 
 def guidance_by_flags(*words) -> Guidance | None:
-    parser = argparse.ArgumentParser()
-    flags.add_guidance(parser)
-    return flags.guidance(parser.parse_args(words), "dev")
+    return said("--recipe", "dev", *words).guidance
 
 
 def test_flags_have_the_names_and_meanings_of_ltx_pipelines():
     from ltx_pipelines.utils.args import default_1_stage_arg_parser
     from ltx_pipelines.utils.constants import LTX_2_3_PARAMS
 
-    ours = argparse.ArgumentParser()
-    flags.add_guidance(ours)
     theirs = default_1_stage_arg_parser(params=LTX_2_3_PARAMS)._option_string_actions
-    assert {
-        name for name in ours._option_string_actions if name not in ("-h", "--help")
-    } <= theirs.keys()
+    assert {*map(flag_of, GuidanceFields.model_fields)} <= theirs.keys()
     parsed = guidance_by_flags(
         "--a2v-guidance-scale",
         "2",

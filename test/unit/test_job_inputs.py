@@ -17,7 +17,6 @@ from ltx_neuron.batch import read_lines
 from ltx_neuron.config import Bucket
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
-from ltx_neuron.fleet.batch import line_of
 from ltx_neuron.generate import run_identity
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
@@ -387,8 +386,8 @@ FLAGS_ALONE = {
     "--audio-max-duration goes with --audio-path": ("--audio-max-duration", 1),
     "--end-time goes with --video-path": ("--end-time", 1),
     "--regenerate goes with --video-path": ("--regenerate", "both"),
-    "wanted PATH STRENGTH, as in --video-conditioning a.mp4 1.0": ("--video-conditioning", "a.mp4"),
-    "--conditioning-attention-mask a.mp4 b: wanted PATH STRENGTH": (
+    "got ['a.mp4'], wanted --video-conditioning PATH STRENGTH": ("--video-conditioning", "a.mp4"),
+    "got 'b', wanted --conditioning-attention-mask PATH STRENGTH": (
         "--conditioning-attention-mask",
         "a.mp4",
         "b",
@@ -490,7 +489,7 @@ def test_a_job_of_each_kind_is_the_same_again_from_its_line(tmp_path, clip, ic_l
     ]
     for kind in kinds:
         kind.check()
-        line = json.loads(json.dumps(line_of(kind.with_paths(lambda path: path.name))))
+        line = json.loads(json.dumps(kind.with_paths(lambda path: path.name).spec.line()))
         assert job_of(line, Path(path).parent) == kind
         assert json.loads(json.dumps(kind.describe())) == kind.describe()
 
@@ -633,15 +632,15 @@ def test_a_call_takes_paths_or_the_conditions_themselves(clip, ic_lora):
 
 TIMES = dict(start_time=0.0, end_time=0.1)
 WRONG_CALLS = {
-    "video needs start_time and end_time": dict(video="a.mp4", start_time=0.5),
-    "start_time and end_time go with video=a path": dict(start_time=0.5),
+    "video needs end_time: which": dict(video="a.mp4", start_time=0.5),
+    "start_time goes with video FILE": dict(start_time=0.5),
     "audio=5 is of type int": dict(audio=5),
     "attention_mask=5 is of type int": dict(attention_mask=5),
     "reference=5 is of type int": dict(reference=5),
     "height does not go with video": TIMES | dict(video="a.mp4", height=64),
     "two_stage does not go with video": TIMES | dict(video="a.mp4", two_stage=True),
     "video=5 is of type int": dict(video=5),
-    "--video-path a.mp4: no such file": TIMES | dict(video="a.mp4"),
+    "video a.mp4: no such file": TIMES | dict(video="a.mp4"),
 }
 
 

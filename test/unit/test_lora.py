@@ -419,7 +419,7 @@ def test_either_strength_of_hq_makes_its_two_sets():
         ),
         ("--distilled-lora-strength-stage-2 .3", "stage-2 is of --distilled-lora"),
         ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "not a finite number"),
-        ("--ic-lora ic much", "--ic-lora ic much: STRENGTH is a number"),
+        ("--ic-lora ic much", r"got 'much', wanted --ic-lora PATH \[STRENGTH\]"),
     ],
 )
 def test_strengths_that_cannot_be_are_refused(words, said):
@@ -478,7 +478,7 @@ def test_the_keys_of_a_jobs_loras_make_the_same_weight_sets(tmp_path):
             "distilled-lora-strength-stage-2": 0.6,
         }
     )
-    again = made({"prompt": "x"} | flags.lora_keys(vars(job)))
+    again = made(job.spec.line())
     assert again == job and len({stage.loras for stage in job.stages}) == 2
 
 

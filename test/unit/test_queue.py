@@ -4,6 +4,7 @@ turns."""
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,9 @@ from contextlib import closing
 import pytest
 from helpers import exit_code, forked
 
-pytest.importorskip("sqlalchemy", reason="the extra is not installed: pip install -e .[serve]")
-
-from ltx_neuron.service import queue as states
+from ltx_neuron.errors import UserError
+from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
-from ltx_neuron.service.recurring import repeated
 
 FAR = 1e9  # days and bytes that nothing reaches
 
@@ -33,7 +32,7 @@ class Clock:
 
 
 def opened(folder, **more) -> Queue:
-    return Queue(f"sqlite:///{folder}/queue.sqlite", folder / "jobs", **more)
+    return Queue(folder / "queue.sqlite", folder / "jobs", **more)
 
 
 @pytest.fixture
@@ -48,17 +47,19 @@ def queue(tmp_path, clock):
     made.close()
 
 
-def put(queue: Queue, owner: str = "ada", kind: str = "small", **more) -> Entry:
+def put(queue: Queue, owner: str = "ada", batch_key: str = "small", **more) -> Entry:
     """Submit a job whose folder holds a file, as the API does."""
     id = queue.new_id()
     queue.folder_of(id).mkdir()
     (queue.folder_of(id) / "input.png").write_bytes(b"picture")
-    new = NewJob(id, owner, "digest", kind, {"prompt": "waves"}, {"size": "64x64"})
+    new = NewJob(id, owner, "digest", batch_key, {"prompt": "waves"}, {"size": "64x64"})
     return queue.submit(NewJob(**vars(new) | more.pop("new", {})), **more)[0]
 
 
-def claim(queue: Queue, worker: str = "w1", kind: str = "small", count: int = 1) -> list[Entry]:
-    return queue.claim(worker, kind, count)
+def claim(
+    queue: Queue, worker: str = "w1", batch_key: str = "small", count: int = 1
+) -> list[Entry]:
+    return queue.claim(worker, batch_key, count)
 
 
 def status(queue: Queue, entry: Entry) -> str | None:
@@ -118,6 +119,45 @@ def test_pages_follow_each_other_in_both_orders(queue):
         assert got == wanted
 
 
+EARLIER = """
+CREATE TABLE jobs (
+    number INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, id VARCHAR(64) NOT NULL,
+    owner VARCHAR(64) NOT NULL, "key" VARCHAR(255), digest VARCHAR(64) NOT NULL,
+    status VARCHAR(16) NOT NULL, kind VARCHAR(255) NOT NULL, line JSON NOT NULL,
+    shown JSON NOT NULL, progress INTEGER NOT NULL, detail JSON, created_at FLOAT NOT NULL,
+    started_at FLOAT, completed_at FLOAT, error JSON, bytes INTEGER NOT NULL, worker VARCHAR(64),
+    lease_until FLOAT, attempt INTEGER NOT NULL, losses INTEGER NOT NULL,
+    UNIQUE (owner, "key"), UNIQUE (id)
+);
+INSERT INTO jobs VALUES (
+    1, 'video_{id}', 'ada', 'k', 'digest', 'in_progress', 'small', '{{"prompt": "waves"}}',
+    '{{"size": "64x64"}}', 10, 'null', 5.0, 6.0, NULL, NULL, 7, 'w1', 8.0, 3, 1
+)
+"""
+
+
+def test_a_database_of_an_earlier_version_is_opened_and_its_jobs_go_on(tmp_path, clock):
+    with closing(sqlite3.connect(tmp_path / "queue.sqlite")) as earlier:
+        earlier.executescript(EARLIER.format(id="0" * 32))
+    for _ in range(2):  # and again, when nothing is to be renamed
+        with closing(opened(tmp_path, clock=clock)) as queue:
+            seen = queue.of_key("ada", "k", "digest")
+    assert (seen.batch_key, seen.params, seen.public_fields, seen.detail, seen.crash_count) == (
+        *("small", {"prompt": "waves"}, {"size": "64x64"}, None, 1),
+    )
+    with closing(opened(tmp_path, clock=clock)) as queue:
+        (entry,) = claim(queue)
+        assert (entry.id, entry.attempt, entry.crash_count) == (seen.id, 4, 2)
+        assert queue.complete(entry) and put(queue).number == 2
+
+
+def test_a_file_that_is_no_database_is_refused_and_not_changed(tmp_path):
+    (tmp_path / "queue.sqlite").write_text("notes" * 1000)
+    with pytest.raises(UserError, match="queue.sqlite cannot be opened(.|\n)*--data-dir DIR"):
+        opened(tmp_path)
+    assert (tmp_path / "queue.sqlite").read_text() == "notes" * 1000
+
+
 # --- idempotency and room -------------------------------------------------------------------------
 
 
@@ -140,15 +180,15 @@ def test_of_requests_at_once_with_one_key_one_makes_a_job(queue):
 
 
 def test_a_full_queue_refuses_what_waits_beyond_its_room(queue):
-    put(queue, most_of_owner=1)
+    put(queue, max_queued_of_owner=1)
     with pytest.raises(QueueFull, match="1 of your jobs are waiting"):
-        put(queue, most_of_owner=1)
-    put(queue, owner="bob", most_of_owner=1, most=2)
+        put(queue, max_queued_of_owner=1)
+    put(queue, owner="bob", max_queued_of_owner=1, max_queued=2)
     with pytest.raises(QueueFull, match="2 jobs are waiting"):
-        put(queue, owner="eve", most=2)
+        put(queue, owner="eve", max_queued=2)
     claim(queue)
     queue.report(claim(queue)[0], 1)
-    put(queue, owner="eve", most=2)  # what is made does not wait
+    put(queue, owner="eve", max_queued=2)  # what is made does not wait
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -171,17 +211,17 @@ def test_owners_take_turns_when_jobs_are_taken_one_at_a_time(queue):
 
 
 def test_jobs_of_one_kind_are_taken_together_until_another_has_waited_too_long(queue, clock):
-    assert queue.next_kind() is None
-    put(queue, owner="ada", kind="large")
-    put(queue, owner="bob", kind="small")
-    put(queue, owner="bob", kind="large")
-    assert queue.next_kind() == "large"
-    assert [e.owner for e in claim(queue, kind="large", count=5)] == ["ada", "bob"]
-    put(queue, owner="bob", kind="large")
-    put(queue, owner="ada", kind="small")
-    assert queue.next_kind(prefer="large", patience=30) == "large"
+    assert queue.next_batch_key() is None
+    put(queue, owner="ada", batch_key="large")
+    put(queue, owner="bob", batch_key="small")
+    put(queue, owner="bob", batch_key="large")
+    assert queue.next_batch_key() == "large"
+    assert [e.owner for e in claim(queue, batch_key="large", count=5)] == ["ada", "bob"]
+    put(queue, owner="bob", batch_key="large")
+    put(queue, owner="ada", batch_key="small")
+    assert queue.next_batch_key(loaded="large", max_delay=30) == "large"
     clock.now += 31
-    assert queue.next_kind(prefer="large", patience=30) == "small"
+    assert queue.next_batch_key(loaded="large", max_delay=30) == "small"
 
 
 # --- leases ---------------------------------------------------------------------------------------
@@ -205,7 +245,7 @@ def test_a_worker_that_was_taken_for_dead_changes_nothing_when_it_comes_back(que
     (first,) = claim(queue, "w1")
     clock.now += queue.lease + 1
     (second,) = claim(queue, "w1")  # the same name even
-    assert not queue.holds(first) and queue.holds(second)
+    assert not queue.owns(first) and queue.owns(second)
     assert not queue.report(first, 50) and not queue.fail(first, "x", "y")
     assert not queue.complete(first)
     assert queue.complete(second) and not queue.complete(second)
@@ -215,38 +255,38 @@ def test_the_jobs_of_a_worker_that_is_known_to_be_dead_are_free_at_once(queue):
     put(queue)
     put(queue)
     claim(queue, "w1", count=2)
-    queue.lose("w1")
+    queue.release_worker("w1", crashed=True)
     assert len(claim(queue, "w2", count=2)) == 2
 
 
 def test_a_job_that_kills_its_workers_is_given_up(queue):
     job = put(queue)
-    for _ in range(queue.losses):
+    for _ in range(queue.max_crashes):
         (entry,) = claim(queue)
         queue.report(entry, 1)
-        queue.lose("w1")
+        queue.release_worker("w1", crashed=True)
     seen = queue.get("ada", job.id)
     assert (seen.status, seen.error["code"]) == ("failed", "worker_lost")
 
 
 def test_workers_lost_before_a_finished_stage_and_jobs_not_begun_do_not_count(queue):
     job = put(queue)
-    for _ in range(2 * queue.losses):
+    for _ in range(2 * queue.max_crashes):
         claim(queue)
-        queue.lose("w1")  # never begun
-    for _ in range(2 * queue.losses):
+        queue.release_worker("w1", crashed=True)  # never begun
+    for _ in range(2 * queue.max_crashes):
         (entry,) = claim(queue)
         queue.report(entry, 1)
         queue.report(entry, 50, stage_ended=True)
-        queue.lose("w1")
+        queue.release_worker("w1", crashed=True)
     assert status(queue, job) == "in_progress"
 
 
 def test_a_worker_that_ends_in_good_order_gives_its_jobs_back(queue):
     put(queue)
     claim(queue)
-    queue.release("w1")
-    assert claim(queue, "w2")[0].losses == 0
+    queue.release_worker("w1")
+    assert claim(queue, "w2")[0].crash_count == 0
 
 
 # --- deleting -------------------------------------------------------------------------------------
@@ -265,9 +305,9 @@ def test_a_running_job_is_gone_for_its_owner_and_its_files_stay_until_its_worker
     queue.report(entry, 10)
     assert queue.cancel("ada", entry.id)
     assert status(queue, entry) is None and queue.page("ada") == ([], False)
-    assert not queue.holds(entry) and not queue.complete(entry)
+    assert not queue.owns(entry) and not queue.complete(entry)
     assert queue.folder_of(entry.id).exists()
-    queue.let_go(entry)
+    queue.release_job(entry)
     assert not queue.folder_of(entry.id).exists()
     assert queue.counts()["cancelled"] == 0
 
@@ -290,9 +330,9 @@ def test_jobs_go_when_they_are_old_and_the_oldest_beyond_a_number_of_bytes(queue
         ended.append(entry)
         clock.now += 86400
     waiting = put(queue)
-    queue.sweep(days=3.5, most_bytes=FAR)
+    queue.sweep(days=3.5, max_bytes=FAR)
     assert [status(queue, entry) for entry in ended] == [None, *["completed"] * 3]
-    queue.sweep(days=FAR, most_bytes=250)
+    queue.sweep(days=FAR, max_bytes=250)
     assert [status(queue, entry) for entry in ended] == [None, None, *["completed"] * 2]
     assert not queue.folder_of(ended[0].id).exists() and queue.folder_of(ended[3].id).exists()
     assert status(queue, waiting) == "queued"
@@ -355,7 +395,7 @@ def test_workers_killed_at_any_moment_lose_no_job_and_end_none_twice(tmp_path):
         os.kill(child, signal.SIGKILL)
         assert exit_code(child) == -signal.SIGKILL
         with closing(opened(tmp_path)) as queue:
-            queue.lose(f"w{kill}")
+            queue.release_worker(f"w{kill}", crashed=True)
     assert exit_code(forked(lambda: work(tmp_path, "last"))) == 0
     with closing(opened(tmp_path)) as queue:
         counts = queue.counts()
@@ -382,7 +422,7 @@ def test_what_a_killed_server_said_yes_to_is_there(tmp_path):
         os.kill(child, signal.SIGKILL)
         exit_code(child)
     queue = opened(tmp_path)
-    there = set(queue._ids(states.jobs.c.status == "queued"))
+    there = {entry.id for entry in queue.page("ada", limit=1_000_000)[0]}
     accepted = set(said.read_text().split())
     assert accepted and accepted <= there and len(there) <= len(accepted) + 3
     queue.close()
@@ -416,7 +456,7 @@ def test_what_is_done_again_and_again_goes_on_after_an_error(capsys):
             three.set()
         raise OSError("away for a moment")
 
-    with repeated(function, 0.01, "test"):
+    with run_periodically(function, 0.01, "test"):
         assert three.wait(10)
     ended = len(calls)
     time.sleep(0.05)

@@ -21,17 +21,16 @@ from PIL import Image
 from safetensors.torch import save_file
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-pytest.importorskip("sqlalchemy", reason="the extra is not installed: pip install -e .[serve]")
 
-from test_service_fields import SMALL, Compiled
+from test_service_sizes import SMALL, Compiled
 
 from ltx_neuron.config import Bucket
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.service import guard
+from ltx_neuron.service import limits
 from ltx_neuron.service.app import Settings, create_app
-from ltx_neuron.service.catalogue import Catalogue, Offer
-from ltx_neuron.service.jobs import Intake, job_of
+from ltx_neuron.service.jobs import JobSubmitter, job_of
 from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import Tokens, new_token
 from ltx_neuron.weights.lora import Lora
 
@@ -100,7 +99,7 @@ class Service(NamedTuple):
     app: object
     queue: Queue
     token: bytes
-    catalogue: Catalogue
+    sizes: SizeRegistry
 
     def ask(self, sent: Sent, **more) -> Got:
         return asyncio.run(answer(self.app, sent, **more))
@@ -125,17 +124,17 @@ class Workspace(Compiled):
 def opened(tmp_path, page=None, tokens: bool = True):
     """The service on a folder, in this process."""
     workspace = Workspace(SMALL, images=(ImageCondition("x"),))
-    workspace.names |= Workspace(SMALL).names
+    workspace.recorded |= Workspace(SMALL).recorded
     workspace.checkpoint_path = tmp_path / "tiny.safetensors"
     workspace.checkpoint_path.touch()
     token = new_token(tmp_path / "tokens.json", "ada")
-    catalogue = Catalogue(workspace, Offer(SMALL, "distilled"), upsamplers=())
-    with closing(Queue(f"sqlite:///{tmp_path}/queue.sqlite", tmp_path / "jobs")) as queue:
-        intake = Intake(queue, catalogue, "tiny", most=(10, 10))
-        settings = Settings(most_body_bytes=MOST_BODY, per_minute=1e9)
+    sizes = SizeRegistry(workspace, CompiledSize(SMALL, "distilled"), upsamplers=())
+    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
+        submitter = JobSubmitter(queue, sizes, "tiny", max_queued=(10, 10))
+        settings = Settings(max_body_bytes=MOST_BODY, per_minute=1e9)
         owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)
-        app = create_app(intake, owners, settings, page)
-        yield Service(app, queue, token.encode(), catalogue)
+        app = create_app(submitter, owners, settings, page)
+        yield Service(app, queue, token.encode(), sizes)
 
 
 @pytest.fixture
@@ -297,10 +296,10 @@ def test_an_unexpected_error_is_answered_and_the_connection_serves_the_next_requ
     def fail(*_):
         raise KeyError("planted")
 
-    monkeypatch.setattr(Intake, "accept", fail)
+    monkeypatch.setattr(JobSubmitter, "accept", fail)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(service.app, http=guard.PatientProtocol, limit_concurrency=8)
+        config = uvicorn.Config(service.app, http="h11", limit_concurrency=8)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
@@ -325,7 +324,7 @@ def test_an_unexpected_error_is_answered_and_the_connection_serves_the_next_requ
 
 
 def test_a_body_that_never_ends_is_given_up(service, monkeypatch):
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
     for kind, start in ((FORM, b"--b\r\n"), (b"application/json", b"{")):
         sent = Sent("POST", "/v1/videos", b"", service.headers(kind), start)
         got = service.ask(sent, hangs=True)
@@ -369,7 +368,7 @@ def test_what_is_called_png_and_is_none_is_refused(service, content, what):
 def test_what_the_model_cannot_do_is_said_in_the_names_of_fields(service):
     for fields, words in (
         ({"guidance_scale": "3"}, "takes no video_cfg_guidance_scale"),
-        ({"seed": "abc"}, "seed: invalid int value"),
+        ({"seed": "abc"}, "seed: got 'abc', wanted a valid integer"),
         ({"upscale": "temporal"}, "no temporal upsampler"),
     ):
         got = post(service, {"prompt": "waves", "size": SIZE, **fields})
@@ -422,7 +421,7 @@ def test_a_preview_is_its_owners_while_the_video_is_made_and_no_longer(service, 
     queue, id = service.queue, accepted(service)
     path, query = f"/v1/videos/{id}/content", b"variant=preview"
     assert get(service, path, query).error["code"] == "preview_not_found"
-    (entry,) = queue.claim("w", queue.next_kind(), 1)
+    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
     times = {"denoise_steps_ms": {"stage_1": [1.5]}}
     assert queue.report(entry, 10, {"stage": "stage_1", "preview": "anBlZw=="} | times)
     got = get(service, path, query)
@@ -443,7 +442,7 @@ def test_a_preview_is_its_owners_while_the_video_is_made_and_no_longer(service, 
 
 def test_a_video_that_failed_keeps_no_preview(service):
     queue, id = service.queue, accepted(service)
-    (entry,) = queue.claim("w", queue.next_kind(), 1)
+    (entry,) = queue.claim("w", queue.next_batch_key(), 1)
     assert queue.report(entry, 10, {"preview": "anBlZw=="}) and queue.fail(entry, "x", "y")
     assert queue.get("ada", id).detail is None
 
@@ -462,7 +461,7 @@ def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):
     save_file({"x": torch.zeros(2)}, style)
     none = dict.fromkeys(("loras", "stage_1_loras", "stage_2_loras"), ())
     sets = {"default": none, "anime": none | {"loras": (Lora(style, 0.8),)}}
-    service.catalogue.lora_sets = sets
+    service.sizes.lora_sets = sets
     (model,) = json.loads(get(service, "/v1/models").body)["data"]
     assert model["lora_sets"] == {
         "default": [],
@@ -472,9 +471,9 @@ def test_a_request_chooses_among_the_commands_sets_of_loras(service, tmp_path):
         fields = {"prompt": "waves crash"} | ({"lora_set": name} if name else {})
         id = json.loads(post(service, fields).body)["id"]
         entry = service.queue.get("ada", id)
-        assert job_of(entry.line, tmp_path).loras == loras
-    kinds = {entry.kind for entry in service.queue.page("ada")[0]}
-    assert len(kinds) == 2  # jobs of one set are made together
+        assert job_of(entry.params, tmp_path).loras == loras
+    keys = {entry.batch_key for entry in service.queue.page("ada")[0]}
+    assert len(keys) == 2  # jobs of one set are made together
     refused = post(service, {"prompt": "waves crash", "lora_set": "noir"})
     assert (refused.status, refused.error["param"]) == (400, "lora_set")
 

@@ -15,12 +15,13 @@ from ltx_neuron import flags
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.spec import DetailFields, JobSpec, LoraFields
 from ltx_neuron.service import fields, picture
-from ltx_neuron.service.catalogue import Catalogue, Offer, Wanted, _offers, seconds_of
-from ltx_neuron.service.fields import AskedImage, Upload, read_request
-from ltx_neuron.service.guard import Rate
+from ltx_neuron.service.api_error import ApiError
+from ltx_neuron.service.fields import HeldImage, Upload, VideoRequest, read_request
 from ltx_neuron.service.jobs import job_of
-from ltx_neuron.service.refusal import Refusal
+from ltx_neuron.service.limits import TokenBucket
+from ltx_neuron.service.sizes import RequestedSize
 from ltx_neuron.service.tokens import LOCAL, Tokens, new_token
 
 PROMPT = {"prompt": "waves crash on the shore"}
@@ -31,8 +32,8 @@ def read(**said):
     return read_request(PROMPT | said)
 
 
-def refused(**said) -> Refusal:
-    with pytest.raises(Refusal) as caught:
+def refused(**said) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         read(**said)
     return caught.value
 
@@ -45,7 +46,7 @@ def test_extra_params_within_extra_params_is_an_unknown_field():
         assert refused(extra_params={"extra_params": nested}).code == "unknown_field"
 
 
-NAMES = [*fields.KNOWN, *fields.UNSUPPORTED, "nonsense", "", "a" * 100]
+NAMES = [*sorted(fields.KNOWN), "extra_params", *fields.UNSUPPORTED, "nonsense", "", "a" * 100]
 
 
 def nested_value(rng: random.Random, depth: int):
@@ -64,16 +65,16 @@ def test_bodies_nested_at_random_are_read_or_refused_and_nothing_else():
         body = {rng.choice(NAMES): nested_value(rng, 4) for _ in range(rng.randrange(4))}
         try:
             read(**body)
-        except Refusal as refusal:
+        except ApiError as refusal:
             refusals += refusal.status == 400
     assert 1000 < refusals < 3000
 
 
 def test_the_size_is_read_however_it_is_said():
-    assert read(size="768x512", seconds="5").wanted == Wanted(512, 768, seconds=5.0)
+    assert read(size="768x512", seconds="5").wanted == RequestedSize(512, 768, seconds=5.0)
     as_numbers = read(width=768, height="512", num_frames="121", fps="24", two_stage="true")
-    assert as_numbers.wanted == Wanted(512, 768, 121, None, 24.0, True)
-    assert read(size="", seconds=None).wanted == Wanted()
+    assert as_numbers.wanted == RequestedSize(512, 768, 121, None, 24.0, True)
+    assert read(size="", seconds=None).wanted == RequestedSize()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_field(param, value
 
 @pytest.mark.parametrize("prompt", [None, "", "  ", 5, ["a"], "x" * 10_001, "x" * 1_000_000])
 def test_a_prompt_must_be_there_and_short(prompt):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ApiError) as caught:
         read_request({"prompt": prompt})
     assert (caught.value.status, caught.value.param) == (400, "prompt")
     assert len(json.dumps(caught.value.content)) < 500
@@ -131,40 +132,45 @@ def test_what_is_not_supported_is_refused_by_name():
 
 def test_two_fields_that_say_the_same_are_refused():
     assert refused(seconds="5", num_frames=121).param == "seconds"
-    assert refused(fps=24, frame_rate=24).param == "fps"
+    assert refused(fps=24, frame_rate=24).param == "frame_rate"
     assert refused(num_steps=8, num_inference_steps=8).param == "num_inference_steps"
     assert refused(size="64x64", width=64).param == "size"
     assert refused(seed=1, extra_params={"seed": 2}).param == "seed"
 
 
 def test_extra_params_are_fields_as_well():
-    assert read(extra_params='{"seed": 5, "fps": 25}').line["seed"] == 5
+    assert read(extra_params='{"seed": 5, "fps": 25}').seed == 5
     assert read(extra_params={"fps": 25}).wanted.frame_rate == 25
     assert refused(extra_params="[1]").param == "extra_params"
 
 
-def test_every_key_of_a_prompts_file_can_be_said_but_paths_and_what_goes_with_them():
-    sizes = {"height", "width", "num-frames", "frame-rate", "fps", "two-stage", "recipe"}
-    said = {key.replace("_", "-") for key in fields.LINE_KEYS.values()}
-    said |= {key.replace("_", "-") for key in fields.LINE_KEYS}
-    paths = {"image", "audio-path", "video-path", "video-conditioning"}
-    paths |= {"conditioning-attention-mask"}
-    with_them = {"audio-start-time", "audio-max-duration", "start-time", "end-time", "regenerate"}
+def test_every_field_of_a_job_can_be_said_but_paths_and_what_goes_with_them():
+    paths = {"audio_path", "video_path", "video_conditioning", "conditioning_attention_mask"}
+    with_them = set(DetailFields.model_fields)
     # No size that is offered has the graphs or weights of these.
-    with_them |= {"images-as-guides", "skip-stage-2", "sampler", "extend"}
-    loras = {"lora", "ic-lora", "distilled-lora"}  # a lora_set names them
-    loras |= {f"distilled-lora-strength-stage-{stage}" for stage in (1, 2)}
-    got = set(flags.job_flags()) - said - sizes - loras
-    assert got == {"prompt", *paths, *with_them}
+    with_them |= {"images_as_guides", "skip_stage_2", "sampler", "extend"}
+    loras = set(LoraFields.model_fields)  # a lora_set names them
+    left = set(JobSpec.model_fields) - set(VideoRequest.model_fields)
+    assert left == {"image"} | paths | with_them | loras
+
+
+def test_a_body_has_a_schema():
+    schema = VideoRequest.model_json_schema()
+    assert schema["properties"]["seconds"]["anyOf"][0]["maximum"] == 3600
+    assert schema["required"] == ["prompt"]
+
+
+def test_a_request_makes_the_job_that_the_command_makes():
+    said = read(seed="5", negative_prompt="rain", guidance_scale="2.5", video_stg_blocks="[1, 2]")
+    job = flags.job_of(said.spec.model_copy(update={"recipe": "dev"}))
+    assert (job.prompt, job.seed, job.negative_prompt) == (PROMPT["prompt"], 5, "rain")
+    assert job.guidance.video.cfg_scale == 2.5 and job.guidance.video.stg_blocks == (1, 2)
 
 
 def test_a_line_makes_the_job_that_the_command_makes(tmp_path):
-    said = read(seed="5", negative_prompt="rain", guidance_scale="2.5", video_stg_blocks="[1, 2]")
-    line = said.line | {"height": 64, "width": 96, "num_frames": 9, "recipe": "dev"}
+    line = {"prompt": "waves", "height": 64, "width": 96, "num_frames": 9, "recipe": "dev"}
     job = job_of(line | {"image": [["image-0.png", 0, 0.5, 33]]}, tmp_path)
-    assert (job.prompt, job.seed, job.negative_prompt) == (PROMPT["prompt"], 5, "rain")
     assert job.size == Size(64, 96, 9)
-    assert job.guidance.video.cfg_scale == 2.5 and job.guidance.video.stg_blocks == (1, 2)
     assert job.images == (ImageCondition(str(tmp_path / "image-0.png"), 0, 0.5, 33),)
 
 
@@ -174,13 +180,14 @@ def test_a_name_in_a_line_leads_out_of_no_folder(tmp_path):
 
 
 def test_images_come_as_files_as_data_urls_and_as_openai_writes_objects_in_a_form():
-    first = AskedImage(b"picture")
-    assert read(input_reference=Upload(lambda: b"picture")).images == [first]
-    assert read(input_reference={"image_url": PNG_URL}).images == [first]
-    assert read(**{"input_reference[image_url]": PNG_URL}).images == [first]
+    first = {"input_reference": HeldImage(image_url=PNG_URL)}
+    assert first["input_reference"].data == b"picture"
+    assert read(input_reference=Upload(lambda: b"picture")).held == first
+    assert read(input_reference={"image_url": PNG_URL}).held == first
+    assert read(**{"input_reference[image_url]": PNG_URL}).held == first
     several = [{"image_url": PNG_URL, "frame": 8, "strength": 0.5}]
-    wanted = [AskedImage(b"picture", 8, 0.5, 33, "images[0]")]
-    assert read(images=several).images == read(images=json.dumps(several)).images == wanted
+    wanted = {"images[0]": HeldImage(**several[0])}
+    assert read(images=several).held == read(images=json.dumps(several)).held == wanted
 
 
 def test_images_that_cannot_be_are_refused_by_their_place():
@@ -188,7 +195,7 @@ def test_images_that_cannot_be_are_refused_by_their_place():
     assert refused(images=[{"path": "/etc/passwd"}]).param == "images[0]"
     assert refused(images=[{"image_url": PNG_URL}, {"frame": 1}]).param == "images[1]"
     assert refused(input_reference={"image_url": "data:image/png;base64,%%"}).status == 400
-    assert refused(images=[{"image_url": PNG_URL, "strength": 2}]).param == "strength"
+    assert refused(images=[{"image_url": PNG_URL, "strength": 2}]).param == "images[0]"
 
 
 def test_the_digest_is_of_all_that_was_said():
@@ -208,135 +215,8 @@ def test_a_refusal_with_characters_that_utf8_lacks_can_be_sent():
     assert json.dumps(content, ensure_ascii=False).encode()
 
 
-# --- sizes ----------------------------------------------------------------------------------------
-
-SMALL, TALL = Size(512, 768, 121), Size(768, 512, 121)
-LARGE = Size(1024, 1536, 121, two_stage=True)
-
-
-class Compiled:
-    """The workspace of a machine on which buckets are compiled, by their names alone."""
-
-    artifacts = "/nonexistent"
-
-    def __init__(self, *sizes: Size, images=(), recipe="distilled"):
-        self.names = {
-            bucket.name
-            for size in sizes
-            for bucket in Job("", size, images=images, recipe=recipe).buckets
-        }
-
-    def compiled_buckets(self) -> set[str]:
-        return self.names
-
-    def dit_program_for(self, job, stage):
-        if job.bucket(stage).name not in self.names:
-            raise UserError("not compiled")
-
-
-def catalogue(*sizes: Size, **more) -> Catalogue:
-    return Catalogue(Compiled(*sizes, **more), Offer(SMALL, "distilled"), upsamplers={"spatial"})
-
-
-def chosen(wanted: Wanted, *sizes: Size) -> tuple[Size, list[str]]:
-    offer, notes = catalogue(*sizes).choose(wanted)
-    return offer.size, notes
-
-
-def test_the_sizes_of_graphs_are_found_from_their_tokens():
-    sizes = {offer.size for offer in _offers(Compiled(SMALL).names)}
-    assert sizes == {SMALL, TALL}  # portrait and landscape share a graph
-    two = {offer.size for offer in _offers(Compiled(LARGE).names)}
-    assert LARGE in two and Size(512, 768, 121) in two  # a stage's own size is one as well
-
-
-def test_what_is_compiled_for_the_dev_recipe_is_offered_for_it_alone():
-    offers = _offers(Compiled(SMALL, recipe="dev").names)
-    assert {offer.recipe for offer in offers} == {"dev"}
-
-
-def test_a_request_that_says_nothing_gets_the_default_or_what_there_is():
-    assert chosen(Wanted(), SMALL, LARGE) == (SMALL, [])
-    assert chosen(Wanted(), Size(704, 1280, 97))[0].num_frames == 97
-
-
-def test_whole_seconds_are_frames_of_the_model():
-    for seconds in (1, 2, 4, 5, 8, 10):
-        size = Size(512, 768, 24 * seconds + 1)
-        assert chosen(Wanted(seconds=float(seconds)), size) == (size, [])
-        assert seconds_of(size) == str(seconds)
-
-
-def test_a_size_a_rounding_away_is_taken_and_said():
-    size = Size(704, 1280, 193)
-    got, notes = chosen(Wanted(720, 1280, num_frames=192), size)
-    assert got == size
-    assert notes == [
-        "height 720 became 704, which is compiled",
-        "num_frames 192 became 193, which is compiled",
-    ]
-    exact = chosen(Wanted(frame_rate=23.976), SMALL)  # its sound has as many tokens as at 24
-    assert exact == (Size(512, 768, 121, 23.976), [])
-
-
-def test_a_size_further_away_is_refused_with_what_is_compiled():
-    for wanted in (
-        Wanted(1080, 1920),
-        Wanted(512, 800),
-        Wanted(seconds=8.0),
-        Wanted(frame_rate=30.0),
-        Wanted(two_stage=True),
-        Wanted(recipe="dev"),
-    ):
-        with pytest.raises(Refusal) as caught:
-            catalogue(SMALL).choose(wanted)
-        error = caught.value
-        assert (error.status, error.code) == (400, "profile_mismatch")
-        assert "768x512, 121 frames at 24 fps (5 s)" in error.message
-        assert {"768x512", "512x768"} == {
-            each["size"] for each in error.content["error"]["compiled"]
-        }
-
-
-def test_of_sizes_within_a_rounding_the_nearest_is_taken():
-    near, far = Size(512, 768, 121), Size(512, 736, 121)
-    assert chosen(Wanted(512, 760), near, far)[0] == near
-    assert chosen(Wanted(512, 740), near, far)[0] == far
-
-
-def test_an_image_needs_a_graph_that_holds_images():
-    image = (ImageCondition("x"),)
-    with pytest.raises(Refusal, match="for text alone"):
-        catalogue(SMALL).choose(Wanted(), image)
-    assert catalogue(SMALL, images=image).choose(Wanted(), image)[0].size == SMALL
-
-
-def test_two_stages_are_offered_where_there_is_an_upsampler():
-    without = Catalogue(Compiled(LARGE), Offer(SMALL, "distilled"), upsamplers=())
-    assert not any(offer.size.two_stage for offer in without.offers)
-    assert any(offer.size.two_stage for offer in catalogue(LARGE).offers)
-
-
-def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
-    workspace = Compiled(LARGE, recipe="dev")
-    workspace.names |= Compiled(LARGE).names  # and for one distilled stage of that size
-    for distilled in ((), ("lora",)):
-        sets = {"default": {"loras": (), "stage_1_loras": (), "stage_2_loras": distilled}}
-        found = Catalogue(workspace, Offer(SMALL, "dev"), {"spatial"}, sets)
-        assert {offer.refines for offer in found.offers} == {False} | {bool(distilled)}
-        for offer in found.offers:
-            assert found.loras(None, offer)["stage_2_loras"] == (distilled if offer.refines else ())
-
-
-def test_a_set_of_loras_is_chosen_by_its_name():
-    plain = {"loras": (), "stage_1_loras": (), "stage_2_loras": ()}
-    sets = {"default": plain, "anime": plain | {"loras": ("style",)}}
-    found = Catalogue(Compiled(SMALL), Offer(SMALL, "distilled"), (), sets)
-    offer = found.choose(Wanted())[0]
-    assert found.loras(read(lora_set="anime").lora_set, offer)["loras"] == ("style",)
-    assert found.loras(read().lora_set, offer) == found.loras("default", offer) == plain
-    with pytest.raises(Refusal, match="lora_set 'noir' is not there; known: 'default', 'anime'"):
-        found.loras("noir", offer)
+def test_a_set_of_loras_is_a_name():
+    assert read(lora_set="anime").lora_set == "anime"
     assert refused(lora_set=["anime"]).param == "lora_set"
     assert read(lora_set="anime").digest != read().digest
 
@@ -375,7 +255,7 @@ def test_what_is_no_picture_is_refused_and_nothing_is_written(tmp_path):
 def test_a_bomb_is_refused_by_its_header(tmp_path):
     source = image_file(tmp_path / "bomb.png", size=(300, 300))
     with pytest.raises(picture.BadPicture, match="300x300 pixels, 1000 in all at most"):
-        picture.decode(source, tmp_path / "b.png", most_pixels=1000)
+        picture.decode(source, tmp_path / "b.png", max_pixels=1000)
 
 
 # --- tokens and rates -----------------------------------------------------------------------------
@@ -407,10 +287,10 @@ def test_without_tokens_there_is_one_owner_and_a_broken_file_is_refused(tmp_path
 def test_an_owner_may_ask_so_often_and_no_more(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    rate = Rate(per_minute=60)
+    rate = TokenBucket(per_minute=60)
     for _ in range(20):
         rate.take("ada")
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ApiError) as caught:
         rate.take("ada")
     assert caught.value.status == 429 and caught.value.headers["x-should-retry"] == "true"
     rate.take("bob")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
-pytest.importorskip("sqlalchemy", reason="the extra is not installed: pip install -e .[serve]")
 
 from test_service_api import FORM, MOST_BODY, SIZE, Sent, form, get, opened
 

@@ -117,11 +117,6 @@ def finished_weights(artifacts: Path, model: str) -> list[Path]:
     return [path for path in folders if (stored_identity(path) or {}).get("model", model) == model]
 
 
-def finished_graphs(artifacts: Path) -> list[dict]:
-    """The identities of all finished graphs; of those whose manifest can be read."""
-    return list(filter(None, map(stored_identity, finished_folders(artifacts, "graphs"))))
-
-
 def finished_folders(artifacts: Path, kind: str) -> list[Path]:
     return [path.parent for path in sorted((Path(artifacts) / kind).glob(f"*/{MANIFEST}"))]
 

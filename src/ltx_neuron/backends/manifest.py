@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import MANIFEST, check_readable, read_json, write_json
+from ltx_neuron.files import MANIFEST, check_readable, exclusive, read_json, write_json
 from ltx_neuron.models.programs import Graph, Program, weight_name
 from ltx_neuron.models.signatures import LATENTS, Field
 
@@ -50,6 +50,22 @@ def write_manifest(
     }
     content = {"identity": identity, "graphs": graphs, "runs": program.runs, "fields": fields}
     write_json(folder / MANIFEST, content | compiler)
+
+
+def record_size(folder: Path, size: dict) -> None:
+    """Add a video size to those that a finished folder was compiled for. They are no part of its
+    identity: graphs know tokens, which several sizes have in common."""
+    if size in recorded_sizes(folder):
+        return
+    with exclusive(folder, "recording the size of"):
+        content = read_json(folder / MANIFEST)
+        sizes = content.get("sizes", [])
+        write_json(folder / MANIFEST, content | {"sizes": [*sizes, size]})
+
+
+def recorded_sizes(folder: Path) -> list[dict]:
+    """The video sizes that a finished folder was compiled for."""
+    return read_json(folder / MANIFEST).get("sizes", [])
 
 
 class Manifest:

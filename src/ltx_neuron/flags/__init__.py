@@ -1,22 +1,29 @@
 """The flags of the scripts, spelled and checked in one place, and what they are turned into.
 
 A script parses its flags once, into a Job, Outputs, RunOptions and a Workspace; nothing below it
-sees an argparse.Namespace. A line of a prompts file goes the same way: its keys are job flags.
+sees an argparse.Namespace. A job's flags are the fields of sampling.spec.JobSpec, as are the keys
+of a prompts file's line and the fields of a request.
 """
 
 from ltx_neuron.flags.common import add_graph_cut, add_tuned, parser, workspace
-from ltx_neuron.flags.conditions import add_conditions, images
-from ltx_neuron.flags.guided import add_guidance, guidance, guidance_keys
-from ltx_neuron.flags.jobs import add_job, add_sampler, add_size, job, recipe, shape, size
-from ltx_neuron.flags.lines import job_flags, job_of_line, lora_sets
-from ltx_neuron.flags.lora import (
+from ltx_neuron.flags.jobs import (
+    add_conditions,
     add_ic_loras,
+    add_job,
     add_loras,
+    add_sampler,
+    add_size,
+    images,
+    job,
+    job_of_line,
     lora_fields,
-    lora_keys,
-    loras,
-    weight_sets,
+    lora_sets,
+    recipe,
+    shape,
+    size,
+    spec,
 )
+from ltx_neuron.flags.resolve import job_of, weight_sets
 from ltx_neuron.flags.running import (
     add_fleet,
     add_models,
@@ -32,7 +39,6 @@ __all__ = [
     "add_conditions",
     "add_fleet",
     "add_graph_cut",
-    "add_guidance",
     "add_ic_loras",
     "add_job",
     "add_loras",
@@ -44,16 +50,12 @@ __all__ = [
     "add_size",
     "add_tuned",
     "check_fleet",
-    "guidance",
-    "guidance_keys",
     "images",
     "job",
-    "job_flags",
+    "job_of",
     "job_of_line",
     "lora_fields",
-    "lora_keys",
     "lora_sets",
-    "loras",
     "outputs",
     "parser",
     "recipe",
@@ -61,6 +63,7 @@ __all__ = [
     "shape",
     "shard_request",
     "size",
+    "spec",
     "weight_sets",
     "workspace",
 ]

@@ -106,8 +106,3 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
     if not opened.ignores_tuned:
         opened.take_tuned()
     return opened
-
-
-def dest(flag: str) -> str:
-    """Where argparse keeps a flag's value."""
-    return flag.removeprefix("--").replace("-", "_")

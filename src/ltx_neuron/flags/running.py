@@ -66,11 +66,9 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
             raise UserError(f"--{flag.replace('_', '-')} goes with --ray ADDRESS")
     if args.replicas is not None and args.replicas < 1:
         raise UserError(f"--replicas {args.replicas}: wanted 1 or more")
-    missing = [name for name in ("ray", "sqlalchemy") if args.ray and not find_spec(name)]
-    if missing:
+    if args.ray and not find_spec("ray"):
         raise UserError(
-            f"--ray needs {' and '.join(missing)}, which this Python does not have\nType: pip"
-            " install -e .[fleet]"
+            "--ray needs ray, which this Python does not have\nType: pip install -e .[fleet]"
         )
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder
-from ltx_neuron.flags.lora import lora_fields, weight_sets
+from ltx_neuron.flags.jobs import lora_fields
+from ltx_neuron.flags.resolve import weight_sets
 from ltx_neuron.profiles import resolve
 from ltx_neuron.shard import ShardRequest
 

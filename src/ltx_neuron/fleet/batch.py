@@ -5,7 +5,6 @@ import shutil
 from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import Line, Results
@@ -49,14 +48,13 @@ def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
     folder = outputs.folder.absolute() / FOLDER
     if left:
         folder.mkdir(exist_ok=True)
-        url = f"sqlite:///{folder}/queue.sqlite"
-        with closing(Queue(url, folder / "jobs")) as queue:
+        with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
             work = _Work(queue, outputs.folder, results, left)
             most = min(args.replicas or len(left), len(left))
             # As replicas read them: LoRAs are found from every folder.
-            jobs = [job_of(line_of(line.job), folder) for line in left.values()]
+            jobs = [job_of(line.job.spec.line(), folder) for line in left.values()]
             sets = list({stage.loras for job in jobs for stage in job.stages})
-            pool = Pool(queue, url, args, _probe(jobs), most, _PATIENCE, sets)
+            pool = Pool(queue, args, _probe(jobs), most, _PATIENCE, sets)
             work.run(pool)
     shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
     return [results.entries[line.number] for line in lines]
@@ -114,7 +112,7 @@ class _Work:
         for number, path in enumerate(dict.fromkeys(line.job.files.values())):
             names[path] = f"file-{number}{path.suffix}"
             shutil.copyfile(path, folder / names[path])
-        said = line_of(line.job.with_paths(names.__getitem__))
+        said = line.job.with_paths(names.__getitem__).spec.line()
         shown = {"line": line.number}
         new = NewJob(id, OWNER, line.digest, kind(line.job), said, shown, str(line.number))
         entry, _ = self.queue.submit(new)
@@ -146,15 +144,3 @@ def kind(job: Job) -> str:
     """What jobs have in common that run on the same loaded graphs and weights."""
     loras = f"{digest(job.identity['loras'])[:8]} " if job.all_loras else ""
     return f"{job.recipe} {loras}{' '.join(bucket.name for bucket in job.buckets)}"[:255]
-
-
-def line_of(job: Job) -> dict[str, Any]:
-    """A line of a prompts file that says all of a job, whatever a command's own flags are."""
-    said = vars(job) | vars(job.size)
-    keys = ("prompt", "negative_prompt", "seed", "num_inference_steps", "upscale", "recipe")
-    if not job.retake:  # whose file says its size
-        keys += ("height", "width", "num_frames", "frame_rate", "two_stage")
-    elif job.extension:
-        keys += ("num_frames",)
-    line = {key: said[key] for key in keys}
-    return line | job.keys | flags.guidance_keys(job) | flags.lora_keys(vars(job))

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.fleet import cluster
-from ltx_neuron.fleet.desk import FrontDesk
+from ltx_neuron.fleet.remote_queue import QueueActor
 from ltx_neuron.fleet.replica import Replica
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import resolve
@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.5  # between two looks at the cluster
 _LONG_ENOUGH = 60.0  # for a replica to have lived; one that made a video has as well
 _LONGEST_WAIT = 30.0  # before replicas that die at once, again and again, are started anew
 _LAST_SECONDS = 15.0  # for replicas to end in good order
-_ASKED_AT_ONCE = 64  # of the desk
+_MAX_CALLS = 64  # of the queue's actor at once
 
 
 @dataclass
@@ -47,29 +47,27 @@ class _Member:
 class Pool:
     """Runs a queue's jobs on a cluster, until `stop` is set.
 
-    queue      whose jobs; it lies on this machine
-    url        of its database
-    args       the flags by which a replica opens its engine
-    probe      jobs that a replica must be able to make
-    most       replicas; None: one a chip
-    patience   so many replicas may end at once without a video while none works, and there must be
-               room for one at the beginning; None: it waits for better times
-    sets       weight sets of the DiT that jobs need, besides those of the probe
+    queue            its database and files are on this machine
+    args             the flags by which a replica opens its engine
+    capability_jobs  jobs that a replica must be able to make
+    max_replicas     None: one a chip
+    max_failures     so many replicas may end at once without a video while none works, and there
+                     must be room for one at the beginning; None: it waits for better times
+    sets             weight sets of the DiT that jobs need, besides those of capability_jobs
     """
 
     def __init__(
         self,
         queue: Queue,
-        url: str,
         args: Namespace,
-        probe: list[Job],
-        most: int | None = None,
-        patience: int | None = None,
+        capability_jobs: list[Job],
+        max_replicas: int | None = None,
+        max_failures: int | None = None,
         sets: list[tuple] = (),
     ):
-        self.queue, self.url, self.args, self.probe = queue, url, absolute(args), probe
-        self.sets = sets
-        self.most, self.patience = most or 10**6, patience
+        self.queue, self.args = queue, absolute(args)
+        self.capability_jobs, self.sets = capability_jobs, sets
+        self.max_replicas, self.max_failures = max_replicas or 10**6, max_failures
         self.stop = threading.Event()
         self.members: dict[str, _Member] = {}
         profile = resolve(args.profile, tuple(args.profile_set))
@@ -83,10 +81,9 @@ class Pool:
         """Keep replicas running. look: called twice a second."""
         for name, state in self.queue.workers().items():
             if state["alive"]:  # of a pool that was killed: this one is alone on the queue
-                self.queue.lose(name)
-                self.queue.forget(name)
+                self.queue.release_worker(name, crashed=True)
         with cluster.connected(self.args.ray, self.profile):
-            self._open_desk()
+            self._start_queue_actor()
             try:
                 while not self.stop.is_set():
                     self._fill()
@@ -95,41 +92,43 @@ class Pool:
             finally:
                 self._end()
 
-    def _open_desk(self) -> None:
+    def _start_queue_actor(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        asked = {"num_cpus": 0, "max_concurrency": _ASKED_AT_ONCE, "scheduling_strategy": here}
-        actor = ray.remote(FrontDesk).options(**asked)
-        self.desk = actor.remote(self.url, self.queue.folder.absolute(), self.queue.lease)
-        self._desk_ended = self.desk.until_it_dies.remote()
+        asked = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "scheduling_strategy": here}
+        actor = ray.remote(QueueActor).options(**asked)
+        self.queue_actor = actor.remote(
+            self.queue.database.path.absolute(), self.queue.folder.absolute(), self.queue.lease
+        )
+        self._queue_ended = self.queue_actor.until_it_dies.remote()
 
     def _fill(self) -> None:
         """Start the replicas that there is room for."""
         room = cluster.capacity(self.needed)
         lack = "" if room else cluster.too_small(self.needed)
-        if lack and self.patience and self._lack is None:
+        if lack and self.max_failures and self._lack is None:
             raise UserError(lack)
         if lack and lack != self._lack:
             print(lack, flush=True)  # nodes may join
         self._lack = lack
         if time.monotonic() < self._not_before:
             return
-        while len(self.members) < min(room, self.most):
+        while len(self.members) < min(room, self.max_replicas):
             self._start(next(self._names))
 
     def _start(self, name: str) -> None:
         asked = cluster.options(self.needed) | {"max_concurrency": 2}
         actor = ray.remote(Replica).options(**asked)
-        made = actor.remote(name, self.desk, self.queue.lease, self.args)
+        made = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
         self.members[name] = _Member(
-            name, made, made.run.remote(self.probe, self.sets), time.monotonic()
+            name, made, made.run.remote(self.capability_jobs, self.sets), time.monotonic()
         )
 
     def _wait(self) -> None:
         """Wait a little, and take note of the replicas that ended meanwhile."""
-        waited = [self._desk_ended, *(member.ended for member in self.members.values())]
+        waited = [self._queue_ended, *(member.ended for member in self.members.values())]
         ended, _ = ray.wait(waited, timeout=_LOOK_SECONDS)
-        if self._desk_ended in ended:
-            raise RunError("the process that hands out the jobs (Ray actor FrontDesk) has died")
+        if self._queue_ended in ended:
+            raise RunError("the process that hands out the jobs (Ray actor QueueActor) has died")
         for member in [each for each in self.members.values() if each.ended in ended]:
             self._ended(member)
 
@@ -137,8 +136,7 @@ class Pool:
         """A replica has died: its jobs are free at once."""
         del self.members[member.name]
         state = self.queue.workers().get(member.name, {})
-        self.queue.lose(member.name)
-        self.queue.forget(member.name)
+        self.queue.release_worker(member.name, crashed=True)
         try:
             error = ray.get(member.ended)
         except Exception as raised:
@@ -150,7 +148,7 @@ class Pool:
         wait = min(2.0 ** max(0, self._failures - 1), _LONGEST_WAIT) if self._failures else 0.0
         self._not_before = time.monotonic() + wait
         print(f"replica {member.name} has ended: {why}", flush=True)
-        if self.patience and self._failures >= self.patience and not self._working():
+        if self.max_failures and self._failures >= self.max_failures and not self._working():
             kind = UserError if isinstance(error, UserError) else RunError
             raise kind(why)
 
@@ -165,8 +163,7 @@ class Pool:
         for member in self.members.values():
             with suppress(RayError, GetTimeoutError):
                 ray.kill(member.actor)
-            self.queue.release(member.name)
-            self.queue.forget(member.name)
+            self.queue.release_worker(member.name)
         self.members.clear()
 
     def _working(self) -> set[str]:

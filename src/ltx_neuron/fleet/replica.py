@@ -13,14 +13,14 @@ from pathlib import Path
 class Replica:
     """What Ray places. Its methods run in threads: `stop` while `run` works.
 
-    name   by which the queue knows it
-    desk   the FrontDesk, and its `lease`
-    args   the command's flags; paths are the same on all machines
+    name         by which the queue knows it
+    queue_actor  the QueueActor, and the queue's `lease`
+    args         the command's flags; paths are the same on all machines
     """
 
-    def __init__(self, name: str, desk, lease: float, args: Namespace):
+    def __init__(self, name: str, queue_actor, lease: float, args: Namespace):
         forget_rays_threads()
-        self.name, self.desk, self.lease, self.args = name, desk, lease, args
+        self.name, self.queue_actor, self.lease, self.args = name, queue_actor, lease, args
         self.stopped, self.worker = threading.Event(), None
 
     def stop(self) -> None:
@@ -29,18 +29,18 @@ class Replica:
         if self.worker:
             self.worker.stop.set()
 
-    def run(self, probe: list, sets: list = ()) -> None:
-        """Make videos until `stop` is called. UserError where this machine cannot.
+    def run(self, capability_jobs: list, sets: list = ()) -> None:
+        """Make videos until `stop` is called. UserError if this machine cannot.
 
-        probe  jobs that it must be able to make
-        sets   weight sets that other jobs need
+        capability_jobs  jobs that it must be able to make
+        sets             weight sets that other jobs need
         """
         from ltx_neuron import flags
         from ltx_neuron.engine import Engine
         from ltx_neuron.errors import UserError
         from ltx_neuron.fleet.cluster import check_cores
-        from ltx_neuron.fleet.desk import RemoteDesk
         from ltx_neuron.fleet.fetch import fetch
+        from ltx_neuron.fleet.remote_queue import RemoteQueue
         from ltx_neuron.report.recorder import Recorder
         from ltx_neuron.service.worker import Worker
 
@@ -49,7 +49,7 @@ class Replica:
         cores = check_cores(workspace.profile, workspace.tp)
         if args.artifacts_from:
             try:
-                needed = {stage.loras for job in probe for stage in job.stages} | {*sets}
+                needed = {stage.loras for job in capability_jobs for stage in job.stages} | {*sets}
                 own = flags.weight_sets(flags.lora_fields(args))
                 fetch(args.artifacts_from, workspace, options, needed or own)
             except UserError as error:  # all that is needed may be here
@@ -57,15 +57,15 @@ class Replica:
         scratch = tempfile.TemporaryDirectory(prefix="ltx-neuron-")
         with scratch as folder, Engine(workspace, Recorder(), options) as engine:
             try:
-                engine.preflight.check(probe)
+                engine.preflight.check(capability_jobs)
             except UserError as error:
                 if args.artifacts_from:
                     raise
                 advice = "Or take it from where it was made: --artifacts-from URL"
                 raise UserError(f"{error}\n{advice}") from None
-            desk = RemoteDesk(self.desk, self.lease, Path(folder))
+            queue = RemoteQueue(self.queue_actor, self.lease, Path(folder))
             previews = not getattr(args, "no_page", True)  # a batch has no page
-            self.worker = Worker(desk, engine, self.name, previews)
+            self.worker = Worker(queue, engine, self.name, previews)
             if self.stopped.is_set():
                 return
             on = f"cores {','.join(map(str, cores))}" if cores else workspace.profile.name

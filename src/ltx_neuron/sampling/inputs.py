@@ -24,6 +24,7 @@ from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.spec import WeightedFile
 
 REGENERATE = ("both", "video", "audio")
 # Flag -> those that it goes with.
@@ -52,18 +53,6 @@ _EXCLUDES = {
     ),
     "--sampler res_2s": ("--audio-path",),
 }
-# Keys that a graph's shape depends on.
-_SHAPES = (
-    "image",
-    "audio_path",
-    "video_path",
-    "extend",
-    "video_conditioning",
-    "conditioning_attention_mask",
-    "skip_stage_2",
-    "images_as_guides",
-)
-_PATHS = ("image", "audio_path", "video_path", "video_conditioning", "conditioning_attention_mask")
 _TAKES = {
     "--image": ("an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
     "--audio-path": ("a sound", "FILE"),
@@ -185,39 +174,25 @@ class Inputs(ABC):
         }
 
     @property
-    def keys(self) -> dict[str, Any]:
-        """The keys of a prompts file's line that ask for them."""
-        keys: dict[str, Any] = {
-            "image": [[str(i.path), i.frame_index, i.strength, i.crf] for i in self.images],
-            "video_conditioning": [[str(r.path), r.strength] for r in self.references],
-            "images_as_guides": self.images_as_guides,
-            "skip_stage_2": self.skip_stage_2,
-            "sampler": self.sampler,
+    def said(self) -> dict[str, Any]:
+        """The fields of a JobSpec that ask for the files."""
+        fields: dict[str, Any] = {
+            "image": self.images,
+            "video_conditioning": tuple(
+                WeightedFile(str(each.path), each.strength) for each in self.references
+            ),
         }
         if sound := self.sound:
-            keys |= {"audio_path": str(sound.path), "audio_start_time": sound.start_time}
-            keys |= {"audio_max_duration": sound.max_duration}
+            fields |= {"audio_path": str(sound.path), "audio_start_time": sound.start_time}
+            fields["audio_max_duration"] = sound.max_duration
         if retake := self.retake:
-            keys["video_path"] = str(retake.path)
-            if retake.extend:
-                keys["extend"] = retake.extend
-            else:
-                keys |= {"start_time": retake.start_time, "end_time": retake.end_time}
-                keys["regenerate"] = retake.regenerate
+            fields["video_path"] = str(retake.path)
+            names = ("extend",) if retake.extend else ("start_time", "end_time", "regenerate")
+            fields |= {name: getattr(retake, name) for name in names}
         if mask := self.attention_mask:
-            keys["conditioning_attention_mask"] = [[str(mask.path), mask.strength]]
-        return keys
-
-    @property
-    def shape_flags(self) -> list[Any]:
-        """The flags that compile the graphs: the crf of an image, for example, is none of them."""
-        keys, flags = self.keys, []
-        for key in _SHAPES:
-            value = keys.get(key)
-            several = value if isinstance(value, list) else [[value]] if value else []
-            for values in several:
-                flags += [f"--{key.replace('_', '-')}", *(v for v in values[:3] if v is not True)]
-        return flags
+            masks = (WeightedFile(str(mask.path), mask.strength),)
+            fields["conditioning_attention_mask"] = masks
+        return fields
 
     # --- what is wrong ----------------------------------------------------------------------------
 
@@ -257,19 +232,6 @@ def check_together(asked: dict[str, bool]) -> None:
                 f"{flag} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
                 f" {' '.join(missing)} as well, or leave out {flag}"
             )
-
-
-def in_folder(line: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A prompts file's line whose files lie in a folder, whatever folder they are named with."""
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, list):
-            return str(folder / Path(value).name)
-        if isinstance(value[0], list):
-            return [moved(each) for each in value]
-        return [moved(value[0]), *value[1:]]
-
-    return line | {key: moved(value) for key, value in line.items() if key in _PATHS and value}
 
 
 def _check_image(image: ImageCondition, num_frames: int) -> None:

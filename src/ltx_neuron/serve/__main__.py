@@ -21,15 +21,16 @@ from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 
 try:
-    from ltx_neuron.service import app, catalogue, front, jobs, tokens
-    from ltx_neuron.service import worker as work
+    from ltx_neuron.service import app, jobs, server, sizes, tokens
     from ltx_neuron.service.queue import Queue
+    from ltx_neuron.service.worker import Worker
 except ImportError as missing:  # --help works without them
     app, absent = None, missing
 
 EXAMPLE = """python -m ltx_neuron.serve --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
 _GB = 10**9
+_LAST_SECONDS = 30.0  # for a worker without its parent, to end in good order
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,19 +57,21 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)")
     help = "jobs, their inputs and videos (default: outputs/service)"
     add("--data-dir", type=Path, default=Path("outputs/service"), metavar="DIR", help=help)
-    help = "of the queue, as SQLAlchemy has it (default: SQLite under --data-dir)"
-    add("--database", metavar="URL", help=help)
+    help = "the queue's SQLite database (default: queue.sqlite under --data-dir)"
+    add("--database", metavar="FILE", help=help)
     help = "who may use it, by hashes of their tokens; without it, whoever is on this machine"
     add("--tokens-file", type=Path, metavar="FILE.json", help=help)
     help = "add a token for NAME to --tokens-file, print it once, and end"
     add("--new-token", metavar="NAME", help=help)
     add("--model-name", metavar="NAME", help="of the model (default: the checkpoint's file name)")
-    help = "front: the API alone; worker: what makes the videos alone (default: all, a front that"
-    help += " keeps one worker alive)"
-    add("--role", choices=["all", "front", "worker"], default="all", help=help)
+    help = "api: answer only; worker: make videos only (default: all, an api that supervises a"
+    help += " worker)"
+    role = {"front": "api"}  # its earlier name
+    choices = ["all", "api", "worker"]
+    add("--role", type=lambda name: role.get(name, name), choices=choices, default="all", help=help)
     help = "no page at / for people, and no previews for it"
     add("--no-page", action="store_true", help=help)
-    add("--parent", type=int, help=argparse.SUPPRESS)  # the front that keeps this worker
+    add("--supervised", action="store_true", help=argparse.SUPPRESS)  # a worker, by its parent
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -122,61 +125,67 @@ def open_queue(args: argparse.Namespace) -> "Queue":
     return Queue(database(args), folder / "jobs")
 
 
-def database(args: argparse.Namespace) -> str:
-    """The URL of the queue's database."""
-    return args.database or f"sqlite:///{args.data_dir.absolute()}/queue.sqlite"
+def database(args: argparse.Namespace) -> Path:
+    """The queue's database file; earlier versions took it as a URL."""
+    if args.database is None:
+        return args.data_dir.absolute() / "queue.sqlite"
+    scheme, separator, path = args.database.rpartition(":///")
+    if separator and scheme != "sqlite" or "://" in path:
+        raise UserError(f"--database {args.database}: the queue is in SQLite; type a file's path")
+    return Path(path).absolute()
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
     return Engine(flags.workspace(args, writes=False), Recorder(), flags.run_options(args))
 
 
-def open_catalogue(args: argparse.Namespace, engine: Engine) -> "catalogue.Catalogue":
-    """What is compiled. Raises UserError, with what to type, where nothing could be made."""
-    default = catalogue.Offer(flags.size(args), args.recipe)
+def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry":
+    """What is compiled. Raises UserError, with what to type, if nothing could be made."""
+    default = sizes.CompiledSize(flags.size(args), args.recipe)
     upsamplers = {kind for kind, path in engine.host.upsampler_paths.items() if path}
-    found = catalogue.Catalogue(engine.workspace, default, upsamplers, flags.lora_sets(args))
-    jobs = probe(found)
+    registry = sizes.SizeRegistry(engine.workspace, default, upsamplers, flags.lora_sets(args))
+    jobs = capability_jobs(registry)
     if args.ray:  # the machines that run it check the rest
         for stage in jobs[0].stages:
             engine.workspace.dit_program_for(jobs[0], stage)
     else:
         engine.preflight.check(jobs)
-    return found
+    return registry
 
 
-def probe(found: "catalogue.Catalogue") -> list[Job]:
-    """Jobs that whoever makes the videos must be able to make: one of each set of LoRAs."""
-    default = found.default
-    offer = found.offers[0] if found.offers and not found.fits(default) else default
+def capability_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
+    """Jobs that a worker must be able to make: one of each set of LoRAs."""
+    compiled, chosen = registry.compiled, registry.default
+    if compiled and chosen not in compiled:
+        chosen = compiled[0]
     return [
-        Job("what a job would be", offer.size, recipe=offer.recipe, **found.loras(name, offer))
-        for name in found.lora_sets
+        Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen))
+        for name in registry.lora_sets
     ]
 
 
 def be_worker(args: argparse.Namespace) -> None:
     """Make videos until the process is asked to end."""
-    if args.parent:
-        work.end_with_parent(args.parent)
-    name = front.worker_name(os.getpid())
-    # The devices are one worker's: one that ends may still hold them.
+    if args.supervised:
+        errors.end_with_parent(_LAST_SECONDS)
+    name = server.worker_name(os.getpid())
+    # One worker has the devices: one that ends may still hold them.
     with exclusive(args.data_dir.absolute() / "worker", "serving"), open_engine(args) as engine:
         if args.ray:
             be_pool(args, engine)
         else:
-            work.Worker(open_queue(args), engine, name, previews=not args.no_page).run()
+            Worker(open_queue(args), engine, name, previews=not args.no_page).run()
 
 
 def be_pool(args: argparse.Namespace, engine: Engine) -> None:
     """Have the machines of a Ray cluster make the videos."""
     from ltx_neuron.fleet.pool import Pool
 
-    jobs = probe(open_catalogue(args, engine))
-    Pool(open_queue(args), database(args), args, jobs, args.replicas).run()
+    jobs = capability_jobs(open_sizes(args, engine))
+    Pool(open_queue(args), args, jobs, args.replicas).run()
 
 
-def be_front(args: argparse.Namespace) -> None:
+def be_api(args: argparse.Namespace) -> None:
     """Answer until the process is asked to end, with or without a worker beside it."""
     queue, engine = open_queue(args), open_engine(args)
     if args.artifacts_from:
@@ -184,29 +193,37 @@ def be_front(args: argparse.Namespace) -> None:
 
         sets = [s for f in flags.lora_sets(args).values() for s in flags.weight_sets(f)]
         fetch(args.artifacts_from, engine.workspace, engine.options, sets)
-    with exclusive(args.data_dir.absolute() / "front", "serving"):
-        intake = jobs.Intake(
+    with exclusive(args.data_dir.absolute() / "api", "serving"):
+        registry = open_sizes(args, engine)
+        if registry.unrecorded:
+            print(
+                f"graphs of {len(registry.unrecorded)} shapes record no size: they are not listed,"
+                " and only a request for exactly their size gets them. Type the"
+                " compile_transformer.py command of each size again: nothing is compiled twice",
+                flush=True,
+            )
+        submitter = jobs.JobSubmitter(
             queue,
-            open_catalogue(args, engine),
+            registry,
             args.model_name or args.checkpoint_path.stem,
-            most=(args.max_queue, args.max_queue_per_token or args.max_queue),
-            most_pixels=args.max_image_pixels,
+            max_queued=(args.max_queue, args.max_queue_per_token or args.max_queue),
+            max_pixels=args.max_image_pixels,
         )
         settings = app.Settings(
-            most_body_bytes=int(args.max_body_mb * 2**20),
+            max_body_bytes=int(args.max_body_mb * 2**20),
             per_minute=args.rate,
             keep_days=args.keep_days,
         )
         owners = tokens.Tokens.load(args.tokens_file)
         page = None if args.no_page else app.Page()
-        served = app.create_app(intake, owners, settings, page)
-        with front.swept(queue, args.keep_days, int(args.keep_gb * _GB)):
-            if args.role == "front":
-                front.serve(served, args.host, args.port)
+        served = app.create_app(submitter, owners, settings, page)
+        with server.cleanup_task(queue, args.keep_days, int(args.keep_gb * _GB)):
+            if args.role == "api":
+                server.serve(served, args.host, args.port)
                 return
             command = [sys.executable, "-m", "ltx_neuron.serve", *sys.argv[1:], "--role", "worker"]
-            with front.kept_alive(command, queue):
-                front.serve(served, args.host, args.port)
+            with server.supervise_worker(command, queue):
+                server.serve(served, args.host, args.port)
 
 
 def main() -> None:
@@ -221,7 +238,7 @@ def main() -> None:
         return
     check(args)
     args.recipe = flags.recipe(args)
-    be_worker(args) if args.role == "worker" else be_front(args)
+    be_worker(args) if args.role == "worker" else be_api(args)
 
 
 if __name__ == "__main__":

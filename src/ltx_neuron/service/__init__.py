@@ -1,9 +1,11 @@
 """The service behind python -m ltx_neuron.serve: a durable queue, the API that fills it, and the
 workers that empty it.
 
-queue.py    every job and its state, in a database that outlives all processes
-fields.py   from a request's fields to a job's line; catalogue.py: the sizes that are compiled
-worker.py   one process that keeps the engine up and takes jobs of one size together
-page.py     the page at /; preview.py: what a video looks like between two steps
-app.py      /v1/videos for OpenAI's client and others; guard.py and tokens.py: who may, and how much
+app.py      the routes of /v1/videos, for OpenAI's client and others
+limits.py   limits of requests; tokens.py: bearer tokens; api_error.py: errors as clients see them
+fields.py   a request's fields; sizes.py: the compiled size that it means; jobs.py: its job
+queue.py    every job and its state, in a database that outlives all processes (database.py)
+worker.py   a process that keeps an engine open and makes the queue's videos
+server.py   the process that answers, and supervises a worker
+page.py     the page at /; preview.py: a picture of the video between two steps
 """

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import logging
 import re
+import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +15,17 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from python_multipart.exceptions import FormParserError
-from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.service.fields import MAX_IMAGES, Upload, parse_json, read_request
-from ltx_neuron.service.guard import Guard, Rate
-from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, Intake, video_object
+from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, JobSubmitter, video_object
+from ltx_neuron.service.limits import RequestLimits, TokenBucket
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from ltx_neuron.service.page import Page
 from ltx_neuron.service.queue import COMPLETED, FAILED, IN_PROGRESS, OPEN, QUEUED, Entry
-from ltx_neuron.service.refusal import Refusal, invalid
 from ltx_neuron.service.tokens import Tokens
 
 _MAX_FIELDS, _MAX_KEY, _MAX_PAGE = 64, 255, 100
@@ -46,7 +46,7 @@ class Settings:
     sync_seconds until /v1/videos/sync gives up
     """
 
-    most_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 32 * 2**20
     per_minute: float = 600.0
     sync_seconds: float = 3600.0
     keep_days: float = 7.0
@@ -55,9 +55,9 @@ class Settings:
 class Api:
     """The routes' functions. Those that wait for nothing but the database run in threads."""
 
-    def __init__(self, intake: Intake, tokens: Tokens, settings: Settings):
-        self.intake, self.queue, self.tokens = intake, intake.queue, tokens
-        self.settings, self.rate = settings, Rate(settings.per_minute)
+    def __init__(self, jobs: JobSubmitter, tokens: Tokens, settings: Settings):
+        self.jobs, self.queue, self.tokens = jobs, jobs.queue, tokens
+        self.settings, self.rate = settings, TokenBucket(settings.per_minute)
         self.metrics_of = Metrics(self.queue)
 
     # --- videos -----------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Api:
         try:
             while entry.status in OPEN:
                 if waited > self.settings.sync_seconds:
-                    raise Refusal(504, "timeout", "the video took too long; POST /v1/videos waits")
+                    raise ApiError(504, "timeout", "the video took too long; POST /v1/videos waits")
                 if await request.is_disconnected():
                     raise ClientDisconnect
                 await asyncio.sleep(_POLL_MS[False] / 1000)
@@ -85,7 +85,7 @@ class Api:
             if not ended:
                 await asyncio.shield(run_in_threadpool(self.queue.cancel, owner, entry.id))
         if entry.status == FAILED:
-            raise Refusal(500, entry.error["code"], entry.error["message"])
+            raise ApiError(500, entry.error["code"], entry.error["message"])
         return self._file(entry, "video")
 
     async def _accept(self, request: Request) -> Entry:
@@ -97,9 +97,9 @@ class Api:
             raise invalid("Idempotency-Key", message)
         form = None
         try:
-            fields, form = await _read_body(request, self.settings.most_body_bytes)
+            fields, form = await _read_body(request, self.settings.max_body_bytes)
             return await run_in_threadpool(
-                lambda: self.intake.accept(read_request(fields), owner, key)
+                lambda: self.jobs.accept(read_request(fields), owner, key)
             )
         finally:
             if form:
@@ -138,10 +138,10 @@ class Api:
             known = ", ".join((*_FILES, PREVIEW))
             raise invalid("variant", f"variant is one of {known}", code)
         if entry.status == FAILED:
-            raise Refusal(409, "video_failed", f"this video failed: {entry.error['message']}")
+            raise ApiError(409, "video_failed", f"this video failed: {entry.error['message']}")
         if entry.status != COMPLETED:
             message = f"this video is {entry.status} ({entry.progress} %); poll it until completed"
-            raise Refusal(409, "not_ready", message)
+            raise ApiError(409, "not_ready", message)
         return self._file(entry, variant)
 
     def unsupported(self, request: Request) -> Response:
@@ -176,12 +176,12 @@ class Api:
         return entry
 
     def _owner(self, request: Request) -> str:
-        """Whose request it is; Refusal where it is nobody's, or not for this service."""
+        """Whose request it is; ApiError if it is nobody's, or not for this service."""
         if refusal := request.state.refusal:
             raise refusal
         owner = self.tokens.owner_of(request.headers.get("authorization"))
         if owner is None:
-            raise Refusal(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
+            raise ApiError(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
         return owner
 
     # --- what the service says of itself ----------------------------------------------------------
@@ -192,38 +192,37 @@ class Api:
 
     def model(self, request: Request, id: str) -> Response:
         self._owner(request)
-        if id != self.intake.model:
-            message = f"there is no model of this name here, only {self.intake.model!r}"
-            raise Refusal(404, "model_not_found", message, "model")
+        if id != self.jobs.model:
+            message = f"there is no model of this name here, only {self.jobs.model!r}"
+            raise ApiError(404, "model_not_found", message, "model")
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
         """The one model: with the sizes that are compiled, its recipes and LoRAs."""
-        catalogue = self.intake.catalogue
-        offers, workspace = catalogue.offers, catalogue.workspace
-        usual = catalogue.default
-        shown = usual if usual in offers else next(iter(offers), None)
+        sizes = self.jobs.sizes
+        compiled = sizes.compiled
+        default = sizes.default if sizes.default in compiled else next(iter(compiled), None)
         loras = {
             name: [
                 {"name": lora.path.name, "strength": lora.strength}
                 for loras in fields.values()
                 for lora in loras
             ]
-            for name, fields in catalogue.lora_sets.items()
+            for name, fields in sizes.lora_sets.items()
         }
         return {
-            "id": self.intake.model,
+            "id": self.jobs.model,
             "object": "model",
-            "created": int(workspace.checkpoint_path.stat().st_mtime),
+            "created": int(sizes.workspace.checkpoint_path.stat().st_mtime),
             "owned_by": "ltx-neuron",
-            "recipes": sorted({offer.recipe for offer in offers}),
+            "recipes": sorted({size.recipe for size in compiled}),
             "loras": loras["default"],
             "lora_sets": loras,
-            "sizes": [offer.shown for offer in offers],
-            "default": shown.shown if shown else None,
+            "sizes": [size.as_dict() for size in compiled],
+            "default": default and default.as_dict(),
         }
 
-    def line(self, request: Request) -> Response:
+    def queue_state(self, request: Request) -> Response:
         """How many jobs there are, of all owners, and who works on them."""
         self._owner(request)
         counts, workers = self.queue.counts(), self.queue.workers().values()
@@ -246,10 +245,10 @@ class Api:
 
 
 def create_app(
-    intake: Intake, tokens: Tokens, settings: Settings, page: Page | None = None
+    jobs: JobSubmitter, tokens: Tokens, settings: Settings, page: Page | None = None
 ) -> Callable:
     """The ASGI application of a service, with a page at / or without one."""
-    api = Api(intake, tokens, settings)
+    api = Api(jobs, tokens, settings)
     # What strangers send is no event of this service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -266,36 +265,36 @@ def create_app(
         ("DELETE", "/v1/videos/{id}", api.delete),
         ("GET", "/v1/models", api.models),
         ("GET", "/v1/models/{id}", api.model),
-        ("GET", "/v1/queue", api.line),
+        ("GET", "/v1/queue", api.queue_state),
         ("GET", "/health", api.health),
         ("GET", "/ready", api.ready),
         ("GET", "/metrics", api.metrics),
     ):
         app.add_api_route(path, function, methods=[method], response_model=None)
     app.router.routes += page.routes if page else []
-    app.add_exception_handler(Refusal, _say)
-    app.add_exception_handler(HTTPException, _say_http)
-    app.add_exception_handler(OperationalError, _say_database)
-    app.add_exception_handler(Exception, _say_nothing)
-    return Guard(_counting(app, api), settings.most_body_bytes, local=not tokens.hashes)
+    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(HTTPException, handle_http_error)
+    app.add_exception_handler(sqlite3.OperationalError, handle_database_error)
+    app.add_exception_handler(Exception, handle_unexpected_error)
+    return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
 
 
-async def _read_body(request: Request, most_bytes: int) -> tuple[dict[str, Any], Any]:
+async def _read_body(request: Request, max_bytes: int) -> tuple[dict[str, Any], Any]:
     """A body's fields, and the form that must be closed after use, if it is one."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         return parse_json(await request.body()), None
     if kind not in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        raise Refusal(415, "unsupported_media_type", "send multipart/form-data or JSON")
+        raise ApiError(415, "unsupported_media_type", "send multipart/form-data or JSON")
     try:
         form = await request.form(
-            max_files=MAX_IMAGES, max_fields=_MAX_FIELDS, max_part_size=most_bytes
+            max_files=MAX_IMAGES, max_fields=_MAX_FIELDS, max_part_size=max_bytes
         )
     except (FormParserError, UnicodeError):  # UnicodeError: a charset that cannot decode
-        raise Refusal(400, "invalid_body", "the body is no multipart/form-data") from None
+        raise ApiError(400, "invalid_body", "the body is no multipart/form-data") from None
     fields: dict[str, Any] = {}
     if len(form) == 1 and next(iter(form)).lstrip().startswith("{"):  # curl -d
-        raise Refusal(
+        raise ApiError(
             415, "unsupported_media_type", "send JSON with Content-Type: application/json"
         )
     for key, value in form.multi_items():
@@ -318,13 +317,13 @@ def _preview(entry: Entry) -> Response:
     picture = entry.status in OPEN and (entry.detail or {}).get(PREVIEW)
     if not picture:
         message = f"there is no preview of a video that is {entry.status}, or not yet"
-        raise Refusal(404, "preview_not_found", message)
+        raise ApiError(404, "preview_not_found", message)
     headers = {"Cache-Control": "no-store"}
     return Response(base64.b64decode(picture), media_type="image/jpeg", headers=headers)
 
 
-def _not_found(id: str, param: str | None = None) -> Refusal:
-    return Refusal(404, "video_not_found", f"there is no video {id[:64]!r} of yours", param)
+def _not_found(id: str, param: str | None = None) -> ApiError:
+    return ApiError(404, "video_not_found", f"there is no video {id[:64]!r} of yours", param)
 
 
 def _counting(app: Callable, api: Api) -> Callable:
@@ -361,19 +360,19 @@ def _counting(app: Callable, api: Api) -> Callable:
     return counted
 
 
-def _say(_: Request, refusal: Refusal) -> Response:
-    return JSONResponse(refusal.content, refusal.status, refusal.headers)
+def handle_api_error(_: Request, error: ApiError) -> Response:
+    return JSONResponse(error.content, error.status, error.headers)
 
 
-def _say_http(request: Request, error: HTTPException) -> Response:
+def handle_http_error(request: Request, error: HTTPException) -> Response:
     code = _CODES.get(error.status_code, "error")
-    return _say(request, Refusal(error.status_code, code, str(error.detail)))
+    return handle_api_error(request, ApiError(error.status_code, code, str(error.detail)))
 
 
-def _say_database(request: Request, error: OperationalError) -> Response:
+def handle_database_error(request: Request, _: sqlite3.OperationalError) -> Response:
     message = "the queue's database does not answer"
-    return _say(request, Refusal(503, "storage_unavailable", message, retry=5))
+    return handle_api_error(request, ApiError(503, "storage_unavailable", message, retry=5))
 
 
-def _say_nothing(request: Request, error: Exception) -> Response:
-    return _say(request, Refusal(500, "internal_error", "the service made a mistake"))
+def handle_unexpected_error(request: Request, _: Exception) -> Response:
+    return handle_api_error(request, ApiError(500, "internal_error", "the service made a mistake"))

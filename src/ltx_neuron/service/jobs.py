@@ -1,10 +1,9 @@
 """From a request to a job in the queue, and from there to a Job for the engine."""
 
-import argparse
+import dataclasses
 import errno
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.inputs import in_folder
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service import picture
-from ltx_neuron.service.catalogue import Catalogue, Offer
-from ltx_neuron.service.fields import AskedImage, Request
+from ltx_neuron.service.api_error import ApiError, busy, invalid
+from ltx_neuron.service.fields import HeldImage, VideoRequest
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
-from ltx_neuron.service.refusal import Refusal, busy, invalid
+from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # in a job's detail while it is made: a JPEG in base64
@@ -29,61 +28,69 @@ _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Intake:
+class JobSubmitter:
     """Turns requests into jobs of the queue.
 
-    model          the name that clients know the checkpoint by
-    most           how many jobs may wait, and how many of one owner
-    most_pixels    of an image
+    model       the name that clients know the checkpoint by
+    max_queued  how many jobs may wait, and how many of one owner
+    max_pixels  of an image
     """
 
     def __init__(
         self,
         queue: Queue,
-        catalogue: Catalogue,
+        sizes: SizeRegistry,
         model: str,
         *,
-        most: tuple[int, int] = (10_000, 10_000),
-        most_pixels: int = picture.MAX_PIXELS,
+        max_queued: tuple[int, int] = (10_000, 10_000),
+        max_pixels: int = picture.MAX_PIXELS,
     ):
-        self.queue, self.catalogue, self.model = queue, catalogue, model
-        self.most, self.most_pixels = most, most_pixels
+        self.queue, self.sizes, self.model = queue, sizes, model
+        self.max_queued, self.max_pixels = max_queued, max_pixels
 
-    def accept(self, request: Request, owner: str, key: str | None = None) -> Entry:
+    def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """The job of a request, on the disk; for a key that was used, that of then. Raises
-        Refusal."""
+        ApiError."""
         with _refusing():
             if before := self.queue.of_key(owner, key, request.digest):
                 return before
             if request.model not in (None, self.model):
-                raise Refusal(
+                raise ApiError(
                     404,
                     "model_not_found",
                     f"there is no model {request.model[:64]!r} here, only {self.model!r}",
                     "model",
                 )
-            images = tuple(ImageCondition("", i.frame, i.strength, i.crf) for i in request.images)
-            offer, notes = self.catalogue.choose(request.wanted, images)
+            images = tuple(
+                ImageCondition("", i.frame, i.strength, i.crf) for i in request.held.values()
+            )
+            offer, notes = self.sizes.choose(request.wanted, images)
             return self._submit(request, owner, key, offer, notes)
 
     def _submit(
-        self, request: Request, owner: str, key: str | None, offer: Offer, notes: list[str]
+        self,
+        request: VideoRequest,
+        owner: str,
+        key: str | None,
+        offer: CompiledSize,
+        notes: list[str],
     ) -> Entry:
         id = self.queue.new_id()
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
-            loras = flags.lora_keys(self.catalogue.loras(request.lora_set, offer))
-            line = request.line | _size_keys(offer) | loras
-            line["image"] = self._images(request, folder)
-            job = job_of(line, folder)
+            said = {**vars(offer.size), "recipe": offer.recipe}
+            said["image"] = self._images(request, folder)
+            loras = self.sizes.loras(request.lora_set, offer)
+            job = flags.job_of(request.spec.model_copy(update=said))
+            job = dataclasses.replace(job, **loras)
             job.check()
             self._check_possible(job)
-            line["seed"] = job.seed
+            line = job.with_paths(lambda path: path.name).spec.line()
             shown = self._shown(job, offer, notes)
             kind = self._kind(job)
             new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
-            entry, kept = self.queue.submit(new, *self.most)
+            entry, kept = self.queue.submit(new, *self.max_queued)
             return entry
         except UserError as error:
             # What was typed is at fault; no path of this machine is told, and fields are no flags.
@@ -93,47 +100,47 @@ class Intake:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _images(self, request: Request, folder: Path) -> list[list]:
-        """Decode a request's images into a job's folder; what a line says of them."""
-        said = []
-        for number, image in enumerate(request.images):
-            name = f"image-{number}.png"
-            self._decode(image, folder / name)
-            said.append([name, image.frame, image.strength, image.crf])
-        return said
+    def _images(self, request: VideoRequest, folder: Path) -> tuple[ImageCondition, ...]:
+        """Decode a request's images into a job's folder."""
+        held = []
+        for number, (param, image) in enumerate(request.held.items()):
+            path = folder / f"image-{number}.png"
+            self._decode(image, param, path)
+            held.append(ImageCondition(str(path), image.frame, image.strength, image.crf))
+        return tuple(held)
 
-    def _decode(self, image: AskedImage, target: Path) -> None:
+    def _decode(self, image: HeldImage, param: str, target: Path) -> None:
         upload = target.with_suffix(".upload")
         upload.write_bytes(image.data)
         try:
             with whole_file(target) as partial:
-                picture.decode(upload, partial, self.most_pixels)
+                picture.decode(upload, partial, self.max_pixels)
             check_image(target)
         except picture.BadPicture as error:
-            raise invalid(image.param, f"{image.param}: {error}", "invalid_image") from None
+            raise invalid(param, f"{param}: {error}", "invalid_image") from None
         finally:
             upload.unlink()
 
     def _check_possible(self, job: Job) -> None:
         """Refuse what the checkpoint and the command's files are not for."""
-        if missing := job.upsamplers.keys() - self.catalogue.upsamplers:
+        if missing := job.upsamplers.keys() - self.sizes.upsamplers:
             message = f"this service has no {missing.pop()} upsampler"
             raise invalid("upscale", message, "feature_not_supported")
         if job.recipe == "dev":
-            job.resolved_guidance.check(self.catalogue.workspace.transformer.num_layers)
+            job.resolved_guidance.check(self.sizes.workspace.transformer.num_layers)
 
     def _kind(self, job: Job) -> str:
         """What jobs have in common that run on the same loaded graphs and weights."""
-        workspace = self.catalogue.workspace
+        workspace = self.sizes.workspace
         names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]
         loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
         return "+".join([job.recipe, *names, *loras])
 
-    def _shown(self, job: Job, offer: Offer, notes: list[str]) -> dict[str, Any]:
+    def _shown(self, job: Job, offer: CompiledSize, notes: list[str]) -> dict[str, Any]:
         return {
             "model": self.model,
             "prompt": job.prompt,
-            **offer.shown,
+            **offer.as_dict(),
             "seed": job.seed,
             "notes": notes,
         }
@@ -148,35 +155,17 @@ def _refusing():
         raise busy(str(error), "queue_full") from None
     except KeyUsed:
         message = "this Idempotency-Key stands for another request; send another"
-        raise Refusal(409, "idempotency_conflict", message) from None
+        raise ApiError(409, "idempotency_conflict", message) from None
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise Refusal(507, "storage_full", "the service's disk is full", retry=60) from None
-
-
-def _size_keys(offer: Offer) -> dict[str, Any]:
-    size = offer.size
-    return {
-        "height": size.height,
-        "width": size.width,
-        "num_frames": size.num_frames,
-        "frame_rate": size.frame_rate,
-        "two_stage": size.two_stage,
-        "recipe": offer.recipe,
-    }
+        raise ApiError(507, "storage_full", "the service's disk is full", retry=60) from None
 
 
 def job_of(line: dict[str, Any], folder: Path) -> Job:
     """The Job of a line, as a prompts file's; what it is given lies in the job's folder."""
-    return _maker()(in_folder(line, folder))
-
-
-def _maker() -> Callable[[dict[str, Any]], Job]:
-    """What makes a Job of a line that says all: the scripts' own defaults for the rest."""
-    parser = argparse.ArgumentParser()
-    flags.add_job(parser)
-    return flags.job_of_line(parser.parse_args(["--recipe", Job.recipe]))
+    spec = JobSpec().with_line(line)
+    return flags.job_of(spec.with_paths(lambda path: str(folder / path.name)))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -202,7 +191,7 @@ def video_object(
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # the picture itself is asked for by itself
     return {
-        **entry.shown,
+        **entry.public_fields,
         "id": entry.id,
         "object": "video",
         "status": entry.status,

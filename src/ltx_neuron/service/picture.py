@@ -25,9 +25,9 @@ class BadPicture(Exception):
     """A file that is no picture, or one too large; the text is for its sender."""
 
 
-def decode(source: Path, target: Path, most_pixels: int = MAX_PIXELS) -> None:
+def decode(source: Path, target: Path, max_pixels: int = MAX_PIXELS) -> None:
     """Write the picture of a file as PNG. BadPicture where it is none that is taken."""
-    command = [sys.executable, "-m", "ltx_neuron.service.picture", source, target, most_pixels]
+    command = [sys.executable, "-m", "ltx_neuron.service.picture", source, target, max_pixels]
     search = {"PYTHONPATH": str(Path(__file__).parents[2])}
     try:
         with _at_once:
@@ -48,17 +48,17 @@ def decode(source: Path, target: Path, most_pixels: int = MAX_PIXELS) -> None:
 
 def _limit() -> None:
     """Bound what this process may take."""
-    for what, most in (
+    for what, limit in (
         (resource.RLIMIT_AS, _MEMORY_BYTES),
         (resource.RLIMIT_CPU, SECONDS),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(what)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, hard))
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(what, (limit, hard))
 
 
-def _convert(source: str, target: str, most_pixels: int) -> None:
+def _convert(source: str, target: str, max_pixels: int) -> None:
     """Decode the first picture of a file, and write it with the same pixels as PNG."""
     from PIL import Image
 
@@ -66,8 +66,8 @@ def _convert(source: str, target: str, most_pixels: int) -> None:
     try:
         with Image.open(source, formats=FORMATS) as image:
             width, height = image.size
-            if width * height > most_pixels:
-                _refuse(f"it has {width}x{height} pixels, {most_pixels} in all at most")
+            if width * height > max_pixels:
+                _refuse(f"it has {width}x{height} pixels, {max_pixels} in all at most")
             # PNG has no CMYK; what generate_ltx23.py makes of one is RGB as well.
             plain = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else None
             # The orientation travels on: who reads the PNG applies it.

@@ -3,15 +3,17 @@
     queued -> in_progress -> completed | failed
        \\----------\\-> cancelled (gone, for its owner)
 
-A worker takes jobs on a lease that it renews. Where it dies, the lease ends and the job is given to
-another, which goes on from the state that the first left in the job's folder. Every write of a
-worker names the attempt that it holds: one that was taken for dead and comes back changes nothing,
-so that no job ends twice.
+A worker takes jobs on a lease that it renews. If it dies, the lease ends and the job is given to
+another worker, which resumes from the state that the first left in the job's folder. Every write of
+a worker carries the job's attempt number (a fencing token), so a worker presumed dead cannot
+overwrite newer results, and no job ends twice.
 """
 
+import json
 import re
 import secrets
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,26 +21,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, func, insert, or_, select, update
-from sqlalchemy.exc import IntegrityError
-
-from ltx_neuron.service.table import jobs, open_database, owners, workers
+from ltx_neuron.service.database import Database
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
 FAILED, CANCELLED = "failed", "cancelled"
-OPEN, ENDED = (QUEUED, IN_PROGRESS), (COMPLETED, FAILED)
-VISIBLE = (*OPEN, *ENDED)
-LOST = {
+OPEN = QUEUED, IN_PROGRESS
+STATUSES = QUEUED, IN_PROGRESS, COMPLETED, FAILED, CANCELLED
+_CRASHED = {
     "code": "worker_lost",
     "message": "every worker that had this job died before it finished a further stage",
 }
 _JOB_ID = re.compile(r"video_[0-9a-f]{32}")
 _DAY = 86400.0
+_JSON = "params", "public_fields", "detail", "error"
+# Conditions on rows of `jobs`.
+_IS_OPEN = "status IN ('queued', 'in_progress')"
+_IS_ENDED = "status IN ('completed', 'failed')"
+_IS_VISIBLE = "owner = :owner AND status != 'cancelled'"
+_IS_FREE = f"{_IS_OPEN} AND (worker IS NULL OR lease_until < :now)"  # a worker may take it
+_SELECT_OF_KEY = "SELECT * FROM jobs WHERE owner = :owner AND key = :key"
+_IS_OWNED = f"number = :number AND attempt = :attempt AND worker = :worker AND {_IS_OPEN}"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A job as the database has it: the columns of table.jobs."""
+    """A job as the database has it: the columns of its table."""
 
     number: int
     id: str
@@ -46,9 +53,9 @@ class Entry:
     key: str | None
     digest: str
     status: str
-    kind: str
-    line: dict[str, Any]
-    shown: dict[str, Any]
+    batch_key: str
+    params: dict[str, Any]
+    public_fields: dict[str, Any]
     progress: int
     detail: dict[str, Any] | None
     created_at: float
@@ -59,7 +66,7 @@ class Entry:
     worker: str | None
     lease_until: float | None
     attempt: int
-    losses: int
+    crash_count: int
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,9 @@ class NewJob:
     id: str
     owner: str
     digest: str
-    kind: str
-    line: dict[str, Any]
-    shown: dict[str, Any]
+    batch_key: str
+    params: dict[str, Any]
+    public_fields: dict[str, Any]
     key: str | None = None
     bytes: int = 0
 
@@ -85,273 +92,285 @@ class KeyUsed(Exception):
 
 
 class Queue:
-    """The jobs of one service: a database, and a folder for each job's files.
+    """The jobs of one service: a database file, and a folder for each job's files.
 
-    lease   seconds for which a worker has a job before it must renew
-    losses  so many workers may die over a job before it is given up
-    clock   seconds since 1970
+    lease        seconds for which a worker has a job before it must renew
+    max_crashes  so many workers may die over a job before it has failed
+    clock        seconds since 1970
     """
 
     def __init__(
         self,
-        url: str,
+        database: Path,
         folder: Path,
         *,
         lease: float = 60.0,
-        losses: int = 5,
+        max_crashes: int = 5,
         clock: Callable[[], float] = time.time,
     ):
-        self.folder, self.lease, self.losses, self.clock = Path(folder), lease, losses, clock
+        self.folder, self.lease, self.max_crashes = Path(folder), lease, max_crashes
+        self.clock = clock
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._reading = open_database(url)
-        self._writing = self._reading.execution_options(writes=True)
+        self.database = Database(database)
 
     def close(self) -> None:
-        self._reading.dispose()
+        self.database.close()
 
     def new_id(self) -> str:
         return f"video_{secrets.token_hex(16)}"
 
     def folder_of(self, id: str) -> Path:
-        """Where a job's files lie. Its id is one of ours, never what a client sent."""
+        """Where a job's files are. Its id is one of ours, never what a client sent."""
         assert _JOB_ID.fullmatch(id), id
         return self.folder / id
 
     # --- the owners' side -------------------------------------------------------------------------
 
     def submit(
-        self, new: NewJob, most: int = 1_000_000, most_of_owner: int = 1_000_000
+        self, new: NewJob, max_queued: int = 1_000_000, max_queued_of_owner: int = 1_000_000
     ) -> tuple[Entry, bool]:
         """Accept a job; it is on the disk when this returns. With an idempotency key that was used
-        for the same request, the job of then; the second value says whether it is a new one.
-
-        most, most_of_owner  how many may wait
-        """
-        values = vars(new) | {"status": QUEUED, "created_at": self.clock()}
-        try:
-            with self._writing.begin() as connection:
-                if before := self._of_key(connection, new):
-                    return before, False
-                self._check_room(connection, new.owner, most, most_of_owner)
-                connection.execute(insert(jobs).values(**values))
-                return _one(connection, jobs.c.id == new.id), True
-        except IntegrityError:  # where writers do not wait for each other: one was first
-            if before := self.of_key(new.owner, new.key, new.digest):
-                return before, False
-            raise
+        for the same request, the earlier job; the second value says whether it is a new one."""
+        values = _encoded(vars(new))
+        with self.database.writing() as connection:
+            rows = connection.execute(_SELECT_OF_KEY, values)
+            if earlier := _same_request(rows, new.digest):
+                return earlier, False
+            waiting, of_owner = connection.execute(
+                "SELECT count(*), count(*) FILTER (WHERE owner = :owner) FROM jobs"
+                " WHERE status = 'queued'",
+                values,
+            ).fetchone()
+            if waiting >= max_queued:
+                raise QueueFull(f"{max_queued} jobs are waiting, and no more may")
+            if of_owner >= max_queued_of_owner:
+                raise QueueFull(f"{max_queued_of_owner} of your jobs are waiting, and no more may")
+            values |= {"status": QUEUED, "created_at": self.clock()}
+            values |= {"progress": 0, "attempt": 0, "crash_count": 0}
+            columns, places = ", ".join(values), ", ".join(f":{name}" for name in values)
+            sql = f"INSERT INTO jobs ({columns}) VALUES ({places}) RETURNING *"
+            return _entries(connection.execute(sql, values))[0], True
 
     def of_key(self, owner: str, key: str | None, digest: str) -> Entry | None:
-        """The job that an idempotency key stands for. KeyUsed where that is another request."""
-        with self._reading.begin() as connection:
-            return self._of_key(connection, NewJob("", owner, digest, "", {}, {}, key))
-
-    def _of_key(self, connection: Connection, new: NewJob) -> Entry | None:
-        if new.key is None:
-            return None
-        before = _one(connection, (jobs.c.owner == new.owner) & (jobs.c.key == new.key))
-        if before and before.digest != new.digest:
-            raise KeyUsed
-        return before
-
-    def _check_room(self, connection: Connection, owner: str, most: int, of_owner: int) -> None:
-        waiting = select(func.count()).where(jobs.c.status == QUEUED)
-        if connection.scalar(waiting) >= most:
-            raise QueueFull(f"{most} jobs are waiting, and no more may")
-        if connection.scalar(waiting.where(jobs.c.owner == owner)) >= of_owner:
-            raise QueueFull(f"{of_owner} of your jobs are waiting, and no more may")
+        """The job that an idempotency key stands for. KeyUsed if that is another request."""
+        return _same_request(self.database.read(_SELECT_OF_KEY, owner=owner, key=key), digest)
 
     def get(self, owner: str, id: str) -> Entry | None:
         """An owner's job; None for another's, as for one that does not exist."""
         if not _JOB_ID.fullmatch(id):
             return None
-        with self._reading.begin() as connection:
-            return _one(
-                connection, (jobs.c.id == id) & (jobs.c.owner == owner) & jobs.c.status.in_(VISIBLE)
-            )
+        sql = f"SELECT * FROM jobs WHERE id = :id AND {_IS_VISIBLE}"
+        return next(iter(_entries(self.database.read(sql, id=id, owner=owner))), None)
 
     def page(
         self, owner: str, after: int | None = None, limit: int = 20, newest_first: bool = True
     ) -> tuple[list[Entry], bool]:
         """Some of an owner's jobs in order, behind the job numbered `after`; are there more?"""
-        number = jobs.c.number
-        wanted = (jobs.c.owner == owner) & jobs.c.status.in_(VISIBLE)
-        if after is not None:
-            wanted &= number < after if newest_first else number > after
-        order = number.desc() if newest_first else number
-        query = select(jobs).where(wanted).order_by(order).limit(limit + 1)
-        with self._reading.begin() as connection:
-            entries = _entries(connection.execute(query))
-        return entries[:limit], len(entries) > limit
+        comparison, order = ("<", "DESC") if newest_first else (">", "ASC")
+        rows = self.database.read(
+            f"SELECT * FROM jobs WHERE {_IS_VISIBLE}"
+            f" AND (:after IS NULL OR number {comparison} :after)"
+            f" ORDER BY number {order} LIMIT :rows",
+            owner=owner,
+            after=after,
+            rows=limit + 1,
+        )
+        return _entries(rows[:limit]), len(rows) > limit
 
     def ahead_of(self, entry: Entry) -> int:
         """How many waiting jobs came before one."""
-        query = select(func.count()).where(
-            (jobs.c.status == QUEUED) & (jobs.c.number < entry.number)
-        )
-        with self._reading.begin() as connection:
-            return connection.scalar(query)
+        sql = "SELECT count(*) FROM jobs WHERE status = 'queued' AND number < :number"
+        return self.database.read(sql, number=entry.number)[0][0]
 
     def cancel(self, owner: str, id: str) -> bool:
-        """Take a job from its owner's sight, whatever its state. One that is running is let go by
-        its worker within a step; its files go then. False where there is none."""
-        mine = (jobs.c.id == id) & (jobs.c.owner == owner) & jobs.c.status.in_(VISIBLE)
-        with self._writing.begin() as connection:
-            # The key is free again: the same request may be made once more.
-            changed = connection.execute(
-                update(jobs).where(mine).values(status=CANCELLED, key=None)
-            ).rowcount
+        """Take a job from its owner's sight, whatever its state. A running one is released by its
+        worker within a step; its files are deleted then. False if there is none."""
+        # The key is free again: the same request may be made once more.
+        sql = f"UPDATE jobs SET status = 'cancelled', key = NULL WHERE id = :id AND {_IS_VISIBLE}"
+        changed = self.database.write(sql, id=id, owner=owner)
         if changed:
             self.remove_cancelled()
         return changed > 0
 
     # --- the workers' side ------------------------------------------------------------------------
 
-    def next_kind(self, prefer: str | None = None, patience: float = 0.0) -> str | None:
-        """The kind of jobs whose turn it is: that of the owner who was served longest ago. A worker
-        that has a kind loaded stays with it while nobody else has waited longer than `patience`
-        seconds. None where nothing waits."""
+    def next_batch_key(self, loaded: str | None = None, max_delay: float = 0.0) -> str | None:
+        """The batch key of the job whose turn it is: of the owner who was served longest ago. A
+        worker stays with the key that it has loaded while no other job has waited longer than
+        `max_delay` seconds. None if nothing waits."""
         now = self.clock()
-        with self._reading.begin() as connection:
-            turn = func.row_number().over(partition_by=jobs.c.owner, order_by=jobs.c.number)
-            columns = (jobs.c.owner, jobs.c.kind, jobs.c.number, jobs.c.created_at)
-            waiting = select(*columns, turn.label("turn")).where(_free(now)).subquery()
-            heads = connection.execute(
-                select(waiting, owners.c.served_at)
-                .join(owners, owners.c.owner == waiting.c.owner, isouter=True)
-                .where(waiting.c.turn == 1)
-            ).all()
-            if not heads:
-                return None
-            first = min(heads, key=lambda head: (head.served_at or 0.0, head.number))
-            if prefer in (None, first.kind) or now - first.created_at > patience:
-                return first.kind
-            more = select(jobs.c.number).where(_free(now) & (jobs.c.kind == prefer)).limit(1)
-            return first.kind if connection.scalar(more) is None else prefer
+        # The other columns are those of the row with the least number: an owner's first job.
+        first = self.database.read(
+            "SELECT batch_key, created_at, min(number) AS first,"
+            " coalesce(served_at, 0) AS last_served"
+            f" FROM jobs LEFT JOIN owners USING (owner) WHERE {_IS_FREE}"
+            " GROUP BY owner ORDER BY last_served, first LIMIT 1",
+            now=now,
+        )
+        if not first:
+            return None
+        key, waited = first[0]["batch_key"], now - first[0]["created_at"]
+        if loaded in (None, key) or waited > max_delay:
+            return key
+        more = f"SELECT 1 FROM jobs WHERE {_IS_FREE} AND batch_key = :loaded LIMIT 1"
+        return loaded if self.database.read(more, now=now, loaded=loaded) else key
 
-    def claim(self, worker: str, kind: str, count: int) -> list[Entry]:
-        """Give a worker up to `count` jobs of a kind, in turn among their owners."""
-        now = self.clock()
-        with self._writing.begin() as connection:
-            self._end_leases(connection, jobs.c.lease_until < now)
-            turn = func.row_number().over(partition_by=jobs.c.owner, order_by=jobs.c.number)
-            free = select(jobs.c.number, jobs.c.owner, turn.label("turn"))
-            free = free.where(_free(now) & (jobs.c.kind == kind)).subquery()
-            served = func.coalesce(owners.c.served_at, 0.0)
+    def claim(self, worker: str, batch_key: str, count: int) -> list[Entry]:
+        """Give a worker up to `count` jobs with a batch key, in turn among their owners."""
+        now, entries = self.clock(), []
+        with self.database.writing() as connection:
+            self._release(connection, "lease_until < :now", crashed=True, now=now)
             chosen = connection.execute(
-                select(free.c.number, free.c.owner)
-                .join(owners, owners.c.owner == free.c.owner, isouter=True)
-                .order_by(free.c.turn, served, free.c.number)
-                .limit(count)
-            ).all()
-            for place, row in enumerate(chosen):
-                # Of owners who are served in one go, the later keep their turn.
-                _serve(connection, row.owner, now + place * 1e-6)
-            numbers = [row.number for row in chosen]
-            lease = {"worker": worker, "lease_until": now + self.lease}
-            connection.execute(
-                update(jobs)
-                .where(jobs.c.number.in_(numbers))
-                .values(**lease, attempt=jobs.c.attempt + 1)
-            )
-            taken = select(jobs).where(jobs.c.number.in_(numbers))
-            entries = {entry.number: entry for entry in _entries(connection.execute(taken))}
-        return [entries[number] for number in numbers]
+                "SELECT number, owner FROM (SELECT number, owner, row_number() OVER"
+                f" (PARTITION BY owner ORDER BY number) AS turn FROM jobs WHERE {_IS_FREE}"
+                " AND batch_key = :batch_key) LEFT JOIN owners USING (owner)"
+                " ORDER BY turn, coalesce(served_at, 0), number LIMIT :count",
+                {"now": now, "batch_key": batch_key, "count": count},
+            ).fetchall()
+            for place, (number, owner) in enumerate(chosen):
+                # Of owners who are served at once, the later ones keep their turn.
+                connection.execute(
+                    "INSERT INTO owners VALUES (:owner, :now)"
+                    " ON CONFLICT DO UPDATE SET served_at = :now",
+                    {"owner": owner, "now": now + place * 1e-6},
+                )
+                rows = connection.execute(
+                    "UPDATE jobs SET worker = :worker, lease_until = :until, attempt = attempt + 1"
+                    " WHERE number = :number RETURNING *",
+                    {"worker": worker, "until": now + self.lease, "number": number},
+                )
+                entries += _entries(rows)
+        return entries
 
-    def holds(self, entry: Entry) -> bool:
+    def owns(self, entry: Entry) -> bool:
         """Whether a worker still has the job that it took: nobody cancelled it, or gave it away."""
-        with self._reading.begin() as connection:
-            return connection.scalar(select(jobs.c.number).where(_held(entry))) is not None
+        return bool(self.database.read(f"SELECT 1 FROM jobs WHERE {_IS_OWNED}", **_claim(entry)))
 
     def report(
         self, entry: Entry, progress: int, detail: dict | None = None, stage_ended: bool = False
     ) -> bool:
-        """Say how far a job is. False where it is not the worker's any more."""
+        """Store how far a job is. False if the worker does not own it any more."""
         now = self.clock()
-        values = {"status": IN_PROGRESS, "progress": progress, "detail": detail}
-        values |= {"started_at": func.coalesce(jobs.c.started_at, now)}
-        values |= {"lease_until": now + self.lease} | ({"losses": 0} if stage_ended else {})
-        return self._update(_held(entry), values) > 0
+        return self._update_owned(
+            entry,
+            "status = 'in_progress', progress = :progress, detail = :detail,"
+            " started_at = coalesce(started_at, :now), lease_until = :until,"
+            " crash_count = iif(:stage_ended, 0, crash_count)",
+            progress=progress,
+            detail=detail,
+            now=now,
+            until=now + self.lease,
+            stage_ended=stage_ended,
+        )
 
     def keep(self, entry: Entry, name: str) -> None:
-        """A worker wrote a file of its job: here it lies in the job's folder already."""
+        """A worker wrote a file of its job: here it is in the job's folder already."""
 
     def complete(self, entry: Entry, bytes: int = 0, detail: dict | None = None) -> bool:
-        """A job's video is on the disk. False where the job is not the worker's any more."""
-        done = {"status": COMPLETED, "progress": 100, "detail": detail, "bytes": bytes}
-        return self._end(entry, done)
+        """A job's video is on the disk. False if the worker does not own the job any more."""
+        done = "status = 'completed', progress = 100, bytes = :bytes, detail = :detail"
+        return self._end(entry, done, bytes=bytes, detail=detail)
 
     def fail(self, entry: Entry, code: str, message: str) -> bool:
-        """A job cannot be made. False where it is not the worker's any more."""
+        """A job cannot be made. False if the worker does not own it any more."""
         error = {"code": code, "message": message}
-        return self._end(entry, {"status": FAILED, "detail": None, "error": error})
+        return self._end(entry, "status = 'failed', detail = NULL, error = :error", error=error)
 
-    def _end(self, entry: Entry, values: dict) -> bool:
-        values = values | {"completed_at": self.clock(), "worker": None, "lease_until": None}
-        return self._update(_held(entry), values) > 0
+    def _end(self, entry: Entry, assignments: str, **values: Any) -> bool:
+        assignments += ", completed_at = :now, worker = NULL, lease_until = NULL"
+        return self._update_owned(entry, assignments, now=self.clock(), **values)
 
-    def let_go(self, entry: Entry) -> None:
+    def _update_owned(self, entry: Entry, assignments: str, **values: Any) -> bool:
+        """Change a job that is still its worker's, in this attempt; whether it was."""
+        sql = f"UPDATE jobs SET {assignments} WHERE {_IS_OWNED}"
+        return self.database.write(sql, **_claim(entry), **_encoded(values)) > 0
+
+    def release_job(self, entry: Entry) -> None:
         """Give back a job that was cancelled, or that is not to be worked on: it waits again."""
-        mine = (jobs.c.number == entry.number) & (jobs.c.attempt == entry.attempt)
-        self._update(mine, {"worker": None, "lease_until": None})
+        with self.database.writing() as connection:
+            mine = "number = :number AND attempt = :attempt"
+            self._release(connection, mine, crashed=False, **_claim(entry))
         self.remove_cancelled()
+
+    def release_worker(self, worker: str, crashed: bool = False) -> None:
+        """A worker has ended, or has begun anew: its jobs wait again, and it is not alive until it
+        is heard again. What it has done still counts.
+
+        crashed  over the jobs that it had begun
+        """
+        with self.database.writing() as connection:
+            self._release(connection, "worker = :worker", crashed, worker=worker)
+            sql = "UPDATE workers SET seen_at = :then WHERE worker = :worker"
+            connection.execute(sql, {"then": self.clock() - self.lease, "worker": worker})
+        self.remove_cancelled()
+
+    def _release(
+        self, connection: sqlite3.Connection, where: str, crashed: bool, **values: Any
+    ) -> None:
+        """Make claimed jobs wait again. If their worker crashed over those that it had begun, that
+        is counted; a job over which too many crashed has failed."""
+        connection.execute(
+            "UPDATE jobs SET worker = NULL, lease_until = NULL,"
+            " crash_count = crash_count + (:crashed AND status = 'in_progress')"
+            f" WHERE worker IS NOT NULL AND {where}",
+            values | {"crashed": crashed},
+        )
+        connection.execute(
+            "UPDATE jobs SET status = 'failed', error = :error, detail = NULL, completed_at = :now"
+            " WHERE status = 'in_progress' AND crash_count >= :max_crashes",
+            {"error": json.dumps(_CRASHED), "now": self.clock(), "max_crashes": self.max_crashes},
+        )
 
     def renew(self, worker: str, state: dict) -> None:
-        """A worker's heartbeat: it keeps its jobs, and says what it holds and has done."""
+        """A worker's heartbeat: it keeps its jobs, and says what it has loaded and done."""
         now = self.clock()
-        with self._writing.begin() as connection:
-            mine = (jobs.c.worker == worker) & jobs.c.status.in_((*OPEN, CANCELLED))
-            connection.execute(update(jobs).where(mine).values(lease_until=now + self.lease))
-            seen = {"seen_at": now, "state": state}
-            known = update(workers).where(workers.c.worker == worker).values(**seen)
-            if not connection.execute(known).rowcount:
-                connection.execute(insert(workers).values(worker=worker, **seen))
+        values = {"worker": worker, "now": now, "until": now + self.lease}
+        with self.database.writing() as connection:
+            connection.execute(
+                "UPDATE jobs SET lease_until = :until WHERE worker = :worker", values
+            )
+            connection.execute(
+                "INSERT INTO workers VALUES (:worker, :now, :state)"
+                " ON CONFLICT DO UPDATE SET seen_at = :now, state = :state",
+                values | {"state": json.dumps(state)},
+            )
 
-    def release(self, worker: str) -> None:
-        """A worker ends in good order: its jobs wait again."""
-        with self._writing.begin() as connection:
-            mine = (jobs.c.worker == worker) & jobs.c.status.in_((*OPEN, CANCELLED))
-            connection.execute(update(jobs).where(mine).values(worker=None, lease_until=None))
-        self.remove_cancelled()
+    # --- deleting ---------------------------------------------------------------------------------
 
-    def lose(self, worker: str) -> None:
-        """A worker is known to be dead: its leases end now."""
-        with self._writing.begin() as connection:
-            self._end_leases(connection, jobs.c.worker == worker)
-        self.remove_cancelled()
-
-    def _end_leases(self, connection: Connection, whose) -> None:
-        """Jobs of lost workers wait again; one over which too many died has failed."""
-        now = self.clock()
-        lost = {"worker": None, "lease_until": None}
-        leased = jobs.c.worker.is_not(None) & whose
-        begun = leased & (jobs.c.status == IN_PROGRESS)
-        connection.execute(update(jobs).where(begun).values(**lost, losses=jobs.c.losses + 1))
-        connection.execute(update(jobs).where(leased).values(**lost))
-        given_up = (jobs.c.status == IN_PROGRESS) & (jobs.c.losses >= self.losses)
-        failed = {"status": FAILED, "error": LOST, "detail": None, "completed_at": now}
-        connection.execute(update(jobs).where(given_up).values(**failed))
-
-    def _update(self, where, values: dict) -> int:
-        with self._writing.begin() as connection:
-            return connection.execute(update(jobs).where(where).values(**values)).rowcount
-
-    # --- keeping house ----------------------------------------------------------------------------
-
-    def sweep(self, days: float, most_bytes: int, orphans_after: float = 3600.0) -> None:
+    def sweep(self, days: float, max_bytes: int, orphans_after: float = 3600.0) -> None:
         """End leases that ran out; delete what was cancelled, jobs that ended more than `days` ago,
-        the oldest ended ones beyond `most_bytes`, and folders that no job has.
+        the oldest ended ones beyond `max_bytes`, and folders that no job has.
 
         orphans_after  seconds: an upload fills its folder before its job is there
         """
         now = self.clock()
-        with self._writing.begin() as connection:
-            self._end_leases(connection, jobs.c.lease_until < now)
-            stale = workers.c.seen_at < now - days * _DAY
-            connection.execute(delete(workers).where(stale))
+        values = {"before": now - days * _DAY, "max_bytes": max_bytes}
+        with self.database.writing() as connection:
+            self._release(connection, "lease_until < :now", crashed=True, now=now)
+            connection.execute("DELETE FROM workers WHERE seen_at < :before", values)
         self.remove_cancelled()
-        old = jobs.c.status.in_(ENDED) & (jobs.c.completed_at < now - days * _DAY)
-        self._remove(self._ids(old) + self._beyond(most_bytes))
+        self._remove(f"{_IS_ENDED} AND completed_at < :before", **values)
+        self._remove(
+            "number IN (SELECT number FROM (SELECT number, sum(bytes) OVER"
+            " (ORDER BY completed_at DESC, number DESC) AS newer_bytes FROM jobs"
+            f" WHERE {_IS_ENDED}) WHERE newer_bytes > :max_bytes)",
+            **values,
+        )
         self._remove_orphans(now - orphans_after)
+
+    def remove_cancelled(self) -> None:
+        """Delete cancelled jobs that no worker holds."""
+        free = "status = 'cancelled' AND (worker IS NULL OR lease_until < :now)"
+        self._remove(free, now=self.clock())
+
+    def _remove(self, where: str, **values: Any) -> None:
+        """Delete jobs. Their rows go first: a job in the database has its files, and a folder that
+        is left behind is an orphan."""
+        with self.database.writing() as connection:
+            rows = connection.execute(f"DELETE FROM jobs WHERE {where} RETURNING id", values)
+            ids = [row["id"] for row in rows]
+        for id in ids:
+            shutil.rmtree(self.folder_of(id), ignore_errors=True)
 
     def _remove_orphans(self, before: float) -> None:
         """Delete folders that no job has and that nobody has touched since a time."""
@@ -359,96 +378,53 @@ class Queue:
         for folder in self.folder.glob("video_*"):
             with suppress(FileNotFoundError):
                 old += [folder] if folder.stat().st_mtime < before else []
-        known = set(self._ids(jobs.c.number > 0)) if old else set()
+        known = {row["id"] for row in self.database.read("SELECT id FROM jobs")} if old else set()
         for folder in old:
             if folder.name not in known:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def remove_cancelled(self) -> None:
-        """Delete cancelled jobs that no worker holds."""
-        free = or_(jobs.c.worker.is_(None), jobs.c.lease_until < self.clock())
-        self._remove(self._ids((jobs.c.status == CANCELLED) & free))
-
-    def _beyond(self, most_bytes: int) -> list[str]:
-        """Ids of the oldest ended jobs, all but the newest that together have `most_bytes`."""
-        query = select(jobs.c.id, jobs.c.bytes).where(jobs.c.status.in_(ENDED))
-        beyond, kept = [], 0
-        with self._reading.begin() as connection:
-            for row in connection.execute(query.order_by(jobs.c.completed_at.desc())):
-                kept += row.bytes
-                if kept > most_bytes:
-                    beyond.append(row.id)
-        return beyond
-
-    def _ids(self, where) -> list[str]:
-        with self._reading.begin() as connection:
-            return list(connection.scalars(select(jobs.c.id).where(where)))
-
-    def _remove(self, ids: Iterable[str]) -> None:
-        """The row first: a job that is there has its files; a folder without one is swept later."""
-        for id in ids:
-            with self._writing.begin() as connection:
-                # An open one is never removed, whatever was true a moment ago.
-                gone = (jobs.c.id == id) & jobs.c.status.in_((*ENDED, CANCELLED))
-                removed = connection.execute(delete(jobs).where(gone)).rowcount
-            if removed:
-                shutil.rmtree(self.folder_of(id), ignore_errors=True)
-
-    # --- what there is ----------------------------------------------------------------------------
+    # --- counts -----------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
         """Jobs by status."""
-        query = select(jobs.c.status, func.count().label("number")).group_by(jobs.c.status)
-        with self._reading.begin() as connection:
-            found = {row.status: row.number for row in connection.execute(query)}
-        return {status: found.get(status, 0) for status in (*VISIBLE, CANCELLED)}
+        rows = self.database.read("SELECT status, count(*) FROM jobs GROUP BY status")
+        return dict.fromkeys(STATUSES, 0) | dict(rows)
 
     def oldest_wait(self) -> float:
         """Seconds for which the oldest waiting job has waited."""
-        query = select(func.min(jobs.c.created_at)).where(jobs.c.status == QUEUED)
-        with self._reading.begin() as connection:
-            oldest = connection.scalar(query)
-        return self.clock() - oldest if oldest is not None else 0.0
+        now = self.clock()
+        sql = "SELECT :now - min(created_at) FROM jobs WHERE status = 'queued'"
+        return self.database.read(sql, now=now)[0][0] or 0.0
 
     def workers(self) -> dict[str, dict]:
-        """What every worker said last, with `alive` for those that were heard within a lease."""
-        with self._reading.begin() as connection:
-            rows = connection.execute(select(workers)).all()
-        now = self.clock()
-        return {row.worker: {**row.state, "alive": now - row.seen_at < self.lease} for row in rows}
-
-    def forget(self, worker: str) -> None:
-        """A worker has ended: it is not alive any more, though what it has done still counts."""
-        with self._writing.begin() as connection:
-            ended = update(workers).where(workers.c.worker == worker)
-            connection.execute(ended.values(seen_at=self.clock() - self.lease))
+        """The last state of every worker, with `alive` for those heard within a lease."""
+        rows, now = self.database.read("SELECT * FROM workers"), self.clock()
+        return {
+            worker: {**json.loads(state), "alive": now - seen_at < self.lease}
+            for worker, seen_at, state in rows
+        }
 
 
-def _free(now: float):
-    """Jobs that may be given to a worker."""
-    return jobs.c.status.in_(OPEN) & or_(jobs.c.worker.is_(None), jobs.c.lease_until < now)
+def _claim(entry: Entry) -> dict[str, Any]:
+    """What a worker's writes name of a job that it took."""
+    return {"number": entry.number, "attempt": entry.attempt, "worker": entry.worker}
 
 
-def _held(entry: Entry):
-    """The job, if it is still open and the worker's of this attempt."""
-    return and_(
-        jobs.c.number == entry.number,
-        jobs.c.attempt == entry.attempt,
-        jobs.c.worker == entry.worker,
-        jobs.c.status.in_(OPEN),
-    )
+def _encoded(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as columns hold them: objects as JSON."""
+    return {k: json.dumps(v) if isinstance(v, dict) else v for k, v in values.items()}
 
 
-def _serve(connection: Connection, owner: str, now: float) -> None:
-    """Note that it was an owner's turn."""
-    known = update(owners).where(owners.c.owner == owner).values(served_at=now)
-    if not connection.execute(known).rowcount:
-        connection.execute(insert(owners).values(owner=owner, served_at=now))
+def _entries(rows: Iterable[sqlite3.Row]) -> list[Entry]:
+    def decoded(name: str, value: Any) -> Any:
+        return json.loads(value) if name in _JSON and value is not None else value
+
+    return [Entry(**{name: decoded(name, row[name]) for name in row.keys()}) for row in rows]
 
 
-def _entries(rows) -> list[Entry]:
-    return [Entry(**row._mapping) for row in rows]
-
-
-def _one(connection: Connection, where) -> Entry | None:
-    return next(iter(_entries(connection.execute(select(jobs).where(where)))), None)
+def _same_request(rows: Iterable[sqlite3.Row], digest: str) -> Entry | None:
+    """The job of an idempotency key, if there is one. KeyUsed if it is of another request."""
+    earlier = next(iter(_entries(rows)), None)
+    if earlier and earlier.digest != digest:
+        raise KeyUsed
+    return earlier

@@ -1,13 +1,12 @@
-"""A worker: one process that keeps an engine up and makes the queue's videos, those of one size
-together.
+"""A worker: one process that keeps an engine open and makes the queue's videos, those with one
+batch key together.
 
-It holds its jobs by a heartbeat, says every step, and asks at every step whether the job is still
-its own: a job that was cancelled ends there, and the next one begins.
+A heartbeat renews the leases of its jobs. At every step it reports progress, or reads whether it
+still owns the job: a cancelled job ends there, and the next one begins.
 """
 
 import base64
 import os
-import signal
 import threading
 import time
 import traceback
@@ -29,23 +28,19 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.upscaling import UPSCALES
-from ltx_neuron.service.desk import Desk
 from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, folder_bytes, job_of
+from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.preview import previews_of
-from ltx_neuron.service.queue import Entry
-from ltx_neuron.service.recurring import repeated
+from ltx_neuron.service.queue import Entry, Queue
 
-TOGETHER = 4  # jobs taken at a time: their prompts are encoded in one go
-IN_A_RUN = 32  # jobs until the engine's records are read and begun anew
+PROMPT_BATCH_SIZE = 4  # jobs taken at a time: their prompts are encoded in one batch
+MAX_JOBS_PER_RUN = 32  # jobs until the engine's records are read and begun anew
 POLL_SECONDS = 0.1  # how often an idle worker looks for jobs
-REPORT_SECONDS = (
-    0.25  # how often a step is written down; whether the job is still ours is read at each
-)
-PATIENCE = 60.0  # seconds that jobs of another size wait for those of the one that is loaded
+REPORT_SECONDS = 0.25  # between two writes of progress; ownership is read at every step
+MAX_SWITCH_DELAY_S = 60.0  # that other jobs wait for those with the loaded batch key
 DENOISED = 90  # percent, when the decoding is left
 _FAILURES = 3  # runs in a row that end all jobs, until the process is begun anew
 _TILE = 512  # the longest side of a thumbnail
-_LAST_SECONDS = 30.0  # to end in good order
 TIMES = "denoise_steps_ms"  # in a job's detail, as in the latency report
 
 
@@ -56,20 +51,20 @@ class Gone(Exception):
 class Worker:
     """Runs the queue's jobs on an engine, until `stop` is set.
 
-    queue     the Queue, or what brings it to this machine
+    queue     on other machines than its own fleet's RemoteQueue
     name      by which the queue knows this process
-    previews  whether it shows what a video looks like between two steps
+    previews  whether it makes pictures of a video between two steps
     """
 
-    def __init__(self, queue: Desk, engine: Engine, name: str, previews: bool = False):
+    def __init__(self, queue: Queue, engine: Engine, name: str, previews: bool = False):
         self.queue, self.engine, self.name = queue, engine, name
         self.previews = previews_of(engine) if previews else None
         self.stop = threading.Event()
-        self.kind: str | None = None
+        self.batch_key: str | None = None
         self._taken: dict[int, tuple[Job, Entry]] = {}  # by id(job), of the run under way
         self._seen: dict[int, dict] = {}  # what is shown of each: its steps' times, a preview
         self._count, self._reported, self._failures = 0, 0.0, 0
-        self._state = {"pid": os.getpid(), "kind": None, "videos": 0, "steps": 0, "phases": {}}
+        self._state = {"pid": os.getpid(), "batch_key": None, "videos": 0, "steps": 0, "phases": {}}
         self._state |= {"step_seconds": 0.0}
         engine.on_step_end, engine.on_stage_end = self._step, self._stage
         engine.progress = False
@@ -82,20 +77,20 @@ class Worker:
         calibration.store(workspace.artifacts)
         self._state["identity"] = code_identity(workspace)
         try:
-            with repeated(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
+            with run_periodically(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
                 while not self.stop.is_set():
-                    self.kind = self.queue.next_kind(self.kind, PATIENCE)
-                    if self.kind is None:
+                    key = self.queue.next_batch_key(self.batch_key, MAX_SWITCH_DELAY_S)
+                    self.batch_key = key
+                    if key is None:
                         self.stop.wait(POLL_SECONDS)
                     else:
-                        self._run_kind()
+                        self._run_batch()
         finally:
-            self.queue.release(self.name)
-            self.queue.forget(self.name)
+            self.queue.release_worker(self.name)
 
-    def _run_kind(self) -> None:
-        """One run of the engine, over jobs of one kind that are taken as it goes."""
-        self._count, self._state["kind"] = 0, self.kind
+    def _run_batch(self) -> None:
+        """One run of the engine, over jobs with one batch key that are taken as it goes."""
+        self._count, self._state["batch_key"] = 0, self.batch_key
         if not (jobs := self._take()):
             return
         outcomes = self.engine.run(
@@ -115,7 +110,7 @@ class Worker:
         except Exception:
             # A rank or the device has failed: the engine has closed itself, and opens anew.
             traceback.print_exc()
-            self.queue.lose(self.name)
+            self.queue.release_worker(self.name, crashed=True)
             self._failures += 1
             if self._failures == _FAILURES:
                 raise
@@ -127,15 +122,15 @@ class Worker:
     # --- taking jobs ------------------------------------------------------------------------------
 
     def _take(self) -> list[Job]:
-        """Further jobs of the kind that is loaded; none where it is another's turn."""
-        if self.stop.is_set() or self._count >= IN_A_RUN:
+        """Further jobs with the batch key that is loaded; none if it is another's turn."""
+        if self.stop.is_set() or self._count >= MAX_JOBS_PER_RUN:
             return []
-        if self.queue.next_kind(self.kind, PATIENCE) != self.kind:
+        if self.queue.next_batch_key(self.batch_key, MAX_SWITCH_DELAY_S) != self.batch_key:
             return []
         jobs = []
-        for entry in self.queue.claim(self.name, self.kind, TOGETHER):
+        for entry in self.queue.claim(self.name, self.batch_key, PROMPT_BATCH_SIZE):
             try:
-                job = job_of(entry.line, self._folder(entry).absolute())
+                job = job_of(entry.params, self._folder(entry).absolute())
                 self.engine.preflight.check([job])
             except UserError as error:  # what it needs was there when it was accepted
                 print(f"{entry.id}: {error}", flush=True)
@@ -177,18 +172,18 @@ class Worker:
     # --- while it runs ----------------------------------------------------------------------------
 
     def _step(self, stage: Stage, number: int) -> None:
-        """Say that a step is done; raise Gone where the job is not ours any more."""
+        """Report a step; raise Gone if the job is not this worker's any more."""
         job, now = self.engine.job, time.monotonic()
         entry, last = self._entry(job), number + 1 == stage.steps
         self._see(job, stage, number)
         if not last and now - self._reported < REPORT_SECONDS:
-            ours = self.queue.holds(entry)
+            owned = self.queue.owns(entry)
         else:
             self._reported = now
             detail = {"stage": stage.name, "step": number + 1, "steps": stage.steps}
             detail |= self._seen[id(job)]
-            ours = self.queue.report(entry, _percent(job, stage, number + 1), detail)
-        if not ours:
+            owned = self.queue.report(entry, _percent(job, stage, number + 1), detail)
+        if not owned:
             raise Gone(entry.id)
 
     def _see(self, job: Job, stage: Stage, number: int) -> None:
@@ -214,23 +209,23 @@ class Worker:
     def _write(self, clip: Clip) -> None:
         """Write a video while it is decoded; where that overlaps denoising, in another thread."""
         entry, recorder = self._entry(clip.job), self.engine.recorder
-        folder, chunks = self._folder(entry), self._while_ours(entry, clip.chunks)
+        folder, chunks = self._folder(entry), self._while_owned(entry, clip.chunks)
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
         with recorder.phase("encode_mp4"):
             clip.write_mp4(folder / VIDEO)
         report = make_report(recorder, self.engine.workspace, clip.job.describe())
         write_json((folder / VIDEO).with_suffix(".json"), sidecar(clip.job, report))
 
-    def _while_ours(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
-        """A clip's chunks; raises Gone where its job is not ours any more."""
+    def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+        """A clip's chunks; raises Gone once its job is not this worker's any more."""
         for chunk in chunks:
-            if not self.queue.holds(entry):
+            if not self.queue.owns(entry):
                 raise Gone(entry.id)
             yield chunk
             del chunk
 
     def _hand_over(self, result: Result) -> None:
-        """A video is there whole."""
+        """Complete the job of a video whose files are written."""
         entry = self._entry(result.job)
         folder, state = self._folder(entry), self._state_path(result.job)
         kept = state.stat().st_size if state.is_file() else 0
@@ -241,10 +236,10 @@ class Worker:
         self._state["videos"] += 1
 
     def _failed(self, failure: Failure) -> None:
-        """End a job that failed alone, or let go of one that is not ours."""
+        """End a job that failed alone, or release one that is not this worker's any more."""
         entry, error = self._entry(failure.job), failure.error
         if isinstance(error, Gone):
-            self.queue.let_go(entry)
+            self.queue.release_job(entry)
             return
         print(f"{entry.id} failed", flush=True)
         traceback.print_exception(error)
@@ -293,16 +288,3 @@ def with_thumbnail(chunks: Iterator[Tensor], job: Job, path: Path) -> Iterator[T
         index -= len(chunk)
         yield chunk
         del chunk
-
-
-def end_with_parent(parent: int) -> None:
-    """Ask this process to end, as SIGTERM does, once its parent has died; it must in the end."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_LAST_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()

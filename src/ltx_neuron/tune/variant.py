@@ -17,17 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron import errors
+from ltx_neuron import errors, flags
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json, write_tensors
-from ltx_neuron.job import Job, Size
+from ltx_neuron.job import Job
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.tune.step import last_step, prepared, reference
-from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
 
 RESULT, OUTPUTS = "result.json", "outputs.safetensors"  # in the request's folder
@@ -39,6 +38,7 @@ _CUT = "main of the first blocks"
 class Request:
     """What a variant's process is asked for; travels as JSON.
 
+    line      the job, as a prompts file says it
     settings  of the profile, key=value: those that were typed and the variant's
     layers    the first so many blocks; None: all of them
     steps     warm steps of each stage; 0: the reference in float32 instead of a variant
@@ -51,10 +51,7 @@ class Request:
     settings: tuple[str, ...]
     tp: int
     dtype: str
-    loras: list
-    size: dict
-    images: list
-    recipe: str
+    line: dict
     layers: int | None
     steps: int
     folder: str
@@ -64,10 +61,7 @@ class Request:
         return Workspace(self.checkpoint, profile, self.artifacts, self.tp, self.dtype)
 
     def job(self) -> Job:
-        images = tuple(ImageCondition(**image) for image in self.images)
-        loras = tuple(Lora(Path(path), strength) for path, strength in self.loras)
-        size = Size(**self.size)
-        return Job("random contexts", size, images=images, recipe=self.recipe, loras=loras)
+        return flags.job_of(JobSpec().with_line(self.line))
 
 
 def request(workspace: Workspace, job: Job) -> Request:
@@ -79,10 +73,7 @@ def request(workspace: Workspace, job: Job) -> Request:
         (),
         workspace.tp,
         workspace.dtype_name,
-        [(str(lora.path.absolute()), lora.strength) for lora in job.loras],
-        dataclasses.asdict(job.size),
-        [dataclasses.asdict(image) for image in job.images],
-        job.recipe,
+        dataclasses.replace(job, prompt="random contexts").spec.line(),
         None,
         0,
         "",

@@ -13,7 +13,7 @@ _MAX_MESSAGE = 4000
 _SECONDS = 5  # until the same request may succeed
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """A request that is refused, and why.
 
     code   for programs: "profile_mismatch"
@@ -56,9 +56,9 @@ class Refusal(Exception):
         return headers
 
 
-def invalid(param: str | None, message: str, code: str = "invalid_value") -> Refusal:
-    return Refusal(400, code, message, param)
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, code, message, param)
 
 
-def busy(message: str, code: str, retry: float = _SECONDS) -> Refusal:
-    return Refusal(429, code, message, retry=retry)
+def busy(message: str, code: str, retry: float = _SECONDS) -> ApiError:
+    return ApiError(429, code, message, retry=retry)

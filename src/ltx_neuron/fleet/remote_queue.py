@@ -1,13 +1,14 @@
-"""The desk: an actor beside the front that has the queue and the files; and what stands for it on
-the machines of the replicas.
+"""The queue for workers on other machines: an actor beside the API that has the queue and its
+files, and the replicas' side of it.
 
-A job's inputs go out with its claim, and its video comes back with its completion: each through
-Ray's object store, once.
+A job's inputs travel with its claim, and its video with its completion: each once, through Ray's
+object store.
 """
 
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -19,28 +20,26 @@ from ltx_neuron.service.queue import Entry, Queue
 
 RESULTS = (VIDEO, Path(VIDEO).with_suffix(".json").name, THUMBNAIL)
 STATE = state_path(Path(VIDEO)).name
-_PASSED = ("next_kind", "holds", "report", "fail", "let_go", "renew", "release", "lose", "forget")
 
 
-class FrontDesk:
-    """An actor on the machine of the front: nothing else writes what replicas send."""
+class QueueActor:
+    """An actor on the API's machine: nothing else writes what replicas send."""
 
-    def __init__(self, url: str, folder: Path, lease: float):
-        self.queue = Queue(url, folder, lease=lease)
+    def __init__(self, database: Path, folder: Path, lease: float):
+        self.queue = Queue(database, folder, lease=lease)
         self._writing = threading.Lock()
 
     def until_it_dies(self) -> None:
-        """Never returns: who waits for it learns that the desk is gone."""
+        """Never returns: a caller that waits for it learns when the actor has died."""
         threading.Event().wait()
 
-    def ask(self, what: str, *args, **more):
-        """One of the queue's methods."""
-        assert what in _PASSED, what
-        return getattr(self.queue, what)(*args, **more)
+    def call(self, method: str, *args, **more):
+        """Call one of the queue's methods."""
+        return getattr(self.queue, method)(*args, **more)
 
-    def claim(self, worker: str, kind: str, count: int) -> list[tuple[Entry, dict[str, bytes]]]:
-        """Jobs for a worker, each with the files that lie in its folder."""
-        return [(entry, self._files(entry)) for entry in self.queue.claim(worker, kind, count)]
+    def claim(self, *args) -> list[tuple[Entry, dict[str, bytes]]]:
+        """Jobs for a worker, each with the files in its folder."""
+        return [(entry, self._files(entry)) for entry in self.queue.claim(*args)]
 
     def _files(self, entry: Entry) -> dict[str, bytes]:
         folder = self.queue.folder_of(entry.id)
@@ -52,7 +51,7 @@ class FrontDesk:
         """Write files of a job that is still the worker's, each whole."""
         # One at a time: an earlier worker's come before a later one has the job, or not at all.
         with self._writing:
-            if not self.queue.holds(entry):
+            if not self.queue.owns(entry):
                 return False
             for name, content in files.items():
                 assert Path(name).name == name, name
@@ -70,31 +69,24 @@ class FrontDesk:
         return True
 
 
-def _passed(what: str) -> Callable:
-    def ask(self, *args, **more):
-        return ray.get(self.actor.ask.remote(what, *args, **more))
-
-    return ask
-
-
-class RemoteDesk:
-    """service.desk.Desk, for a worker on any machine.
-
-    scratch  a folder of the worker's own
-    """
+class RemoteQueue:
+    """The queue as a worker on any machine calls it. scratch: a folder of the worker's own."""
 
     def __init__(self, actor, lease: float, scratch: Path):
         self.actor, self.lease, self.scratch = actor, lease, scratch
 
-    next_kind, holds, report = map(_passed, _PASSED[:3])
-    renew, release, forget = map(_passed, ("renew", "release", "forget"))
-    _fail, _let_go, _lose = map(_passed, ("fail", "let_go", "lose"))
+    def __getattr__(self, method: str) -> Callable:
+        """All other methods are those of the queue itself."""
+        return partial(self._call, method)
+
+    def _call(self, method: str, *args, **more):
+        return ray.get(self.actor.call.remote(method, *args, **more))
 
     def folder_of(self, id: str) -> Path:
         return self.scratch / id
 
-    def claim(self, worker: str, kind: str, count: int) -> list[Entry]:
-        claimed = ray.get(self.actor.claim.remote(worker, kind, count))
+    def claim(self, worker: str, batch_key: str, count: int) -> list[Entry]:
+        claimed = ray.get(self.actor.claim.remote(worker, batch_key, count))
         for entry, files in claimed:
             self._clear(entry)
             self.folder_of(entry.id).mkdir()
@@ -115,16 +107,16 @@ class RemoteDesk:
 
     def fail(self, entry: Entry, code: str, message: str) -> bool:
         self._clear(entry)
-        return self._fail(entry, code, message)
+        return self._call("fail", entry, code, message)
 
-    def let_go(self, entry: Entry) -> None:
+    def release_job(self, entry: Entry) -> None:
         self._clear(entry)
-        self._let_go(entry)
+        self._call("release_job", entry)
 
-    def lose(self, worker: str) -> None:
+    def release_worker(self, worker: str, crashed: bool = False) -> None:
         for folder in self.scratch.iterdir():
             shutil.rmtree(folder, ignore_errors=True)
-        self._lose(worker)
+        self._call("release_worker", worker, crashed)
 
     def _clear(self, entry: Entry) -> None:
         shutil.rmtree(self.folder_of(entry.id), ignore_errors=True)

@@ -1,7 +1,6 @@
-"""The process that answers: the API's server, the worker that it keeps alive, and the sweep of what
-is too old."""
+"""The process that answers: the API's server, the worker that it supervises, and the deletion of
+old jobs."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -12,11 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import uvicorn
 
-from ltx_neuron.service.guard import PatientProtocol
+from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.queue import Queue
-from ltx_neuron.service.recurring import repeated
 
-CONNECTIONS = 200
+MAX_CONNECTIONS = 200  # uvicorn answers 503 on further ones
 _SWEEP_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 5
 _END_SECONDS = 30  # for a worker, until it is killed
@@ -25,7 +23,7 @@ _LONG_ENOUGH = 60.0  # for a worker to have lived
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which says where it listens: port 0 is any that is free."""
+    """uvicorn's server. It prints where it listens: port 0 is any free one."""
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)
@@ -41,13 +39,13 @@ def serve(app: Callable, host: str, port: int) -> None:
         app,
         host=host,
         port=port,
-        http=PatientProtocol,
+        http="h11",
         ws="none",
         lifespan="off",
         log_level="warning",
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_KEEP_ALIVE_SECONDS,
     )
@@ -60,8 +58,8 @@ def worker_name(pid: int) -> str:
 
 
 @contextmanager
-def kept_alive(command: list[str], queue: Queue) -> Iterator[None]:
-    """Keep a worker running while the block runs; where it dies, its jobs are free at once."""
+def supervise_worker(command: list[str], queue: Queue) -> Iterator[None]:
+    """Keep a worker running while the block runs; if it dies, its jobs are free at once."""
     ending, process = threading.Event(), None
 
     def keep() -> None:
@@ -69,10 +67,11 @@ def kept_alive(command: list[str], queue: Queue) -> Iterator[None]:
         wait = 1.0
         while not ending.is_set():
             began = time.monotonic()
-            process = subprocess.Popen([*command, "--parent", str(os.getpid())])
+            # Its stdin ends with this process: errors.end_with_parent.
+            process = subprocess.Popen([*command, "--supervised"], stdin=subprocess.PIPE)
             code = process.wait()
-            queue.lose(name := worker_name(process.pid))
-            queue.forget(name)
+            process.stdin.close()
+            queue.release_worker(worker_name(process.pid), crashed=True)
             if ending.is_set():
                 return
             wait = 1.0 if time.monotonic() - began > _LONG_ENOUGH else wait
@@ -93,6 +92,6 @@ def kept_alive(command: list[str], queue: Queue) -> Iterator[None]:
         thread.join()
 
 
-def swept(queue: Queue, days: float, most_bytes: int) -> AbstractContextManager[None]:
-    """Delete what is too old, now and then, while the block runs."""
-    return repeated(lambda: queue.sweep(days, most_bytes), _SWEEP_SECONDS, "sweep")
+def cleanup_task(queue: Queue, days: float, max_bytes: int) -> AbstractContextManager[None]:
+    """Delete old jobs now and then while the block runs."""
+    return run_periodically(lambda: queue.sweep(days, max_bytes), _SWEEP_SECONDS, "sweep")

@@ -1,4 +1,4 @@
-"""What is done again and again beside other work."""
+"""Periodic work in a thread of its own."""
 
 import threading
 import traceback
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def repeated(function: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
-    """Call a function now, and then every so many seconds, in a thread while the block runs. Its
-    errors are printed: a database may be away for a moment."""
+def run_periodically(function: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
+    """Call a function now and then every so many seconds, in a thread, while the block runs. Its
+    errors are printed, and it is called again: a disk may be full for a moment."""
     ended = threading.Event()
 
     def repeat() -> None:

@@ -1,0 +1,337 @@
+"""JobSpec: what a user may say of one video. Each field is a flag, a key of a prompts file's line
+and, where it names no path, a field of an HTTP body.
+
+The scripts' flags, their help texts, the validation of a line and of a body, and the way back from
+a job (`model_dump`, `JobSpec.words`) come from these fields. A field's description is the flag's
+help, and its title is the name of the flag's value.
+"""
+
+import dataclasses
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import ArgsKwargs
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.res_2s import SAMPLERS
+from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.upscaling import UPSCALES
+
+SEED = 10  # where none is given
+HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
+
+
+def _option(
+    help: str | None = None,
+    value: str | None = None,
+    *,
+    default: Any = None,
+    names: tuple[str, ...] = (),
+    **limits: Any,
+) -> Any:
+    """A field.
+
+    value  the name of the flag's value in its help
+    names  the field's own and other names of it
+    """
+    alias = AliasChoices(*names) if names else None
+    return Field(default, description=help, title=value, validation_alias=alias, **limits)
+
+
+class WeightedFile(NamedTuple):
+    """PATH STRENGTH: a reference video, or the mask of all."""
+
+    path: str
+    strength: float
+
+
+class LoraFile(NamedTuple):
+    """PATH [STRENGTH]: 1 where none is said."""
+
+    path: str
+    strength: float | None = None
+
+
+def _repeats(value: Any) -> Any:
+    """Each time that a repeatable flag is given: one path, [path, ...] or [[path, ...], ...]."""
+    if isinstance(value, tuple):  # of another spec
+        return value
+    nested = isinstance(value, list) and value and not isinstance(value[0], str)
+    return [_entry(each) for each in (value if nested else [value]) if each != []]
+
+
+def _entry(value: Any) -> Any:
+    if isinstance(value, str):
+        value = [value]
+    # pydantic has no numbers of True and False here: it would take them for 1 and 0.
+    if isinstance(value, list) and any(isinstance(each, bool) for each in value):
+        raise ValueError("wanted text and numbers")
+    return value
+
+
+def _image(value: Any) -> Any:
+    return ArgsKwargs(tuple(value)) if isinstance(value, list) else value
+
+
+def _image_values(image: ImageCondition) -> list:
+    return [str(image.path), image.frame_index, image.strength, image.crf]
+
+
+_Image = Annotated[ImageCondition, BeforeValidator(_image), PlainSerializer(_image_values)]
+Images = Annotated[tuple[_Image, ...], BeforeValidator(_repeats)]
+WeightedFiles = Annotated[tuple[WeightedFile, ...], BeforeValidator(_repeats)]
+LoraFiles = Annotated[tuple[LoraFile, ...], BeforeValidator(_repeats)]
+
+
+def _listed(value: Any) -> Any:
+    return value if value is None or isinstance(value, list | tuple) else [value]
+
+
+Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
+
+
+class Fields(BaseModel):
+    """Fields that are validated alike: text is text, and True and False are no numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", loc_by_alias=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
+            raise ValueError("wanted a number")
+        return value
+
+
+class SamplingFields(Fields):
+    negative_prompt: str | None = _option("dev recipe only")
+    seed: int = _option(default=SEED)
+    num_inference_steps: int | None = _option(
+        "dev recipe only", "N", names=("num_inference_steps", "num_steps")
+    )
+    upscale: Literal[tuple(UPSCALES)] | None = _option("after a one-stage run")
+
+
+class SizeFields(Fields):
+    height: int | None = _option(f"pixels (default: {Size.height})")
+    width: int | None = _option(f"pixels (default: {Size.width})")
+    num_frames: int | None = _option(f"8k+1 (default: {Size.num_frames})")
+    frame_rate: float | None = _option(
+        f"frames per second (default: {Size.frame_rate:g})", names=("frame_rate", "fps")
+    )
+    two_stage: StrictBool = _option("half size first, then upsample x2 and refine", default=False)
+    image: Images = _option(
+        "hold an image at a frame (defaults: 0, 1.0, 33); repeatable",
+        "PATH [FRAME_IDX [STRENGTH [CRF]]]",
+        default=(),
+    )
+    recipe: Literal["distilled", "dev"] | None = _option(
+        "sampling the checkpoint was made for (default: from the file's name, else distilled)"
+    )
+
+
+class LoraFields(Fields):
+    lora: LoraFiles = _option(
+        "a LoRA in every stage (strength 1.0); repeatable", "PATH [STRENGTH]", default=()
+    )
+    ic_lora: LoraFiles = _option(
+        "distilled recipe: an IC-LoRA, in stage 1 alone (strength 1.0); repeatable",
+        "PATH [STRENGTH]",
+        default=(),
+    )
+    distilled_lora: LoraFiles = _option(
+        "dev recipe: the LoRA of stage 2 (strength 1.0); repeatable", "PATH [STRENGTH]", default=()
+    )
+    distilled_lora_strength_stage_1: float | None = _option(
+        f"of --distilled-lora in both stages, here in stage 1 (default: {HQ_STRENGTHS[0]:g})", "S"
+    )
+    distilled_lora_strength_stage_2: float | None = _option(
+        f"of --distilled-lora in both stages, here in stage 2 (default: {HQ_STRENGTHS[1]:g})", "S"
+    )
+
+
+class ConditionFields(Fields):
+    """What graphs depend on, of what a video is made from besides its prompt and images."""
+
+    audio_path: str | None = _option("make the video for this sound", "FILE")
+    video_path: str | None = _option("make part of this video anew, at its own size", "FILE")
+    extend: float | None = _option(
+        "make that video so much longer at its end or, below 0, before its beginning, in windows of"
+        " --num-frames",
+        "SECONDS",
+    )
+    video_conditioning: WeightedFiles = _option(
+        "a reference of --ic-lora; repeatable", "PATH STRENGTH", default=()
+    )
+    conditioning_attention_mask: WeightedFiles = _option(
+        "a video, black to white, of how much of the references is attended to",
+        "PATH STRENGTH",
+        default=(),
+    )
+    skip_stage_2: StrictBool = _option("of --two-stage: stop at half the size", default=False)
+    images_as_guides: StrictBool = _option(
+        "append the image at frame 0 as the others are (dev recipe, two stages)", default=False
+    )
+
+
+class DetailFields(Fields):
+    """Of these conditions, what no graph depends on."""
+
+    audio_start_time: float | None = _option(
+        "where in the sound the video begins (default: 0)", "SECONDS"
+    )
+    audio_max_duration: float | None = _option("of the sound (default: the video's)", "SECONDS")
+    start_time: float | None = _option("of --video-path: where what is made anew begins", "SECONDS")
+    end_time: float | None = _option("and where it ends", "SECONDS")
+    regenerate: Literal["both", "video", "audio"] | None = _option(
+        "what of --video-path is made anew (default: both)"
+    )
+
+
+class GuidanceFields(Fields):
+    """Named as in ltx-pipelines: the modality's scale after the direction that it weakens."""
+
+    video_cfg_guidance_scale: float | None = None
+    video_stg_guidance_scale: float | None = None
+    video_stg_blocks: Blocks = None
+    video_rescale_scale: float | None = None
+    a2v_guidance_scale: float | None = None
+    video_skip_step: int | None = None
+    audio_cfg_guidance_scale: float | None = None
+    audio_stg_guidance_scale: float | None = None
+    audio_stg_blocks: Blocks = None
+    audio_rescale_scale: float | None = None
+    v2a_guidance_scale: float | None = None
+    audio_skip_step: int | None = None
+
+
+def guidance_fields(stream: str) -> dict[str, str]:
+    """The fields of a stream's guidance, each with its field of StreamGuidance."""
+    return {
+        f"{stream}_cfg_guidance_scale": "cfg_scale",
+        f"{stream}_stg_guidance_scale": "stg_scale",
+        f"{stream}_stg_blocks": "stg_blocks",
+        f"{stream}_rescale_scale": "rescale_scale",
+        f"{ {'video': 'a2v', 'audio': 'v2a'}[stream] }_guidance_scale": "modality_scale",
+        f"{stream}_skip_step": "skip_step",
+    }
+
+
+class JobSpec(
+    GuidanceFields, DetailFields, ConditionFields, LoraFields, SizeFields, SamplingFields
+):
+    """All that may be said of one video; None where nothing is."""
+
+    prompt: str = ""
+    sampler: Literal[tuple(SAMPLERS)] = _option(
+        "res_2s: HQ, of --two-stage --recipe dev (default: euler)", default="euler"
+    )
+
+    def with_line(self, line: Mapping[str, Any]) -> Self:
+        """This with what a line of a prompts file says: its keys are flags without their dashes.
+
+        false and null say nothing. A line's images and references are added; its LoRAs, [] too,
+        take the place of these. Raises UserError.
+        """
+        said = by_field({key: None if value is False else value for key, value in line.items()})
+        said, values = validated(said), {}
+        if "video_path" in said.model_fields_set:  # its file says the size
+            values = {name: SizeFields.model_fields[name].default for name in SIZES}
+        values |= {name: getattr(said, name) for name in said.model_fields_set}
+        for name in ("image", "video_conditioning", "conditioning_attention_mask"):
+            values[name] = getattr(self, name) + getattr(said, name)
+        return self.model_copy(update=values)
+
+    def with_paths(self, rename: Callable[[Path], str]) -> Self:
+        """The same, its images, sound and videos under other names."""
+        values = dict(self)
+        for name in ("audio_path", "video_path"):
+            values[name] = values[name] and rename(Path(values[name]))
+        for name in ("video_conditioning", "conditioning_attention_mask"):
+            values[name] = tuple(
+                each._replace(path=rename(Path(each.path))) for each in values[name]
+            )
+        values["image"] = tuple(
+            dataclasses.replace(each, path=rename(Path(each.path))) for each in self.image
+        )
+        return self.model_copy(update=values)
+
+    def line(self) -> dict[str, Any]:
+        """The line of a prompts file that says this, as JSON."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def words(self, names: Iterable[str]) -> list[Any]:
+        """The flags that say some of the fields."""
+        line, words = self.line(), []
+        for name in names:
+            value = line.get(name, False)
+            for each in value if isinstance(value, list) else [] if value is False else [[value]]:
+                words += [flag_of(name), *(word for word in each if word is not True)]
+        return words
+
+
+SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags are named
+LORAS = ("lora", "ic_lora", "distilled_lora")
+
+
+def flag_of(name: str) -> str:
+    """A field's flag."""
+    return f"--{name.replace('_', '-')}"
+
+
+def names_of(field: str) -> list[str]:
+    """The names of a JobSpec's field, its own first."""
+    alias = JobSpec.model_fields[field].validation_alias
+    return list(alias.choices) if alias else [field]
+
+
+def by_field(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line's values by their fields, but null. Raises UserError for a key that is unknown, or
+    that says again what another one does."""
+    known = {name: field for field in JobSpec.model_fields for name in names_of(field)}
+    keys = {}
+    for key, value in line.items():
+        field = known.get(key.replace("-", "_"))
+        if field is None:
+            listed = ", ".join(sorted(name.replace("_", "-") for name in known))
+            raise UserError(f"unknown key {key!r}; known: {listed}")
+        if value is not None and (other := keys.setdefault(field, key)) != key:
+            raise UserError(f"{other!r} and {key!r} are the same flag; leave one out")
+    return {field: line[key] for field, key in keys.items()}
+
+
+def validated(values: Mapping[str, Any]) -> JobSpec:
+    """The JobSpec of its fields' values. Raises UserError, which names the flag."""
+    try:
+        return JobSpec.model_validate(dict(values))
+    except ValidationError as error:
+        name, got, wanted = first_mistake(error)
+        title = JobSpec.model_fields[name].title or ""
+        if title.startswith("PATH"):
+            wanted = f"wanted {flag_of(name)} {title}"
+        raise UserError(f"{flag_of(name)}: got {got}, {wanted}") from None
+
+
+def first_mistake(error: ValidationError) -> tuple[str, str, str]:
+    """The name of the first field that is wrong, what was got, cut short, and what is wanted."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    got, wanted = first["input"], first["msg"].removeprefix("Value error, ")
+    got = [*got.args] if isinstance(got, ArgsKwargs) else got
+    wanted = wanted.replace("Input should be", "wanted")
+    return str(first["loc"][0]), reprlib.repr(got), wanted[0].lower() + wanted[1:]

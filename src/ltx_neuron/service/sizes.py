@@ -1,0 +1,267 @@
+"""The video sizes that are compiled, and which of them a request means.
+
+Compiling records the sizes that graphs were compiled for in their manifests. The transformer's
+graphs know a size by its tokens alone, so a recorded size offers its transpose too, and a two-stage
+size those of its stages.
+"""
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST
+from ltx_neuron.job import LORA_FIELDS, Job, Size
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.service.api_error import ApiError, invalid
+from ltx_neuron.workspace import Workspace
+
+NO_LORAS = {"default": dict.fromkeys(LORA_FIELDS, ())}
+_MAX_LISTED = 12  # sizes in a message
+
+
+@dataclass(frozen=True)
+class RequestedSize:
+    """What a request says of the size; None is what it does not say."""
+
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    seconds: float | None = None
+    frame_rate: float | None = None
+    two_stage: bool | None = None
+    recipe: str | None = None
+
+    def frames(self, rate: float) -> int | None:
+        """Frames at a rate: of whole seconds one more than their product."""
+        if self.seconds is None or self.num_frames is not None:
+            return self.num_frames
+        return round(self.seconds * rate) + 1
+
+
+class CompiledSize(NamedTuple):
+    """A video size and the recipe that its graphs were compiled for."""
+
+    size: Size
+    recipe: str
+
+    @property
+    def refines(self) -> bool:
+        """Whether stage 2 needs the distilled LoRA."""
+        return self.size.two_stage and self.recipe == "dev"
+
+    def as_dict(self) -> dict:
+        size = self.size
+        return {
+            "size": f"{size.width}x{size.height}",
+            "seconds": seconds_of(size),
+            "num_frames": size.num_frames,
+            "fps": size.frame_rate,
+            "two_stage": size.two_stage,
+            "recipe": self.recipe,
+        }
+
+    def __str__(self) -> str:
+        size, stages = self.size, "two stages" if self.size.two_stage else "one stage"
+        return (
+            f"{size.width}x{size.height}, {size.num_frames} frames at {size.frame_rate:g} fps"
+            f" ({seconds_of(size)} s), {stages}, {self.recipe}"
+        )
+
+
+def seconds_of(size: Size) -> str:
+    """From the first frame to the last: whole for 8k+1 frames at 24 fps, as 121 are 5 s."""
+    return f"{(size.num_frames - 1) / size.frame_rate:.4g}"
+
+
+class SizeRegistry:
+    """The sizes that a workspace has graphs for.
+
+    default     the size and recipe of a request that does not say
+    upsamplers  kinds of latent upsamplers that there are: two stages need the spatial one
+    lora_sets   the LoRAs that a request may choose by a name, as a Job's fields; "default" are
+                those of one that does not say
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        default: CompiledSize,
+        upsamplers: Collection[str],
+        lora_sets: Mapping[str, dict[str, tuple]] = NO_LORAS,
+    ):
+        self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
+        self.lora_sets = lora_sets
+        self._read: dict[Path, int] | None = None  # manifests and when they changed, as read last
+        self._compiled: list[CompiledSize] = []
+        # Buckets whose size no manifest records. A request for exactly that size gets them.
+        self.unrecorded: list[str] = []
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def compiled(self) -> list[CompiledSize]:
+        """Every recorded size that runs, the smallest first. Manifests are read again if one was
+        added, changed or removed."""
+        found = {}
+        for path in (Path(self.workspace.artifacts) / "graphs").glob(f"*/{MANIFEST}"):
+            with suppress(FileNotFoundError):
+                found[path] = path.stat().st_mtime_ns
+        if found != self._read:
+            recorded = self.workspace.compiled_sizes()
+            self.unrecorded = sorted(name for name, records in recorded.items() if not records)
+            offered = set().union({self.default}, *map(_offered, chain(*recorded.values())))
+            runs = filter(self._fits, offered)
+            self._compiled = sorted(runs, key=lambda s: (s.recipe, _pixels(s.size), str(s)))
+            self._read = found
+        return self._compiled
+
+    def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, tuple]:
+        """A Job's LoRAs by the name of their set: those of stage 2 only where dev has one. Raises
+        ApiError for an unknown name."""
+        if (name or "default") not in self.lora_sets:
+            known = ", ".join(map(repr, self.lora_sets))
+            raise invalid("lora_set", f"lora_set {name[:64]!r} is not there; known: {known}")
+        fields = self.lora_sets[name or "default"]
+        return fields if chosen.refines else fields | {"stage_2_loras": ()}
+
+    def _fits(self, chosen: CompiledSize, images: tuple[ImageCondition, ...] = ()) -> bool:
+        """Whether a legal size can be made: with its images it has a graph for every stage."""
+        if chosen.size.two_stage and "spatial" not in self.upsamplers:
+            return False
+        if chosen.refines and not all(f["stage_2_loras"] for f in self.lora_sets.values()):
+            return False
+        job = Job("", chosen.size, images=images, recipe=chosen.recipe)
+        try:
+            for stage in job.stages:
+                self.workspace.dit_program_for(job, stage)
+        except UserError:  # absent, damaged, or cut otherwise
+            return False
+        return True
+
+    # --- what a request means ---------------------------------------------------------------------
+
+    def choose(
+        self, requested: RequestedSize, images: tuple[ImageCondition, ...] = ()
+    ) -> tuple[CompiledSize, list[str]]:
+        """The compiled size that a request means, and what was rounded for it.
+
+        Omitted fields are free, and near the default. Raises ApiError if nothing that is compiled
+        is within a rounding of the given ones.
+        """
+        exact = self._exact(requested)
+        if exact and self._fits(exact, images):
+            return exact, []
+        near = [candidate for candidate in self.compiled if _is_near(requested, candidate)]
+        fitting = [candidate for candidate in near if self._fits(candidate, images)]
+        if not fitting:
+            raise self._mismatch(requested, near if images else [])
+        chosen = min(fitting, key=lambda candidate: _distance(requested, candidate, self.default))
+        return chosen, _rounded(requested, chosen)
+
+    def _exact(self, requested: RequestedSize) -> CompiledSize | None:
+        """The default with what a request says, to the letter; None if no video can be that."""
+        default = self.default.size
+        rate = default.frame_rate if requested.frame_rate is None else requested.frame_rate
+        given = vars(requested) | {"frame_rate": rate, "num_frames": requested.frames(rate)}
+        names = ("height", "width", "num_frames", "frame_rate", "two_stage")
+        size = replace(default, **{name: given[name] for name in names if given[name] is not None})
+        try:
+            size.check()
+        except UserError:
+            return None
+        return CompiledSize(size, requested.recipe or self.default.recipe)
+
+    def _mismatch(self, requested: RequestedSize, without_images: list[CompiledSize]) -> ApiError:
+        given = {name: value for name, value in vars(requested).items() if value is not None}
+        what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
+        if without_images:
+            message = f"{what} is compiled for text alone, not for images held as these are"
+        else:
+            message = f"{what} is not compiled, nor within a rounding of what is"
+        listed = "; ".join(map(str, self.compiled[:_MAX_LISTED])) or "nothing"
+        more = len(self.compiled) - _MAX_LISTED
+        listed += f"; and {more} more" if more > 0 else ""
+        first = next((name for name in given if name in ("height", "width", "seconds")), "size")
+        return ApiError(
+            400,
+            "profile_mismatch",
+            f"{message}. Compiled: {listed}. GET /v1/models lists all",
+            {"height": "size", "width": "size"}.get(first, first),
+            compiled=[candidate.as_dict() for candidate in self.compiled[: 4 * _MAX_LISTED]],
+        )
+
+
+def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float]]:
+    """What a request says, None if nothing, beside what a size has."""
+    return {
+        "height": (requested.height, size.height),
+        "width": (requested.width, size.width),
+        "num_frames": (requested.frames(size.frame_rate), size.num_frames),
+        "fps": (requested.frame_rate, size.frame_rate),
+    }
+
+
+def _is_near(requested: RequestedSize, candidate: CompiledSize) -> bool:
+    """Whether a compiled size is what a request says, but for a rounding to the model's multiples:
+    then `fps` 23.976 is 24, and 29.97 is 30."""
+    size = candidate.size
+    unit = SPACE_SCALE * (2 if size.two_stage else 1)
+    limits = {
+        "height": unit,
+        "width": unit,
+        "num_frames": TIME_SCALE,
+        "fps": 2e-3 * size.frame_rate,
+    }
+    return (
+        all(
+            value is None or abs(value - got) < limits[name]
+            for name, (value, got) in _compared(requested, size).items()
+        )
+        and requested.two_stage in (None, size.two_stage)
+        and requested.recipe in (None, candidate.recipe)
+    )
+
+
+def _distance(requested: RequestedSize, candidate: CompiledSize, default: CompiledSize) -> tuple:
+    """How far a compiled size is from what is requested, and in the rest from the default."""
+    size, defaults = candidate.size, _compared(RequestedSize(), default.size)
+    away = {
+        name: abs(got / (defaults[name][1] if value is None else value) - 1)
+        for name, (value, got) in _compared(requested, size).items()
+    }
+    return (
+        away["height"] + away["width"] + away["num_frames"],
+        candidate.recipe != default.recipe,
+        size.two_stage != default.size.two_stage,
+        away["fps"],
+    )
+
+
+def _rounded(requested: RequestedSize, candidate: CompiledSize) -> list[str]:
+    """What of a request was rounded, in words."""
+    return [
+        f"{name} {value:g} became {got:g}, which is compiled"
+        for name, (value, got) in _compared(requested, candidate.size).items()
+        if value is not None and value != got
+    ]
+
+
+def _pixels(size: Size) -> int:
+    return size.height * size.width * size.num_frames
+
+
+def _offered(record: dict) -> set[CompiledSize]:
+    """The sizes whose graphs may be those of a recorded one. None for a record that is damaged."""
+    try:
+        recipe, whole = record["recipe"], Size(**{k: v for k, v in record.items() if k != "recipe"})
+        whole.check()
+    except (KeyError, TypeError, UserError):
+        return set()
+    sizes = {whole, whole.first, replace(whole, two_stage=False)}
+    sizes |= {replace(size, height=size.width, width=size.height) for size in sizes}
+    return {CompiledSize(size, recipe) for size in sizes}

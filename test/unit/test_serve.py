@@ -1,0 +1,70 @@
+"""The command of the service: its flags, and the end of a supervised worker."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.serve.__main__ import build_parser, database
+
+
+def parsed(*words: str):
+    return build_parser().parse_args(list(words))
+
+
+def test_a_role_has_its_earlier_name_as_well():
+    assert [parsed("--role", name).role for name in ("front", "api", "worker")] == [
+        *("api", "api", "worker")
+    ]
+    assert parsed().role == "all"
+    with pytest.raises(SystemExit):
+        parsed("--role", "desk")
+
+
+def test_the_database_is_a_file_however_it_is_spelled():
+    assert database(parsed("--data-dir", "/data")) == Path("/data/queue.sqlite")
+    for name in ("/fast/q.sqlite", "sqlite:////fast/q.sqlite"):
+        assert database(parsed("--database", name)) == Path("/fast/q.sqlite")
+    for name in ("q.sqlite", "sqlite:///q.sqlite"):
+        assert database(parsed("--database", name)) == Path("q.sqlite").absolute()
+    for url in ("postgresql://me@host/jobs", "postgresql:///jobs"):
+        with pytest.raises(UserError, match="the queue is in SQLite; type a file's path"):
+            database(parsed("--database", url))
+
+
+SUPERVISED = """
+import sys, time
+from ltx_neuron import errors
+
+def main():
+    errors.end_with_parent(0.5)
+    print("begun", flush=True)
+    try:
+        time.sleep(60)
+    except errors.Terminated:
+        print("tidied up", flush=True)
+        if "stubborn" in sys.argv:
+            time.sleep(60)
+        raise
+
+errors.run(main)
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("", 143), ("stubborn", 1)])
+def test_a_supervised_process_tidies_up_when_its_parent_has_died_and_ends_in_any_case(word, code):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISED, word],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.stdin.close()  # as the system does when the parent is killed
+    assert process.wait(20) == code
+    assert process.stdout.read() == "tidied up\n"

@@ -1,0 +1,194 @@
+"""The compiled sizes: which of them a request means, and how compiling records them."""
+
+import json
+
+import pytest
+
+from ltx_neuron.backends.manifest import record_size, recorded_sizes
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST, write_json
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.service.api_error import ApiError
+from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry, seconds_of
+
+SMALL, TALL = Size(512, 768, 121), Size(768, 512, 121)
+LARGE = Size(1024, 1536, 121, two_stage=True)
+
+
+class Compiled:
+    """The workspace of a machine on which graphs were compiled for sizes."""
+
+    def __init__(self, *sizes: Size, images=(), recipe="distilled", artifacts="/nonexistent"):
+        self.artifacts, self.recorded = artifacts, {}
+        for size in sizes:
+            for bucket in Job("", size, images=images, recipe=recipe).buckets:
+                self.recorded.setdefault(bucket.name, []).append(vars(size) | {"recipe": recipe})
+
+    def compiled_sizes(self) -> dict[str, list[dict]]:
+        return self.recorded
+
+    def dit_program_for(self, job, stage):
+        if job.bucket(stage).name not in self.recorded:
+            raise UserError("not compiled")
+
+
+def registry(*sizes: Size, **more) -> SizeRegistry:
+    default = CompiledSize(SMALL, "distilled")
+    return SizeRegistry(Compiled(*sizes, **more), default, upsamplers={"spatial"})
+
+
+def chosen(requested: RequestedSize, *sizes: Size) -> tuple[Size, list[str]]:
+    found, notes = registry(*sizes).choose(requested)
+    return found.size, notes
+
+
+# --- what is recorded -----------------------------------------------------------------------------
+
+
+def test_a_recorded_size_offers_its_transpose_and_the_sizes_of_its_stages():
+    assert {each.size for each in registry(SMALL).compiled} == {SMALL, TALL}
+    two = {each.size for each in registry(LARGE).compiled}
+    assert two == {LARGE, Size(1536, 1024, 121, two_stage=True)} | {
+        Size(*sides, 121) for sides in ((512, 768), (768, 512), (1024, 1536), (1536, 1024))
+    }
+
+
+def test_a_size_that_nobody_compiled_is_not_listed_though_a_graph_has_its_tokens():
+    same = Size(256, 1536, 121)  # as many pixels
+    assert Job("", same).buckets == Job("", SMALL).buckets
+    sizes = registry(SMALL)
+    assert same not in {each.size for each in sizes.compiled}
+    # Who asks for exactly that gets it.
+    assert sizes.choose(RequestedSize(256, 1536)) == (CompiledSize(same, "distilled"), [])
+
+
+def test_what_is_compiled_for_the_dev_recipe_is_offered_for_it_alone():
+    assert {each.recipe for each in registry(SMALL, recipe="dev").compiled} == {"dev"}
+
+
+def test_graphs_without_a_recorded_size_serve_who_asks_for_it_exactly():
+    large = Size(512, 1024, 121)
+    sizes = registry(SMALL, large)
+    name = Job("", large).buckets[0].name
+    sizes.workspace.recorded[name] = []  # an earlier version compiled them
+    assert {each.size for each in sizes.compiled} == {SMALL, TALL}
+    assert sizes.unrecorded == [name]
+    assert sizes.choose(RequestedSize(512, 1024))[0].size == large
+
+
+@pytest.mark.parametrize(
+    "record", [{}, {"recipe": "dev"}, {"height": 5}, {"recipe": "dev", "height": "a"}, "x"]
+)
+def test_a_damaged_record_offers_nothing(record):
+    sizes = registry(SMALL)
+    sizes.workspace.recorded["other"] = [record]
+    assert {each.size for each in sizes.compiled} == {SMALL, TALL}
+
+
+def test_sizes_are_read_again_when_a_manifest_changes(tmp_path):
+    sizes = registry(SMALL, artifacts=tmp_path)
+    assert len(sizes.compiled) == 2
+    folder = tmp_path / "graphs" / "dit-1"
+    folder.mkdir(parents=True)
+    sizes.workspace.recorded |= Compiled(LARGE).recorded
+    assert len(sizes.compiled) == 2  # a folder is no graph before it has a manifest
+    write_json(folder / MANIFEST, {})
+    assert LARGE in {each.size for each in sizes.compiled}
+
+
+def test_a_size_is_recorded_once_beside_others_and_changes_nothing_else(tmp_path):
+    write_json(tmp_path / MANIFEST, content := {"identity": {"bucket": "a"}, "graphs": {}})
+    assert recorded_sizes(tmp_path) == []  # as earlier versions wrote it
+    sizes = [vars(size) | {"recipe": "dev"} for size in (SMALL, LARGE)]
+    for size in (*sizes, sizes[0]):
+        record_size(tmp_path, size)
+    assert recorded_sizes(tmp_path) == sizes
+    assert json.loads((tmp_path / MANIFEST).read_text()) == content | {"sizes": sizes}
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+
+
+# --- what a request means -------------------------------------------------------------------------
+
+
+def test_a_request_that_says_nothing_gets_the_default_or_what_there_is():
+    assert chosen(RequestedSize(), SMALL, LARGE) == (SMALL, [])
+    assert chosen(RequestedSize(), Size(704, 1280, 97))[0].num_frames == 97
+
+
+def test_whole_seconds_are_frames_of_the_model():
+    for seconds in (1, 2, 4, 5, 8, 10):
+        size = Size(512, 768, 24 * seconds + 1)
+        assert chosen(RequestedSize(seconds=float(seconds)), size) == (size, [])
+        assert seconds_of(size) == str(seconds)
+
+
+def test_a_size_a_rounding_away_is_taken_and_said():
+    size = Size(704, 1280, 193)
+    got, notes = chosen(RequestedSize(720, 1280, num_frames=192), size)
+    assert got == size
+    assert notes == [
+        "height 720 became 704, which is compiled",
+        "num_frames 192 became 193, which is compiled",
+    ]
+    exact = chosen(RequestedSize(frame_rate=23.976), SMALL)  # its sound has as many tokens as at 24
+    assert exact == (Size(512, 768, 121, 23.976), [])
+
+
+def test_a_size_further_away_is_refused_with_what_is_compiled():
+    for requested in (
+        RequestedSize(1080, 1920),
+        RequestedSize(512, 800),
+        RequestedSize(seconds=8.0),
+        RequestedSize(frame_rate=30.0),
+        RequestedSize(two_stage=True),
+        RequestedSize(recipe="dev"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            registry(SMALL).choose(requested)
+        error = caught.value
+        assert (error.status, error.code) == (400, "profile_mismatch")
+        assert "768x512, 121 frames at 24 fps (5 s)" in error.message
+        assert {"768x512", "512x768"} == {
+            each["size"] for each in error.content["error"]["compiled"]
+        }
+
+
+def test_of_sizes_within_a_rounding_the_nearest_is_taken():
+    near, far = Size(512, 768, 121), Size(512, 736, 121)
+    assert chosen(RequestedSize(512, 760), near, far)[0] == near
+    assert chosen(RequestedSize(512, 740), near, far)[0] == far
+
+
+def test_an_image_needs_a_graph_that_holds_images():
+    image = (ImageCondition("x"),)
+    with pytest.raises(ApiError, match="for text alone"):
+        registry(SMALL).choose(RequestedSize(), image)
+    assert registry(SMALL, images=image).choose(RequestedSize(), image)[0].size == SMALL
+
+
+def test_two_stages_are_offered_if_there_is_an_upsampler():
+    without = SizeRegistry(Compiled(LARGE), CompiledSize(SMALL, "distilled"), upsamplers=())
+    assert not any(each.size.two_stage for each in without.compiled)
+    assert any(each.size.two_stage for each in registry(LARGE).compiled)
+
+
+def test_what_needs_the_distilled_lora_is_offered_with_it_alone():
+    workspace = Compiled(LARGE, recipe="dev")
+    for distilled in ((), ("lora",)):
+        sets = {"default": {"loras": (), "stage_1_loras": (), "stage_2_loras": distilled}}
+        found = SizeRegistry(workspace, CompiledSize(SMALL, "dev"), {"spatial"}, sets)
+        assert {each.refines for each in found.compiled} == {False} | {bool(distilled)}
+        for each in found.compiled:
+            assert found.loras(None, each)["stage_2_loras"] == (distilled if each.refines else ())
+
+
+def test_a_set_of_loras_is_chosen_by_its_name():
+    plain = {"loras": (), "stage_1_loras": (), "stage_2_loras": ()}
+    sets = {"default": plain, "anime": plain | {"loras": ("style",)}}
+    found = SizeRegistry(Compiled(SMALL), CompiledSize(SMALL, "distilled"), (), sets)
+    size = found.choose(RequestedSize())[0]
+    assert found.loras("anime", size)["loras"] == ("style",)
+    assert found.loras(None, size) == found.loras("default", size) == plain
+    with pytest.raises(ApiError, match="lora_set 'noir' is not there; known: 'default', 'anime'"):
+        found.loras("noir", size)
