@@ -14,7 +14,6 @@ from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import calibration, vae_memory
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.products import Libraries, has_amx
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan import rates
 from ltx_neuron.plan.__main__ import main
@@ -589,12 +588,6 @@ def test_what_was_calibrated_is_taken_and_the_rest_is_said_to_be_assumed(clip, t
     assert sound.seconds == pytest.approx(121 / 24 / (0.5 * 12))
     assert "measured here, for 12 CPUs" in sound.rate
     assert "not measured" in rows["encode_mp4"].rate and "not measured" in rows["encode_text"].rate
-
-
-@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
-def test_the_rate_of_text_encoding_is_measured_with_the_matrix_unit_too():
-    """Which takes weights in bf16."""
-    assert rates._multiply(FLOAT32._replace(libraries=Libraries("amx", "amx"))) > 0
 
 
 def test_calibrating_measures_every_rate_of_the_host_and_keeps_them(tmp_path, tiny):

@@ -77,9 +77,10 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
         weights = text_weights(gemma, config, tp)
     computes = arithmetic(profile.host_dtype, DTYPES[args.dtype], args.artifacts_dir)
     computes = computes._replace(libraries=fastest_libraries(args.artifacts_dir))
+    measured = rates.read(args.artifacts_dir)
     if args.calibrate:  # else a plan leaves no file behind
         calibration.store(args.artifacts_dir)
-        rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
+        measured |= rates.calibrate(args.artifacts_dir, checkpoint.config, computes)
     identity = chosen.identity(profile, tp, args.dtype, config.digest)
     tuned = chosen.load(args.artifacts_dir, identity)
     clip = Clip(
@@ -89,7 +90,7 @@ def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
         profile,
         job,
         computes,
-        rates.read(args.artifacts_dir),
+        measured,
         args.neuron_gemma,
         args.neuron_vae,
         tuned and tuned.step_ms(job.buckets),

@@ -16,9 +16,8 @@ import torch
 
 from ltx_neuron import machine
 from ltx_neuron.host import calibration
-from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.arithmetic import Arithmetic, StoredProducts
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.host.products import AMX, multiplier
 from ltx_neuron.host.video import write_video
 from ltx_neuron.profiles import Profile
 
@@ -171,12 +170,11 @@ def _multiply(arithmetic: Arithmetic) -> float:
     """FLOP/s of the product that text encoding consists of."""
     rows, inputs, outputs = _PRODUCT
     x = torch.ones(rows, inputs, dtype=arithmetic.dtype)
-    library = arithmetic.libraries.of(rows)
-    in_float32 = arithmetic.dtype == torch.float32 and library != AMX
-    weight = torch.ones(outputs, inputs, dtype=torch.float32 if in_float32 else torch.bfloat16)
+    weight = torch.ones(outputs, inputs, dtype=torch.bfloat16)
     product = partial(torch.nn.functional.linear, x, weight)
     if arithmetic.dtype == torch.float32:
-        product = partial(multiplier(library), x, weight, torch.ones(rows, outputs))
+        products = StoredProducts(arithmetic.libraries)
+        product = partial(products.multiply, x, weight, torch.ones(rows, outputs))
     return 2 * rows * inputs * outputs / _seconds(product, 3)
 
 
