@@ -34,7 +34,7 @@ _MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
 # Rows of activations, inputs and outputs of the products that are timed: a piece of a weight of
 # Gemma3, a core's share of one of the video connector, and a core's piece of a convolution of the
 # video decoder.
-_TIMED_PRODUCTS = {"few": (60, 3840, 512), "many": (1024, 4096, 256), "tile": (128, 256, 256)}
+_TIMED_PRODUCTS = {"few": (60, 3840, 1024), "many": (1024, 4096, 256), "tile": (128, 256, 256)}
 _TILES = 50  # products of a tile in a turn
 _TURNS, _ATTEMPTS = 5, 3
 
