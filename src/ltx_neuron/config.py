@@ -397,7 +397,7 @@ class AudioDecoderConfig:
         for level in range(len(self.multipliers)):
             rows += 4 * self.blocks
             if level < len(self.multipliers) - 1:
-                rows = -(-(rows + 2) // 2)
+                rows = -(-(rows + 2) // 2)  # of the enlarged map's
         return rows + 8 + 2, 0  # of the middle blocks and of conv_in
 
 
@@ -456,16 +456,21 @@ class GeneratorConfig:
     def reads(self, first: int, last: int) -> tuple[int, int]:
         """The first and the last row of the spectrogram on which samples `first` to `last`
         depend."""
+        around = 3 + ACTIVATION_REACH  # of the last activation and convolution
+        first, last = first - around, last + around
+        for number in reversed(range(len(self.rates))):
+            first, last = self.stage_reads(number, first, last)
+        return first - 3, last + 3
+
+    def stage_reads(self, number: int, first: int, last: int) -> tuple[int, int]:
+        """The same of one upsampling with its residual blocks."""
+        rate, taps = self.rates[number], self.kernels[number]
         around = max(
             sum((taps // 2) * (dilation + 1) + 2 * ACTIVATION_REACH for dilation in dilations)
             for taps, dilations in self.blocks
         )
-        first, last = first - 3 - ACTIVATION_REACH, last + 3 + ACTIVATION_REACH
-        for rate, taps in zip(reversed(self.rates), reversed(self.kernels), strict=True):
-            padding = (taps - rate) // 2
-            first = (first - around + padding) // rate - (-(-taps // rate) - 1)
-            last = (last + around + padding) // rate
-        return first - 3, last + 3
+        first, last = (sample + (taps - rate) // 2 for sample in (first - around, last + around))
+        return first // rate - (-(-taps // rate) - 1), last // rate
 
 
 RESAMPLING_REACH = 7  # samples before and after one of what a waveform is resampled from
@@ -512,8 +517,8 @@ class VocoderConfig:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Rows of a mel spectrogram before and after one that its samples depend on: 43 and 43 in
-        the release."""
+        """Rows of a mel spectrogram before and after one that its samples depend on: 56 and 52
+        in the release."""
         first, last = self.bwe.reads(0, self.samples - 1)
         first, last = (first + 1) * self.hop - self.window, (last + 1) * self.hop - 1
         first, last = self.vocoder.reads(first, last)
@@ -559,9 +564,7 @@ def _generator(values: dict, where: str, clamped: bool) -> GeneratorConfig:
     }
     for name, wanted in required.items():
         _require_sound(where, name, values.get(name), wanted)
-    blocks = zip(
-        values["resblock_kernel_sizes"], values["resblock_dilation_sizes"], strict=True
-    )
+    blocks = zip(values["resblock_kernel_sizes"], values["resblock_dilation_sizes"], strict=True)
     config = GeneratorConfig(
         channels=values["upsample_initial_channel"],
         rates=tuple(values["upsample_rates"]),
@@ -570,7 +573,9 @@ def _generator(values: dict, where: str, clamped: bool) -> GeneratorConfig:
         clamped=clamped,
     )
     odd = all(taps % 2 for taps, _ in config.blocks)
-    even = not any((taps - rate) % 2 for rate, taps in zip(config.rates, config.kernels, strict=True))
+    even = not any(
+        (taps - rate) % 2 for rate, taps in zip(config.rates, config.kernels, strict=True)
+    )
     halved = config.channels % 2 ** len(config.rates) == 0
     for name, right in (
         ("resblock_kernel_sizes", odd),

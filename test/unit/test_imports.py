@@ -39,7 +39,7 @@ ALLOWED = {
     "models": {"config"},
     "sampling": {"config", "errors", "files"},
     "weights": {"config", "errors", "files"},
-    "host": {"sampling", "weights", *BASE},
+    "host": {"models", "sampling", "weights", *BASE},
     "text": {"models", "weights", "host", *BASE},
     "backends": {"models", "weights", *BASE},
     "artifacts": {"backends", "weights", "config", "errors", "files"},

@@ -25,7 +25,7 @@ class Libraries(NamedTuple):
     """BLAS, ONEDNN or AMX, by what is multiplied.
 
     few   few rows of activations with a large weight
-    many  many rows; AMX also computes the convolutions of sound (host/amx_convolution.py)
+    many  many rows
     tile  what one core takes of a convolution: not by AMX, as the weights are in float32
     """
 

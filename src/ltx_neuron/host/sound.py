@@ -2,8 +2,9 @@
 and from that to a waveform.
 
 A span is read with what its samples depend on before and after it, so spans put one after the other
-are what the whole gives. They are cut by the sound's length alone, and the host computes each on
-one thread: the number of threads does not change the bits.
+are what the whole gives. The ranks are given spans of the sound. On the host every graph with much
+to compute is given spans of its own, which have less around them, each on one thread. Both are cut
+by length alone: the number of threads does not change the bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,18 +12,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ltx_neuron.config import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
-from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.winograd import Workers
-from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
+from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import arranged, resampling_filters
 
-SECONDS = 10  # of sound, about: what two spans of the host have, so that memory has a bound
-ROWS_A_SECOND = 100
+# Rows of a mel spectrogram that the host holds in memory at a time: about 10 s of sound.
+WINDOW = 1024
+# What spans of a graph on the host may add to its work, and how many they are at most.
+MORE_WORK, MOST_SPANS = 0.15, 16
 
-# Decodes spans of one shape, (1, ...) each.
+# Decodes windows of one length, (1, ...) each.
 Decode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -36,8 +38,7 @@ class Span(NamedTuple):
 
 
 def cut(length: int, window: int, reach: tuple[int, int]) -> list[Span]:
-    """The spans of a sound, whose windows all have the same length: as many as `window` makes of
-    it, or the sound's own, where that is no longer.
+    """The spans of a sound, whose windows are equally long: one, if the sound is no longer.
 
     reach  before and after a part: what it depends on
     """
@@ -54,110 +55,120 @@ def cut(length: int, window: int, reach: tuple[int, int]) -> list[Span]:
     ]
 
 
-def window_of(length: int, count: int, reach: tuple[int, int]) -> int:
-    """The least window that makes at most `count` spans of a sound."""
-    return min(length, -(-(length + (count - 1) * sum(reach)) // count))
+def join(
+    parts: Sequence[Tensor], spans: Sequence[Span], scale: int, dropped: int = 0, axis: int = 2
+) -> Tensor:
+    """What is made of a sound, of what is made of its spans' windows: `scale` samples of one, but
+    for the first of all, which has `dropped` fewer."""
+
+    def end(sample: int) -> int:
+        return max(0, sample * scale - dropped)
+
+    kept = [
+        part.narrow(axis, end(span.first) - span.start * scale, end(span.last) - end(span.first))
+        for part, span in zip(parts, spans, strict=True)
+    ]
+    return torch.cat(kept, dim=axis)
 
 
 def spectrogram(latent: Tensor, spans: list[Span], decode: Decode) -> Tensor:
     """The mel spectrogram (1, 2, 4T - 3, 64) of latents (1, 8, T, 16)."""
     parts = decode([latent[:, :, span.start : span.stop] for span in spans])
-    # Of a latent, the rows that end with its own; the first of all has only that one.
-    edges = [
-        [max(0, AUDIO_SCALE * (latents - 1) + 1) for latents in (span.first, span.last)]
-        for span in spans
-    ]
-    return torch.cat(
-        [
-            part[:, :, first - AUDIO_SCALE * span.start : last - AUDIO_SCALE * span.start]
-            for part, span, (first, last) in zip(parts, spans, edges, strict=True)
-        ],
-        dim=2,
-    )
+    return join(parts, spans, AUDIO_SCALE, AUDIO_SCALE - 1)
 
 
 def waveform(mel: Tensor, spans: list[Span], decode: Decode) -> Tensor:
     """The waveform (1, 2, samples) of a mel spectrogram (1, 2, T, 64)."""
     parts = decode([mel[:, :, span.start : span.stop] for span in spans])
-    each = parts[0].shape[2] // (spans[0].stop - spans[0].start)
-    return torch.cat(
-        [
-            part[:, :, (span.first - span.start) * each : (span.last - span.start) * each]
-            for part, span in zip(parts, spans, strict=True)
-        ],
-        dim=2,
-    )
+    return join(parts, spans, parts[0].shape[2] // (spans[0].stop - spans[0].start))
 
 
-class _OnHost:
-    """The program of the ranks' graphs, run by this process, with a model's weights."""
+class _OnHost(nn.Module):
+    """The ranks' graphs, run by this process with a model's weights."""
 
-    def __init__(self, program: Program, weights: dict[str, Tensor], **constants: Tensor):
-        self.graphs, self.constants = [*program.graphs.values()], constants
+    def __init__(
+        self, program: Program, axis: int, weights: dict[str, Tensor], **constants: Tensor
+    ):
+        """axis: of time, in what the graphs hand on."""
+        super().__init__()
+        self.graphs, self.axis, self.constants = [*program.graphs.values()], axis, constants
         for graph in self.graphs:
             own = {name: weights[name] for name, _ in graph.module.named_parameters()}
             graph.module.load_state_dict(own, assign=True)
-            graph.module.eval().requires_grad_(False)
 
-    def __call__(self, spans: Sequence[Tensor]) -> list[Tensor]:
-        results = [None] * len(spans)
+    def _decode(self, windows: Sequence[Tensor]) -> list[Tensor]:
+        with Workers() as workers:
+            return [self._run(window.contiguous(), workers) for window in windows]
 
-        def decode(number: int) -> None:
-            results[number] = self._run(spans[number])
-
-        with Workers(min(len(spans), torch.get_num_threads())) as workers:
-            workers.run(decode, range(len(spans)))
-        return results
-
-    def _run(self, span: Tensor) -> Tensor:
+    def _run(self, window: Tensor, workers: Workers) -> Tensor:
         (given,) = self.graphs[0].inputs._fields
-        values = {**self.constants, given: span.contiguous()}
+        values = {**self.constants, given: window}
         for graph in self.graphs:
-            check_cancelled()
-            outputs = graph.module(graph.inputs(*map(values.get, graph.inputs._fields)))
+            inputs = graph.inputs(*map(values.get, graph.inputs._fields))
+            outputs = self._in_spans(graph.module, inputs, workers)
             values |= outputs._asdict()
         return outputs[0]
 
+    def _in_spans(self, graph: Part, inputs: tuple, workers: Workers) -> tuple:
+        """What a graph returns, computed by threads that do one span each."""
+        module, (x, *others) = graph.module, inputs
+        length = x.shape[self.axis]
+        spans = host_spans(length, module.reach) if module.reach else [Span(0, length, 0, length)]
+        results = [None] * len(spans)
 
-class HostSpectrogram:
+        def compute(number: int) -> None:
+            start, stop, *_ = spans[number]
+            window = x.narrow(self.axis, start, stop - start)
+            results[number] = graph(inputs._make([window, *others]))
+
+        workers.run(compute, range(len(spans)))
+        if len(spans) == 1:
+            return results[0]
+        parts = [part for (part,) in results]
+        return results[0]._make([join(parts, spans, module.scale, module.dropped, self.axis)])
+
+
+def host_spans(length: int, reach: tuple[int, int]) -> list[Span]:
+    """A graph's spans on the host: an even number, which share the work of two cores alike."""
+    around = sum(reach)
+    count = min(MOST_SPANS, 2 * (1 + int(MORE_WORK * length / around) // 2))
+    return cut(length, -(-(length + (count - 1) * around) // count), reach)
+
+
+class HostSpectrogram(_OnHost):
     """The mel decoder on the host."""
 
     def __init__(self, config: AudioDecoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's mel decoder, under ltx-core's names."""
-        self.reach = config.reach
         named = {f"audio_decoder.{name}": weight for name, weight in weights.items()}
-        self._decode = _OnHost(spectrogram_program(config, 1), named)
+        super().__init__(spectrogram_program(config, 1), 2, named)
+        self.reach = config.reach
 
     @torch.no_grad()
-    def __call__(self, latent: Tensor) -> Tensor:
+    def forward(self, latent: Tensor) -> Tensor:
         """Latents (1, 8, T, 16) to a mel spectrogram (1, 2, 4T - 3, 64)."""
-        spans = _spans(latent.shape[2], SECONDS * ROWS_A_SECOND // AUDIO_SCALE, self.reach)
+        spans = cut(latent.shape[2], WINDOW // AUDIO_SCALE, self.reach)
         return spectrogram(latent, spans, self._decode)
 
 
-class HostVocoder:
+class HostVocoder(_OnHost):
     """The vocoder on the host."""
 
     def __init__(self, config: VocoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's vocoder, under ltx-core's names."""
-        self.reach = config.reach
         named = {vocoder_name(name): weight for name, weight in weights.items()}
         laid_out = {name: arranged(name, weight, config) for name, weight in named.items()}
         named |= {name: weight for name, weight in laid_out.items() if weight is not None}
         constants = {"resampling": resampling_filters(config)}
-        self._decode = _OnHost(waveform_program(config, 1), named, **constants)
+        super().__init__(waveform_program(config, 1), 3, named, **constants)
+        self.reach = config.reach
 
     @torch.no_grad()
-    def __call__(self, mel: Tensor) -> Tensor:
+    def forward(self, mel: Tensor) -> Tensor:
         """A mel spectrogram (1, 2, T, 64) to a waveform (1, 2, samples)."""
-        return waveform(mel, _spans(mel.shape[2], SECONDS * ROWS_A_SECOND, self.reach), self._decode)
+        return waveform(mel, cut(mel.shape[2], WINDOW, self.reach), self._decode)
 
 
 def vocoder_name(name: str) -> str:
     """The name in our graphs of a vocoder's tensor."""
     return f"bwe_generator.{name}" if name.startswith("mel_stft.") else name
-
-
-def _spans(length: int, of_two: int, reach: tuple[int, int]) -> list[Span]:
-    """Spans for the host: an even number, of which two have at most so much."""
-    return cut(length, window_of(length, 2 * -(-length // of_two), reach), reach)

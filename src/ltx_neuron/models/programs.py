@@ -281,8 +281,12 @@ class Part(nn.Module):
             module = nn.ModuleDict({name: module})
         self.add_module(first, module)
 
+    @property
+    def module(self) -> nn.Module:
+        return self.get_submodule(self.path)
+
     def forward(self, inputs: tuple) -> tuple:
-        returned = self.get_submodule(self.path)(*inputs)
+        returned = self.module(*inputs)
         return self.outputs(*returned if isinstance(returned, tuple) else (returned,))
 
 

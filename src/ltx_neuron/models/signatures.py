@@ -517,16 +517,17 @@ def tile_fields(
 def spectrogram_fields(config: AudioDecoderConfig, latents: int) -> dict[str, Field]:
     """Every tensor of the mel decoder's graphs for a span of so many latents. The ranks have
     different spans: joined, they are a batch."""
-    levels = [*reversed(config.multipliers)]
-    rows, bins, features = latents, config.latent_bins, {}
-    for stage, multiplier in enumerate((levels[0], *levels)):
-        if stage > 1:
+    rows, bins = latents, config.latent_bins
+    levels = [config.base_channels * multiplier for multiplier in reversed(config.multipliers)]
+    features = [(1, levels[0], rows, bins)]
+    for number, channels in enumerate(levels, 1):
+        if number < len(levels):
             rows, bins = 2 * rows - 1, 2 * bins
-        features[f"features_{stage}"] = (1, config.base_channels * multiplier, rows, bins)
+        features.append((1, channels, rows, bins))
     return _float_fields(
         span_latent=(1, config.latent_channels, latents, config.latent_bins),
         span_mel=(1, config.out_channels, rows, bins),
-        **features,
+        **{f"features_{stage}": shape for stage, shape in enumerate(features)},
     )
 
 

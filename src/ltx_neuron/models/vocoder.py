@@ -8,21 +8,17 @@ model. All is float32.
 
 Signals are (1, C, 1, T): convolutions in time are those of maps of one row. No transposed and no
 depthwise convolution: those are products with few channels. A signal that is to be filtered is laid
-out in blocks of SIDE samples, which take the place of channels.
+out in blocks of SIDE samples, which take the place of channels. `reach`, `scale` and `dropped` of a
+graph's module are as in audio_decoder.py.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.config import (
-    GENERATOR_BINS,
-    RESAMPLING_REACH,
-    GeneratorConfig,
-    VocoderConfig,
-)
+from ltx_neuron.config import GENERATOR_BINS, RESAMPLING_REACH, GeneratorConfig, VocoderConfig
 
-SIDE = 32  # samples of a block that is filtered
+SIDE = 16  # samples of a block that is filtered
 FILTER = 12  # taps of an activation's filters
 EPS = 1e-9  # of an activation's beta
 
@@ -97,7 +93,7 @@ class Snake(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of blocks (C, size, 1, N)."""
         alpha, beta = (each.exp().view(-1, 1, 1, 1) for each in (self.alpha, self.beta))
-        return x + (x * alpha).sin().square() * (1 / (beta + EPS))
+        return torch.addcmul(x, (x * alpha).sin().square(), 1 / (beta + EPS))
 
 
 class Activation(nn.Module):
@@ -136,6 +132,8 @@ class AMPBlock(nn.Module):
 class ConvPre(nn.Module):
     """A generator's first convolution, of the spectrograms of both channels."""
 
+    reach = None  # computed as a whole
+
     def __init__(self, config: GeneratorConfig):
         super().__init__()
         self.conv_pre = Convolution(2 * GENERATOR_BINS, config.channels, 7)
@@ -152,6 +150,8 @@ class Stage(nn.Module):
         super().__init__()
         channels, each = config.channels // 2**number, len(config.blocks)
         half, rate, taps = channels // 2, config.rates[number], config.kernels[number]
+        before, after = config.stage_reads(number, 0, rate - 1)
+        self.reach, self.scale, self.dropped = (-before, after), rate, 0
         self.ups = nn.ModuleDict({str(number): Upsample(channels, half, taps, rate)})
         self.resblocks = nn.ModuleDict(
             {
@@ -171,6 +171,8 @@ class Stage(nn.Module):
 
 class ConvPost(nn.Module):
     """A generator's last activation and convolution: a waveform (1, 2, 1, T)."""
+
+    reach = None
 
     def __init__(self, config: GeneratorConfig):
         super().__init__()
