@@ -16,9 +16,8 @@ from importlib.metadata import version
 
 import torch
 
-from ltx_neuron.host.arithmetic import fastest_libraries
+from ltx_neuron.config import audio_decoder_config, vocoder_config
 from ltx_neuron.host.models import import_ltx_core
-from ltx_neuron.host.products import AMX
 from ltx_neuron.sampling.latents import AUDIO_CHANNELS, MEL_BINS, audio_latent_frames
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tiny.weights import random_weights, vocoder_weights
@@ -54,18 +53,22 @@ def vocoder() -> torch.nn.Module:
     return model
 
 
-def decoders(amx: bool) -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
+def decoders() -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
     """Mel decoder and vocoder, ltx-core's and ours, of the same weights: those of bf16, as the
     checkpoint stores them."""
-    from ltx_neuron.host.audio_decoder import FastAudioDecoder, pays
-    from ltx_neuron.host.sound import FastVocoder
+    from ltx_neuron.host.sound import HostSpectrogram, HostVocoder
 
+    config = released_config()
     theirs = audio_decoder(), vocoder()
     for model in theirs:
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
-    ours = FastAudioDecoder(theirs[0], amx) if pays(theirs[0], amx) else theirs[0]
-    return {"ltx-core": theirs, "ours": (ours, FastVocoder(theirs[1], amx))}
+    weights = [model.state_dict() for model in theirs]
+    ours = (
+        HostSpectrogram(audio_decoder_config(config), weights[0]),
+        HostVocoder(vocoder_config(config), weights[1]),
+    )
+    return {"ltx-core": theirs, "ours": ours}
 
 
 def main() -> None:
@@ -79,19 +82,14 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), help="default: all cores, %(default)s"
     )
-    parser.add_argument(
-        "--without-amx", action="store_true", help="ours as on a CPU that has no AMX"
-    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     import_ltx_core()
-    amx = not args.without_amx and fastest_libraries().many == AMX
     print(
-        f"{args.seconds:g} s of sound, {args.threads} threads, {'AMX' if amx else 'no AMX'}, torch"
-        f" {torch.__version__}, ltx-core {version('ltx-core')}, load average"
-        f" {os.getloadavg()[0]:.1f}"
+        f"{args.seconds:g} s of sound, {args.threads} threads, torch {torch.__version__}, ltx-core"
+        f" {version('ltx-core')}, load average {os.getloadavg()[0]:.1f}"
     )
-    models = decoders(amx)
+    models = decoders()
     frames = audio_latent_frames(round(args.seconds * 24) + 1, 24)
     generator = torch.Generator().manual_seed(1)
     latent = torch.randn(1, AUDIO_CHANNELS, frames, MEL_BINS, generator=generator)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from ltx_neuron.config import audio_decoder_config, vocoder_config
+from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.encoding import encode_tiled
@@ -17,9 +19,7 @@ from ltx_neuron.host.loading import (
     upsampler_spec,
 )
 from ltx_neuron.host.media import Sound
-from ltx_neuron.host.products import AMX
 from ltx_neuron.host.spectrogram import log_mel, mel_sizes, resample
-from ltx_neuron.host.windows import spectrogram, vocode
 from ltx_neuron.profiles import Profile
 
 
@@ -63,7 +63,7 @@ class HostModels:
         profile          says into which tiles a video is cut; without one they are ltx-core's
         arithmetic       of the released video decoder and encoder, from weights as they are stored;
                          in bfloat16 also of upsamplers. Without it all but the decoder are
-                         ltx-core's. Its products, where they are AMX's, also of sound
+                         ltx-core's
         """
         self.profile = profile
         self.checkpoint_path = checkpoint_path
@@ -158,10 +158,10 @@ class HostModels:
     def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
         """Decode an audio latent (1, 8, Ta, 16) to a stereo waveform, float32 (2, samples) in
         [-1, 1], `sample_rate` samples per second."""
-        # The first time the vocoder is read, and its kernels are loaded, beside the decoder.
+        # The first time the vocoder is read beside the decoder.
         with BackgroundTask(lambda: self.vocoder):
-            mel = spectrogram(self.audio_decoder, latent.to(self.audio_dtype))
-        return vocode(self.vocoder, mel)[0].float()
+            mel = self.audio_decoder(latent.to(self.audio_dtype))
+        return self.vocoder(mel)[0].float()
 
     @property
     def sample_rate(self) -> int:
@@ -212,33 +212,30 @@ class HostModels:
 
     @cached_property
     def audio_decoder(self) -> torch.nn.Module:
-        """A FastAudioDecoder where the checkpoint's is built as the released one, as large, and in
-        float32, on a processor with AVX-512 or AMX, else ltx-core's own."""
-        decoder = self._spec("audio_decoder").load()
-        from ltx_neuron.host.vocoders import is_small
-
-        if is_small(decoder):
-            return decoder
-        # Loads numba, or compiles with it.
-        from ltx_neuron.host.audio_decoder import FastAudioDecoder, pays
-
-        if not pays(decoder, self._has_amx):
-            return decoder
-        return FastAudioDecoder(decoder, self._has_amx)
+        """The ranks' model on the host where the checkpoint's is built as the released one and in
+        float32, else ltx-core's own."""
+        return self._sound_model("audio_decoder", audio_decoder_config)
 
     @cached_property
     def vocoder(self) -> torch.nn.Module:
-        """A FastVocoder where the checkpoint's is built as the released one, as large, and in
-        float32, else ltx-core's own."""
-        vocoder = self._spec("vocoder").load()
-        from ltx_neuron.host.vocoders import pays
+        """As audio_decoder."""
+        return self._sound_model("vocoder", vocoder_config)
 
-        if not pays(vocoder):
-            return vocoder
-        # Loads numba, or compiles with it.
-        from ltx_neuron.host.sound import FastVocoder
+    def _sound_model(self, name: str, config_of: Callable[[dict], object]) -> torch.nn.Module:
+        spec = self._spec(name)
+        model = spec.load()
+        try:
+            config = config_of(self.config)
+        except UserError:
+            return model
+        if self.audio_dtype != torch.float32:
+            return model
+        from ltx_neuron.host import sound
 
-        return FastVocoder(vocoder, self._has_amx)
+        kind = {"audio_decoder": sound.HostSpectrogram, "vocoder": sound.HostVocoder}[name]
+        model = kind(config, model.state_dict())
+        model.register_forward_hook(spec.check_output)
+        return model
 
     @cached_property
     def spatial_upsampler(self) -> torch.nn.Module:
@@ -247,11 +244,6 @@ class HostModels:
     @cached_property
     def temporal_upsampler(self) -> torch.nn.Module:
         return self._laid_out(self._spec("temporal_upsampler").load())
-
-    @property
-    def _has_amx(self) -> bool:
-        """Whether this machine multiplies by AMX: then it is what convolves sound, too."""
-        return bool(self.arithmetic) and self.arithmetic.libraries.many == AMX
 
     def _laid_out(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module, its weights as oneDNN is fastest with (benchmarks/upsample.md)."""
