@@ -132,7 +132,7 @@ class _RandomModels(HostModels):
                 )
             return module.eval().requires_grad_(False)
 
-        return SimpleNamespace(load=load)
+        return SimpleNamespace(load=load, check_output=spec.check_output)
 
 
 def _seconds(
