@@ -365,6 +365,233 @@ def _up_block(described: object) -> int | Upsampling:
 
 
 @dataclass(frozen=True)
+class AudioDecoderConfig(_Config):
+    """The mel decoder (audio_vae section of the metadata).
+
+    multipliers  channels of each level by base_channels, the level of the finest map first
+    blocks       residual blocks of a level
+    """
+
+    latent_channels: int
+    base_channels: int
+    out_channels: int
+    mel_bins: int
+    blocks: int
+    multipliers: tuple[int, ...]
+
+    @property
+    def latent_bins(self) -> int:
+        return self.mel_bins // AUDIO_SCALE
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Latents before and after one that its spectrogram depends on: 33 and 0 in the release.
+        Every 3 x 3 convolution looks two rows back."""
+        rows = 2  # of conv_out
+        for level in range(len(self.multipliers)):
+            rows += 4 * self.blocks
+            if level < len(self.multipliers) - 1:
+                rows = -(-(rows + 2) // 2)  # of the enlarged map's
+        return rows + 8 + 2, 0  # of the middle blocks and of conv_in
+
+
+AUDIO_SCALE = 4  # rows of a spectrogram for a latent, but for the first, and bins
+# What the released mel decoder is. Defaults of an absent value are ltx-core's.
+_REQUIRED_AUDIO_VAE = {
+    "norm_type": ("pixel", "pixel"),
+    "causality_axis": ("height", "height"),
+    "mid_block_add_attention": (False, True),
+    "attn_resolutions": ([], None),
+}
+
+
+def audio_decoder_config(metadata: dict) -> AudioDecoderConfig:
+    """Parse the checkpoint's `config` metadata (a dict). Raises UserError for a mel decoder that is
+    not built as the released one; ltx-core's may decode it still."""
+    try:
+        values = metadata["audio_vae"]["model"]["params"]["ddconfig"]
+        for name, (wanted, default) in _REQUIRED_AUDIO_VAE.items():
+            _require_sound("audio_vae", name, values.get(name, default), wanted)
+        config = AudioDecoderConfig(
+            latent_channels=values.get("z_channels", 8),
+            base_channels=values.get("ch", 128),
+            out_channels=values.get("out_ch", 2),
+            mel_bins=values["mel_bins"],
+            blocks=values.get("num_res_blocks", 2) + 1,
+            multipliers=tuple(values.get("ch_mult", (1, 2, 4))),
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _no_sound("audio_vae", error) from None
+    _check_numbers(config, "checkpoint config: audio_vae.")
+    _require_sound("audio_vae", "ch_mult", 2 ** (len(config.multipliers) - 1), AUDIO_SCALE)
+    # A statistic for every channel and bin of a latent.
+    statistics = config.latent_channels * config.latent_bins
+    _require_sound("audio_vae", "ch", config.base_channels, statistics)
+    return config
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """One of the vocoder's two generators: from a mel spectrogram to a waveform.
+
+    channels   after the first convolution; every upsampling halves them
+    rates      samples that take the place of one, by upsampling
+    kernels    taps of the upsamplings
+    blocks     taps and dilations of the residual blocks after each upsampling
+    clamped    whether the waveform is kept in [-1, 1]
+    """
+
+    channels: int
+    rates: tuple[int, ...]
+    kernels: tuple[int, ...]
+    blocks: tuple[tuple[int, tuple[int, ...]], ...]
+    clamped: bool
+
+    def reads(self, first: int, last: int) -> tuple[int, int]:
+        """The first and the last row of the spectrogram on which samples `first` to `last`
+        depend."""
+        around = 3 + ACTIVATION_REACH  # of the last activation and convolution
+        first, last = first - around, last + around
+        for number in reversed(range(len(self.rates))):
+            first, last = self.stage_reads(number, first, last)
+        return first - 3, last + 3
+
+    def stage_reads(self, number: int, first: int, last: int) -> tuple[int, int]:
+        """The same of one upsampling with its residual blocks."""
+        rate, taps = self.rates[number], self.kernels[number]
+        around = max(
+            sum((taps // 2) * (dilation + 1) + 2 * ACTIVATION_REACH for dilation in dilations)
+            for taps, dilations in self.blocks
+        )
+        first, last = (sample + (taps - rate) // 2 for sample in (first - around, last + around))
+        return first // rate - (-(-taps // rate) - 1), last // rate
+
+
+RESAMPLING_REACH = 7  # samples before and after one of what a waveform is resampled from
+ACTIVATION_REACH = 5  # samples before and after one that its activation depends on
+
+
+@dataclass(frozen=True)
+class VocoderConfig(_Config):
+    """The vocoder with bandwidth extension (vocoder section of the metadata): a generator of
+    samples at `low_rate`, and one that makes samples at `rate` of these.
+
+    mel_bins   of the second generator's spectrogram
+    window     samples at low_rate of a row of it
+    hop        samples from a row to the next
+    """
+
+    vocoder: GeneratorConfig
+    bwe: GeneratorConfig
+    low_rate: int
+    rate: int
+    mel_bins: int
+    window: int
+    hop: int
+
+    @property
+    def low_samples(self) -> int:
+        """Samples at low_rate for a row of the mel spectrogram."""
+        return math.prod(self.vocoder.rates)
+
+    @property
+    def samples(self) -> int:
+        """Samples for a row of the mel spectrogram."""
+        return self.low_samples * self.rate // self.low_rate
+
+    @property
+    def resampling(self) -> tuple[int, ...]:
+        """The shape of the filters from low_rate to rate: 7 samples to both sides."""
+        return self.rate // self.low_rate, 1, 1, 2 * RESAMPLING_REACH + 1
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Rows of a mel spectrogram before and after one that its samples depend on: 56 and 52
+        in the release."""
+        first, last = self.bwe.reads(0, self.samples - 1)
+        first, last = (first + 1) * self.hop - self.window, (last + 1) * self.hop - 1
+        first, last = self.vocoder.reads(first, last)
+        return -first, last
+
+
+def vocoder_config(metadata: dict) -> VocoderConfig:
+    """Parse the checkpoint's `config` metadata (a dict). Raises UserError for a vocoder that is not
+    built as the released one; ltx-core's may run it still."""
+    try:
+        vocoder, bwe = metadata["vocoder"]["vocoder"], metadata["vocoder"]["bwe"]
+        config = VocoderConfig(
+            vocoder=_generator(vocoder, "vocoder.vocoder", clamped=True),
+            bwe=_generator(bwe, "vocoder.bwe", clamped=False),
+            low_rate=bwe["input_sampling_rate"],
+            rate=bwe["output_sampling_rate"],
+            mel_bins=bwe["num_mels"],
+            window=bwe["n_fft"],
+            hop=bwe["hop_length"],
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _no_sound("vocoder", error) from None
+    _check_numbers(config, "checkpoint config: vocoder.bwe.")
+    _require_sound("vocoder.bwe", "num_mels", config.mel_bins, GENERATOR_BINS)
+    samples = math.prod(config.bwe.rates) * config.low_samples / config.hop
+    if samples * config.low_rate != config.low_samples * config.rate or (
+        config.low_samples % config.hop or config.rate % config.low_rate
+    ):
+        raise _no_sound("vocoder", ValueError("rates, upsamplings and hop do not fit"))
+    return config
+
+
+GENERATOR_BINS = 64  # ltx-core's generators read two spectrograms of so many
+
+
+def _generator(values: dict, where: str, clamped: bool) -> GeneratorConfig:
+    required = {
+        "resblock": "AMP1",
+        "activation": "snakebeta",
+        "stereo": True,
+        "use_tanh_at_final": False,
+        "use_bias_at_final": False,
+    }
+    for name, wanted in required.items():
+        _require_sound(where, name, values.get(name), wanted)
+    blocks = zip(values["resblock_kernel_sizes"], values["resblock_dilation_sizes"], strict=True)
+    config = GeneratorConfig(
+        channels=values["upsample_initial_channel"],
+        rates=tuple(values["upsample_rates"]),
+        kernels=tuple(values["upsample_kernel_sizes"]),
+        blocks=tuple((taps, tuple(dilations)) for taps, dilations in blocks),
+        clamped=clamped,
+    )
+    odd = all(taps % 2 for taps, _ in config.blocks)
+    even = not any(
+        (taps - rate) % 2 for rate, taps in zip(config.rates, config.kernels, strict=True)
+    )
+    halved = config.channels % 2 ** len(config.rates) == 0
+    for name, right in (
+        ("resblock_kernel_sizes", odd),
+        ("upsample_kernel_sizes", even),
+        ("upsample_initial_channel", halved),
+    ):
+        if not right:
+            raise ValueError(f"{where}.{name} is {values[name]!r}")
+    return config
+
+
+def _require_sound(where: str, name: str, got: object, wanted: object) -> None:
+    if got != wanted:
+        raise UserError(
+            f"checkpoint config: {where}.{name} is {got!r}, decoding sound on the ranks implements"
+            f" only {wanted!r}; {_HOST_DECODES}"
+        )
+
+
+def _no_sound(section: str, error: Exception) -> UserError:
+    return UserError(
+        f"the checkpoint's config metadata describes no released {section}:"
+        f" {type(error).__name__}: {error}; {_HOST_DECODES}"
+    )
+
+
+@dataclass(frozen=True)
 class GemmaConfig(_Config):
     """Gemma3's text model (text_config of gemma_root/config.json, in the spelling of transformers 4
     or 5)."""

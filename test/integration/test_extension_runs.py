@@ -179,11 +179,16 @@ def plain_vocoder(engine):
     """A vocoder that does not saturate: without biases and on small numbers it is a filter, the
     same everywhere; tiny's random one is loud noise, clipped almost everywhere."""
     vocoder = copy.deepcopy(engine.host.vocoder)
-    for module in vocoder.vocoder.modules():
-        if isinstance(bias := getattr(module, "bias", None), torch.nn.Parameter):
-            bias.data.zero_()
-    vocoder.vocoder.conv_pre.weight.data *= 0.01
-    vocoder.bwe_generator.conv_post.weight.data.zero_()
+    parameters = {
+        name: parameter
+        for graph in vocoder.graphs
+        for name, parameter in graph.module.named_parameters()
+    }
+    for name, parameter in parameters.items():
+        if name.startswith("vocoder.") and name.endswith("bias"):
+            parameter.data.zero_()
+    parameters["vocoder.conv_pre.weight"].data *= 0.01
+    parameters["bwe_generator.conv_post.weight"].data.zero_()
     return vocoder
 
 

@@ -388,7 +388,7 @@ def test_a_worker_stores_what_it_measured_before_its_first_job(tiny, tmp_path):
         working.run()
     # Else another process could choose otherwise, and the next worker go on to other bits.
     assert calibration.file_of(artifacts).is_file()
-    assert "products" in calibration.read(artifacts)["choices"]
+    assert "float32_products" in calibration.read(artifacts)["choices"]
 
 
 def stop_after(working, *entries) -> threading.Thread:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ltx_neuron.host.background import BackgroundTask, ahead, check_cancelled
-from ltx_neuron.host.winograd import Workers
+from ltx_neuron.host.workers import Workers
 
 SOON = 2  # seconds; a function here is at its next check_cancelled within milliseconds
 

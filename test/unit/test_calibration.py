@@ -8,6 +8,7 @@ import torch
 
 from ltx_neuron import progress
 from ltx_neuron.errors import UserError
+from ltx_neuron.host import arithmetic as arithmetic_module
 from ltx_neuron.host import calibration
 from ltx_neuron.host.arithmetic import (
     FLOAT32,
@@ -16,8 +17,7 @@ from ltx_neuron.host.arithmetic import (
     bfloat16_speed,
     fastest_libraries,
 )
-from ltx_neuron.host.calibration import file_of, measured_once, read, store, update
-from ltx_neuron.host.products import has_amx
+from ltx_neuron.host.calibration import choice, file_of, read, store, update
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.workspace import Workspace
@@ -28,7 +28,7 @@ def another_process(monkeypatch):
     """Called: what a process holds in memory is forgotten."""
 
     def forget():
-        monkeypatch.setattr(calibration, "_unwritten", {})
+        monkeypatch.setattr(calibration, "_choices", {})
         monkeypatch.setattr(calibration, "_said", set())
         for function in (bfloat16_speed, fastest_libraries):
             function.cache_clear()
@@ -52,23 +52,23 @@ def test_what_was_measured_is_not_measured_again_and_sections_do_not_disturb_eac
     tmp_path, another_process
 ):
     assert read(tmp_path) == {}
-    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    assert choice(tmp_path, "speed", lambda: 8) == 8
     store(tmp_path)
     update(tmp_path, "rates", {"decode": 1.5})
     update(tmp_path, "rates", {"encode": 2.5})
     another_process()
-    assert measured_once(tmp_path, "choices", "speed", fail) == 8
+    assert choice(tmp_path, "speed", fail) == 8
     assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5, "encode": 2.5}}
     (path,) = (tmp_path / "calibration").iterdir()
     assert path == file_of(tmp_path) and '"processor"' in path.read_text()
 
 
 def test_nothing_is_written_before_a_run_is_accepted(tmp_path, another_process):
-    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
-    assert measured_once(tmp_path, "choices", "speed", fail) == 8  # this process remembers
+    assert choice(tmp_path, "speed", lambda: 8) == 8
+    assert choice(tmp_path, "speed", fail) == 8  # this process remembers
     assert list(tmp_path.iterdir()) == []
     another_process()
-    assert measured_once(tmp_path, "choices", "speed", lambda: 2) == 2
+    assert choice(tmp_path, "speed", lambda: 2) == 2
     store(tmp_path)
     another_process()
     assert read(tmp_path) == {"choices": {"speed": 2}}
@@ -77,15 +77,15 @@ def test_nothing_is_written_before_a_run_is_accepted(tmp_path, another_process):
 def test_of_two_that_measure_at_a_time_later_runs_take_the_first_ones_choice(
     tmp_path, another_process
 ):
-    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
-    first = dict(calibration._unwritten)
+    assert choice(tmp_path, "speed", lambda: 8) == 8
+    first = dict(calibration._choices)
     another_process()
-    assert measured_once(tmp_path, "choices", "speed", lambda: 2) == 2
+    assert choice(tmp_path, "speed", lambda: 2) == 2
     store(tmp_path)
-    calibration._unwritten.update(first)
+    calibration._choices.update(first)
     store(tmp_path)
     another_process()
-    assert measured_once(tmp_path, "choices", "speed", fail) == 2
+    assert choice(tmp_path, "speed", fail) == 2
 
 
 def test_a_limit_on_instructions_and_another_cpu_are_other_machines(tmp_path, monkeypatch):
@@ -109,27 +109,27 @@ def test_a_damaged_file_is_said_and_measured_anew(tmp_path, capsys, content):
         calibration.os.mkfifo(path)
     else:
         path.write_text(content)
-    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    assert choice(tmp_path, "speed", lambda: 8) == 8
     said = capsys.readouterr().out
     assert str(path) in said and said.endswith("; this machine is measured anew\n")
-    assert measured_once(tmp_path, "choices", "speed", fail) == 8
+    assert choice(tmp_path, "speed", fail) == 8
 
 
 def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, capsys):
     # A file where the folder would be: this process may be root, whom no permission stops.
     (tmp_path / "calibration").write_text("")
-    assert measured_once(tmp_path, "choices", "speed", lambda: 8) == 8
+    assert choice(tmp_path, "speed", lambda: 8) == 8
     store(tmp_path)
-    assert measured_once(tmp_path, "choices", "speed", fail) == 8
+    assert choice(tmp_path, "speed", fail) == 8
     update(tmp_path, "rates", {"decode": 1.5})
-    assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5}}
+    assert read(tmp_path) == {}
     assert capsys.readouterr().out.count("what was measured is not kept") == 1
 
 
 def test_no_artifacts_folder_is_made_to_store_a_choice(tmp_path):
-    assert measured_once(tmp_path / "typo", "choices", "speed", lambda: 8) == 8
+    assert choice(tmp_path / "typo", "speed", lambda: 8) == 8
     store(tmp_path / "typo")
-    assert measured_once(tmp_path / "typo", "choices", "speed", fail) == 8
+    assert choice(tmp_path / "typo", "speed", fail) == 8
     assert not (tmp_path / "typo").exists()
 
 
@@ -155,41 +155,66 @@ def test_the_stored_choice_of_dtype_is_taken_and_no_other_value(tmp_path, stored
 
 def test_the_choice_of_dtype_is_stored_by_the_first_run_that_needs_it(tmp_path):
     arithmetic("auto", torch.float32, tmp_path)
+    store(tmp_path)
     assert read(tmp_path) == {}
     chosen = arithmetic("auto", torch.bfloat16, tmp_path)
+    store(tmp_path)
     assert read(tmp_path) == {"choices": {"bfloat16_speed": chosen.speed}}
 
 
 OTHERS = {"few": "onednn", "many": "blas", "tile": "onednn"}
 
 
-def test_the_libraries_of_products_are_measured_once_a_machine_and_stored(tmp_path):
+def test_the_libraries_of_products_are_measured_once_a_machine_and_stored(
+    tmp_path, another_process
+):
     measured = fastest_libraries(tmp_path)
-    assert read(tmp_path) == {"choices": {"products": measured._asdict()}}
-    assert {*measured} <= {"amx", "blas", "onednn"} and measured.tile != "amx"
-    update(tmp_path, "choices", {"products": OTHERS})
+    store(tmp_path)
+    assert read(tmp_path) == {"choices": {"float32_products": measured._asdict()}}
+    assert {*measured} <= {"blas", "onednn"}
+    update(tmp_path, "choices", {"float32_products": OTHERS})
     assert fastest_libraries(tmp_path) == measured  # of this process, to its end
-    fastest_libraries.cache_clear()
+    another_process()
     assert fastest_libraries(tmp_path)._asdict() == OTHERS
 
 
-@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
-def test_the_kernel_for_the_matrix_unit_is_chosen_where_there_is_one():
-    """Nothing else has half of its rate."""
-    chosen = fastest_libraries()
-    assert (chosen.few, chosen.many) == ("amx", "amx")
+def timed(monkeypatch, *turns):
+    """Seconds of "a" and "b" that the next turns take. Returns the ones that were not needed."""
+    left = [{"a": a, "b": b} for a, b in turns]
+
+    def in_turns(functions, count):
+        return [left.pop(0) for _ in range(count)]
+
+    monkeypatch.setattr(arithmetic_module, "_in_turns", in_turns)
+    return left
+
+
+def test_the_library_that_wins_every_turn_is_chosen_without_another_measurement(monkeypatch):
+    left = timed(monkeypatch, *[(2, 1)] * 4, (9, 8), (1, 2))
+    assert arithmetic_module._fastest({"a": None, "b": None}) == "b" and len(left) == 1
+
+
+def test_where_turns_disagree_all_is_measured_again(monkeypatch):
+    """The machine was busy in one of the first turns."""
+    left = timed(monkeypatch, *[(2, 3)] * 4, (4, 1), *[(3, 2)] * 5, (1, 2))
+    assert arithmetic_module._fastest({"a": None, "b": None}) == "b" and len(left) == 1
+
+
+def test_on_a_machine_that_stays_busy_the_least_times_decide(monkeypatch):
+    left = timed(monkeypatch, *[(5, 4), (3, 6), (9, 7), (9, 7), (9, 7)] * 3, (1, 2))
+    assert arithmetic_module._fastest({"a": None, "b": None}) == "a" and len(left) == 1
 
 
 @pytest.mark.parametrize(
-    "stored", [5, {"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}, OTHERS | {"tile": "amx"}]
+    "stored", [5, {"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}, OTHERS | {"few": "amx"}]
 )
 def test_libraries_that_nobody_stores_are_not_taken(tmp_path, stored):
-    update(tmp_path, "choices", {"products": stored})
+    update(tmp_path, "choices", {"float32_products": stored})
     assert fastest_libraries(tmp_path) == fastest_libraries()
 
 
 def test_a_runs_identity_and_its_prompt_cache_name_the_libraries(tiny, tmp_path):
-    update(tmp_path, "choices", {"products": OTHERS})
+    update(tmp_path, "choices", {"float32_products": OTHERS})
     workspace = Workspace(
         tiny.checkpoint, PROFILES["cpu"], tmp_path, 1, "float32", gemma_root=tiny.gemma_root
     )

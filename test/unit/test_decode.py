@@ -17,16 +17,12 @@ from ltx_neuron.config import CHECKPOINT_DOWNLOAD
 from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.host import windows
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.models import HostModels, import_ltx_core
-from ltx_neuron.host.windows import spectrogram, vocode
 from ltx_neuron.job import Job
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text.encoders import Contexts
-from ltx_neuron.tiny.config import merge, released_config
-from ltx_neuron.tiny.weights import random_weights
 
 # Long enough (10 latent frames are 73) that the reference's default tiling cuts it into two
 # overlapping pieces.
@@ -34,6 +30,8 @@ VIDEO_SHAPE = (1, 128, 10, 2, 3)
 AUDIO_SHAPE = (1, 8, 5, 16)
 # Sums in another order move a value by about 1e-6, and frames are cut to whole numbers.
 FRAME_COUNTS = 1
+# The tiny vocoder's waveform is clipped almost everywhere: it answers a rounding with a thousand.
+CLIPPED = 2e-3
 
 
 def metadata_config(path):
@@ -361,46 +359,7 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     assert got.shape == (2, (4 * AUDIO_SHAPE[2] - 3) * 480)
     assert got.dtype == torch.float32
     assert models.sample_rate == wanted.sampling_rate == 48000
-    assert torch.equal(got, wanted.waveform)
-
-
-def narrow(configurator, overrides):
-    """A model as released, with few channels; in float64, so that what is left is no rounding. And
-    the lengths in time of what it is given."""
-    model, lengths = configurator.from_config(merge(released_config(), overrides)), []
-    weights = random_weights(model.state_dict(), torch.Generator().manual_seed(0))
-    model.load_state_dict(weights, assign=True)
-    model.register_forward_hook(lambda _, given, __: lengths.append(given[0].shape[2]))
-    return model.double().eval().requires_grad_(False), lengths
-
-
-def test_a_long_sound_is_decoded_in_windows_and_is_that_of_the_whole(monkeypatch):
-    from ltx_core.model.audio_vae import VocoderConfigurator
-
-    widths = {"vocoder": {"upsample_initial_channel": 64}, "bwe": {"upsample_initial_channel": 32}}
-    vocoder, lengths = narrow(VocoderConfigurator, {"vocoder": widths})
-    mel = latent((1, 2, 150, 64)).double()
-    whole = vocoder(mel)
-    assert torch.equal(vocode(vocoder, mel), whole)  # one window
-    monkeypatch.setattr(windows, "WINDOW", 60)
-    assert (vocode(vocoder, mel) - whole).abs().max() < 1e-10
-    assert lengths == [150, 150, 124, 150, 94]
-
-
-def test_a_long_sounds_spectrogram_is_decoded_in_windows_and_is_that_of_the_whole(monkeypatch):
-    from ltx_core.model.audio_vae import AudioDecoderConfigurator
-
-    widths = {"model": {"params": {"ddconfig": {"ch": 16}}}}
-    decoder, lengths = narrow(AudioDecoderConfigurator, {"audio_vae": widths})
-    sound = latent((1, 8, 110, 2)).double()
-    whole = decoder(sound)
-    assert torch.equal(spectrogram(decoder, sound), whole)  # one window
-    monkeypatch.setattr(windows, "LATENTS", 50)
-    assert (spectrogram(decoder, sound) - whole).abs().max() < 1e-10
-    assert lengths == [110, 110, 50, 90, 50]
-    decoder.unused = torch.nn.GroupNorm(1, 16)  # over all of time
-    assert torch.equal(spectrogram(decoder, sound), whole)
-    assert lengths[5:] == [110]
+    assert rel(got, wanted.waveform) < CLIPPED
 
 
 def _encode_fast(host: HostModels) -> None:

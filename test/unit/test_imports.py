@@ -46,7 +46,7 @@ ALLOWED = {
     "models": {"config"},
     "sampling": {"config", "errors", "files"},
     "weights": {"config", "errors", "files"},
-    "host": {"sampling", "weights", *BASE},
+    "host": {"models", "sampling", "weights", *BASE},
     "text": {"models", "weights", "host", *BASE},
     "backends": {"models", "weights", *BASE},
     "artifacts": {"backends", "report", "weights", "config", "errors", "files", "format"},
@@ -343,7 +343,7 @@ def test_the_package_gives_the_pipeline_and_no_other_name():
 
 def test_scripts_understand_their_flags_without_ltx_core_and_without_neuron():
     code = "import ltx_neuron.flags, ltx_neuron.plan, ltx_neuron.host.models"
-    assert loaded_by(code, "torch", "ltx_core", "numba", *NEURON) == {"torch"}
+    assert loaded_by(code, "torch", "ltx_core", *NEURON) == {"torch"}
 
 
 def test_a_replica_reads_the_environment_before_torch_does():

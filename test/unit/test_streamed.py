@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import fp32_bound, one_thread, randn, rel  # noqa: F401
+from helpers import fp32_bound, randn, rel
 from safetensors.torch import save_file
 from torch import nn
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.products import AMX, BLAS, ONEDNN, Libraries, has_amx, multiplier
-from ltx_neuron.text.streamed import HostKernels, MappedWeights, StreamedLayers
+from ltx_neuron.host import arithmetic
+from ltx_neuron.host.arithmetic import BLAS, ONEDNN, Libraries
+from ltx_neuron.text.streamed import MappedWeights, StoredLinear, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -100,19 +101,20 @@ def test_a_source_without_a_layers_weights_is_refused(stored):
         MappedWeights(source, torch.float32).fill(Layer(), f"layers.{LAYERS}.")
 
 
-NEEDS_AMX = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
-
-
-@pytest.mark.parametrize("library", [BLAS, ONEDNN, pytest.param(AMX, marks=NEEDS_AMX)])
+@pytest.mark.parametrize("library", [BLAS, ONEDNN])
+@pytest.mark.parametrize("rows", [7, 300], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("outputs", [10, 3000])  # in one piece, and in several
-def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library, monkeypatch):
-    monkeypatch.setattr("ltx_neuron.text.streamed._PIECE_ELEMENTS", 2**15)
+def test_products_are_those_of_the_weights_cast_to_fp32(
+    weight, outputs, library, rows, monkeypatch
+):
+    for name in ("PIECE_ELEMENTS", "LARGE_PIECE_ELEMENTS"):
+        monkeypatch.setattr(arithmetic, name, 2**15)
     layer = nn.Linear(WIDTH, outputs).requires_grad_(False)
-    x, wanted = randn(2, 7, WIDTH), None
+    x = randn(2, rows, WIDTH)
     layer.weight = nn.Parameter(layer.weight.to(weight), requires_grad=False)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    with HostKernels(Libraries(few=library)):
+    with StoredLinear(Libraries(library, library)):
         got = layer(x)
     assert got.dtype == torch.float32 and rel(got, wanted) < EQUAL
 
@@ -120,66 +122,5 @@ def test_products_are_those_of_the_weights_cast_to_fp32(weight, outputs, library
 def test_activations_of_another_dtype_are_multiplied_as_ever():
     x, weight = randn(3, WIDTH).bfloat16(), randn(5, WIDTH).bfloat16()
     wanted = nn.functional.linear(x, weight)
-    with HostKernels():
+    with StoredLinear(Libraries()):
         assert torch.equal(nn.functional.linear(x, weight), wanted)
-
-
-def exact_and_amx(x, weight):
-    """A product in float64, and by the kernel, in memory that held something else."""
-    out = torch.full((len(x), len(weight)), torch.nan)
-    multiplier(AMX)(x, weight, out)
-    return x.double() @ weight.double().t(), out
-
-
-@NEEDS_AMX
-@pytest.mark.parametrize("inputs", [1, 31, 32, 97, 512, 513, 1100])
-@pytest.mark.parametrize("outputs", [1, 16, 63, 129, 300])
-def test_the_matrix_units_product_is_as_exact_as_one_in_float32(inputs, outputs):
-    weight = randn(outputs, inputs, seed=1).bfloat16()
-    for rows in (1, 15, 16, 17, 60, 70):
-        x = randn(rows, inputs, seed=rows)
-        wanted, got = exact_and_amx(x, weight)
-        assert rel(got, wanted) < 2e-7  # libraries: 2e-7 to 5e-7, for more rows than one
-
-
-@NEEDS_AMX
-def test_more_rows_than_are_taken_at_once_and_shared_out_among_threads(
-    one_thread,  # noqa: F811
-):
-    x, weight = randn(1100, 70), randn(600, 70, seed=1).bfloat16()
-    wanted, alone = exact_and_amx(x, weight)
-    assert rel(alone, wanted) < fp32_bound(70)
-    torch.set_num_threads(3)
-    assert torch.equal(exact_and_amx(x, weight)[1], alone)  # threads decide on no bit
-
-
-@NEEDS_AMX
-def test_all_24_bits_of_an_activation_are_multiplied():
-    x = torch.tensor([[1 + 2**-23, -(2**-100) * (1 + 2**-12), 2.0**127 * (2 - 2**-23), 0.0]])
-    for place in range(4):
-        weight = torch.eye(4)[place : place + 1].bfloat16()
-        assert exact_and_amx(x, weight)[1].item() == x[0, place].item()
-
-
-@NEEDS_AMX
-def test_what_is_not_finite_stays_visible():
-    for broken in (torch.nan, torch.inf):
-        got = exact_and_amx(torch.tensor([[broken, 1.0]]), torch.ones(3, 2).bfloat16())[1]
-        assert not got.isfinite().any()
-
-
-@NEEDS_AMX
-def test_torchs_own_products_in_bf16_stay_what_they_are_between_ours():
-    """oneDNN uses the same tiles, and need not set them up anew."""
-    x, weight = randn(100, 200).bfloat16(), randn(300, 200, seed=1).bfloat16()
-    wanted = nn.functional.linear(x, weight)
-    for _ in range(3):
-        exact_and_amx(x.float(), weight)
-        assert torch.equal(nn.functional.linear(x, weight), wanted)
-
-
-def test_a_compiler_told_of_another_cpu_is_not_asked_for_tiles(monkeypatch):
-    has_amx.cache_clear()
-    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
-    assert not has_amx()
-    has_amx.cache_clear()

@@ -17,6 +17,7 @@ from helpers import (
 
 from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
 from ltx_neuron.errors import UserError
+from ltx_neuron.host.arithmetic import Libraries
 from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT
 from ltx_neuron.text import inputs
 from ltx_neuron.text.host_encoder import HostTextEncoder
@@ -36,7 +37,9 @@ def encoder(tiny):
     checkpoint = Checkpoint(tiny.checkpoint)
     source = Source(MODELS["gemma3"], [checkpoint, *gemma_files(tiny.gemma_root)])
     config = transformer_config(checkpoint.config)
-    return HostTextEncoder(source, gemma_config(tiny.gemma_root), config, torch.float32)
+    return HostTextEncoder(
+        source, gemma_config(tiny.gemma_root), config, torch.float32, Libraries()
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers import fp32_bound, randn, rel
 
 from ltx_neuron.host import winograd
-from ltx_neuron.host.products import BLAS
+from ltx_neuron.host.arithmetic import BLAS
 from ltx_neuron.host.winograd import (
     FeatureMap,
     Workers,

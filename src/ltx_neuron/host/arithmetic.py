@@ -1,10 +1,12 @@
-"""What the host computes with: convolutions in float32, or in bfloat16 where this CPU is faster in
-it, and float32 products by the library that is faster on it.
+"""What the host computes with: the video VAE's dtype, and the library of float32 products.
 
-Whether it is cannot be told by a CPU's name or flags: some have bfloat16 dot products that are no
-faster than float32, some compute it at a third of float32's rate, and AMX at ten times. So a small
-convolution is timed in both, in milliseconds and once a machine: bits depend on what was chosen,
-and a busy machine may measure something else. The same for the libraries.
+A CPU's name and flags do not tell what is fastest. Some CPUs have bfloat16 dot products that are no
+faster than float32, some compute it at a third of float32's rate, and AMX at ten times that. torch
+multiplies float32 matrices by its BLAS, which is MKL on x86; oneDNN is in torch too. On CPUs that
+are not Intel's MKL has half of oneDNN's rate or less; on Intel's it has up to 1.5 times as much.
+
+So both are timed. Outputs' bits depend on what is chosen: it is stored (host/calibration.py).
+Figures: benchmarks/text_encode.md and vae_decode.md.
 """
 
 import time
@@ -16,22 +18,46 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from ltx_neuron.host.calibration import measured_once
-from ltx_neuron.host.products import AMX, BLAS, ONEDNN, ONEDNN_ALONE, Libraries, has_amx, multiplier
-from ltx_neuron.host.winograd import Workers
+from ltx_neuron.host import calibration
+from ltx_neuron.host.workers import Workers
+
+BLAS, ONEDNN = "blas", "onednn"
+MANY_ROWS = 256  # of activations, from which on they are many
+# Elements of a weight that are cast at once: 8 MB in float32, which a core's share of the cache
+# holds. MKL is a tenth faster with twice as many. With many rows of activations casting costs
+# little beside the product, and larger pieces are faster.
+PIECE_ELEMENTS, LARGE_PIECE_ELEMENTS = 2**21, 2**23
+_MIN_WEIGHT_ROWS = 64  # of a piece: fewer do not keep a product busy
+
+# Rows of activations, inputs and outputs of the products that are timed: a piece of a weight of
+# Gemma3, a core's share of one of the video connector, and a core's piece of a convolution of the
+# video decoder.
+_TIMED_PRODUCTS = {"few": (60, 3840, 1024), "many": (1024, 4096, 256), "tile": (128, 256, 256)}
+_TILES = 50  # products of a tile in a turn
+_TURNS, _ATTEMPTS = 5, 3
 
 # Channels, frames, height and width of the convolution that is timed: 1.3 ms in float32, and not
 # a second where bfloat16 is computed number by number.
-_TIMED = (64, 2, 16, 16)
+_TIMED_CONVOLUTION = (64, 2, 16, 16)
 _REPEATS = 10
 # Measured ratio from which on -> what it counts as. The steps are wide apart: 0.3, 1 and 2 without
 # AMX, 6 to 10 with it.
 _SPEEDS = {4.0: 8, 1.4: 2}
-# Of MKL's time: with larger pieces and on all cores it gains more than the others.
-_MARGIN = 0.9
-# Rows of activations, inputs and outputs of the products that are timed.
-_TIMED_PRODUCTS = Libraries(few=(64, 4096, 512), many=(512, 2048, 512), tile=(128, 256, 256))
+
+
+class Libraries(NamedTuple):
+    """BLAS or ONEDNN, by what is multiplied.
+
+    few   few rows of activations with a large weight: Gemma3's layers
+    many  many rows: the connectors' blocks
+    tile  what one core takes of a convolution (host/winograd.py)
+    """
+
+    few: str = ONEDNN
+    many: str = ONEDNN
+    tile: str = ONEDNN
 
 
 class Arithmetic(NamedTuple):
@@ -42,7 +68,7 @@ class Arithmetic(NamedTuple):
 
     dtype: torch.dtype = torch.float32
     speed: int = 1
-    libraries: Libraries = ONEDNN_ALONE
+    libraries: Libraries = Libraries()
 
     def of_latents(self, dtype: torch.dtype) -> "Arithmetic":
         """What latents are made in, by encoder and upsamplers, of a run in `dtype`: one in float32
@@ -61,6 +87,45 @@ class Arithmetic(NamedTuple):
 
 
 FLOAT32 = Arithmetic()
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor, library: str) -> None:
+    """Write x (M, K) times the transpose of weight (N, K) to `out` (M, N), which may be columns of
+    a larger matrix. All are float32."""
+    if library == ONEDNN and torch.backends.mkldnn.is_available():
+        # The operator that torch.compile's CPU backend puts in for a linear layer: no public call
+        # reaches oneDNN for float32.
+        out.copy_(torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
+    else:
+        torch.mm(x, weight.t(), out=out)
+
+
+class StoredProducts:
+    """Products of float32 activations with weights of any dtype, which are cast piece by piece in
+    the CPU's cache. Its memory is used again: fresh pages cost more than what is written to
+    them."""
+
+    def __init__(self, libraries: Libraries):
+        self._libraries, self._cast_buffer = libraries, torch.empty(0)
+
+    def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Write x (M, K) times the transpose of weight (N, K) to `out` (M, N)."""
+        library = self._libraries.few if len(x) < MANY_ROWS else self._libraries.many
+        elements = LARGE_PIECE_ELEMENTS
+        if len(x) < MANY_ROWS:
+            elements = PIECE_ELEMENTS * (2 if library == BLAS else 1)
+        weight_rows = max(_MIN_WEIGHT_ROWS, elements // weight.shape[1])
+        parts = zip(weight.split(weight_rows), out.split(weight_rows, dim=1), strict=True)
+        for piece, part in parts:
+            multiply(x, self._as_float32(piece), part, library)
+
+    def _as_float32(self, piece: Tensor) -> Tensor:
+        """A piece of a weight in float32, valid until the next call."""
+        if piece.dtype == torch.float32:
+            return piece
+        if self._cast_buffer.numel() < piece.numel():
+            self._cast_buffer = torch.empty(piece.numel())
+        return self._cast_buffer[: piece.numel()].view(piece.shape).copy_(piece)
 
 
 def arithmetic(
@@ -84,59 +149,99 @@ def arithmetic(
 def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
     """How many times as fast as in float32 this CPU convolves in bfloat16: 1, 2 or 8."""
     if artifacts_dir:
-        speed = measured_once(artifacts_dir, "choices", "bfloat16_speed", bfloat16_speed)
+        speed = calibration.choice(artifacts_dir, "bfloat16_speed", bfloat16_speed)
         return speed if speed in (1, *_SPEEDS.values()) else bfloat16_speed()
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 1
-    seconds = _on_one_core(_time_convolutions)
-    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
-    return next((speed for least, speed in _SPEEDS.items() if ratio >= least), 1)
+    turns = _on_one_core(lambda: _in_turns(_convolutions(), _REPEATS))
+    least = {dtype: min(turn[dtype] for turn in turns) for dtype in turns[0]}
+    ratio = least[torch.float32] / least[torch.bfloat16]
+    return next((speed for bound, speed in _SPEEDS.items() if ratio >= bound), 1)
 
 
 @cache
 def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
     """Which library is faster on this CPU, for each kind of product."""
-    large = (BLAS, ONEDNN, AMX) if has_amx() else (BLAS, ONEDNN)
-    names = Libraries(few=large, many=large, tile=(BLAS, ONEDNN))
     if artifacts_dir:
-        chosen = measured_once(
-            artifacts_dir, "choices", "products", lambda: fastest_libraries()._asdict()
+        stored = calibration.choice(
+            artifacts_dir, "float32_products", lambda: fastest_libraries()._asdict()
         )
         with suppress(TypeError):  # not what this function stores
-            found = Libraries(**chosen)
-            if all(name in known for name, known in zip(found, names, strict=True)):
+            found = Libraries(**stored)
+            if all(library in (BLAS, ONEDNN) for library in found):
                 return found
         return fastest_libraries()
-    timed = zip(_TIMED_PRODUCTS, names, strict=True)
-    return Libraries(*(_on_one_core(_fastest_library, *kind) for kind in timed))
+    products = _stored_products("few"), _stored_products("many"), _tile_products()
+    return _on_one_core(lambda: Libraries(*map(_fastest, products)))
 
 
-def _on_one_core(function: Callable, *args) -> Any:
-    """Call a function in a thread that computes on one core: handing work to many takes longer
-    than the work that is timed, above all on a busy machine."""
+def _stored_products(kind: str) -> dict[str, Callable[[], object]]:
+    """The product of a kind by each library, as the text encoder makes it."""
+    rows, inputs, outputs = _TIMED_PRODUCTS[kind]
+    x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
+    weight = torch.ones(outputs, inputs, dtype=torch.bfloat16)
+    return {
+        library: partial(StoredProducts(Libraries(library, library)).multiply, x, weight, out)
+        for library in (BLAS, ONEDNN)
+    }
+
+
+def _tile_products() -> dict[str, Callable[[], object]]:
+    """Products of a tile by each library, as the video decoder makes them."""
+    rows, inputs, outputs = _TIMED_PRODUCTS["tile"]
+    x, weight, out = (
+        torch.ones(rows, inputs),
+        torch.ones(outputs, inputs),
+        torch.ones(rows, outputs),
+    )
+
+    def multiply_tiles(library: str) -> None:
+        for _ in range(_TILES):
+            multiply(x, weight, out, library)
+
+    return {library: partial(multiply_tiles, library) for library in (BLAS, ONEDNN)}
+
+
+def _on_one_core(measure: Callable[[], Any]) -> Any:
+    """What a function returns in a thread that computes on one core. Handing work to many takes
+    longer than the work that is timed, above all on a busy machine."""
     results = []
     with Workers(1) as workers:
-        workers.run(lambda _: results.append(function(*args)), [None])
+        workers.run(lambda _: results.append(measure()), [None])
     return results[0]
 
 
-def _fastest_library(shape: tuple[int, int, int], names: tuple[str, ...]) -> str:
-    """The library that multiplies in the least time."""
-    rows, inputs, outputs = shape
-    x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
-    products = {}
-    for name in names:
-        dtype = torch.bfloat16 if name == AMX else torch.float32
-        weight = torch.ones(outputs, inputs, dtype=dtype)
-        products[name] = partial(multiplier(name), x, weight, out)
-    seconds = _least_seconds(products)
-    seconds[BLAS] *= _MARGIN
-    return min(seconds, key=seconds.get)
+def _fastest(functions: dict[str, Callable[[], object]]) -> str:
+    """The name of the function that takes the least time. Where the same one does not win every
+    turn, the machine is busy or they are equal: all are timed again, and then the least times
+    decide."""
+    turns = []
+    for _ in range(_ATTEMPTS):
+        latest = _in_turns(functions, _TURNS)
+        turns += latest
+        if len({min(turn, key=turn.get) for turn in latest}) == 1:
+            turns = latest
+            break
+    return min(functions, key=lambda name: min(turn[name] for turn in turns))
 
 
-def _time_convolutions() -> dict[torch.dtype, float]:
-    """The least seconds of a convolution in either dtype, each in its fastest layout."""
-    channels, *size = _TIMED
+def _in_turns(functions: dict[Any, Callable[[], object]], count: int) -> list[dict[Any, float]]:
+    """CPU seconds of the functions, which run in turns: other work on the machine slows down
+    all."""
+    for function in functions.values():
+        function()  # the first call prepares
+
+    def seconds(function: Callable[[], object]) -> float:
+        began = time.thread_time()
+        function()
+        return time.thread_time() - began
+
+    return [{name: seconds(function) for name, function in functions.items()} for _ in range(count)]
+
+
+def _convolutions() -> dict[torch.dtype, Callable[[], object]]:
+    """A convolution in either dtype, each in its fastest layout."""
+    channels, *size = _TIMED_CONVOLUTION
     layouts = {torch.float32: torch.contiguous_format, torch.bfloat16: torch.channels_last_3d}
     convolutions = {}
     for dtype, layout in layouts.items():
@@ -145,17 +250,4 @@ def _time_convolutions() -> dict[torch.dtype, float]:
             torch.ones(shape, dtype=dtype).contiguous(memory_format=layout) for shape in shapes
         )
         convolutions[dtype] = partial(F.conv3d, *operands)
-    return _least_seconds(convolutions)
-
-
-def _least_seconds(functions: dict[Any, Callable]) -> dict[Any, float]:
-    """The least seconds that each function takes."""
-    seconds = dict.fromkeys(functions, float("inf"))
-    for function in functions.values():
-        function()  # the first call prepares
-    for _ in range(_REPEATS):  # in turn: other work on the machine slows all down
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
+    return convolutions

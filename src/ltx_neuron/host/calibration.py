@@ -1,10 +1,8 @@
-"""What was measured of this machine, kept in the artifacts folder: rates cannot be told by a CPU's
-name, and what was chosen by them must stay the same from run to run, as bits depend on it.
+"""What was measured of this machine, in <artifacts-dir>/calibration/. A file has two sections:
 
-A file holds sections that do not know of each other:
-
-    choices  what the host computes with: host/arithmetic.py, host/products.py
-    rates    what the plan counts with
+    choices  what the host computes with (host/arithmetic.py). Outputs' bits depend on them, so they
+             are measured once
+    rates    what the plan estimates times with (plan/rates.py)
 
 Another CPU, number of cores, version of torch or limit on instructions is another machine, with a
 file of its own.
@@ -22,23 +20,20 @@ from ltx_neuron.config import digest
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import exclusive, read_json, write_json
 
-# By which torch, oneDNN, MKL and numba are told what to use of a CPU.
+# Environment variables that limit which instructions torch, oneDNN and MKL use.
 _LIMITS = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_DEFAULT_FPMATH_MODE",
     "DNNL_MAX_CPU_ISA",
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
-    "NUMBA_CPU_FEATURES",
-    "NUMBA_CPU_NAME",
-    "NUMBA_DISABLE_JIT",
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )
-# Sections by file, of what holds for this process: measured by it, or refused by the folder.
-_unwritten: dict[Path, dict] = {}
-# What of a run's identity such choices decide: results depend on it in rounding alone.
+# Fields of a run's identity that are such choices: results depend on them in rounding alone.
 CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
+# By file, the choices of this process, which hold to its end.
+_choices: dict[Path, dict[str, Any]] = {}
 _said: set[str] = set()
 
 
@@ -59,55 +54,10 @@ def file_of(artifacts_dir: Path) -> Path:
     return Path(artifacts_dir) / "calibration" / f"{digest(this_machine())[:8]}.json"
 
 
-def read(artifacts_dir: Path) -> dict:
-    """All sections of this machine's file; empty where there is none. A file that is damaged or may
-    not be read stops nothing: that is said, and all is measured anew."""
+def read(artifacts_dir: Path) -> dict[str, dict]:
+    """The sections of this machine's file; empty where there is none. A file that is damaged or
+    cannot be read is reported, and counts as none."""
     path = file_of(artifacts_dir)
-    sections = _read(path)
-    for section, values in _unwritten.get(path, {}).items():
-        sections[section] = sections.get(section, {}) | values
-    return sections
-
-
-def update(artifacts_dir: Path, section: str, values: dict) -> None:
-    """Store values in a section, by their keys; all else stays, also what another process writes
-    now. Where nothing can be written, they hold for this process, and that is said."""
-    path = file_of(artifacts_dir)
-    try:
-        with exclusive(path, "storing measurements in"):
-            sections = _read(path)
-            sections[section] = sections.get(section, {}) | values
-            write_json(path, {"machine": this_machine(), **sections})
-        for key in values:
-            _unwritten_section(path, section).pop(key, None)
-    except OSError as error:
-        _say(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
-        _unwritten_section(path, section).update(values)
-
-
-def measured_once(artifacts_dir: Path, section: str, key: str, measure: Callable[[], Any]) -> Any:
-    """What is stored of this machine under a section's key, a JSON value. Where nothing is, it is
-    measured and holds for this process; `store` writes it. A run that is refused writes nothing."""
-    found = read(artifacts_dir).get(section, {})
-    if key in found:
-        return found[key]
-    return _unwritten_section(file_of(artifacts_dir), section).setdefault(key, measure())
-
-
-def store(artifacts_dir: Path) -> None:
-    """Write what this process measured. Where another one was first, what it wrote stays: later
-    runs take that. No artifacts folder is made for it."""
-    path = file_of(artifacts_dir)
-    if not os.path.isdir(artifacts_dir):
-        return
-    for section, values in [*_unwritten.get(path, {}).items()]:
-        stored = _read(path).get(section, {})
-        if missing := {key: value for key, value in values.items() if key not in stored}:
-            update(artifacts_dir, section, missing)
-
-
-def _read(path: Path) -> dict:
-    """The sections in a file."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -122,8 +72,37 @@ def _read(path: Path) -> dict:
     return content
 
 
-def _unwritten_section(path: Path, section: str) -> dict:
-    return _unwritten.setdefault(path, {}).setdefault(section, {})
+def update(artifacts_dir: Path, section: str, values: dict) -> None:
+    """Write values to a section, by their keys. All else stays, also what another process writes
+    at the same time. A file that cannot be written is reported."""
+    path = file_of(artifacts_dir)
+    try:
+        with exclusive(path, "storing measurements in"):
+            sections = read(artifacts_dir)
+            sections[section] = sections.get(section, {}) | values
+            write_json(path, {"machine": this_machine(), **sections})
+    except OSError as error:
+        _say(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
+
+
+def choice(artifacts_dir: Path, key: str, measure: Callable[[], Any]) -> Any:
+    """The stored choice of this machine, a JSON value. Where there is none it is measured, and
+    `store` writes it later: a run that is refused writes nothing."""
+    choices = _choices.setdefault(file_of(artifacts_dir), {})
+    if key not in choices:
+        stored = read(artifacts_dir).get("choices", {})
+        choices[key] = stored[key] if key in stored else measure()
+    return choices[key]
+
+
+def store(artifacts_dir: Path) -> None:
+    """Write the choices of this process. What another process wrote first stays: later runs take
+    that. No artifacts folder is made for it."""
+    if os.path.isdir(artifacts_dir):
+        stored = read(artifacts_dir).get("choices", {})
+        own = _choices.get(file_of(artifacts_dir), {})
+        if missing := {key: value for key, value in own.items() if key not in stored}:
+            update(artifacts_dir, "choices", missing)
 
 
 def _say(line: str) -> None:

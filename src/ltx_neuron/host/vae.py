@@ -6,31 +6,22 @@ from ltx_core.model.video_vae import VideoDecoder
 from ltx_core.model.video_vae.ops import unpatchify
 from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from ltx_core.model.video_vae.sampling import DepthToSpaceUpsample
-from torch import Tensor, nn
+from torch import Tensor
 
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.tiles import EagerDecoder
-from ltx_neuron.host.vae_stages import KNOWN, Known, Stage, TakenOver, activate, unknown
-from ltx_neuron.host.winograd import LARGEST_FILTERS, Workers
-
-_RELEASED: Known = KNOWN | {
-    VideoDecoder: lambda m: not m.causal and not m.timestep_conditioning,
-    DepthToSpaceUpsample: lambda m: not m.residual,
-}
-
-
-def unknown_modules(decoder: nn.Module) -> list[str]:
-    """Name and type of every module that `FastVideoDecoder` cannot run: those that the released
-    decoder does not have. Empty for the released decoder."""
-    return unknown(decoder, _RELEASED, "decoder")
+from ltx_neuron.host.vae_stages import KNOWN, Stage, TakenOver, activate
+from ltx_neuron.host.winograd import LARGEST_FILTERS
+from ltx_neuron.host.workers import Workers
 
 
 class FastVideoDecoder(TakenOver, EagerDecoder):
     """A loaded ltx-core video decoder with another forward, see TakenOver."""
 
-    def __init__(self, decoder: VideoDecoder, arithmetic: Arithmetic = FLOAT32):
-        """Take over the decoder's modules. Raises ValueError unless `unknown_modules` is empty."""
-        super().__init__(decoder, arithmetic, unknown_modules(decoder), "video decoder")
+    name = "decoder"
+    released = KNOWN | {
+        VideoDecoder: lambda m: not m.causal and not m.timestep_conditioning,
+        DepthToSpaceUpsample: lambda m: not m.residual,
+    }
 
     @torch.no_grad()
     def forward(

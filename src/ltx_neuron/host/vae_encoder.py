@@ -10,31 +10,22 @@ from ltx_core.model.video_vae.enums import LogVarianceType
 from ltx_core.model.video_vae.ops import patchify
 from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from ltx_core.model.video_vae.sampling import SpaceToDepthDownsample
-from torch import Tensor, nn
+from torch import Tensor
 
-from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.vae_stages import KNOWN, Known, Stage, TakenOver, activate, unknown
-from ltx_neuron.host.winograd import NUMBERS_IN_CACHE, Workers
+from ltx_neuron.host.vae_stages import KNOWN, Stage, TakenOver, activate
+from ltx_neuron.host.winograd import NUMBERS_IN_CACHE
+from ltx_neuron.host.workers import Workers
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
-
-_RELEASED: Known = KNOWN | {
-    VideoEncoder: lambda m: m.latent_log_var == LogVarianceType.UNIFORM,
-    SpaceToDepthDownsample: lambda m: math.prod(m.stride) % m.group_size == 0,
-}
-
-
-def unknown_modules(encoder: nn.Module) -> list[str]:
-    """Name and type of every module that `FastVideoEncoder` cannot run: those that the released
-    encoder does not have. Empty for the released encoder."""
-    return unknown(encoder, _RELEASED, "encoder")
 
 
 class FastVideoEncoder(TakenOver, VideoEncoder):
     """A loaded ltx-core video encoder with another forward, see TakenOver."""
 
-    def __init__(self, encoder: VideoEncoder, arithmetic: Arithmetic = FLOAT32):
-        """Take over the encoder's modules. Raises ValueError unless `unknown_modules` is empty."""
-        super().__init__(encoder, arithmetic, unknown_modules(encoder), "video encoder")
+    name = "encoder"
+    released = KNOWN | {
+        VideoEncoder: lambda m: m.latent_log_var == LogVarianceType.UNIFORM,
+        SpaceToDepthDownsample: lambda m: math.prod(m.stride) % m.group_size == 0,
+    }
 
     @torch.no_grad()
     def forward(self, sample: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from ltx_core.model.video_vae.ops import PerChannelStatistics
 from ltx_core.model.video_vae.resnet import ResnetBlock3D, UNetMidBlock3D
 from torch import Tensor, nn
 
-from ltx_neuron.host.arithmetic import Arithmetic
-from ltx_neuron.host.winograd import FeatureMap, Workers, WritePiece, convolve
+from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host.winograd import FeatureMap, WritePiece, convolve
+from ltx_neuron.host.workers import Workers
 
 EPS = 1e-8  # of PixelNorm
 # Latents that are computed before freed memory is given back once more, with every stage of a tile.
@@ -45,31 +46,22 @@ KNOWN: Known = {
 }
 
 
-def unknown(model: nn.Module, known: Known, name: str) -> list[str]:
-    """Name and type of every module of a model that is not among the known ones.
-
-    name  what the model itself is called
-    """
-    return [
-        f"{path or name}: {type(module).__name__}({module.extra_repr()})"
-        for path, module in model.named_modules()
-        if type(module) not in known or not known[type(module)](module)
-    ]
-
-
 class TakenOver(nn.Module):
     """A loaded model of ltx-core with another forward, which differs in rounding only.
 
     Computes in `arithmetic` whatever the dtype of its weights; norms in float32.
+
+    name      "encoder" or "decoder"
+    released  the modules that the forward computes
     """
 
-    def __init__(self, model: nn.Module, arithmetic: Arithmetic, unknown: list[str], name: str):
-        """Take over the model's modules. Raises ValueError where some are unknown.
+    name: str
+    released: Known
 
-        name  what the model is called
-        """
-        if unknown:
-            raise ValueError(f"not the released {name}:\n  " + "\n  ".join(unknown))
+    def __init__(self, model: nn.Module, arithmetic: Arithmetic = FLOAT32):
+        """Take over the model's modules. Raises ValueError unless `unknown_modules` is empty."""
+        if unknown := self.unknown_modules(model):
+            raise ValueError(f"not the released video {self.name}:\n  " + "\n  ".join(unknown))
         nn.Module.__init__(self)
         # Shared and not copied; ltx-core's tiling reads the attributes too.
         self.__dict__.update(model.__dict__)
@@ -77,6 +69,15 @@ class TakenOver(nn.Module):
         self._since = GIVE_BACK  # latents since freed memory was given back
         if arithmetic.dtype != torch.float32:
             _lay_channels_last(model, arithmetic.dtype)
+
+    @classmethod
+    def unknown_modules(cls, model: nn.Module) -> list[str]:
+        """Name and type of every module that the released model does not have."""
+        return [
+            f"{path or cls.name}: {type(module).__name__}({module.extra_repr()})"
+            for path, module in model.named_modules()
+            if type(module) not in cls.released or not cls.released[type(module)](module)
+        ]
 
     def give_back(self, latents: int) -> None:
         """Before so many latents: give freed memory back to the system, where it is time to."""

@@ -15,16 +15,14 @@ convolution takes 27. All of it is torch: sums of strided views around matrix pr
 
 import itertools
 import math
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, add, sub
 
-from ltx_neuron.host.background import check_cancelled
-from ltx_neuron.host.products import ONEDNN, multiply
+from ltx_neuron.host.arithmetic import ONEDNN, multiply
+from ltx_neuron.host.workers import Workers
 
 TILE = 4  # outputs of a tile along an axis: the paper's m
 POINTS = 6**3  # products of a tile: the paper's (m + r - 1)^3 with r = 3 taps
@@ -81,7 +79,7 @@ class FeatureMap:
             self.padded = torch.empty(frames + 2, height, width, channels, dtype=dtype)
             self.inner = self.padded[own]
 
-    def window(self, frames: slice, rows: slice, workers: "Workers") -> Tensor:
+    def window(self, frames: slice, rows: slice, workers: Workers) -> Tensor:
         """Frames and rows of the map with its border and room for whole tiles, float32."""
         if self.bordered:
             return self.padded[frames, rows]
@@ -103,64 +101,6 @@ class FeatureMap:
         self.padded[stop : self.shape[0] + 2] = self.padded[stop - 1]
 
 
-class Workers:
-    """One thread per core, each with scratch memory that is used again and again: fresh pages cost
-    more than the sums written to them.
-
-    Each thread computes pieces of a result on one core, from that core's cache. torch's own way,
-    which shares each operation out between the cores, takes several times as long on a busy
-    machine, as every operation waits for the slowest core.
-    """
-
-    def __init__(self, count: int | None = None):
-        """count: of threads; without it, torch's."""
-        default = torch.get_num_threads()
-        self.count = count or default
-        self._memory = threading.local()
-        self._threads = ThreadPoolExecutor(self.count)
-        all_started = threading.Barrier(self.count)
-
-        def start() -> None:
-            # The first call in a thread sets that thread's number to the default, which would undo
-            # the next line if it came later.
-            torch.get_num_threads()
-            torch.set_num_threads(1)
-            all_started.wait()
-
-        try:
-            for started in [self._threads.submit(start) for _ in range(self.count)]:
-                started.result()
-        except BaseException:  # Ctrl-C, or a thread that could not be started
-            all_started.abort()
-            self._threads.shutdown()
-            raise
-        finally:
-            # What a worker sets is also the default of threads that start later.
-            torch.set_num_threads(default)
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._threads.shutdown(cancel_futures=True)
-
-    def run(self, function: Callable, items: Iterable) -> None:
-        """Call the function with every item. Raises the first error of a call, or Cancelled."""
-        for _ in self._threads.map(torch.no_grad()(function), items):
-            check_cancelled()
-
-    def scratch(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised float32 tensor of the calling thread.
-
-        It lies where the thread's tensor of the same name lay before.
-        """
-        buffers, size = vars(self._memory), math.prod(shape)
-        if name not in buffers or buffers[name].numel() < size:
-            buffers.pop(name, None)  # freed first, so that both never exist
-            buffers[name] = torch.empty(size)
-        return buffers[name][:size].view(shape)
-
-
 def convolve(
     source: FeatureMap,
     weight: Tensor,
@@ -176,7 +116,7 @@ def convolve(
     while it is in cache. Chooses the fastest of the methods below.
 
     speed    how many times as fast as in float32 a direct convolution is in the map's dtype
-    library  that multiplies float32 matrices (host.products)
+    library  that multiplies float32 matrices (host.arithmetic)
     """
     if source.shape[0] == 1 and source.bordered:
         convolve_frame(source, weight, bias, write, workers)

@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ltx_neuron.config import Bucket, GemmaConfig, TransformerConfig, Upsampling, VideoDecoderConfig
+from ltx_neuron.config import (
+    AudioDecoderConfig,
+    Bucket,
+    GemmaConfig,
+    TransformerConfig,
+    Upsampling,
+    VideoDecoderConfig,
+    VocoderConfig,
+)
+from ltx_neuron.models import audio_decoder, vocoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
@@ -36,19 +45,27 @@ from ltx_neuron.models.signatures import (
     GuideOutputs,
     HeadInputs,
     HeadOutputs,
+    LowWaveform,
+    SpectrogramInputs,
+    SpectrogramOutputs,
     StepInputs,
     TailInputs,
     TailOutputs,
     TileInputs,
     TileOutputs,
+    VocoderInputs,
+    WaveformOutputs,
     X0Outputs,
     connector_fields,
     dit_fields,
     extended,
     gemma3_fields,
     guided_fields,
+    spectrogram_fields,
     stage_features,
     tile_fields,
+    waveform_fields,
+    waveform_inputs,
 )
 from ltx_neuron.models.video_decoder import ConvIn, ConvOut, DepthToSpace, Stage, UpBlock
 
@@ -249,3 +266,86 @@ def tile_program(
         channels = fields[f"features_{stage}"].shape[1]
         graphs["conv_out"] = Graph(ConvOut(config, channels), before, TileOutputs)
     return Program(graphs, {"main": (*calls, ("conv_out", 0))}, fields)
+
+
+class Part(nn.Module):
+    """A graph of a decoder of sound: a module under its name in the rank files, such as
+    "audio_decoder.up.0"."""
+
+    def __init__(self, path: str, module: nn.Module, outputs: type):
+        super().__init__()
+        self.path, self.outputs = path, outputs
+        first, *names = path.split(".")
+        for name in reversed(names):
+            module = nn.ModuleDict({name: module})
+        self.add_module(first, module)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.get_submodule(self.path)
+
+    def forward(self, inputs: tuple) -> tuple:
+        returned = self.module(*inputs)
+        return self.outputs(*returned if isinstance(returned, tuple) else (returned,))
+
+
+def spectrogram_program_name(latents: int) -> str:
+    """Of the program that makes mel spectrograms of spans of so many latents of sound."""
+    return f"mel-{latents}"
+
+
+def spectrogram_program(config: AudioDecoderConfig, latents: int) -> Program:
+    """The mel decoder for spans of so many latents, one on each rank: a graph a level."""
+    levels = [*reversed(range(len(config.multipliers)))]
+    widths = [config.base_channels * config.multipliers[level] for level in levels]
+    path = "audio_decoder"
+    with torch.device("meta"):
+        modules = {"mel_in": (path, audio_decoder.ConvIn(config, widths[0]))}
+        for level, inputs, outputs in zip(levels, (widths[0], *widths), widths, strict=False):
+            module = audio_decoder.Level(inputs, outputs, config.blocks, level > 0)
+            modules[f"mel_level_{level}"] = f"{path}.up.{level}", module
+        modules["mel_out"] = path, audio_decoder.ConvOut(config, widths[-1])
+    chain = [SpectrogramInputs, *map(stage_features, range(len(modules) - 1)), SpectrogramOutputs]
+    return _chained(modules, chain, spectrogram_fields(config, latents))
+
+
+def waveform_program_name(rows: int) -> str:
+    """Of the program that makes waveforms of spans of so many rows of a mel spectrogram."""
+    return f"vocoder-{rows}"
+
+
+def waveform_program(config: VocoderConfig, rows: int) -> Program:
+    """The vocoder for spans of so many rows of a mel spectrogram, one on each rank: a graph an
+    upsampling."""
+    generators = {"vocoder": config.vocoder, "bwe_generator": config.bwe}
+    modules, chain, stages = {}, [VocoderInputs], 0
+    with torch.device("meta"):
+        for name, generator in generators.items():
+            inner = name == "vocoder"
+            pre = vocoder.ConvPre(generator) if inner else vocoder.ConvPreOfWaveform(config)
+            post = vocoder.ConvPost(generator) if inner else vocoder.AddWaveform(config)
+            modules[f"{name}_in"] = name, pre
+            for number in range(len(generator.rates)):
+                modules[f"{name}_{number}"] = name, vocoder.Stage(generator, number)
+            modules[f"{name}_out"] = name, post
+            chain += map(stage_features, range(stages, stages + len(generator.rates) + 1))
+            stages += len(generator.rates) + 1
+            chain.append(LowWaveform if inner else WaveformOutputs)
+    program = _chained(modules, chain, waveform_fields(config, rows))
+    last = program.graphs["bwe_generator_out"]
+    program.graphs["bwe_generator_out"] = last._replace(inputs=waveform_inputs(stages - 1))
+    return program
+
+
+def _chained(
+    modules: dict[str, tuple[str, nn.Module]], chain: list[type], fields: dict[str, Field]
+) -> Program:
+    """A program of modules, given as graph's name: (name in the rank files, module), each of which
+    takes what the one before returns."""
+    graphs = {
+        graph: Graph(Part(path, module, after), before, after)
+        for (graph, (path, module)), before, after in zip(
+            modules.items(), chain, chain[1:], strict=False
+        )
+    }
+    return Program(graphs, {"main": tuple((graph, 0) for graph in graphs)}, fields)

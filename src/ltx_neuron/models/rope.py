@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ltx_neuron.config import TransformerConfig
 
@@ -28,8 +27,6 @@ class Rope(NamedTuple):
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Split rotation of (B, H, T, D): the halves of each head form the pairs. Computed in fp32,
     returned in x's dtype."""
-    if has_torch_function_unary(x):  # in a context of text.streamed's HostKernels
-        return handle_torch_function(rotate, (x,), x, rope)
     # Halves, not neighbours, are the checkpoint's layout (rope_type "split"). In fp32, because
     # cosines in bf16 are right to 4e-3 only.
     first, second = x.float().chunk(2, dim=-1)

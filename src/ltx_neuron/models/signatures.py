@@ -61,6 +61,15 @@ Fields of the video decoder, whose ranks have a tile each:
   tile_latent               (1, 128, f, h, w), a tile's latents
   features_*                (F, C, H, W), the features between its graphs, by stage
   tile_pixels               (1, 3, 8f - 7, 32h, 32w), about -1 to 1
+
+Fields of mel decoder and vocoder, whose ranks have a span of time each, float32:
+
+  span_latent               (1, 8, T, 16), a span's latents of sound
+  features_*                (1, C, T, bins) or (1, C, 1, T), the features between their graphs
+  span_mel                  (1, 2, T, 64), a span's mel spectrogram
+  low_waveform              (1, 2, 1, samples), that of the vocoder's first generator
+  resampling                (phases, 1, 1, taps), filters from that one's rate to the other's
+  span_waveform             (1, 2, samples), -1 to 1
 """
 
 from collections import namedtuple
@@ -70,12 +79,15 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.config import (
+    GENERATOR_BINS,
     TEXT_TOKENS,
+    AudioDecoderConfig,
     Bucket,
     GemmaConfig,
     TransformerConfig,
     Upsampling,
     VideoDecoderConfig,
+    VocoderConfig,
 )
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
@@ -211,15 +223,34 @@ def optional(inputs: tuple, field: str) -> Tensor | None:
     return getattr(inputs, field, None)
 
 
+SpectrogramInputs = _signature(
+    "SpectrogramInputs", "A span of sound's latents to decode.", "span_latent"
+)
+SpectrogramOutputs = _signature("SpectrogramOutputs", "A decoded span.", "span_mel finite")
+VocoderInputs = _signature(
+    "VocoderInputs", "A span of a mel spectrogram to make sound of.", "span_mel"
+)
+LowWaveform = _signature(
+    "LowWaveform", "What the vocoder's second generator begins with.", "low_waveform"
+)
+WaveformOutputs = _signature("WaveformOutputs", "A span of sound.", "span_waveform finite")
+
+
+def waveform_inputs(stage: int) -> type:
+    """The vocoder's last graph: the features of its last stage, and what it adds to them."""
+    fields = f"features_{stage} low_waveform resampling"
+    return _signature("WaveformInputs", "The vocoder's end.", fields)
+
+
 def stage_features(stage: int) -> type:
-    """What a graph of the video decoder hands to the next one in a stage."""
+    """What a graph of a decoder hands to the next one in a stage."""
     return _signature(f"Features{stage}", f"Features of stage {stage}.", f"features_{stage}")
 
 
 # What a step leaves for the next one, and what the host reads at a stage's end.
 LATENTS = ("video_latent", "audio_latent")
 FINITE = "finite"  # the output by which the host knows that they are numbers
-RESULTS = (*LATENTS, "tile_pixels")  # what must be numbers
+RESULTS = (*LATENTS, "tile_pixels", "span_mel", "span_waveform")  # what must be numbers
 # Of a guided step: with the prompt, with the negative prompt, without self-attention in the STG
 # blocks, and without attention between video and audio.
 PASSES = ("cond", "uncond", "perturbed", "isolated")
@@ -361,6 +392,53 @@ def tile_fields(
         "tile_pixels": Field(pixels, dtype, split=0),
         FINITE: Field((1,), torch.float32, split=0),
     }
+
+
+def spectrogram_fields(config: AudioDecoderConfig, latents: int) -> dict[str, Field]:
+    """Every tensor of the mel decoder's graphs for a span of so many latents. The ranks have
+    different spans: joined, they are a batch."""
+    rows, bins = latents, config.latent_bins
+    levels = [config.base_channels * multiplier for multiplier in reversed(config.multipliers)]
+    features = [(1, levels[0], rows, bins)]
+    for number, channels in enumerate(levels, 1):
+        if number < len(levels):
+            rows, bins = 2 * rows - 1, 2 * bins
+        features.append((1, channels, rows, bins))
+    return _float_fields(
+        span_latent=(1, config.latent_channels, latents, config.latent_bins),
+        span_mel=(1, config.out_channels, rows, bins),
+        **{f"features_{stage}": shape for stage, shape in enumerate(features)},
+    )
+
+
+def waveform_fields(config: VocoderConfig, rows: int) -> dict[str, Field]:
+    """Every tensor of the vocoder's graphs for a span of so many rows of a mel spectrogram. The
+    ranks have different spans: joined, they are a batch."""
+    features, samples = [], rows
+    for generator in (config.vocoder, config.bwe):
+        channels = generator.channels
+        features.append((1, channels, 1, samples))
+        for rate in generator.rates:
+            channels, samples = channels // 2, samples * rate
+            features.append((1, channels, 1, samples))
+        if generator is config.vocoder:
+            low, samples = samples, samples // config.hop
+    return _float_fields(
+        span_mel=(1, 2, rows, GENERATOR_BINS),
+        low_waveform=(1, 2, 1, low),
+        resampling=config.resampling,
+        span_waveform=(1, 2, samples),
+        **{f"features_{stage}": shape for stage, shape in enumerate(features)},
+    )
+
+
+def _float_fields(**shapes: tuple[int, ...]) -> dict[str, Field]:
+    """Fields of the decoders of sound: every rank has spans of its own."""
+    fields = {
+        name: Field(shape, torch.float32, split=0 if name.startswith("span") else None)
+        for name, shape in shapes.items()
+    }
+    return fields | {FINITE: Field((1,), torch.float32, split=0)}
 
 
 def connector_fields(config: TransformerConfig, tp: int, dtype: torch.dtype) -> dict[str, Field]:

@@ -58,10 +58,10 @@ def later(x: Tensor) -> Tensor:
     return torch.cat([middle, last, last] if len(x) > 2 else [last, last])
 
 
-def activate(x: Tensor) -> Tensor:
+def activate(x: Tensor, eps: float = EPS) -> Tensor:
     """SiLU of PixelNorm, an RMS norm over the channels without weight: (F, C, H, W) -> fp32."""
     x = x.float()
-    x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS)
+    x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
     return x * torch.sigmoid(x)
 
 

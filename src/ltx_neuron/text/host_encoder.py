@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ltx_neuron.config import GemmaConfig, TransformerConfig
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.products import ONEDNN_ALONE, Libraries
+from ltx_neuron.host.arithmetic import Libraries
 from ltx_neuron.models.attention import sdpa
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.gemma3 import Gemma3Encoder
@@ -27,7 +27,7 @@ from ltx_neuron.text.inputs import (
     prompt_slices,
     scale_embeddings,
 )
-from ltx_neuron.text.streamed import HostKernels, MappedWeights, StreamedLayers
+from ltx_neuron.text.streamed import MappedWeights, StoredLinear, StreamedLayers
 from ltx_neuron.weights.checkpoint import Source
 
 
@@ -46,9 +46,9 @@ class HostTextEncoder:
         gemma: GemmaConfig,
         config: TransformerConfig,
         dtype: torch.dtype,
-        libraries: Libraries = ONEDNN_ALONE,
+        libraries: Libraries,
     ):
-        self.libraries, self.kernels = libraries, HostKernels(libraries)
+        self.libraries, self.stored_linear = libraries, StoredLinear(libraries)
         self.source, self.gemma, self.config, self.dtype = source, gemma, config, dtype
         self.weights = MappedWeights(source, dtype)
 
@@ -95,7 +95,7 @@ class HostTextEncoder:
     @torch.no_grad()
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
-        with self.kernels:
+        with self.stored_linear:
             packs = pack_prompts(prompts)
             return [context for pack in packs for context in self._encode_pack(pack)]
 

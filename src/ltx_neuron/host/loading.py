@@ -1,0 +1,233 @@
+"""Loading the host's models: ltx-core's modules, with their tensors from a checkpoint or from an
+upsampler's file."""
+
+import json
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
+from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.weights.finite import finite
+from ltx_neuron.weights.tensorfile import TensorFile
+
+
+def import_ltx_core() -> None:
+    """Make ltx_core.model.audio_vae importable where torchaudio is not. Call it before importing
+    that package.
+
+    ltx_core.model.audio_vae.ops imports torchaudio at its top, though only audio *encoding* uses
+    it. Where torchaudio is missing or does not fit the installed torch, an empty module takes its
+    place.
+    """
+    try:
+        import torchaudio  # noqa: F401
+    except Exception:
+        stub = ModuleType("torchaudio")
+        # transformers and others ask importlib for the spec of imported modules; None is an error.
+        stub.__spec__ = ModuleSpec("torchaudio", loader=None)
+        sys.modules["torchaudio"] = stub
+
+
+class ModelSpec(NamedTuple):
+    """Where one model comes from: its file, how it is built, and the names of its tensors there.
+
+    name         of the model, for messages of errors
+    path         the safetensors file
+    flag         the command line's flag that names the file, for messages of errors
+    download     the command that downloads the file, for messages of errors
+    from_config  builds the module from `config`
+    config       the parsed metadata of the file
+    prefixes     start of a tensor's name in the module -> its start in the file. The first entry is
+                 the model's own part of the file, which must hold nothing else. The entry of the
+                 per-channel statistics may: a checkpoint has statistics that no model reads
+    dtype        of every tensor; None leaves each as it is stored
+    """
+
+    name: str
+    path: str | Path
+    flag: str
+    download: str
+    from_config: Callable[[dict], torch.nn.Module]
+    config: dict
+    prefixes: dict[str, str]
+    dtype: torch.dtype | None
+
+    def build_empty(self) -> torch.nn.Module:
+        """The module on the meta device.
+
+        Raises UserError unless the file holds all of its tensors, in their shapes, and no others.
+        """
+        try:
+            with torch.device("meta"):
+                module = self.from_config(self.config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the config in {self.path} describes no such model: {type(error).__name__}:"
+                f" {error}\npass the published file with {self.flag} FILE: {self.download}"
+            ) from None
+        expected = {
+            self._name_in_file(name): tuple(tensor.shape)
+            for name, tensor in module.state_dict().items()
+        }
+        if problems := self._problems(expected):
+            listing = "\n  ".join(problems)
+            raise UserError(
+                f"{self.path} does not hold the {type(module).__name__} its config describes:\n "
+                f" {listing}\npass the published file with {self.flag} FILE: {self.download}"
+            )
+        return module
+
+    def load(self) -> torch.nn.Module:
+        """The module with its tensors from the file, in inference mode.
+
+        Its forward can be cancelled before any layer (background.check_cancelled), and what it
+        returns is checked.
+        """
+        module = self.build_empty()
+        file = self._file()
+
+        def read(name: str) -> torch.Tensor:
+            tensor = file.read(self._name_in_file(name))
+            return tensor.to(self.dtype or tensor.dtype)
+
+        module.load_state_dict({name: read(name) for name in module.state_dict()}, assign=True)
+        for layer in module.modules():
+            layer.register_forward_pre_hook(check_cancelled)
+        module.register_forward_hook(self.check_output)
+        return module.eval().requires_grad_(False)
+
+    def check_output(self, module: torch.nn.Module, given: tuple, output: torch.Tensor) -> None:
+        """A hook of the module's forward: raise RunError where it returned NaN or Inf, which a
+        picture shows as black, and a sound as silence or noise."""
+        if finite(output):
+            return
+        if not all(finite(tensor) for tensor in given):
+            raise RunError(
+                f"NaN or Inf in what the {self.name} was given: what was made before it is broken,"
+                f" not its weights in {self.path}\nType the same again, without --resume"
+            )
+        raise RunError(
+            f"NaN or Inf in what the {self.name} returned, though what it was given is finite: its"
+            f" weights in {self.path} are broken\nDownload the file again: {self.download}\nand"
+            " type the same again"
+        )
+
+    def _file(self) -> TensorFile:
+        return TensorFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
+
+    def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
+        """What is wrong with the file's tensors, a line each, given the shapes by name expected."""
+        file = self._file()
+        shapes = file.shapes
+        if not any(name in shapes for name in expected):
+            return [f"none of its {len(expected)} tensors is there"]
+        own_prefix = next(iter(self.prefixes.values()))
+        problems = [f"missing {name}" for name in expected if name not in shapes]
+        problems += [
+            f"unexpected {name}"
+            for name in shapes
+            if name.startswith(own_prefix) and name not in expected
+        ]
+        problems += [
+            f"wrong shape {name}: got {shapes[name]}, wanted {shape}"
+            for name, shape in expected.items()
+            if name in shapes and shapes[name] != shape
+        ]
+        problems += [
+            f"{name}: {problem}"
+            for name in expected
+            if name in shapes and (problem := file.weight_problem(name))
+        ]
+        return problems
+
+    def _name_in_file(self, name: str) -> str:
+        """The name in the file of a tensor of the module: its longest known prefix replaced."""
+        prefix = max((prefix for prefix in self.prefixes if name.startswith(prefix)), key=len)
+        return self.prefixes[prefix] + name.removeprefix(prefix)
+
+
+def checkpoint_spec(
+    name: str, path: str | Path, config: dict, dtype: torch.dtype | None
+) -> ModelSpec:
+    """Where one of a checkpoint's models comes from. `config`: the checkpoint's."""
+    import_ltx_core()
+    from ltx_core.model import audio_vae, video_vae
+    from ltx_core.model.video_vae.ops import PerChannelStatistics
+
+    def statistics(config: dict) -> torch.nn.Module:
+        return PerChannelStatistics(config["vae"]["latent_channels"])
+
+    from_config, prefix = {
+        "video_encoder": (video_vae.VideoEncoderConfigurator.from_config, "vae.encoder."),
+        "video_decoder": (video_vae.VideoDecoderConfigurator.from_config, "vae.decoder."),
+        "video_statistics": (statistics, "vae.per_channel_statistics."),
+        "audio_encoder": (audio_vae.AudioEncoderConfigurator.from_config, "audio_vae.encoder."),
+        "audio_decoder": (audio_vae.AudioDecoderConfigurator.from_config, "audio_vae.decoder."),
+        "vocoder": (audio_vae.VocoderConfigurator.from_config, "vocoder."),
+    }[name]
+    # A checkpoint holds the statistics once for encoder and decoder, which both have a copy.
+    shared = prefix.partition(".")[0] + ".per_channel_statistics."
+    return ModelSpec(
+        name=name.replace("_", " "),
+        path=path,
+        flag="--checkpoint-path",
+        download=CHECKPOINT_DOWNLOAD,
+        from_config=from_config,
+        config=config,
+        prefixes={"": prefix, "per_channel_statistics.": shared},
+        dtype=dtype,
+    )
+
+
+def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> ModelSpec:
+    """Where the "spatial" or the "temporal" upsampler comes from. Raises UserError unless the file
+    is an upsampler by factor 2 of that kind."""
+    import_ltx_core()
+    from ltx_core.model import upsampler
+
+    return ModelSpec(
+        name=f"{kind} upsampler",
+        path=path,
+        flag=f"--{kind}-upsampler-path",
+        download=upsampler_download(kind),
+        from_config=upsampler.LatentUpsamplerConfigurator.from_config,
+        config=_upsampler_config(kind, path),
+        prefixes={"": ""},
+        dtype=dtype,
+    )
+
+
+def _upsampler_config(kind: str, path: str | Path | None) -> dict:
+    """The config of an upsampler's own file."""
+    flag, download = f"--{kind}-upsampler-path", upsampler_download(kind)
+    if path is None:
+        raise UserError(
+            f"{kind} upsampling needs its own model and got none: pass its file with {flag}"
+            f" FILE\nDownload it: {download}"
+        )
+    file = TensorFile(path, f"{download}\nand pass it with {flag} FILE")
+    try:
+        config = {**json.loads(file.metadata.get("config", "{}"))}
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path}: the 'config' metadata is not a JSON object: {error}\n"
+            f"Download it again: {download}"
+        ) from None
+    kinds = [name for name in ("spatial", "temporal") if config.get(f"{name}_upsample")]
+    scale = config.get("spatial_scale", 2.0)
+    if kinds != [kind] or (kind == "spatial" and scale != 2.0):
+        got = "a file that describes none"
+        if kinds:
+            got = f"a {' and '.join(kinds)} one (spatial scale {scale})"
+        raise UserError(
+            f"{flag} wants a {kind} latent upsampler of factor 2, got {got}: {path}\n"
+            f"pass the published {kind} x2 file with {flag} FILE: {download}"
+        )
+    return config
