@@ -17,16 +17,25 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import (
     Bucket,
+    audio_decoder_config,
     check_gemma_fits,
     digest,
     gemma_config,
+    span_sizes,
     transformer_config,
     video_decoder_config,
+    vocoder_config,
 )
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.models.programs import may_divide, tile_program_name
+from ltx_neuron.models.programs import (
+    may_divide,
+    spectrogram_program_name,
+    tile_program_name,
+    waveform_program_name,
+)
 from ltx_neuron.profiles import Profile
+from ltx_neuron.sampling.size import Size
 from ltx_neuron.text.cache import (
     HOST_ENCODER_CODE,
     RANK_ENCODER_CODE,
@@ -128,6 +137,20 @@ class Finished:
         return Source(MODELS["vae"], [self.checkpoint])
 
     @cached_property
+    def audio_decoder(self):
+        """The sizes of the mel decoder; UserError where the ranks cannot run it."""
+        return audio_decoder_config(self.checkpoint.config)
+
+    @cached_property
+    def vocoder(self):
+        """The sizes of the vocoder; UserError where the ranks cannot run it."""
+        return vocoder_config(self.checkpoint.config)
+
+    @cached_property
+    def sound_source(self) -> Source:
+        return Source(MODELS["sound"], [self.checkpoint])
+
+    @cached_property
     def tokenizer(self):
         """Gemma's tokenizer."""
         return load_tokenizer(self.gemma_root)
@@ -187,7 +210,7 @@ class Finished:
             "model": model,
             "source": source.fingerprint,
             "tp": self.tp,
-            "dtype": self.dtype_name,
+            "dtype": "float32" if model == "sound" else self.dtype_name,
             "layout": artifacts.LAYOUT,
             "loras": getattr(source, "lora_identity", []),
         }
@@ -199,7 +222,7 @@ class Finished:
             "bucket": bucket,
             "config": config,
             "tp": self.tp,
-            "dtype": self.dtype_name,
+            "dtype": "float32" if model == "sound" else self.dtype_name,
             "backend": self.profile.backend,
             "code": artifacts.code_digest(self.profile.backend),
             "torch": torch.__version__,
@@ -259,6 +282,18 @@ class Finished:
         name = "x".join(map(str, tile))
         return self._graph_identity("vae", name, self.video_decoder.digest)
 
+    def _sound_identities(self, latents: int) -> dict[str, dict]:
+        """By name, of the programs that decode so many latents of sound."""
+        latents, rows = span_sizes(latents)
+        configs = {
+            spectrogram_program_name(latents): self.audio_decoder,
+            waveform_program_name(rows): self.vocoder,
+        }
+        return {
+            name: self._graph_identity("sound", name, config.digest)
+            for name, config in configs.items()
+        }
+
     # --- finding what was made --------------------------------------------------------------------
 
     def dit_weights(self, loras: WeightSet = (), command: str = "") -> Path:
@@ -313,6 +348,21 @@ class Finished:
         return {
             tile_program_name(tile): Manifest(self._find(self._vae_identity(tile), command))
             for tile in self.tile_shapes(clip)
+        }
+
+    def sound_weights(self) -> Path:
+        """The folder of the rank files of mel decoder and vocoder, float32 in every run."""
+        command = self._command("shards/shard_vae_weights.py")
+        return self._find(self._weights_identity("sound", self.sound_source), command)
+
+    def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
+        """The compiled mel decoder and vocoder, for the spans of so many latents of sound. size:
+        what they are compiled for."""
+        flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
+        command = self._command("compile/compile_vae.py", *flags)
+        return {
+            name: Manifest(self._find(identity, command))
+            for name, identity in self._sound_identities(latents).items()
         }
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:

@@ -5,15 +5,17 @@ It makes weight sets and graphs, compares them with what they are of, and knows 
 the device. What is there it finds as Finished does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import REGISTERS, Bucket
+from ltx_neuron.config import REGISTERS, Bucket, span_sizes
 from ltx_neuron.files import exclusive
 from ltx_neuron.finished import Finished
 from ltx_neuron.job import Job
@@ -24,8 +26,11 @@ from ltx_neuron.models.programs import (
     connector_program,
     dit_program,
     gemma3_program,
+    spectrogram_program,
     tile_program,
+    waveform_program,
 )
+from ltx_neuron.models.vocoder import arrangement
 from ltx_neuron.plan import (
     CoreMemory,
     check_fits,
@@ -46,6 +51,7 @@ from ltx_neuron.weights.sharder import (
     shard_specs,
     shard_weights,
 )
+from ltx_neuron.weights.tensorfile import DTYPES
 
 
 class Workspace(Finished):
@@ -69,20 +75,26 @@ class Workspace(Finished):
         """Write the video decoder's rank files, which are all alike; returns the folder."""
         return self._shard("vae", self.vae_source, self._vae_specs(), workers)
 
+    def shard_sound(self, workers: int | None = None) -> Path:
+        """Write the rank files of mel decoder and vocoder, all alike; returns the folder."""
+        return self._shard("sound", self.sound_source, self._sound_specs(), workers)
+
     def shard(
         self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
     ) -> list[Path]:
         """Write the rank files of a model, one of MODELS; returns the folders. sets: the DiT's."""
         if model == "dit":
             return self.shard_dit(sets, workers)
-        return [self.shard_vae(workers) if model == "vae" else self.shard_gemma3(workers)]
+        if model == "vae":
+            return [self.shard_vae(workers), self.shard_sound(workers)]
+        return [self.shard_gemma3(workers)]
 
     def _shard(
         self, model: str, source: Source, specs: list[ShardSpec], workers: int | None
     ) -> Path:
         identity = self._weights_identity(model, source)
-        path = artifacts.folder(self.artifacts, identity)
-        if not shard_weights(source, path, identity, self.tp, self.dtype, specs, workers):
+        path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
+        if not shard_weights(source, path, identity, self.tp, dtype, specs, workers):
             print(f"already there, nothing to do (--verify checks every byte): {path}")
         return path
 
@@ -118,6 +130,16 @@ class Workspace(Finished):
         check_specs(specs, tile_program(self.video_decoder, (1, 1, 1), self.dtype).weights(), {})
         return specs
 
+    def _sound_specs(self) -> list[ShardSpec]:
+        source, config, layouts = self.sound_source, self.vocoder, {}
+        for name in source.names:
+            if (arrange := arrangement(name, config)) is not None:
+                layouts[name] = Layout(arrange, split=0)
+        specs = shard_specs(source, self.tp, layouts)
+        programs = spectrogram_program(self.audio_decoder, 1), waveform_program(config, 1)
+        check_specs(specs, programs[0].weights() | programs[1].weights(), {})
+        return specs
+
     # --- verifying rank files ---------------------------------------------------------------------
 
     def verify_dit(self, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
@@ -141,12 +163,16 @@ class Workspace(Finished):
         """Compare the finished rank files of a model, one of MODELS, as verify_dit does."""
         if model != "vae":
             return self.verify_dit(sets) if model == "dit" else self.verify_gemma3()
-        path = self.vae_weights()
+        path, sound = self.vae_weights(), self.sound_weights()
         self._verify(path, self.vae_source, self._vae_specs())
-        return [path]
+        self._verify(sound, self.sound_source, self._sound_specs(), torch.float32)
+        return [path, sound]
 
-    def _verify(self, path: Path, source: Source, specs: list[ShardSpec]) -> None:
-        check_whole(path, verify(path) or compare(source, path, self.tp, self.dtype, specs))
+    def _verify(
+        self, path: Path, source: Source, specs: list[ShardSpec], dtype: torch.dtype | None = None
+    ) -> None:
+        found = verify(path) or compare(source, path, self.tp, dtype or self.dtype, specs)
+        check_whole(path, found)
 
     # --- compiling graphs -------------------------------------------------------------------------
 
@@ -210,6 +236,16 @@ class Workspace(Finished):
         shapes = self.tile_shapes(clip)
         return self._compile([(self._vae_identity(t), partial(program, t)) for t in shapes])
 
+    def compile_sound(self, latents: int) -> list[Path]:
+        """Trace mel decoder and vocoder for the spans of so many latents of sound."""
+        span, rows = span_sizes(latents)
+        programs = (
+            partial(spectrogram_program, self.audio_decoder, span),
+            partial(waveform_program, self.vocoder, rows),
+        )
+        identities = self._sound_identities(latents).values()
+        return self._compile([*zip(identities, programs, strict=True)])
+
     def _compile(
         self, programs: list[tuple[dict, Callable[[], Program]]], profile: Profile | None = None
     ) -> list[Path]:
@@ -224,7 +260,8 @@ class Workspace(Finished):
             require_runtime(profile, self.tp)
             with exclusive(path, "compiling"):
                 if not (path / artifacts.MANIFEST).is_file():
-                    registry.compile_program(make, path, identity, self.dtype, profile, self.tp)
+                    dtype = DTYPES[identity["dtype"]]
+                    registry.compile_program(make, path, identity, dtype, profile, self.tp)
         registry.precompile(paths, profile, self.tp, self.compiler_cache)
         return paths
 
@@ -247,17 +284,22 @@ class Workspace(Finished):
         manifests: list[Manifest],
         neuron_gemma: bool,
         tiles: list[Manifest],
+        sound: Sequence[Manifest] = (),
         loras: WeightSet = (),
     ) -> CoreMemory:
         """What a generation needs of a core, by what was counted when its graphs were compiled and
-        by the sizes of its rank files. tiles: manifests of a video decoder on the ranks. loras: of
-        any of its weight sets, which are of one size."""
+        by the sizes of its rank files.
+
+        tiles, sound  manifests of the decoders on the ranks
+        loras         of any of its weight sets, which are of one size
+        """
         return CoreMemory(
             _rank_bytes(self.dit_weights(loras)),
             _rank_bytes(self.gemma3_weights()) if neuron_gemma else 0,
             compiled_activations(manifests),
-            _rank_bytes(self.vae_weights()) if tiles else 0,
-            compiled_tile(tiles),
+            (_rank_bytes(self.vae_weights()) if tiles else 0)
+            + (_rank_bytes(self.sound_weights()) if sound else 0),
+            compiled_tile([*tiles, *sound]),
         )
 
     def check_compiled_fits(self, memory: CoreMemory, job: Job, neuron_gemma: bool) -> None:

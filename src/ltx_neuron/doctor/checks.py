@@ -255,14 +255,16 @@ def weight_bytes(examination: Examination) -> dict[str, int]:
         workspace = examination.workspace()
         sources = [Source(MODELS["dit"], [workspace.checkpoint])]
         sources += [workspace.gemma_source] if examination.request.gemma_root else []
-        sources += [workspace.vae_source] if examination.request.neuron_vae else []
+        if examination.request.neuron_vae:
+            sources += [workspace.vae_source, workspace.sound_source]
     except UserError:
         return {}  # `files` reports it
-    size, copies = DTYPES[examination.request.dtype].itemsize, {"vae": examination.tp}
+    size = DTYPES[examination.request.dtype].itemsize
+    # Every rank has the whole decoders, that of sound in float32.
+    copies = {"vae": examination.tp * size, "sound": examination.tp * 4}
     return {
         source.model.name: sum(math.prod(source.shape(n)) for n in source.names)
-        * size
-        * copies.get(source.model.name, 1)  # every rank has the whole video decoder
+        * copies.get(source.model.name, size)
         for source in sources
     }
 
@@ -276,6 +278,7 @@ def _rank_files_exist(examination: Examination) -> bool:
             workspace.gemma3_weights()
         if examination.request.neuron_vae:
             workspace.vae_weights()
+            workspace.sound_weights()
     except UserError:
         return False
     return True
@@ -393,6 +396,12 @@ def _decoder_artifacts(workspace: Workspace, size: Size) -> Iterator[Finding]:
     yield attempt("VAE weights", lambda: str(workspace.vae_weights()), "todo")
     yield attempt(
         "VAE graphs", lambda: f"{len(workspace.tile_programs(clip))} are finished", "todo"
+    )
+    yield attempt("sound weights", lambda: str(workspace.sound_weights()), "todo")
+    yield attempt(
+        "sound graphs",
+        lambda: f"{len(workspace.sound_programs(size, size.audio_frames))} are finished",
+        "todo",
     )
 
 

@@ -47,6 +47,11 @@ EXPORTED = {
         "sigmoid.default",
         "gelu.default",
         "clamp_min.default",
+        "clamp.default",
+        "sin.default",
+        "exp.default",
+        "log.default",
+        "addcmul.default",
         "eq.Tensor",
         "to.dtype",
     ),
@@ -70,6 +75,8 @@ EXPORTED = {
     *_aten(
         "view.default",
         "permute.default",
+        "expand.default",
+        "squeeze.dim",
         "reshape.default",
         "cat.default",
         "stack.default",
@@ -93,11 +100,7 @@ TRACED = {
         "split.Tensor",
     ),
     *_aten(
-        "expand.default",
-        "clone.default",
-        "_unsafe_view.default",
-        "native_layer_norm.default",
-        "_softmax.default",
+        "clone.default", "_unsafe_view.default", "native_layer_norm.default", "_softmax.default"
     ),
     *_aten("_scaled_dot_product_flash_attention_for_cpu.default"),
 }

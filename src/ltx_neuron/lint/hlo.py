@@ -28,6 +28,8 @@ OPERATIONS = {
         "maximum",
         "clamp",
         "exponential",
+        "log",
+        "sine",
         "tanh",
         "logistic",
         "sqrt",

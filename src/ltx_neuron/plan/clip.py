@@ -249,7 +249,14 @@ class Clip:
     def _sound(self) -> Row:
         longer, size = self.job.extension, self.job.size
         seconds = (longer or size).num_frames / size.frame_rate
-        return self._host("decode_audio", seconds, "decode_audio", f"{seconds:.1f} s of sound")
+        text = f"{seconds:.1f} s of sound"
+        if not self.neuron_vae:
+            return self._host("decode_audio", seconds, "decode_audio", text)
+        from ltx_neuron.plan.host_flops import sound_flops  # imports ltx-core
+
+        latents = longer.audio_latents if longer else size.audio_frames
+        total = sound_flops(self.config, latents, self.plan.tp)
+        return self._at_peak("decode_audio", total, f"{_tera(total)}, {text}")
 
     def _mp4(self) -> Row:
         what = f"{self._pixels[0]} frames"
