@@ -139,7 +139,7 @@ class Residency:
         """Mel decoder and vocoder with these programs, as video_decoder."""
         self._load_decoders(tiles, sound)
         resampling = resampling_filters(self.workspace.vocoder)
-        return RankSound(self.ranks, self._decoding, resampling)
+        return RankSound(self.ranks, resampling, self._decoding)
 
     def _load_decoders(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> None:
         with self._decoding:

@@ -23,8 +23,8 @@ class _OnRanks:
     lock     held during a call: pictures and sound are decoded by two threads
     """
 
-    def __init__(self, ranks: Ranks, lock: threading.Lock):
-        self.ranks, self.at_once, self._lock = ranks, ranks.tp, lock
+    def __init__(self, ranks: Ranks, lock: threading.Lock | None = None):
+        self.ranks, self.at_once, self._lock = ranks, ranks.tp, lock or threading.Lock()
 
     def _decode(
         self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
@@ -52,7 +52,7 @@ class RankTiles(_OnRanks):
 class RankSound(_OnRanks):
     """Decodes spans of sound."""
 
-    def __init__(self, ranks: Ranks, lock: threading.Lock, resampling: Tensor):
+    def __init__(self, ranks: Ranks, resampling: Tensor, lock: threading.Lock | None = None):
         """resampling: the vocoder's constant input."""
         super().__init__(ranks, lock)
         self._constants = {"resampling": resampling}

@@ -37,6 +37,7 @@ from ltx_neuron.profiles import Profile
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import released_config, tiny_config
 
+FLOAT32 = "float32"  # ends the name of a program that is so in every run
 BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 
@@ -104,9 +105,8 @@ def programs(
         width.transformer.check_tensor_parallel(tp)
         width.gemma.check_tensor_parallel(tp)
         yield f"{name}: video decoder", partial(_tiles, width, dtype)
-        if dtype == torch.float32:
-            yield f"{name}: mel decoder", partial(_spectrogram, width)
-            yield f"{name}: vocoder", partial(_waveform, width)
+        yield f"{name}: mel decoder, {FLOAT32}", partial(_spectrogram, width)
+        yield f"{name}: vocoder, {FLOAT32}", partial(_waveform, width)
         for blocks in BLOCKS:
             config = replace(
                 width.transformer,
