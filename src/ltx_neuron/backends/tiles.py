@@ -3,7 +3,7 @@ shape at a time."""
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class _OnRanks:
     lock     held during a call: pictures and sound are decoded by two threads
     """
 
-    def __init__(self, ranks: Ranks, lock: threading.Lock | None = None):
+    def __init__(self, ranks: Ranks, lock: AbstractContextManager | None = None):
         self.ranks, self.at_once, self._lock = ranks, ranks.tp, lock or threading.Lock()
 
     def _decode(
@@ -52,7 +52,9 @@ class RankTiles(_OnRanks):
 class RankSound(_OnRanks):
     """Decodes spans of sound."""
 
-    def __init__(self, ranks: Ranks, resampling: Tensor, lock: threading.Lock | None = None):
+    def __init__(
+        self, ranks: Ranks, resampling: Tensor, lock: AbstractContextManager | None = None
+    ):
         """resampling: the vocoder's constant input."""
         super().__init__(ranks, lock)
         self._constants = {"resampling": resampling}

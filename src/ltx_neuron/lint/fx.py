@@ -50,6 +50,7 @@ EXPORTED = {
         "clamp.default",
         "sin.default",
         "exp.default",
+        "reciprocal.default",
         "log.default",
         "addcmul.default",
         "eq.Tensor",

@@ -70,7 +70,9 @@ def blocks(x: Tensor, size: int) -> Tensor:
 def signal(x: Tensor, length: int) -> Tensor:
     """Blocks (C, size, 1, N) as a signal (1, C, 1, length)."""
     channels = x.shape[0]
-    return x.permute(0, 2, 3, 1).reshape(1, channels, 1, -1)[..., :length]
+    x = x.permute(0, 2, 3, 1).reshape(1, channels, 1, -1)
+    # A slice of all would be an operation that does nothing.
+    return x if x.shape[3] == length else x[..., :length]
 
 
 class Filter(nn.Module):
