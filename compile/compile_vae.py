@@ -1,4 +1,4 @@
-"""Trace the video decoder for the tiles of a generation's size.
+"""Trace the decoders of video and sound for the tiles and spans of a generation's size.
 
 python compile/compile_vae.py --checkpoint-path CKPT --height 512 --width 768
 """
@@ -13,7 +13,8 @@ EXAMPLE = """python compile/compile_vae.py --checkpoint-path CKPT \\
 def main() -> None:
     parser = flags.parser(
         "Trace the video decoder for the tiles in which a clip of this size is decoded on the ranks"
-        " (--neuron-vae), one set of graphs for each shape of them.",
+        " (--neuron-vae), one set of graphs for each shape of them, and mel decoder and vocoder for"
+        " the spans of its sound.",
         EXAMPLE,
         gemma=False,
     )
@@ -26,7 +27,7 @@ def main() -> None:
     workspace = flags.workspace(args)
     shapes = ", ".join("x".join(map(str, shape)) for shape in workspace.tile_shapes(clip))
     print(f"tiles: {shapes} latents (frames x rows x columns)")
-    for path in workspace.compile_vae(clip):
+    for path in [*workspace.compile_vae(clip), *workspace.compile_sound(size.audio_frames)]:
         print(f"graphs: {path}")
 
 

@@ -1,4 +1,4 @@
-"""Copy the video decoder's weights into one file for all ranks.
+"""Copy the weights of the decoders of video and sound into one file for all ranks each.
 
 python shards/shard_vae_weights.py --checkpoint-path CKPT --tp-degree 4
 """
@@ -11,7 +11,10 @@ EXAMPLE = """python shards/shard_vae_weights.py --tp-degree 4 \\
 
 
 def main() -> None:
-    description = "Copy the video decoder's weights into one file for all ranks, for --neuron-vae."
+    description = (
+        "Copy the weights of the video decoder, and those of the mel decoder and the vocoder, into"
+        " one file for all ranks each, for --neuron-vae."
+    )
     parser = flags.parser(description, EXAMPLE, gemma=False, required=False)
     flags.add_sharding(parser)
     args = parser.parse_args()

@@ -395,7 +395,19 @@ class AudioDecoderConfig(_Config):
         return rows + 8 + 2, 0  # of the middle blocks and of conv_in
 
 
+# What a rank decodes at a time: those windows of which four make the sound of 121 frames at 24 per
+# second.
+SPAN_LATENTS, SPAN_ROWS = 57, 208
 AUDIO_SCALE = 4  # rows of a spectrogram for a latent, but for the first, and bins
+
+
+def span_sizes(latents: int) -> tuple[int, int]:
+    """Latents, and rows of a spectrogram, that a rank decodes at a time of so many latents of
+    sound."""
+    rows = AUDIO_SCALE * latents - (AUDIO_SCALE - 1)
+    return min(latents, SPAN_LATENTS), min(rows, SPAN_ROWS)
+
+
 # What the released mel decoder is. Defaults of an absent value are ltx-core's.
 _REQUIRED_AUDIO_VAE = {
     "norm_type": ("pixel", "pixel"),

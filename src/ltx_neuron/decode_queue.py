@@ -96,6 +96,7 @@ class DecodeQueue:
     A context manager: leaving it cancels what is still being decoded.
 
     decode_video  latents (1, 128, F, h, w) to chunks of frames, uint8 (N, H, W, 3)
+    decode_audio  latents (1, 8, Ta, 16) to a waveform (2, samples)
     overlap    decode in the background: `submit` returns at once
     on_ranks   where frames come from the ranks, `submit` waits for them ("each"), or leaves all to
                `drain` ("last"); "" for the host's
@@ -115,11 +116,13 @@ class DecodeQueue:
         hand_over: Callable[[Result], None] | None,
         poll: Callable[[], None],
         decode_video: Callable[[Tensor], Iterator[Tensor]] | None = None,
+        decode_audio: Callable[[Tensor], Tensor] | None = None,
         on_ranks: str = "",
     ):
         self.host, self.recorder, self.overlap, self.poll = host, recorder, overlap, poll
         self.decode, self.isolate, self.write, self.hand_over = decode, isolate, write, hand_over
         self.decode_video, self.on_ranks = decode_video or host.decode_video, on_ranks
+        self.decode_audio = decode_audio or host.decode_audio
         self._task: BackgroundTask | None = None
         self._waiting: list[JobRun] = []
 
@@ -244,5 +247,5 @@ class DecodeQueue:
 
     def _sound(self, job: Job, audio: Tensor) -> Tensor:
         with self.recorder.phase("decode_audio"):
-            waveform = self.host.decode_audio(audio)
+            waveform = self.decode_audio(audio)
         return job.extension.heard(waveform, self.host.sample_rate) if job.extension else waveform

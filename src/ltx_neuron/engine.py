@@ -227,6 +227,7 @@ class Engine:
             # While it drives the ranks, the decoding thread finds out by itself.
             poll=(lambda: None) if self.options.neuron_vae else self.residency.poll,
             decode_video=self._decode_video,
+            decode_audio=self._decode_audio,
             on_ranks=on_ranks if self.options.neuron_vae else "",
             **options,
         )
@@ -236,7 +237,16 @@ class Engine:
         in tiles."""
         if not self.options.neuron_vae:
             return self.host.decode_video(latent)
-        return self.host.decode_video(latent, self.residency.video_decoder(self.preflight.tiles))
+        tiles = self.residency.video_decoder(self.preflight.tiles, self.preflight.sound)
+        return self.host.decode_video(latent, tiles)
+
+    def _decode_audio(self, latent: Tensor) -> Tensor:
+        """The waveform of a latent (1, 8, Ta, 16): decoded by the host, or on the ranks in
+        spans."""
+        if not self.preflight.sound:
+            return self.host.decode_audio(latent)
+        programs = self.preflight.tiles, self.preflight.sound
+        return self.host.decode_audio(latent, self.residency.sound_decoder(*programs))
 
     # --- encode the prompts -----------------------------------------------------------------------
 

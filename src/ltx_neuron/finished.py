@@ -17,16 +17,25 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config import (
     Bucket,
+    audio_decoder_config,
     check_gemma_fits,
     digest,
     gemma_config,
+    span_sizes,
     transformer_config,
     video_decoder_config,
+    vocoder_config,
 )
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
-from ltx_neuron.models.programs import may_divide, tile_program_name
+from ltx_neuron.models.programs import (
+    may_divide,
+    spectrogram_program_name,
+    tile_program_name,
+    waveform_program_name,
+)
 from ltx_neuron.profiles import Profile
+from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import ConditionFields, SizeFields
 from ltx_neuron.text.cache import (
     HOST_ENCODER_CODE,
@@ -131,7 +140,22 @@ class Finished:
         """The weights of a model, one of MODELS; of the DiT with LoRAs merged in."""
         if model == "dit":
             return self.dit_source(loras)
-        return self.gemma_source if model == "gemma3" else self.vae_source
+        sources = {"gemma3": "gemma_source", "vae": "vae_source", "sound": "sound_source"}
+        return getattr(self, sources[model])
+
+    @cached_property
+    def audio_decoder(self):
+        """The sizes of the mel decoder; UserError where the ranks cannot run it."""
+        return audio_decoder_config(self.checkpoint.config)
+
+    @cached_property
+    def vocoder(self):
+        """The sizes of the vocoder; UserError where the ranks cannot run it."""
+        return vocoder_config(self.checkpoint.config)
+
+    @cached_property
+    def sound_source(self) -> Source:
+        return Source(MODELS["sound"], [self.checkpoint])
 
     @cached_property
     def tokenizer(self):
@@ -193,7 +217,7 @@ class Finished:
             "model": model,
             "source": source.fingerprint,
             "tp": self.tp,
-            "dtype": self.dtype_name,
+            "dtype": "float32" if model == "sound" else self.dtype_name,
             "layout": artifacts.LAYOUT,
             "loras": getattr(source, "lora_identity", []),
         }
@@ -205,7 +229,7 @@ class Finished:
             "bucket": bucket,
             "config": config,
             "tp": self.tp,
-            "dtype": self.dtype_name,
+            "dtype": "float32" if model == "sound" else self.dtype_name,
             "backend": self.profile.backend,
             "code": artifacts.code_digest(self.profile.backend),
             "torch": torch.__version__,
@@ -265,6 +289,18 @@ class Finished:
         name = "x".join(map(str, tile))
         return self._graph_identity("vae", name, self.video_decoder.digest)
 
+    def _sound_identities(self, latents: int) -> dict[str, dict]:
+        """By name, of the programs that decode so many latents of sound."""
+        latents, rows = span_sizes(latents)
+        configs = {
+            spectrogram_program_name(latents): self.audio_decoder,
+            waveform_program_name(rows): self.vocoder,
+        }
+        return {
+            name: self._graph_identity("sound", name, config.digest)
+            for name, config in configs.items()
+        }
+
     # --- finding what was made --------------------------------------------------------------------
 
     def weights(self, model: str, loras: WeightSet = (), command: str = "") -> Path:
@@ -281,6 +317,10 @@ class Finished:
 
     def vae_weights(self) -> Path:
         return self.weights("vae")
+
+    def sound_weights(self) -> Path:
+        """Of mel decoder and vocoder, float32 in every run."""
+        return self.weights("sound")
 
     def check_dit_weights(self, jobs: Iterable[Job]) -> None:
         """Raise UserError where a stage's weight set is missing, with the commands that make all
@@ -301,8 +341,8 @@ class Finished:
         """What makes the weight sets of a model that LoRAs name, given by their flags."""
         given = [(flag, lora) for flag, several in loras.items() for lora in several]
         words = [word for flag, lora in given for word in (flag, lora.path, lora.strength)]
-        script = f"shards/shard_{'backbone' if model == 'dit' else model}_weights.py"
-        return self._command(script, *words, gemma=model == "gemma3")
+        script = {"dit": "backbone", "sound": "vae"}.get(model, model)
+        return self._command(f"shards/shard_{script}_weights.py", *words, gemma=model == "gemma3")
 
     def tile_programs(self, clip: tuple[int, int, int]) -> dict[str, Manifest]:
         """The compiled video decoder, a program per shape of the tiles of a clip, given as its
@@ -313,6 +353,16 @@ class Finished:
         return {
             tile_program_name(tile): Manifest(self._find(self._vae_identity(tile), command))
             for tile in self.tile_shapes(clip)
+        }
+
+    def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
+        """The compiled mel decoder and vocoder, for the spans of so many latents of sound. size:
+        what they are compiled for."""
+        flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
+        command = self._command("compile/compile_vae.py", *flags)
+        return {
+            name: Manifest(self._find(identity, command))
+            for name, identity in self._sound_identities(latents).items()
         }
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:

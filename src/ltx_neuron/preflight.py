@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import upsampler_download
 from ltx_neuron.denoise import CompiledStep
@@ -23,6 +25,7 @@ class Preflight:
     neuron_gemma   whether prompts are encoded on the ranks
     neuron_vae     whether latents are decoded there
     tiles          the programs that decode the tiles of the jobs that were checked last
+    sound          those that decode their sound
     decoder_stays  whether these fit the device beside the transformer
     """
 
@@ -32,6 +35,7 @@ class Preflight:
         self.workspace, self.host, self.neuron_gemma = workspace, host, neuron_gemma
         self.neuron_vae, self.decoder_stays = neuron_vae, False
         self.tiles: dict[str, Manifest] = {}
+        self.sound: dict[str, Manifest] = {}
         self._checked_models: set[str] = set()
         self._checked_weight_files = False
 
@@ -72,12 +76,17 @@ class Preflight:
             raise
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
-            tiles = [*self.tiles.values()]
+            tiles, sound = [*self.tiles.values()], [*self.sound.values()]
             loras = job.stages[0].loras
-            memory = workspace.compiled_memory(manifests, self.neuron_gemma, tiles, loras)
+            memory = workspace.compiled_memory(manifests, self.neuron_gemma, tiles, sound, loras)
             workspace.check_compiled_fits(memory, job, self.neuron_gemma)
             self.decoder_stays = memory.decoder_stays(workspace.profile)
         return compiled
+
+    @property
+    def sound_on_ranks(self) -> bool:
+        """Whether the ranks decode sound as well: not that of a release that does it in bf16."""
+        return self.neuron_vae and self.host.audio_dtype == torch.float32
 
     def _check_options(self, jobs: list[Job]) -> None:
         """Refuse jobs and options that do not go together."""
@@ -112,6 +121,8 @@ class Preflight:
             workspace.host_text_encoder().check()
         if self.neuron_vae:
             _ = workspace.video_decoder, workspace.vae_source
+            if self.sound_on_ranks:
+                _ = workspace.audio_decoder, workspace.vocoder, workspace.sound_source
         self._checked_weight_files = True
 
     def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
@@ -130,6 +141,12 @@ class Preflight:
             self.tiles = {
                 name: tile for clip in clips for name, tile in workspace.tile_programs(clip).items()
             }
+            sounds = {_decoded_sound(job): job.size for job in jobs if not job.sound}
+            self.sound = {}
+            if self.sound_on_ranks and sounds:
+                workspace.sound_weights()
+                for latents, size in sounds.items():
+                    self.sound |= workspace.sound_programs(size, latents)
         workspace.say_tuned()
         return compiled
 
@@ -158,6 +175,11 @@ def _decoded_latent(job: Job) -> tuple[int, int, int]:
     if job.extension:
         latent = (job.extension.video_latents, *latent[1:])
     return upscaled(latent, job.upscale)
+
+
+def _decoded_sound(job: Job) -> int:
+    """Latents of the sound that is decoded."""
+    return job.extension.audio_latents if job.extension else job.size.audio_frames
 
 
 def _host_models(job: Job) -> list[str]:

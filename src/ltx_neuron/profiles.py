@@ -193,7 +193,8 @@ class Profile:
 # Of attention's values, those that launch NKI kernels, with the models' operations that these do.
 NKI_KERNELS = {"nki": ("attention_cte",), "nki_const_max": ("attention_cte", "attention_const_max")}
 HOST_DTYPES = typing.get_args(typing.get_type_hints(Profile)["host_dtype"])
-MODELS = ("dit", "gemma3", "connectors", "vae")  # whose graphs are compiled with flags of their own
+# Whose graphs are compiled with flags of their own.
+MODELS = ("dit", "gemma3", "connectors", "vae", "sound")
 _GIB = 2**30
 TRAINIUM2 = Chip(
     cores=8,
@@ -281,6 +282,7 @@ _TRN2 = dict(
             "--model-type=unet-inference -O1 --auto-cast=none"
             " --internal-max-instruction-limit=15000000",
         ),
+        ("sound", "--model-type=unet-inference -O1 --auto-cast=none"),
     ),
 )
 

@@ -5,19 +5,22 @@ The ranks start when the first model is needed. Both stages and all jobs share o
 transformer's weights; a weight set with other LoRAs takes the place of the one that is there.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
-from ltx_neuron.backends.tiles import RankTiles
+from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import check_readable
+from ltx_neuron.models.vocoder import resampling_filters
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.text import inputs
 from ltx_neuron.text.encoders import RankTextEncoder
@@ -36,7 +39,8 @@ class Residency:
         self.weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
         self._ran: frozenset[str] = frozenset()  # programs that these ranks have had so far
-        self._tiles: frozenset[str] = frozenset()  # the video decoder's programs there
+        self._tiles: frozenset[str] = frozenset()  # the decoders' programs there
+        self._decoding = threading.Lock()  # held by who loads decoders, or runs one
         self.decoder_stays = False  # whether it fits beside the transformer
         self._host_tensors: dict[str, Tensor] = {}  # of the weight set that is on the ranks
 
@@ -123,19 +127,36 @@ class Residency:
             self.recorder.counters.weight_swap_seconds += time.perf_counter() - began
         self.weights = weights
 
-    def video_decoder(self, programs: dict[str, Manifest]) -> RankTiles:
+    def video_decoder(
+        self, tiles: dict[str, Manifest], sound: dict[str, Manifest] | None = None
+    ) -> RankTiles:
         """The video decoder with the programs of these tiles: beside the transformer, or in its
-        place."""
-        if not programs.keys() <= self._tiles:
-            weights = self.workspace.vae_weights()
+        place. With it come the decoders of sound."""
+        self._load_decoders(tiles, sound or {})
+        return RankTiles(self.ranks, self._decoding)
+
+    def sound_decoder(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> RankSound:
+        """Mel decoder and vocoder with these programs, as video_decoder."""
+        self._load_decoders(tiles, sound)
+        resampling = resampling_filters(self.workspace.vocoder)
+        return RankSound(self.ranks, resampling, self._decoding)
+
+    def _load_decoders(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> None:
+        with self._decoding:
+            if {*tiles, *sound} <= self._tiles:
+                return
+            workspace = self.workspace
             if self.weights and not self.decoder_stays:
                 with self.recorder.phase("unload_transformer"):
                     self._unload()
-            with self.recorder.phase("load_vae"), _remedy(weights):
+            with self.recorder.phase("load_vae"):
                 self._start()
-                self.ranks.load(weights, programs, self.workspace.dtype)
-            self._tiles = frozenset(programs)
-        return RankTiles(self.ranks)
+                with _remedy(weights := workspace.vae_weights()):
+                    self.ranks.load(weights, tiles, workspace.dtype)
+                if sound:
+                    with _remedy(weights := workspace.sound_weights()):
+                        self.ranks.load(weights, sound, torch.float32)
+            self._tiles = frozenset({*tiles, *sound})
 
     def unload_transformer(self) -> None:
         """Free the device, and the host memory that the ranks take."""

@@ -5,7 +5,7 @@ It makes weight sets and graphs, compares them with what they are of, and knows 
 the device. What is there it finds as Finished does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest, record_size
-from ltx_neuron.config import REGISTERS, Bucket
+from ltx_neuron.config import REGISTERS, Bucket, span_sizes
 from ltx_neuron.files import exclusive
 from ltx_neuron.finished import Finished
 from ltx_neuron.job import Job
@@ -25,8 +25,11 @@ from ltx_neuron.models.programs import (
     connector_program,
     dit_program,
     gemma3_program,
+    spectrogram_program,
     tile_program,
+    waveform_program,
 )
+from ltx_neuron.models.vocoder import arrangement
 from ltx_neuron.plan import (
     CoreMemory,
     check_fits,
@@ -47,6 +50,7 @@ from ltx_neuron.weights.sharder import (
     shard_specs,
     shard_weights,
 )
+from ltx_neuron.weights.tensorfile import DTYPES
 
 
 class Workspace(Finished):
@@ -58,15 +62,15 @@ class Workspace(Finished):
         self, model: str, sets: Iterable[WeightSet] = ((),), workers: int | None = None
     ) -> list[Path]:
         """Write the rank files of a model, one of MODELS, of the DiT once for every set of LoRAs;
-        returns the folders."""
+        returns the folders. With those of the video decoder come those of sound."""
         # One that does not fit is refused before anything is written.
-        sources = [self.source(model, loras) for loras in sets]
-        specs_of = [self._specs(model, source) for source in sources]
+        sources = [source for loras in sets for source in self._sources(model, loras)]
+        specs_of = [self._specs(source) for source in sources]
         paths = []
         for source, specs in zip(sources, specs_of, strict=True):
-            identity = self._weights_identity(model, source)
-            path = artifacts.folder(self.artifacts, identity)
-            if not shard_weights(source, path, identity, self.tp, self.dtype, specs, workers):
+            identity = self._weights_identity(source.model.name, source)
+            path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
+            if not shard_weights(source, path, identity, self.tp, dtype, specs, workers):
                 print(f"already there, nothing to do (--verify checks every byte): {path}")
             paths.append(path)
         return paths
@@ -79,25 +83,31 @@ class Workspace(Finished):
     def shard_gemma3(self, workers: int | None = None) -> Path:
         return self.shard("gemma3", workers=workers)[0]
 
-    def shard_vae(self, workers: int | None = None) -> Path:
-        return self.shard("vae", workers=workers)[0]
-
     def verify(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
         """Compare the finished rank files of a model, one of MODELS, with their manifests and bit
         for bit with the checkpoint and Gemma's files. Raises UserError that lists what differs;
         returns the folders. sets: the DiT's."""
-        paths = {self.weights(model, loras): self.source(model, loras) for loras in sets}
-        for path, source in paths.items():
-            specs = self._specs(model, source)
-            check_whole(path, verify(path) or compare(source, path, self.dtype, specs))
-        return list(paths)
+        paths = []
+        for loras in sets:
+            for source in self._sources(model, loras):
+                path = self.weights(source.model.name, loras)
+                dtype = DTYPES[self._weights_identity(source.model.name, source)["dtype"]]
+                check_whole(path, verify(path) or compare(source, path, dtype, self._specs(source)))
+                paths.append(path)
+        return paths
 
-    def _specs(self, model: str, source: Source) -> list[ShardSpec]:
+    def _sources(self, model: str, loras: WeightSet) -> list[Source]:
+        """What a shard script cuts."""
+        models = ["vae", "sound"] if model == "vae" else [model]
+        return [self.source(name, loras) for name in models]
+
+    def _specs(self, source: Source) -> list[ShardSpec]:
         """How the tensors of a model are distributed over its files. UserError where they are not
         those of the model."""
-        if model == "dit":
+        if source.model.name == "dit":
             return self._dit_specs(source)
-        return self._gemma3_specs() if model == "gemma3" else self._vae_specs()
+        specs = {"gemma3": self._gemma3_specs, "vae": self._vae_specs, "sound": self._sound_specs}
+        return specs[source.model.name]()
 
     def _dit_specs(self, source: Source) -> list[ShardSpec]:
         specs = shard_specs(source, self.tp, {})
@@ -129,6 +139,16 @@ class Workspace(Finished):
     def _vae_specs(self) -> list[ShardSpec]:
         specs = shard_specs(self.vae_source, self.tp, {})
         check_specs(specs, tile_program(self.video_decoder, (1, 1, 1), self.dtype).weights(), {})
+        return specs
+
+    def _sound_specs(self) -> list[ShardSpec]:
+        source, config, layouts = self.sound_source, self.vocoder, {}
+        for name in source.names:
+            if (arrange := arrangement(name, config)) is not None:
+                layouts[name] = Layout(arrange, split=0)
+        specs = shard_specs(source, self.tp, layouts)
+        programs = spectrogram_program(self.audio_decoder, 1), waveform_program(config, 1)
+        check_specs(specs, programs[0].weights() | programs[1].weights(), {})
         return specs
 
     # --- compiling graphs -------------------------------------------------------------------------
@@ -196,6 +216,16 @@ class Workspace(Finished):
         shapes = self.tile_shapes(clip)
         return self._compile([(self._vae_identity(t), partial(program, t)) for t in shapes])
 
+    def compile_sound(self, latents: int) -> list[Path]:
+        """Trace mel decoder and vocoder for the spans of so many latents of sound."""
+        span, rows = span_sizes(latents)
+        programs = (
+            partial(spectrogram_program, self.audio_decoder, span),
+            partial(waveform_program, self.vocoder, rows),
+        )
+        identities = self._sound_identities(latents).values()
+        return self._compile([*zip(identities, programs, strict=True)])
+
     def _compile(
         self, programs: list[tuple[dict, Callable[[], Program]]], profile: Profile | None = None
     ) -> list[Path]:
@@ -210,7 +240,8 @@ class Workspace(Finished):
             require_runtime(profile, self.tp)
             with exclusive(path, "compiling"):
                 if not (path / artifacts.MANIFEST).is_file():
-                    registry.compile_program(make, path, identity, self.dtype, profile, self.tp)
+                    dtype = DTYPES[identity["dtype"]]
+                    registry.compile_program(make, path, identity, dtype, profile, self.tp)
         registry.precompile(paths, profile, self.tp, self.compiler_cache)
         return paths
 
@@ -233,17 +264,22 @@ class Workspace(Finished):
         manifests: list[Manifest],
         neuron_gemma: bool,
         tiles: list[Manifest],
+        sound: Sequence[Manifest] = (),
         loras: WeightSet = (),
     ) -> CoreMemory:
         """What a generation needs of a core, by what was counted when its graphs were compiled and
-        by the sizes of its rank files. tiles: manifests of a video decoder on the ranks. loras: of
-        any of its weight sets, which are of one size."""
+        by the sizes of its rank files.
+
+        tiles, sound  manifests of the decoders on the ranks
+        loras         of any of its weight sets, which are of one size
+        """
         return CoreMemory(
             _rank_bytes(self.dit_weights(loras)),
             _rank_bytes(self.gemma3_weights()) if neuron_gemma else 0,
             compiled_activations(manifests),
-            _rank_bytes(self.vae_weights()) if tiles else 0,
-            compiled_tile(tiles),
+            (_rank_bytes(self.vae_weights()) if tiles else 0)
+            + (_rank_bytes(self.sound_weights()) if sound else 0),
+            compiled_tile([*tiles, *sound]),
         )
 
     def check_compiled_fits(self, memory: CoreMemory, job: Job, neuron_gemma: bool) -> None:

@@ -332,7 +332,7 @@ def test_the_dev_recipe_guides_every_window(engine, film, tmp_path):
 
 def test_new_frames_decoded_on_the_ranks_are_the_host_decoders(engine, film, after):
     workspace, options = engine.workspace, replace(engine.options, neuron_vae=True)
-    workspace.shard_vae()
+    workspace.shard("vae")
     workspace.compile_vae(decoded_latent(after.job))
     with Engine(workspace, Recorder(), options) as on_ranks:
         on_ranks.progress = False

@@ -48,7 +48,7 @@ def opened(tiny, folder, tp: int, dtype: str = "float32", *settings: str) -> Wor
 @contextmanager
 def decoding(workspace: Workspace, *clips: tuple[int, int, int]) -> Iterator[SimpleNamespace]:
     """The video decoder on running ranks for clips of these latents, and the host's models."""
-    workspace.shard_vae()
+    workspace.shard("vae")
     programs = {}
     for clip in clips:
         workspace.compile_vae(clip)
@@ -91,6 +91,47 @@ def test_frames_are_the_host_decoders(tiny, artifacts, tp):
             assert wanted.float().std() > 10, what  # not one colour
 
 
+# Latents of sound: of one span, of one that is as long as a rank's, of two, of fewer than four
+# ranks, of more than four.
+SOUNDS = (1, 2, 13, 57, 58, 131)
+
+
+@pytest.fixture(scope="module")
+def quiet(tiny, tmp_path_factory) -> Path:
+    """A checkpoint whose sound is not clipped: clipped, it answers a rounding with a thousand."""
+
+    def lower(tensors: dict) -> None:
+        for name in tensors:
+            if name.startswith("vocoder.") and name.endswith("conv_post.weight"):
+                tensors[name] = tensors[name] * 1e-4
+
+    return rewrite(tiny.checkpoint, tmp_path_factory.mktemp("quiet") / "quiet.safetensors", lower)
+
+
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "bfloat16"), (4, "float32")])
+def test_sound_is_the_hosts_in_float32_whatever_the_dtype(tiny, quiet, artifacts, tp, dtype):
+    workspace = Workspace(quiet, resolve("cpu", TILES), artifacts, tp, dtype, tiny.gemma_root)
+    workspace.shard("vae")
+    workspace.compile_vae(CLIP)
+    programs = {}
+    for latents in SOUNDS:
+        workspace.compile_sound(latents)
+        programs |= workspace.sound_programs(SIZE, latents)
+    residency = Residency(workspace, Recorder())
+    host = HostModels(quiet, workspace.checkpoint.config, workspace.dtype)
+    try:
+        on_ranks = residency.sound_decoder(workspace.tile_programs(CLIP), programs)
+        for latents in SOUNDS:
+            latent = randn(1, 8, latents, 16, seed=latents)
+            wanted, got = host.decode_audio(latent), host.decode_audio(latent, on_ranks)
+            assert got.shape == wanted.shape == (2, (4 * latents - 3) * 480)
+            assert 1e-3 < wanted.abs().max() < 1
+            assert rel(got, wanted) < 1e-5, latents
+    finally:
+        residency.close()
+    assert len(workspace.verify("vae")) == 2
+
+
 def test_bfloat16_is_no_further_from_float32_than_ltx_cores_bfloat16(tiny, artifacts):
     clip = (4, 3, 3)
     latent = randn(1, 128, *clip).bfloat16()
@@ -117,9 +158,10 @@ def prepared(tiny, artifacts):
     def prepare(*settings: str) -> Workspace:
         workspace = opened(tiny, artifacts, 2, "float32", *settings)
         workspace.shard_dit()
-        workspace.shard_vae()
+        workspace.shard("vae")
         workspace.compile_dit(JOBS[0].buckets)
         workspace.compile_vae(CLIP)
+        workspace.compile_sound(SIZE.audio_frames)
         return workspace
 
     return prepare
@@ -163,8 +205,9 @@ def test_a_batch_loads_every_model_once_and_its_frames_are_the_host_decoders(
     with Engine(workspace, phases, RunOptions(neuron_vae=True)) as engine:
         engine.progress = False
         results = list(engine.run(JOBS))
-        assert "video_decoder" not in vars(engine.host)
-    wanted = {str(workspace.dit_weights()), str(workspace.vae_weights())}
+        assert not {"video_decoder", "audio_decoder", "vocoder"} & vars(engine.host).keys()
+    folders = workspace.dit_weights(), workspace.vae_weights(), workspace.sound_weights()
+    wanted = [*map(str, folders)]
     assert sorted(folder for folder in loaded if folder) == sorted(wanted)
     begun = phases.begun[phases.begun.index("denoise_stage_1") :]
     squeezed = [name for i, name in enumerate(begun) if begun[i - 1 : i] != [name]]

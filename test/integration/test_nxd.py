@@ -26,7 +26,7 @@ import oracle
 import pytest
 import recipes_oracle
 import torch
-from helpers import made_film, randn, random_value, rel, run_program, save_weights
+from helpers import made_film, randn, random_value, rel, rewrite, run_program, save_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.neuron_errors import DeviceFailure
 from ltx_neuron.backends.ranks import NotFiniteError
-from ltx_neuron.backends.tiles import RankTiles
+from ltx_neuron.backends.tiles import RankSound, RankTiles
 from ltx_neuron.config import video_decoder_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
@@ -44,6 +44,7 @@ from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.tiles import cut
 from ltx_neuron.job import Job, Size
 from ltx_neuron.models.programs import Program, dit_program, tile_program
+from ltx_neuron.models.vocoder import resampling_filters
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake
@@ -944,7 +945,7 @@ TILES = ("vae_tile_latents=12", "vae_overlap=32", "vae_overlap_frames=8")
 def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspace):
     clip = (3, 3, 4)
     tiled = open_workspace(assets, workspace.artifacts, CUT, *TILES)
-    tiled.shard_vae()
+    tiled.shard("vae")
     tiled.compile_vae(clip)
     host = HostModels(
         assets.checkpoint, tiled.checkpoint.config, torch.float32, profile=tiled.profile
@@ -959,6 +960,32 @@ def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspa
     wanted = torch.cat([*host.video_decoder.tiled_decode(latent, tiling)], dim=2)
     assert len(cut(clip, tiling)) > 1
     assert got.shape == wanted.shape and rel(got, wanted) < FP32
+
+
+def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):
+    """Of a quiet checkpoint: a clipped waveform answers a rounding with a thousand."""
+
+    def lower(tensors: dict) -> None:
+        for name in tensors:
+            if name.startswith("vocoder.") and name.endswith("conv_post.weight"):
+                tensors[name] = tensors[name] * 1e-4
+
+    checkpoint = rewrite(assets.checkpoint, tmp_path / "quiet.safetensors", lower)
+    quiet = Workspace(checkpoint, workspace.profile, tmp_path, TP, "float32", assets.gemma_root)
+    quiet.shard("sound")
+    host = HostModels(checkpoint, quiet.checkpoint.config, torch.float32)
+    size, programs = Size(), {}
+    for latents in (3, 60):
+        quiet.compile_sound(latents)
+        programs |= quiet.sound_programs(size, latents)
+    with nxd.Ranks(quiet.profile, TP) as ranks:
+        ranks.load(quiet.sound_weights(), programs, torch.float32)
+        on_ranks = RankSound(ranks, resampling_filters(quiet.vocoder))
+        for latents in (3, 60):
+            latent = randn(1, 8, latents, 16, seed=latents)
+            wanted = host.decode_audio(latent)
+            # Random layers answer a rounding with ten of it.
+            assert rel(host.decode_audio(latent, on_ranks), wanted) < 2e-5
 
 
 def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(workspace, tmp_path):

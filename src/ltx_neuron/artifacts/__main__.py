@@ -28,6 +28,7 @@ _MODELS = {
     "gemma3": "text encoder",
     "connectors": "connectors",
     "vae": "video decoder",
+    "sound": "mel decoder and vocoder",
 }
 _IN_NAME = ("kind", "model", "bucket", "tp", "dtype", "layout")  # of an identity: said elsewhere
 

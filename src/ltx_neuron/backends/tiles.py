@@ -1,30 +1,77 @@
-"""Tiles of a clip on the ranks: each rank decodes one of them, all of one shape at a time."""
+"""Tiles of a clip and spans of its sound on the ranks: each rank decodes one of them, all of one
+shape at a time."""
 
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor
 
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks
-from ltx_neuron.models.programs import tile_program_name
+from ltx_neuron.models.programs import (
+    spectrogram_program_name,
+    tile_program_name,
+    waveform_program_name,
+)
 
 
-class RankTiles:
-    """Decodes tiles on running ranks, which hold the programs of their shapes. `at_once`: how many
-    tiles a call takes at most."""
+class _OnRanks:
+    """Decodes with running ranks, which hold the programs of the shapes.
 
-    def __init__(self, ranks: Ranks):
-        self.ranks, self.at_once = ranks, ranks.tp
+    at_once  how many tiles or spans a call takes at most
+    lock     held during a call: pictures and sound are decoded by two threads
+    """
+
+    def __init__(self, ranks: Ranks, lock: AbstractContextManager | None = None):
+        self.ranks, self.at_once, self._lock = ranks, ranks.tp, lock or threading.Lock()
+
+    def _decode(
+        self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
+    ) -> list[Tensor]:
+        """What the program makes of parts of one shape. NaN and Inf are returned as they are:
+        whoever asked looks at it, and knows the file that they come from."""
+        # Ranks for which there is no part decode the last one as well.
+        idle = [parts[-1]] * (self.at_once - len(parts))
+        with self._lock:
+            self.ranks.put(program, **{given: torch.cat([*parts, *idle])}, **constants)
+            with suppress(NotFiniteError):
+                self.ranks.run(program)
+            return list(self.ranks.get(program, made).split(1))[: len(parts)]
+
+
+class RankTiles(_OnRanks):
+    """Decodes tiles of a clip."""
 
     def __call__(self, latents: Sequence[Tensor]) -> list[Tensor]:
-        """Latents (1, 128, f, h, w) of one shape to frames (1, 3, 8f - 7, 32h, 32w). NaN and Inf
-        are returned as they are: whoever asked looks at the frames, and knows the file that they
-        come from."""
+        """Latents (1, 128, f, h, w) of one shape to frames (1, 3, 8f - 7, 32h, 32w)."""
         program = tile_program_name(tuple(latents[0].shape[2:]))
-        # Ranks for which there is no tile decode the last one as well.
-        idle = [latents[-1]] * (self.at_once - len(latents))
-        self.ranks.put(program, tile_latent=torch.cat([*latents, *idle]))
-        with suppress(NotFiniteError):
-            self.ranks.run(program)
-        return list(self.ranks.get(program, "tile_pixels").split(1))[: len(latents)]
+        return self._decode(program, "tile_latent", latents, "tile_pixels")
+
+
+class RankSound(_OnRanks):
+    """Decodes spans of sound."""
+
+    def __init__(
+        self, ranks: Ranks, resampling: Tensor, lock: AbstractContextManager | None = None
+    ):
+        """resampling: the vocoder's constant input."""
+        super().__init__(ranks, lock)
+        self._constants = {"resampling": resampling}
+
+    def spectrogram(self, latents: Sequence[Tensor]) -> list[Tensor]:
+        """Latents (1, 8, T, 16) of one length to mel spectrograms (1, 2, 4T - 3, 64)."""
+        program = spectrogram_program_name(latents[0].shape[2])
+        return self._in_turns(latents, program, "span_latent", "span_mel")
+
+    def waveform(self, mels: Sequence[Tensor]) -> list[Tensor]:
+        """Mel spectrograms (1, 2, T, 64) of one length to waveforms (1, 2, samples)."""
+        program = waveform_program_name(mels[0].shape[2])
+        return self._in_turns(mels, program, "span_mel", "span_waveform", **self._constants)
+
+    def _in_turns(
+        self, spans: Sequence[Tensor], program: str, given: str, made: str, **constants: Tensor
+    ) -> list[Tensor]:
+        turns = (spans[i : i + self.at_once] for i in range(0, len(spans), self.at_once))
+        decoded = [self._decode(program, given, turn, made, **constants) for turn in turns]
+        return [part for parts in decoded for part in parts]

@@ -233,12 +233,15 @@ def weight_bytes(examination: Examination) -> dict[str, int]:
         workspace = examination.workspace()
         sources = [Source(MODELS["dit"], [workspace.checkpoint])]
         sources += [workspace.gemma_source] if examination.request.gemma_root else []
-        sources += [workspace.vae_source] if examination.request.neuron_vae else []
+        if examination.request.neuron_vae:
+            sources += [workspace.vae_source, workspace.sound_source]
     except UserError:
         return {}  # `files` reports it
     size = DTYPES[examination.request.dtype].itemsize
+    sizes = {"sound": 4}  # bytes of a float32: sound is decoded in it whatever the run's dtype
     return {
-        source.model.name: sum(math.prod(source.shape(n)) for n in source.names) * size
+        source.model.name: sum(math.prod(source.shape(n)) for n in source.names)
+        * sizes.get(source.model.name, size)
         for source in sources
     }
 
@@ -252,6 +255,7 @@ def _rank_files_exist(examination: Examination) -> bool:
             workspace.gemma3_weights()
         if examination.request.neuron_vae:
             workspace.vae_weights()
+            workspace.sound_weights()
     except UserError:
         return False
     return True
@@ -366,6 +370,12 @@ def _decoder_artifacts(workspace: Workspace, size: Size) -> Iterator[Finding]:
     yield attempt("VAE weights", lambda: str(workspace.vae_weights()), "todo")
     yield attempt(
         "VAE graphs", lambda: f"{len(workspace.tile_programs(clip))} are finished", "todo"
+    )
+    yield attempt("sound weights", lambda: str(workspace.sound_weights()), "todo")
+    yield attempt(
+        "sound graphs",
+        lambda: f"{len(workspace.sound_programs(size, size.audio_frames))} are finished",
+        "todo",
     )
 
 

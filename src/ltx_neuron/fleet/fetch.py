@@ -26,7 +26,8 @@ def sources(workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) ->
     weights are cut from."""
     weights = {"dit": list(map(workspace.dit_source, sets))}
     weights |= {"gemma3": [workspace.gemma_source]} if options.neuron_gemma else {}
-    weights |= {"vae": [workspace.vae_source]} if options.neuron_vae else {}
+    if options.neuron_vae:
+        weights |= {"vae": [workspace.vae_source], "sound": [workspace.sound_source]}
     made_from = {
         (model, source.fingerprint, str(getattr(source, "lora_identity", [])))
         for model, several in weights.items()
@@ -37,7 +38,9 @@ def sources(workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) ->
 
 def _fits(store: Store, name: str, used: dict) -> bool:
     identity = opened(store, name).identity
-    if (identity["tp"], identity["dtype"]) != used["fields"]:
+    tp, dtype = used["fields"]
+    dtype = "float32" if identity["model"] == "sound" else dtype
+    if (identity["tp"], identity["dtype"]) != (tp, dtype):
         return False
     cut = identity["model"], identity.get("source"), str(identity.get("loras"))
     return identity["kind"] == "graphs" or cut in used["weights"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron.config import audio_decoder_config, vocoder_config
+from ltx_neuron.config import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask
@@ -155,13 +155,30 @@ class HostModels:
         return self.video_decoder, config
 
     @torch.no_grad()
-    def decode_audio(self, latent: torch.Tensor) -> torch.Tensor:
+    def decode_audio(self, latent: torch.Tensor, rank_sound=None) -> torch.Tensor:
         """Decode an audio latent (1, 8, Ta, 16) to a stereo waveform, float32 (2, samples) in
-        [-1, 1], `sample_rate` samples per second."""
+        [-1, 1], `sample_rate` samples per second.
+
+        rank_sound  decodes spans on the ranks, as backends.tiles.RankSound does
+        """
+        if rank_sound:
+            return self._decode_audio_on(rank_sound, latent.float())
         # The first time the vocoder is read beside the decoder.
         with BackgroundTask(lambda: self.vocoder):
             mel = self.audio_decoder(latent.to(self.audio_dtype))
         return self.vocoder(mel)[0].float()
+
+    def _decode_audio_on(self, rank_sound, latent: torch.Tensor) -> torch.Tensor:
+        from ltx_neuron.host import sound
+
+        reach = audio_decoder_config(self.config).reach, vocoder_config(self.config).reach
+        spans = sound.cut(latent.shape[2], SPAN_LATENTS, reach[0])
+        mel = sound.spectrogram(latent, spans, rank_sound.spectrogram)
+        self._spec("audio_decoder").check_output(None, (latent,), mel)
+        spans = sound.cut(mel.shape[2], SPAN_ROWS, reach[1])
+        waveform = sound.waveform(mel, spans, rank_sound.waveform)
+        self._spec("vocoder").check_output(None, (mel,), waveform)
+        return waveform[0]
 
     @property
     def sample_rate(self) -> int:

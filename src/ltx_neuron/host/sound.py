@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ltx_neuron.config import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.host.workers import Workers
 from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
-from ltx_neuron.models.vocoder import arranged, resampling_filters
+from ltx_neuron.models.vocoder import arrangement, resampling_filters
 
 # Rows of a mel spectrogram that the host holds in memory at a time: about 10 s of sound.
 WINDOW = 1024
@@ -157,8 +157,9 @@ class HostVocoder(_OnHost):
     def __init__(self, config: VocoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's vocoder, under ltx-core's names."""
         named = {vocoder_name(name): weight for name, weight in weights.items()}
-        laid_out = {name: arranged(name, weight, config) for name, weight in named.items()}
-        named |= {name: weight for name, weight in laid_out.items() if weight is not None}
+        for name, weight in named.items():
+            if arrange := arrangement(name, config):
+                named[name] = arrange(weight)
         constants = {"resampling": resampling_filters(config)}
         super().__init__(waveform_program(config, 1), 3, named, **constants)
         self.reach = config.reach

@@ -10,12 +10,17 @@ import torch
 
 from ltx_neuron.config import (
     GEMMA_3_12B,
+    AudioDecoderConfig,
     Bucket,
     GemmaConfig,
     TransformerConfig,
     VideoDecoderConfig,
+    VocoderConfig,
+    audio_decoder_config,
+    span_sizes,
     transformer_config,
     video_decoder_config,
+    vocoder_config,
 )
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import (
@@ -24,18 +29,21 @@ from ltx_neuron.models.programs import (
     dit_program,
     gemma3_program,
     may_divide,
+    spectrogram_program,
     tile_program,
+    waveform_program,
 )
 from ltx_neuron.profiles import Profile
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import released_config, tiny_config
 
+FLOAT32 = "float32"  # ends the name of a program that is so in every run
 BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 
 class Width(NamedTuple):
-    """Sizes of the models, the DiT's tokens and the video decoder's tile: those of a small clip, or
-    of 512x768 with 121 frames."""
+    """Sizes of the models, the DiT's tokens, the video decoder's tile and the latents of sound:
+    those of a small clip, or of 512x768 with 121 frames."""
 
     transformer: TransformerConfig
     gemma: GemmaConfig
@@ -43,6 +51,9 @@ class Width(NamedTuple):
     audio_tokens: int
     decoder: VideoDecoderConfig
     tile: tuple[int, int, int]
+    mel: AudioDecoderConfig
+    vocoder: VocoderConfig
+    sound: int
 
 
 def widths(tp: int) -> dict[str, Width]:
@@ -59,7 +70,15 @@ def widths(tp: int) -> dict[str, Width]:
     tiny, full = tiny_config(sizes), released_config()
     return {
         "tiny": Width(
-            transformer_config(tiny), gemma, 24, 18, video_decoder_config(tiny), (2, 2, 2)
+            transformer_config(tiny),
+            gemma,
+            24,
+            18,
+            video_decoder_config(tiny),
+            (2, 2, 2),
+            audio_decoder_config(tiny),
+            vocoder_config(tiny),
+            3,
         ),
         "full": Width(
             transformer_config(full),
@@ -68,6 +87,9 @@ def widths(tp: int) -> dict[str, Width]:
             126,
             video_decoder_config(full),
             (16, 9, 13),
+            audio_decoder_config(full),
+            vocoder_config(full),
+            126,
         ),
     }
 
@@ -83,6 +105,8 @@ def programs(
         width.transformer.check_tensor_parallel(tp)
         width.gemma.check_tensor_parallel(tp)
         yield f"{name}: video decoder", partial(_tiles, width, dtype)
+        yield f"{name}: mel decoder, {FLOAT32}", partial(_spectrogram, width)
+        yield f"{name}: vocoder, {FLOAT32}", partial(_waveform, width)
         for blocks in BLOCKS:
             config = replace(
                 width.transformer,
@@ -129,6 +153,15 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
         tokens = 2 * width.video_tokens
         buckets["masked reference"] = replace(images, video_tokens=tokens, biased=True)
     return buckets
+
+
+def _spectrogram(width: Width, comm: Comm) -> Program:
+    """The mel decoder; it and the vocoder have no collectives, and are float32 in every run."""
+    return spectrogram_program(width.mel, span_sizes(width.sound)[0])
+
+
+def _waveform(width: Width, comm: Comm) -> Program:
+    return waveform_program(width.vocoder, span_sizes(width.sound)[1])
 
 
 def _tiles(width: Width, dtype: torch.dtype, comm: Comm) -> Program:

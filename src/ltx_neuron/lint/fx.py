@@ -36,18 +36,19 @@ EXPORTED = _aten(
     """
     mul.Tensor add.Tensor sub.Tensor div.Tensor rsub.Scalar square.default sqrt.default
     rsqrt.default sigmoid.default gelu.default clamp_min.default eq.Tensor to.dtype
+    clamp.default sin.default exp.default log.default reciprocal.default addcmul.default
     linear.default conv2d.default bmm.default softmax.int scaled_dot_product_attention.default
     layer_norm.default sum.dim_IntList sum.default mean.dim mean.default
     select.int slice.Tensor unsqueeze.default transpose.int unflatten.int flatten.using_ints
     view.default permute.default reshape.default cat.default stack.default chunk.default unbind.int
-    split_with_sizes.default repeat_interleave.self_int
+    split_with_sizes.default repeat_interleave.self_int expand.default squeeze.dim
     """
 ) | {"ltx_neuron.attention_cte.default", "ltx_neuron.attention_const_max.default"}
 # What torch.compile makes of the same modules: composite operations are taken apart.
 TRACED = _aten(
     """
     _to_copy.default pow.Tensor_Scalar mm.default addmm.default convolution.default t.default
-    split.Tensor expand.default clone.default _unsafe_view.default native_layer_norm.default
+    split.Tensor clone.default _unsafe_view.default native_layer_norm.default
     _softmax.default _scaled_dot_product_flash_attention_for_cpu.default
     """
 )

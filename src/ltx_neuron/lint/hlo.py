@@ -10,7 +10,7 @@ from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Target, 
 _PLAIN = """
     parameter constant tuple get-tuple-element convert broadcast reshape transpose slice concatenate
     add subtract multiply divide maximum clamp exponential tanh logistic sqrt rsqrt power compare
-    select dot convolution reduce batch-norm-training
+    select log sine dot convolution reduce batch-norm-training
 """
 # torch_xla keeps an all-gather or reduce-scatter before the next collective by one number of its
 # result, as in every model of NxD that is sequence parallel.

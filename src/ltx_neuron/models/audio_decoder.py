@@ -32,7 +32,7 @@ class Convolution(nn.Module):
         """(1, Cin, T, bins) -> (1, Cout, T, bins)"""
         around = self.conv.kernel_size[0] - 1
         y = F.conv2d(x, self.conv.weight, self.conv.bias, padding=(around, around // 2))
-        return y[:, :, : x.shape[2]]
+        return y[:, :, : x.shape[2]] if around else y
 
 
 def activate(x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 waveform, and by a second generator to one of a higher rate (bandwidth extension).
 
 Source: ltx-core model/audio_vae/vocoder.py, without the parts that the released vocoder does not
-have. Parameters have ltx-core's names; `arranged` says how those are laid out whose layout is not
-the checkpoint's. Every rank has a span of its own: there are no collectives, and no rank in the
+have. Parameters have ltx-core's names; `arrangement` says how those are laid out that are not as in
+the checkpoint. Every rank has a span of its own: there are no collectives, and no rank in the
 model. All is float32.
 
 Signals are (1, C, 1, T): convolutions in time are those of maps of one row. No transposed and no
@@ -11,6 +11,9 @@ depthwise convolution: those are products with few channels. A signal that is to
 out in blocks of SIDE samples, which take the place of channels. `reach`, `scale` and `dropped` of a
 graph's module are as in audio_decoder.py.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +70,9 @@ def blocks(x: Tensor, size: int) -> Tensor:
 def signal(x: Tensor, length: int) -> Tensor:
     """Blocks (C, size, 1, N) as a signal (1, C, 1, length)."""
     channels = x.shape[0]
-    return x.permute(0, 2, 3, 1).reshape(1, channels, 1, -1)[..., :length]
+    x = x.permute(0, 2, 3, 1).reshape(1, channels, 1, -1)
+    # A slice of all would be an operation that does nothing.
+    return x if x.shape[3] == length else x[..., :length]
 
 
 class Filter(nn.Module):
@@ -239,16 +244,16 @@ class AddWaveform(ConvPost):
 # --- how parameters are laid out ------------------------------------------------------------------
 
 
-def arranged(name: str, tensor: Tensor, config: VocoderConfig) -> Tensor | None:
-    """A tensor of the checkpoint as the parameter of that name, None where it is that as it is."""
+def arrangement(name: str, config: VocoderConfig) -> Callable[[Tensor], Tensor] | None:
+    """What makes the parameter of a name from the checkpoint's tensor, None where it is that."""
     *_, module, kind = name.split(".")
     generator = config.bwe if name.startswith("bwe_generator") else config.vocoder
     if ".ups." in name and kind == "weight":
-        return phases(tensor, generator.rates[int(module)])
+        return partial(phases, stride=generator.rates[int(module)])
     if kind == "filter":
-        return _filter(tensor, upwards=module == "upsample")
+        return partial(_filter, upwards=module == "upsample")
     if kind == "forward_basis":
-        return hops(tensor, config.hop)
+        return partial(hops, hop=config.hop)
     return None
 
 

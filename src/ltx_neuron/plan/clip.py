@@ -18,6 +18,8 @@ from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
 
+# What float32 takes on Trainium2, documented: 181 TFLOP/s of a chip, of bf16 667.
+_FLOAT32_COST = 667 / 181
 SHARE = 0.3  # of a chip's documented peak, where nothing was measured
 PROMPT_TOKENS, CONTEXT_TOKENS = 128, 1024
 # FLOP/s of one CPU. Two AVX-512 units make 64 FLOPs a cycle in float32, AMX makes 2048 in bfloat16:
@@ -261,7 +263,15 @@ class Clip:
     def _sound(self) -> Row:
         longer, size = self.job.extension, self.job.size
         seconds = (longer or size).num_frames / size.frame_rate
-        return self._host("decode_audio", seconds, "decode_audio", f"{seconds:.1f} s of sound")
+        text = f"{seconds:.1f} s of sound"
+        if not self.neuron_vae:
+            return self._host("decode_audio", seconds, "decode_audio", text)
+        from ltx_neuron.plan.host_flops import sound_flops  # imports ltx-core
+
+        latents = longer.audio_latents if longer else size.audio_frames
+        total = sound_flops(self.config, latents, self.plan.tp)
+        text = f"{format_flops(total)} in float32, {text}"
+        return self._at_peak("decode_audio", total * _FLOAT32_COST, text)
 
     def _mp4(self) -> Row:
         what = f"{self._pixels[0]} frames"

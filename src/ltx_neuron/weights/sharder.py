@@ -89,12 +89,13 @@ class ShardSpec:
     def parts(self, piece: Tensor, start: int, tp: int) -> Iterator[tuple[int, Tensor]]:
         """(index of a file, the tensor to append to it) for the piece that begins at row `start`.
         The host's file has index tp."""
+        if self.layout:
+            piece = self.layout.arrange(piece)
         if self.split == HOST:
             yield tp, piece
         elif self.split == COL:
             part = start * tp // self.copies // self.shape[0]
-            stored = self.layout.arrange(piece) if self.layout else piece
-            yield from ((part * self.copies + i, stored) for i in range(self.copies))
+            yield from ((part * self.copies + i, piece) for i in range(self.copies))
         elif self.split is None:
             yield from ((rank, piece) for rank in range(tp))
         else:

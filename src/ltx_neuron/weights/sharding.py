@@ -73,6 +73,22 @@ VAE = {
 }
 
 
+# So has it the decoders of sound.
+_RESIDUAL = r"audio_decoder\.(?:mid\.block_[12]|up\.\d+\.block\.\d+)\."
+_GENERATOR = r"(?:vocoder|bwe_generator)\."
+_ACTIVATION = _GENERATOR + r"(?:act_post|resblocks\.\d+\.acts[12]\.\d+)\."
+SOUND = {
+    r"audio_decoder\.per_channel_statistics\.(?:std|mean)-of-means": ALL,
+    r"audio_decoder\.(?:conv_in|conv_out|up\.\d+\.upsample\.conv)\.conv\.(?:weight|bias)": ALL,
+    _RESIDUAL + r"(?:conv[12]|nin_shortcut)\.conv\.(?:weight|bias)": ALL,
+    _GENERATOR + r"(?:conv_pre|conv_post|ups\.\d+)\.(?:weight|bias)": ALL,
+    _GENERATOR + r"resblocks\.\d+\.convs[12]\.\d+\.(?:weight|bias)": ALL,
+    _ACTIVATION + r"act\.(?:alpha|beta)": ALL,
+    _ACTIVATION + r"(?:upsample|downsample\.lowpass)\.filter": ALL,
+    r"bwe_generator\.mel_stft\.(?:stft_fn\.forward_basis|mel_basis)": ALL,
+}
+
+
 class Model(NamedTuple):
     """A model's sharding table and how the files name its tensors.
 
@@ -129,6 +145,25 @@ MODELS = {
             "text_embedding_projection.",
             "audio_vae.",
             "vocoder.",
+        ),
+    ),
+    "sound": Model(
+        "sound",
+        SOUND,
+        {
+            "audio_vae.decoder.": "audio_decoder.",
+            **{f"audio_vae.{name}": f"audio_decoder.{name}" for name in _READ_STATISTICS},
+            "vocoder.vocoder.": "vocoder.",
+            "vocoder.bwe_generator.": "bwe_generator.",
+            "vocoder.mel_stft.": "bwe_generator.mel_stft.",
+        },
+        (
+            "vocoder.mel_stft.stft_fn.inverse_basis",  # no model reads it
+            "audio_vae.encoder.",
+            f"audio_vae.{STATISTICS}",
+            DIFFUSION,
+            "text_embedding_projection.",
+            "vae.",
         ),
     ),
 }
