@@ -18,7 +18,7 @@ from conftest import ROOT
 from ltx_neuron.backends import neuron_errors
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-README_LINES, PATH_FILES, PATH_LINES = 130, 15, 3000
+README_LINES, PATH_FILES, PATH_LINES = 130, 12, 2500
 MADE_BY_RUNNING = ("artifacts/", "outputs/")
 
 

@@ -25,9 +25,11 @@ from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.config import (
     TEXT_TOKENS,
     Bucket,
+    audio_decoder_config,
     gemma_config,
     transformer_config,
     video_decoder_config,
+    vocoder_config,
 )
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
@@ -40,16 +42,19 @@ from ltx_neuron.models.programs import (
     cut_graphs,
     dit_program,
     gemma3_program,
+    spectrogram_program,
     tile_program,
+    waveform_program,
     weight_name,
 )
 from ltx_neuron.models.signatures import BlockInputs, BlockOutputs, dit_fields
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 from ltx_neuron.tiny import TinySizes
-from ltx_neuron.tiny.config import released_config
+from ltx_neuron.tiny.config import released_config, tiny_config
 
 TP, DTYPE = 4, torch.bfloat16
+SOUND = "mel decoder", "vocoder"  # in float32 whatever the dtype
 BUCKET = Bucket(video_tokens=24, audio_tokens=18, timesteps=2, max_steps=8)
 GUIDED = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=3, guided=True)
 HELD = Bucket(24, 18, timesteps=2, max_steps=8, audio_timesteps=2, biased=True)
@@ -76,7 +81,7 @@ def manifests(gemma, tmp_path_factory):
     """Compiled programs by name. `released` has the full-size blocks: on the meta device they take
     no memory."""
     released, (_, config) = transformer_config(released_config()), made_config(TinySizes(layers=1))
-    common = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE)
+    common, sizes = dict(tp=TP, comm=TorchDistComm(TP), dtype=DTYPE), TinySizes()
     programs = {
         "released": partial(dit_program, released, BUCKET, blocks_per_graph=1, **common),
         "whole step": partial(dit_program, config, BUCKET, blocks_per_graph=0, **common),
@@ -95,13 +100,16 @@ def manifests(gemma, tmp_path_factory):
         "video decoder": partial(
             tile_program, video_decoder_config(released_config()), (2, 3, 2), DTYPE
         ),
+        "mel decoder": partial(spectrogram_program, audio_decoder_config(tiny_config(sizes)), 3),
+        "vocoder": partial(waveform_program, vocoder_config(tiny_config(sizes)), 5),
     }
     compiled = {}
     with fake_process_group(TP):
         for name, make in programs.items():
             folder = tmp_path_factory.mktemp("graphs")
             program = make()
-            compile_program(program, folder, {"model": name}, DTYPE)
+            dtype = torch.float32 if name in SOUND else DTYPE
+            compile_program(program, folder, {"model": name}, dtype)
             compiled[name] = Manifest(folder), program
     return compiled
 

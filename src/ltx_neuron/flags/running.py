@@ -28,7 +28,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add("--temporal-upsampler-path", type=Path, metavar="FILE", help=help)
     help = "encode the prompt on the profile's device, sharded; without it, on the host CPU"
     add("--neuron-gemma", action="store_true", help=help)
-    help = "decode the video on the profile's device, in tiles; without it, on the host CPU"
+    help = "decode video and sound on the profile's device; without it, on the host CPU"
     add("--neuron-vae", action="store_true", help=help)
     help = (
         "what the host computes video in (default: the profile's; auto: bfloat16 for a run in it"
