@@ -133,7 +133,7 @@ class _RandomModels(HostModels):
                 )
             return module.eval().requires_grad_(False)
 
-        return SimpleNamespace(load=load)
+        return SimpleNamespace(load=load, check_output=lambda *_: None)
 
 
 def _seconds(
