@@ -26,7 +26,7 @@ import oracle
 import pytest
 import recipes_oracle
 import torch
-from helpers import made_film, randn, random_value, rel, rewrite, run_program, save_weights
+from helpers import made_film, randn, random_value, rel, run_program, save_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -963,24 +963,18 @@ def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspa
 
 
 def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):
-    """Of a quiet checkpoint: a clipped waveform answers a rounding with a thousand."""
-
-    def lower(tensors: dict) -> None:
-        for name in tensors:
-            if name.startswith("vocoder.") and name.endswith("conv_post.weight"):
-                tensors[name] = tensors[name] * 1e-4
-
-    checkpoint = rewrite(assets.checkpoint, tmp_path / "quiet.safetensors", lower)
-    quiet = Workspace(checkpoint, workspace.profile, tmp_path, TP, "float32", assets.gemma_root)
-    quiet.shard("sound")
-    host = HostModels(checkpoint, quiet.checkpoint.config, torch.float32)
+    sound = Workspace(
+        assets.checkpoint, workspace.profile, tmp_path, TP, "float32", assets.gemma_root
+    )
+    sound.shard("sound")
+    host = HostModels(assets.checkpoint, sound.checkpoint.config, torch.float32)
     size, programs = Size(), {}
     for latents in (3, 60):
-        quiet.compile_sound(latents)
-        programs |= quiet.sound_programs(size, latents)
-    with nxd.Ranks(quiet.profile, TP) as ranks:
-        ranks.load(quiet.sound_weights(), programs, torch.float32)
-        on_ranks = RankSound(ranks, resampling_filters(quiet.vocoder))
+        sound.compile_sound(latents)
+        programs |= sound.sound_programs(size, latents)
+    with nxd.Ranks(sound.profile, TP) as ranks:
+        ranks.load(sound.sound_weights(), programs, torch.float32)
+        on_ranks = RankSound(ranks, resampling_filters(sound.vocoder))
         for latents in (3, 60):
             latent = randn(1, 8, latents, 16, seed=latents)
             wanted = host.decode_audio(latent)

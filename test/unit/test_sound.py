@@ -34,15 +34,12 @@ def narrow_config(**changes) -> dict:
 
 
 def ltx_vocoder(config: dict) -> torch.nn.Module:
-    """ltx-core's, so quiet that nothing is clipped: a clipped waveform of random weights answers a
-    rounding with a thousand."""
+    """ltx-core's. Nothing of its waveform is clipped (tiny.weights.QUIET)."""
     from ltx_core.model.audio_vae import VocoderConfigurator
 
     weights = vocoder_weights(config, torch.Generator().manual_seed(0))
     vocoder = VocoderConfigurator.from_config(config).eval().requires_grad_(False)
     vocoder.load_state_dict({name.partition(".")[2]: weight for name, weight in weights.items()})
-    for generator in (vocoder.vocoder, vocoder.bwe_generator):
-        generator.conv_post.weight.mul_(1e-4)
     return vocoder
 
 

@@ -110,7 +110,7 @@ class Clip:
         if not self.profile.overlap_decode:
             return "nothing: ranks and host share the cores"
         if self.neuron_vae:
-            return "sound and MP4 on the host beside decoding on the ranks"
+            return "MP4 on the host beside decoding on the ranks"
         return "sound and MP4 beside decoding, on the same cores: their times add up"
 
     def _rate(self, kind: str) -> tuple[float, str]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 DIFFUSION = "model.diffusion_model."
 LORA_RANK = 4
+QUIET = 1e-4  # of the last convolutions of the vocoder, so that nothing is clipped
 
 
 def random_weight(name: str, like: "Tensor", generator: "Generator") -> "Tensor":
@@ -135,6 +136,10 @@ def vocoder_weights(config: dict, generator: "Generator") -> "dict[str, Tensor]"
 
     # Not on meta: its state dict holds the values of the low-pass filters.
     weights = random_weights(VocoderConfigurator.from_config(config).state_dict(), generator)
+    # Quiet: a waveform that is clipped everywhere answers a rounding of its input with a thousand.
+    for name in weights:
+        if name.endswith("conv_post.weight"):
+            weights[name] = weights[name] * QUIET
     weights |= {
         f"mel_stft.{name}": basis for name, basis in mel_stft(config["vocoder"]["bwe"]).items()
     }

@@ -6,10 +6,7 @@ ended.
 """
 
 import dataclasses
-import os
-import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,24 +131,10 @@ def first_blocks(folder: Path, layers: int, place: Path) -> Path:
     return cut
 
 
-def end_with_parent() -> None:
-    """End this process and its group when the parent's end of our stdin closes: a parent that is
-    killed takes nothing with it by itself."""
-
-    def watch() -> None:
-        while sys.stdin.buffer.raw.read(1):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)  # ranks are ended, temporary files removed
-        time.sleep(_TIDY_SECONDS)
-        os.killpg(0, signal.SIGKILL)  # it is in a compiler
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> None:
     if len(sys.argv) != 2:
         raise UserError("python -m ltx_neuron.tune.variant takes one REQUEST.json")
-    end_with_parent()
+    errors.end_with_parent(_TIDY_SECONDS)
     asked = Request(**read_json(Path(sys.argv[1])))
     folder = Path(asked.folder)
     if asked.steps:
