@@ -30,7 +30,7 @@ VIDEO_SHAPE = (1, 128, 10, 2, 3)
 AUDIO_SHAPE = (1, 8, 5, 16)
 # Sums in another order move a value by about 1e-6, and frames are cut to whole numbers.
 FRAME_COUNTS = 1
-FP32 = 1e-5  # of sound, from ltx-core's
+SOUND = 5e-5  # from ltx-core's: layers of random weights answer a rounding with ten of it
 
 
 def metadata_config(path):
@@ -358,7 +358,7 @@ def test_sound_is_decoded_in_float32_whatever_the_dtype(tiny, dtype):
     assert got.shape == (2, (4 * AUDIO_SHAPE[2] - 3) * 480)
     assert got.dtype == torch.float32
     assert models.sample_rate == wanted.sampling_rate == 48000
-    assert rel(got, wanted.waveform) < FP32
+    assert rel(got, wanted.waveform) < SOUND
 
 
 def _encode_fast(host: HostModels) -> None:
