@@ -98,9 +98,7 @@ SOUNDS = (1, 2, 13, 57, 58, 131)
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "bfloat16"), (4, "float32")])
 def test_sound_is_the_hosts_in_float32_whatever_the_dtype(tiny, artifacts, tp, dtype):
-    workspace = Workspace(
-        tiny.checkpoint, resolve("cpu", TILES), artifacts, tp, dtype, tiny.gemma_root
-    )
+    workspace = opened(tiny, artifacts, tp, dtype)
     workspace.shard("vae")
     workspace.compile_vae(CLIP)
     programs = {}
