@@ -243,7 +243,7 @@ class Engine:
     def _decode_audio(self, latent: Tensor) -> Tensor:
         """The waveform of a latent (1, 8, Ta, 16): decoded by the host, or on the ranks in
         spans."""
-        if not self.preflight.sound:
+        if not self.preflight.decodes_on_ranks(latent.shape[2]):
             return self.host.decode_audio(latent)
         programs = self.preflight.tiles, self.preflight.sound
         return self.host.decode_audio(latent, self.residency.sound_decoder(*programs))

@@ -1,19 +1,21 @@
 """Everything that can be known to be wrong before a model loads, checked in one place."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import upsampler_download
+from ltx_neuron.config import SPAN_LATENTS, span_sizes, upsampler_download
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host import conditions
 from ltx_neuron.host.images import check_image
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Stage
+from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.profiles import require_runtime
-from ltx_neuron.sampling.latents import video_latent_shape
+from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
@@ -88,6 +90,10 @@ class Preflight:
         """Whether the ranks decode sound as well: not that of a release that does it in bf16."""
         return self.neuron_vae and self.host.audio_dtype == torch.float32
 
+    def decodes_on_ranks(self, latents: int) -> bool:
+        """Whether the ranks decode a sound of so many latents."""
+        return spectrogram_program_name(span_sizes(latents)[0]) in self.sound
+
     def _check_options(self, jobs: list[Job]) -> None:
         """Refuse jobs and options that do not go together."""
         workspace = self.workspace
@@ -141,12 +147,13 @@ class Preflight:
             self.tiles = {
                 name: tile for clip in clips for name, tile in workspace.tile_programs(clip).items()
             }
-            sounds = {_decoded_sound(job): job.size for job in jobs if not job.sound}
+            sounds = {_decoded_sound(job): _sound_size(job) for job in jobs if not job.sound}
             self.sound = {}
             if self.sound_on_ranks and sounds:
                 workspace.sound_weights()
                 for latents, size in sounds.items():
-                    self.sound |= workspace.sound_programs(size, latents)
+                    if size:
+                        self.sound |= workspace.sound_programs(size, latents)
         workspace.say_tuned()
         return compiled
 
@@ -180,6 +187,16 @@ def _decoded_latent(job: Job) -> tuple[int, int, int]:
 def _decoded_sound(job: Job) -> int:
     """Latents of the sound that is decoded."""
     return job.extension.audio_latents if job.extension else job.size.audio_frames
+
+
+def _sound_size(job: Job) -> Size | None:
+    """The size whose decoders are compiled for the job's sound. None for an extended video that is
+    shorter than a span: no size has just as many latents, and the host decodes its sound."""
+    if not job.extension:
+        return job.size
+    if job.extension.audio_latents < SPAN_LATENTS:
+        return None
+    return replace(job.size, num_frames=TIME_SCALE * job.extension.video_latents + 1)
 
 
 def _host_models(job: Job) -> list[str]:

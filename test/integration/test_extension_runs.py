@@ -54,6 +54,7 @@ from ltx_neuron.workspace import Workspace
 pytestmark = pytest.mark.slow
 
 FRAMES, WINDOW, RATE = 30, 25, 24.0
+SOUND = 5e-5  # on ranks, from the host's: random layers answer a rounding with ten of it
 FP32 = 1e-5  # sums in another order, over ranks and over many steps
 FRAME_COUNTS = 1  # frames are cut to whole numbers
 
@@ -334,12 +335,13 @@ def test_new_frames_decoded_on_the_ranks_are_the_host_decoders(engine, film, aft
     workspace, options = engine.workspace, replace(engine.options, neuron_vae=True)
     workspace.shard("vae")
     workspace.compile_vae(decoded_latent(after.job))
+    workspace.compile_sound(after.job.extension.audio_latents)
     with Engine(workspace, Recorder(), options) as on_ranks:
         on_ranks.progress = False
         result = made(on_ranks, after.job)
     assert torch.equal(result.tensors["s1_video"], after.tensors["s1_video"])
     assert torch.equal(result.frames[:FRAMES], source(film))
-    assert torch.equal(result.waveform, after.waveform)
+    assert rel(result.waveform, after.waveform) < SOUND
     assert result.frames.shape == after.frames.shape
     assert (result.frames.int() - after.frames.int()).abs().max() <= FRAME_COUNTS
 

@@ -81,10 +81,10 @@ def events(recipe, tiny, artifacts) -> list[Event]:
     events = []
     recorder, call, read = Watched(events), Ranks._call, TensorFile.read
 
-    def seen_call(ranks, patience, **message):
-        if "weights" in message:
-            events.append(Event(recorder.now, message["weights"]))
-        return call(ranks, patience, **message)
+    def seen_call(ranks, patience, method, **arguments):
+        if "weights" in arguments:
+            events.append(Event(recorder.now, str(arguments["weights"])))
+        return call(ranks, patience, method, **arguments)
 
     def seen_read(file, name, start=0, stop=None):
         # Reading single rows is looking up a prompt's tokens.

@@ -185,9 +185,9 @@ def test_a_batch_loads_every_model_once_and_its_frames_are_the_host_decoders(
     workspace, phases, loaded = prepared(setting), Phases(), []
     call = Ranks._call
 
-    def seen(ranks, patience, **message):
-        loaded.append(message.get("weights"))
-        return call(ranks, patience, **message)
+    def seen(ranks, patience, method, **arguments):
+        loaded.append(arguments.get("weights"))
+        return call(ranks, patience, method, **arguments)
 
     monkeypatch.setattr(Ranks, "_call", seen)
     with Engine(workspace, phases, RunOptions(neuron_vae=True)) as engine:
@@ -195,8 +195,7 @@ def test_a_batch_loads_every_model_once_and_its_frames_are_the_host_decoders(
         results = list(engine.run(JOBS))
         assert not {"video_decoder", "audio_decoder", "vocoder"} & vars(engine.host).keys()
     folders = workspace.dit_weights(), workspace.vae_weights(), workspace.sound_weights()
-    wanted = [*map(str, folders)]
-    assert sorted(folder for folder in loaded if folder) == sorted(wanted)
+    assert sorted(folder for folder in loaded if folder) == sorted(folders)
     begun = phases.begun[phases.begun.index("denoise_stage_1") :]
     squeezed = [name for i, name in enumerate(begun) if begun[i - 1 : i] != [name]]
     assert squeezed == ORDER[setting]
