@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong before a model loads, checked in one place."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +148,11 @@ class Preflight:
             self.tiles = {
                 name: tile for clip in clips for name, tile in workspace.tile_programs(clip).items()
             }
-            sounds = {_decoded_sound(job): _sound_size(job) for job in jobs if not job.sound}
+            sounds = {}
+            for job in jobs:
+                if not job.sound:
+                    latents = _decoded_sound(job)
+                    sounds[latents] = sounds.get(latents) or _sound_size(job)
             self.sound = {}
             if self.sound_on_ranks and sounds:
                 workspace.sound_weights()
@@ -191,12 +196,13 @@ def _decoded_sound(job: Job) -> int:
 
 def _sound_size(job: Job) -> Size | None:
     """The size whose decoders are compiled for the job's sound. None for an extended video that is
-    shorter than a span: no size has just as many latents, and the host decodes its sound."""
+    shorter than a span: there may be no size of just as many latents, and the host decodes it."""
     if not job.extension:
         return job.size
     if job.extension.audio_latents < SPAN_LATENTS:
         return None
-    return replace(job.size, num_frames=TIME_SCALE * job.extension.video_latents + 1)
+    frames = job.extension.source_frames + job.extension.made_frames
+    return replace(job.size, num_frames=TIME_SCALE * math.ceil(frames / TIME_SCALE) + 1)
 
 
 def _host_models(job: Job) -> list[str]:

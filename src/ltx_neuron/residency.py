@@ -142,7 +142,8 @@ class Residency:
         return RankSound(self.ranks, resampling, self._decoding)
 
     def _load_decoders(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> None:
-        with self._decoding:
+        # Loading is a phase of its own, also where sound's thread asks for it while it decodes.
+        with self.recorder.paused(), self._decoding:
             if {*tiles, *sound} <= self._tiles:
                 return
             workspace = self.workspace

@@ -77,7 +77,8 @@ def reshard(
 
 def _verify_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
-    folders = artifacts.finished_weights(artifacts_dir, model)
+    models = ("vae", "sound") if model == "vae" else (model,)  # of one script
+    folders = [path for each in models for path in artifacts.finished_weights(artifacts_dir, each)]
     if not folders:
         raise UserError(
             f"no finished {model} weights in {artifacts_dir}; choose another place with"

@@ -20,6 +20,7 @@ pytest.importorskip("ray", reason="an extra is not installed: pip install -e .[d
 
 import psutil
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
 from ltx_neuron import flags
@@ -32,6 +33,7 @@ from ltx_neuron.fleet import pool as fleet
 from ltx_neuron.fleet.batch import FOLDER, generate_batch
 from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.fleet.remote_queue import STATE
+from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -196,6 +198,29 @@ def test_a_line_of_a_job_says_all_of_it(tmp_path):
         Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
     ):
         assert job_of(json.loads(json.dumps(job.spec.line())), tmp_path) == job
+
+
+def test_the_replicas_of_a_batch_are_told_of_footage_that_lies_where_it_lay(
+    setup, tmp_path, monkeypatch
+):
+    """The queue's copies of a line's files are not there before its jobs are."""
+    film, told = tmp_path / "film.mp4", []
+    frames = torch.zeros(9, 64, 64, 3, dtype=torch.uint8)
+    write_video(film, [frames], 24.0, lambda: torch.zeros(2, 18_000), 48_000)
+    line = {"prompt": "a", "video_path": str(film), "start_time": 0.0, "end_time": 0.3}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line))
+
+    def pool(queue, args, probe, most, patience, sets):
+        told.extend(sets)
+        raise UserError("enough")
+
+    monkeypatch.setattr("ltx_neuron.fleet.batch.Pool", pool)
+    args = parsed(
+        monkeypatch, setup, prompts_file=tmp_path / "lines.jsonl", output_dir=tmp_path / "out"
+    )
+    with pytest.raises(UserError, match="enough"):
+        generate_batch(*opened(args))
+    assert told == [()]
 
 
 def test_a_command_without_a_cluster_or_without_room_says_what_to_type(

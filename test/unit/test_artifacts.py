@@ -18,7 +18,7 @@ import torch
 from helpers import exit_code, forked, save_weights
 from tqdm import tqdm
 
-from ltx_neuron import errors
+from ltx_neuron import artifacts, errors
 from ltx_neuron.artifacts import find, folder
 from ltx_neuron.artifacts.__main__ import main, table
 from ltx_neuron.artifacts.store import Store, names_in, without_user
@@ -686,3 +686,8 @@ def test_a_choice_that_fits_nothing_lists_what_there_is(made, tmp_path):
 def test_no_user_and_no_password_of_a_url_is_kept():
     shown = without_user("see sftp://me:se:cr@et@host/x and https://host/a@b or s3://b/k")
     assert "et@" not in shown and "host/x" in shown and "https://host/a@b or s3://b/k" in shown
+
+
+def test_the_code_of_the_kernels_is_part_of_an_nxd_graphs_identity():
+    without = artifacts._digest_of_code(("models", "backends/nxd_compile", "backends/export"))
+    assert artifacts.code_digest("nxd") != without

@@ -143,6 +143,8 @@ def test_guidance_of_a_line_is_the_dev_recipes(tmp_path):
         (1, 2),
     )
     assert found.job.prompts == ("a", "b")
+    with pytest.raises(UserError, match="audio-stg-blocks"):
+        read(tmp_path, line | {"audio-stg-blocks": [True]}, flags=("--recipe", "dev"))
 
 
 BAD = {

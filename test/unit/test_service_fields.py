@@ -41,6 +41,10 @@ def refused(**said) -> ApiError:
 # --- fields ---------------------------------------------------------------------------------------
 
 
+def test_the_size_auto_says_nothing_beside_sides():
+    assert read(size="auto", width=768, height=512) == read(width=768, height=512)
+
+
 def test_extra_params_within_extra_params_is_an_unknown_field():
     for nested in ({}, {"seed": 1}, None, "{}"):
         assert refused(extra_params={"extra_params": nested}).code == "unknown_field"
@@ -196,6 +200,7 @@ def test_images_that_cannot_be_are_refused_by_their_place():
     assert refused(images=[{"image_url": PNG_URL}, {"frame": 1}]).param == "images[1]"
     assert refused(input_reference={"image_url": "data:image/png;base64,%%"}).status == 400
     assert refused(images=[{"image_url": PNG_URL, "strength": 2}]).param == "images[0]"
+    assert "images[1].image_url" in refused(images=[{"image_url": PNG_URL}, {"frame": 1}]).message
 
 
 def test_the_digest_is_of_all_that_was_said():

@@ -28,7 +28,10 @@ _MEANINGS = {
     "bucket": "the video's size in tokens, the prompt's, or a tile's in latents",
 }
 # What makes a backend's graphs from them.
-_TRACING = {"torchdist": "backends/export", "nxd": "backends/nxd_compile"}
+_TRACING = {
+    "torchdist": ("backends/export",),
+    "nxd": ("backends/nxd_compile", "backends/export", "backends/nki"),
+}
 
 
 def folder(artifacts: Path, identity: dict) -> Path:
@@ -132,7 +135,7 @@ def stored_identity(path: Path) -> dict | None:
 def code_digest(backend: str, *more: str) -> str:
     """Identity of the traced code (every file of models/ and what a backend traces with), and of
     `more` files or rooms: a graph made by other code is refused."""
-    return _digest_of_code(("models", _TRACING[backend], *more))
+    return _digest_of_code(("models", *_TRACING[backend], *more))
 
 
 @cache

@@ -39,7 +39,8 @@ def names_in(files: dict[str, int]) -> list[str]:
     """What a store's files are of: weights/<folder>, graphs/<folder> of the finished folders, and
     tuned/<file without its ending>."""
     names = [file.removesuffix(f"/{MANIFEST}") for file in files if file.endswith(f"/{MANIFEST}")]
-    names += [file.removesuffix(".json") for file in files if file.startswith("tuned/")]
+    tuned = [file for file in files if file.startswith("tuned/") and file.endswith(".json")]
+    names += [file.removesuffix(".json") for file in tuned]
     return sorted(filter(_NAME.fullmatch, names))
 
 

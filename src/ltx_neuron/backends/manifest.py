@@ -179,7 +179,7 @@ def graph_entries(manifest: dict) -> dict[str, dict]:
     AttributeError for a manifest of no graphs, and for names that our files do not have."""
     graphs, backend = manifest["graphs"], manifest["identity"].get("backend")
     names = {graph: graph_file(graph, backend) for graph in graphs}
-    if not graphs or any(graphs[graph]["file"] != name for graph, name in names.items()):
+    if not graphs or any(not n or graphs[graph]["file"] != n for graph, n in names.items()):
         raise ValueError(f"graphs {sorted(graphs)[:8]}")
     return {names[graph]: {"sha256": entry["sha256"]} for graph, entry in graphs.items()}
 

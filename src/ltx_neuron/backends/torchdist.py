@@ -133,6 +133,7 @@ class Ranks(ranks.Ranks):
         self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._pipes: list[connection.Connection] = []
         self._processes = []
+        self._failed: RankError | None = None  # what ended the ranks
         self._took: dict[tuple[str, str], float] = {}  # seconds of each sequence's last run
         context = get_context(profile.start_method)
         # Ranks are forked from a server that has imported torch once for all of them.
@@ -276,6 +277,8 @@ class Ranks(ranks.Ranks):
 
     def _call(self, patience: float, method: str, **arguments) -> list[dict]:
         """Have every rank call a method of Rank; returns what each returned."""
+        if self._failed:  # in a call of another thread: what follows from it is not the reason
+            raise self._failed
         command = pickle.dumps((method, arguments))
         for pipe in self._pipes:
             try:
@@ -350,4 +353,5 @@ class Ranks(ranks.Ranks):
             if other != rank
         ]
         error.details = "\n".join([seen, *others])
+        self._failed = error
         raise error

@@ -16,7 +16,7 @@ from ltx_neuron.fleet.pool import Pool
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
-from ltx_neuron.service.jobs import VIDEO, job_of
+from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, KeyUsed, NewJob, Queue
 from ltx_neuron.workspace import Workspace
 
@@ -52,7 +52,7 @@ def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
             work = _Work(queue, outputs.folder, results, left)
             most = min(args.replicas or len(left), len(left))
             # As replicas read them: LoRAs are found from every folder.
-            jobs = [job_of(line.job.spec.line(), folder) for line in left.values()]
+            jobs = [flags.job_of(line.job.spec) for line in left.values()]
             sets = list({stage.loras for job in jobs for stage in job.stages})
             pool = Pool(queue, args, _probe(jobs), most, _PATIENCE, sets)
             work.run(pool)

@@ -1,8 +1,5 @@
-"""What was measured of this machine, in <artifacts-dir>/calibration/. A file has two sections:
-
-    choices  what the host computes with (host/arithmetic.py). Outputs' bits depend on them, so they
-             are measured once
-    rates    what the plan estimates times with (plan/rates.py)
+"""What was measured of this machine, in <artifacts-dir>/calibration/: what the host computes with
+(host/arithmetic.py). Outputs' bits depend on it, so it is measured once.
 
 Another CPU, number of cores, version of torch or limit on instructions is another machine, with a
 file of its own.

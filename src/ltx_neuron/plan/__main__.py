@@ -41,7 +41,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--num-inference-steps", type=int, metavar="N", help="dev recipe only")
     flags.add_sampler(parser)
     add("--neuron-gemma", action="store_true", help="time the prompt's encoding on the ranks")
-    add("--neuron-vae", action="store_true", help="time the video's decoding on the ranks")
+    add(
+        "--neuron-vae",
+        action="store_true",
+        help="time the decoding of video and sound on the ranks",
+    )
     help = "time the latent upsamplers, and the decoding of what they return"
     add("--upscale", choices=list(UPSCALES), help=help)
     add("--json", action="store_true", help="one JSON object instead of the table")

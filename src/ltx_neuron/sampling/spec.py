@@ -99,7 +99,10 @@ LoraFiles = Annotated[tuple[LoraFile, ...], BeforeValidator(_repeats)]
 
 
 def _listed(value: Any) -> Any:
-    return value if value is None or isinstance(value, list | tuple) else [value]
+    listed = value if value is None or isinstance(value, list | tuple) else [value]
+    if any(isinstance(each, bool) for each in listed or ()):
+        raise ValueError("wanted whole numbers")
+    return listed
 
 
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]

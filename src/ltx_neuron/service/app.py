@@ -1,6 +1,7 @@
 """The API: OpenAI's /v1/videos, and what a service must say of itself.
 
-Every answer that is no video is JSON; every refusal is {"error": {message, type, param, code}}.
+Every answer that is no video is JSON; every refusal is {"error": {message, type, param, code}}, but
+uvicorn's own 503 where there are too many connections.
 """
 
 import asyncio

@@ -102,7 +102,7 @@ class VideoRequest(GuidanceFields, SamplingFields):
         None, validation_alias=AliasChoices("video_cfg_guidance_scale", "guidance_scale")
     )
     model: str | None = None
-    lora_set: str | None = None  # a name of the catalogue's
+    lora_set: str | None = None  # one of SizeRegistry.lora_sets
     size: Annotated[tuple[int, int] | None, BeforeValidator(_sides)] = None
     seconds: float | None = Field(None, ge=0.01, le=3600)
     width: int | None = Field(None, ge=1, le=_MAX_SIDE)
@@ -182,7 +182,8 @@ def _api_error(error: ValidationError, said: dict[str, Any]) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     field, got, wanted = first_mistake(error)
     name = next((name for name in _NAMES[field] if name in said), field)
-    place = first["loc"][1:]
+    # A client knows a field by the name that it is sent under.
+    place = tuple("image_url" if part == "data" else part for part in first["loc"][1:])
     param = f"{name}[{place[0]}]" if name == "images" and place else name
     if name == "prompt":
         if first["type"] == "string_too_long":
@@ -218,7 +219,10 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
     said = {
         key: value
         for key, value in merged.items()
-        if key not in UNSUPPORTED and value is not None and (value != "" or key in texts)
+        if key not in UNSUPPORTED
+        and value is not None
+        and (value != "" or key in texts)
+        and (key, value) != ("size", "auto")
     }
     for names in (*_EITHER, *_NAMES.values()):
         both = [name for name in names if name in said]

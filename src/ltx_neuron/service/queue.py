@@ -344,7 +344,8 @@ class Queue:
         orphans_after  seconds: an upload fills its folder before its job is there
         """
         now = self.clock()
-        values = {"before": now - days * _DAY, "max_bytes": max_bytes}
+        # SQLite's integers have 64 bits.
+        values = {"before": now - days * _DAY, "max_bytes": min(max_bytes, 2**63 - 1)}
         with self.database.writing() as connection:
             self._release(connection, "lease_until < :now", crashed=True, now=now)
             connection.execute("DELETE FROM workers WHERE seen_at < :before", values)
