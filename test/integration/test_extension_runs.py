@@ -49,6 +49,7 @@ from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.sampling.extension import joined
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
 from ltx_neuron.text.encoders import Contexts
+from ltx_neuron.tiny.weights import QUIET
 from ltx_neuron.workspace import Workspace
 
 pytestmark = pytest.mark.slow
@@ -177,8 +178,8 @@ def whole(engine, film) -> Job:
 
 @pytest.fixture(scope="module")
 def plain_vocoder(engine):
-    """A vocoder that does not saturate: without biases and on small numbers it is a filter, the
-    same everywhere; tiny's random one is loud noise, clipped almost everywhere."""
+    """A vocoder that does not saturate, as loud as one that was trained: without biases and on
+    small numbers it is a filter, the same everywhere."""
     vocoder = copy.deepcopy(engine.host.vocoder)
     parameters = {
         name: parameter
@@ -189,6 +190,7 @@ def plain_vocoder(engine):
         if name.startswith("vocoder.") and name.endswith("bias"):
             parameter.data.zero_()
     parameters["vocoder.conv_pre.weight"].data *= 0.01
+    parameters["vocoder.conv_post.weight"].data /= QUIET
     parameters["bwe_generator.conv_post.weight"].data.zero_()
     return vocoder
 
