@@ -98,6 +98,8 @@ class PromptCache:
             if not path.is_file():
                 return None
             contexts = self._read(path, len(prompts))
+        except FileNotFoundError:  # another process has made room since
+            return None
         except OSError as error:
             self._say(f"contexts of earlier runs cannot be read: {error}")
             return None

@@ -78,7 +78,7 @@ class Tuning:
 
     def __init__(self, workspace: Workspace, args: argparse.Namespace, job: Job):
         self.workspace, self.args = workspace, args
-        self.recipe, self.buckets = job.recipe, job.buckets
+        self.size, self.recipe, self.buckets = job.size, job.recipe, job.buckets
         self.request = dataclasses.replace(
             request(workspace, job), layers=args.layers, steps=args.steps
         )
@@ -142,7 +142,7 @@ class Tuning:
             "step_ms": ms,
             "own_step_ms": baseline_ms,
             "layers": self.args.layers,
-            "size": self.request.size,
+            "size": dataclasses.asdict(self.size),
             "recipe": self.recipe,
             "measured": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         }
