@@ -612,13 +612,14 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-@pytest.mark.parametrize("weights, megabytes", [("kept", 1.1 * 640), ("copied away", 0.55 * 640)])
+# Of a file of 2560 MB. Memory for the code that reads it, up to 0.2 GB, depends on the system.
+@pytest.mark.parametrize("weights, megabytes", [("kept", 1.1 * 2560), ("copied away", 0.3 * 2560)])
 def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(
     tmp_path, weights, megabytes
 ):
-    """Copied away: what is at hand, what waits, and two groups that are being read, of 64 MiB each;
-    and some for the rest."""
-    save_weights(tmp_path, {f"w{number}": torch.zeros(1) for number in range(40)})
+    """Copied away: what is at hand, what was, what waits, and two groups that are being read, of
+    80 MB each; and some for the rest."""
+    save_weights(tmp_path, {f"w{number}": torch.zeros(1) for number in range(160)})
     path = tmp_path / rank_file(0)
     entries = {
         f"w{n}": {
@@ -626,11 +627,11 @@ def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device
             "shape": [4 * MEGABYTE],
             "data_offsets": [16 * MEGABYTE * n, 16 * MEGABYTE * (n + 1)],
         }
-        for n in range(40)
+        for n in range(160)
     }
     header = json.dumps(entries).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
-    os.truncate(path, 8 + len(header) + 640 * MEGABYTE)  # sparse
+    os.truncate(path, 8 + len(header) + 2560 * MEGABYTE)  # sparse
     manifest = read_json(tmp_path / MANIFEST)
     manifest["files"][path.name]["header_blake3"] = digest(
         len(header).to_bytes(8, "little") + header
