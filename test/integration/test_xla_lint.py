@@ -13,7 +13,7 @@ from planted import FAULTS, program
 
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.lint import compare_ranks, hlo, lower
-from ltx_neuron.lint.cases import programs
+from ltx_neuron.lint.cases import dtype_of, programs
 from ltx_neuron.profiles import PROFILES, resolve
 
 pytest.importorskip(
@@ -134,7 +134,7 @@ def graphs():
                 made = make(comm=lower.comm(TP))
                 for name in made.graphs:
                     readings.setdefault(f"{case}: {name}", {})[rank] = lower.read(
-                        made, name, TP, DTYPE, name
+                        made, name, TP, dtype_of(case, DTYPE), name
                     )
         for name, of_rank in readings.items():
             operations, findings = of_rank[0].check()

@@ -17,7 +17,7 @@ import torch
 from ltx_neuron.backends.export import TorchDistComm, fake_process_group
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.lint import fx, lower
-from ltx_neuron.lint.cases import FLOAT32, programs
+from ltx_neuron.lint.cases import dtype_of, programs
 from ltx_neuron.lint.rules import Finding, Operation, Reading, compare_ranks
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.profiles import PROFILES, Profile, resolve
@@ -68,7 +68,7 @@ def survey(
         f" {ranks}\n{_line(_HEAD)}"
     )
     for case, make in selected:
-        own = torch.float32 if case.endswith(FLOAT32) else dtype
+        own = dtype_of(case, dtype)
         readings = {rank: _read(part, case, make, rank, tp, own) for rank in ranks}
         for graph, reading in readings[0].items():
             operations, findings = reading.check()

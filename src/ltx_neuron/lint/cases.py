@@ -94,6 +94,11 @@ def widths(tp: int) -> dict[str, Width]:
     }
 
 
+def dtype_of(case: str, dtype: torch.dtype) -> torch.dtype:
+    """What a program is traced in, in a run in `dtype`."""
+    return torch.float32 if case.endswith(FLOAT32) else dtype
+
+
 def programs(
     profile: Profile, tp: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[..., Program]]]:
