@@ -35,8 +35,8 @@ _SHARES = {
     "encode_text float32": 0.8,
     "encode_text bfloat16": 0.08,
 }
-# Of one CPU, assumed: seconds of sound, pixels and bytes in a second. Sound: half of what a core
-# without AMX reached in benchmarks/audio_decode.md.
+# Of one CPU, assumed: seconds of sound, pixels and bytes in a second. Sound: a little less than
+# what a core reached in benchmarks/audio_decode.md.
 _ASSUMED = {"decode_audio": 0.3, "encode_mp4": 10e6, "copy": 2e9}
 # Of the instances' documentation; another profile runs where it is planned.
 _CPUS = {"trn2.3xlarge": 12, "trn2.48xlarge": 192}
