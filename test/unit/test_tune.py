@@ -27,7 +27,7 @@ from ltx_neuron.tune.search import Row, baseline_settings, candidates, check_lay
 from ltx_neuron.tune.tolerance import rel_l2, worst_violation
 from ltx_neuron.tune.trials import Journal, Trials, last_words
 from ltx_neuron.tune.tuned_settings import TunedSettings
-from ltx_neuron.tune.variant import first_blocks, request
+from ltx_neuron.tune.variant import first_blocks
 from ltx_neuron.workspace import Workspace
 
 OWN = {"backend": "torchdist", "threads": "0", "attention": "sdpa", "blocks_per_graph": "4"}
@@ -270,12 +270,10 @@ def test_rows_of_another_request_or_a_damaged_journal_are_not_taken(tmp_path, ca
     assert Journal(path, ASKED, {}).rows == [] and "begins again" in capsys.readouterr().out
 
 
-def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path, tiny):
-    workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 2, "float32")
-    asked = request(workspace, Job("", SIZE))
+def test_a_variant_that_takes_too_long_is_killed_and_is_a_row(tmp_path):
     save_file({"s1_video": torch.ones(1)}, tmp_path / "reference.safetensors")
     journal = Journal(tmp_path / "a.journal", ASKED, {})
-    trials = Trials(replace(asked, steps=1), OWN, (), 0.3, tmp_path, journal, lambda row: None)
+    trials = Trials([], "float32", OWN, 0.3, tmp_path, journal, lambda row: None)
     began = time.monotonic()
     measured = trials.measure(OWN, 0)
     assert measured.problem == "took longer than --limit 0.3 s" and time.monotonic() - began < 60

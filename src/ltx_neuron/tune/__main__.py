@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from pathlib import Path
 
 from ltx_neuron import errors, flags
 from ltx_neuron.config import digest
@@ -21,7 +22,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import require_runtime
-from ltx_neuron.tune import tuned_settings
+from ltx_neuron.tune import tuned_settings, variant
 from ltx_neuron.tune.search import (
     KEYS,
     Row,
@@ -34,7 +35,6 @@ from ltx_neuron.tune.search import (
 from ltx_neuron.tune.table import median_ms, name_of, progress, table
 from ltx_neuron.tune.trials import Journal, Trials
 from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, TunedSettings
-from ltx_neuron.tune.variant import request
 from ltx_neuron.workspace import Workspace
 
 EXAMPLE = """python -m ltx_neuron.tune --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
@@ -59,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, metavar="N", help=help)
     add("--force", action="store_true", help="forget what was measured and chosen before")
     add("--again", dest="force", action="store_true", help=argparse.SUPPRESS)
+    for name in ("variant", "reference"):  # what the tuning's own processes compute, and where to
+        add(f"--{name}", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -77,33 +79,25 @@ class Tuning:
     """A size of a workspace that is tuned, and the file of its tuned settings."""
 
     def __init__(self, workspace: Workspace, args: argparse.Namespace, job: Job):
-        self.workspace, self.args = workspace, args
-        self.size, self.recipe, self.buckets = job.size, job.recipe, job.buckets
-        self.request = dataclasses.replace(
-            request(workspace, job), layers=args.layers, steps=args.steps
-        )
+        self.workspace, self.args, self.job = workspace, args, job
         profile, artifacts = workspace.profile, workspace.artifacts
         identity = tuned_settings.identity(
             profile, workspace.tp, workspace.dtype_name, workspace.transformer.digest
         )
         path = tuned_settings.file_of(artifacts, identity)
         self.tuned = tuned_settings.load(artifacts, identity) or TunedSettings(path, identity)
-        self.key = tuned_settings.size_key(self.buckets)
+        self.key = tuned_settings.size_key(job.buckets)
         self.base = path.with_suffix("") / self.key  # of the files that belong to this size
-        self.journal = self._journal(identity)
-
-    def _journal(self, identity: dict) -> Journal:
-        """The journal of this size. The settings of the run are fixed to those of an earlier size's
-        tuning, unless --force."""
         head = identity | {
-            "checkpoint": self.workspace.checkpoint.fingerprint,
-            "request": digest(vars(self.request)),
-            "typed": list(self.workspace.profile.settings),
-            "keys": [key for key in KEYS if key in self.args.keys],
+            "checkpoint": workspace.checkpoint.fingerprint,
+            "request": digest({"job": job.spec.line(), "layers": args.layers, "steps": args.steps}),
+            "typed": list(profile.settings),
+            "keys": [key for key in KEYS if key in args.keys],
         }
+        # Settings of the run stay those of an earlier size's tuning, unless --force.
         others = self.tuned.sizes.keys() - {self.key}
-        fixed = self.tuned.run if others and not self.args.force else {}
-        return Journal(self.base.with_suffix(".journal"), head, fixed, self.args.force)
+        fixed = self.tuned.run if others and not args.force else {}
+        self.journal = Journal(self.base.with_suffix(".journal"), head, fixed, args.force)
 
     @property
     def held(self) -> set[str]:
@@ -120,13 +114,20 @@ class Tuning:
 
         def others(key: str, best: Settings) -> list[str]:
             changed = with_settings(profile, best)
-            return candidates(key, changed, workspace.tp, layers, args.layers, self.buckets)
+            return candidates(key, changed, workspace.tp, layers, args.layers, self.job.buckets)
 
         def report(row: Row) -> None:
             print(progress(row, baseline), flush=True)
 
-        typed, folder = workspace.profile.settings, self.base.with_suffix(".work")
-        trials = Trials(self.request, baseline, typed, args.limit, folder, self.journal, report)
+        trials = Trials(
+            args.typed,
+            args.dtype,
+            baseline,
+            args.limit,
+            self.base.with_suffix(".work"),
+            self.journal,
+            report,
+        )
         best = search(baseline, keys, others, args.turns, trials.measure)
         trials.clean()
         return baseline, best
@@ -142,8 +143,8 @@ class Tuning:
             "step_ms": ms,
             "own_step_ms": baseline_ms,
             "layers": self.args.layers,
-            "size": dataclasses.asdict(self.size),
-            "recipe": self.recipe,
+            "size": dataclasses.asdict(self.job.size),
+            "recipe": self.job.recipe,
             "measured": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         }
         self.tuned.write()
@@ -153,6 +154,7 @@ class Tuning:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
+    args.typed = sys.argv[1:] if argv is None else argv
     check(args)
     shape = Job("", flags.size(args), images=flags.images(args))
     shape.check_shape()
@@ -164,6 +166,9 @@ def main(argv: list[str] | None = None) -> None:
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)
     workspace.dit_weights(loras)
+    if folder := args.variant or args.reference:
+        variant.run(workspace, job, folder, args.steps, args.layers, exact=bool(args.reference))
+        return
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
         tune(Tuning(workspace, args, job))
 

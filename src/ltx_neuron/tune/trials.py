@@ -16,11 +16,11 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from ltx_neuron.errors import RunError
-from ltx_neuron.files import read_json, write_json
+from ltx_neuron.files import read_json
 from ltx_neuron.tune.search import Row
 from ltx_neuron.tune.tolerance import rel_l2, worst_violation
 from ltx_neuron.tune.tuned_settings import Settings
-from ltx_neuron.tune.variant import OUTPUTS, RESULT, Request
+from ltx_neuron.tune.variant import OUTPUTS, RESULT
 
 _REFERENCE = "reference.safetensors"
 _TIDY_SECONDS = 6.0  # more than a variant takes for it
@@ -71,18 +71,19 @@ class Journal:
 
 @dataclass
 class Trials:
-    """Measures variants of a request.
+    """Measures variants of a tuning.
 
+    typed     the tuning's own flags, which each of its processes has as well
+    dtype     of the run
     baseline  the profile's own settings, which are measured first
-    typed     settings that were typed
     limit     seconds that a variant may take
     folder    for what processes leave; removed by `clean`
     report    called with every row that is measured
     """
 
-    request: Request
+    typed: list[str]
+    dtype: str
     baseline: Settings
-    typed: tuple[str, ...]
     limit: float
     folder: Path
     journal: Journal
@@ -95,7 +96,7 @@ class Trials:
         self._reference()
         row = Row(settings, repeat)
         try:
-            folder = self._run(self._request(settings), "variant", self.limit)
+            folder = self._run("variant", settings, self.limit)
             result, outputs = read_json(folder / RESULT), load_file(folder / OUTPUTS)
         except RunError as error:
             row = replace(row, problem=str(error))
@@ -106,13 +107,9 @@ class Trials:
         self.report(row)
         return self.journal.add(row)
 
-    def _request(self, settings: Settings) -> Request:
-        typed = (*self.typed, *(f"{key}={value}" for key, value in settings.items()))
-        return replace(self.request, settings=typed)
-
     def _violation(self, errors: dict[str, float]) -> str:
         baseline = self.journal.find(self.baseline, 0)
-        worst = worst_violation(errors, baseline and baseline.rel_l2, self.request.dtype)
+        worst = worst_violation(errors, baseline and baseline.rel_l2, self.dtype)
         if worst is None:
             return ""
         name, error, tolerance = worst
@@ -124,18 +121,18 @@ class Trials:
         path = self.folder / _REFERENCE
         if not path.is_file():
             print("the step in float32 on the host, to compare with", flush=True)
-            request = replace(self._request(self.baseline), steps=0)
-            shutil.move(self._run(request, "reference", None) / OUTPUTS, path)
+            shutil.move(self._run("reference", self.baseline, None) / OUTPUTS, path)
 
-    def _run(self, request: Request, name: str, limit: float | None) -> Path:
-        """Run a process to its end; returns the folder of its results. Raises RunError with its
-        last words where it fails or takes longer than the limit."""
+    def _run(self, name: str, settings: Settings, limit: float | None) -> Path:
+        """Run a "variant" or the "reference" in a process to its end; returns the folder of its
+        results. Raises RunError with its last words where it fails or takes longer than the
+        limit."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        log = folder / "log"
-        write_json(folder / "request.json", vars(replace(request, folder=str(folder))))
-        command = [sys.executable, "-m", "ltx_neuron.tune.variant", folder / "request.json"]
+        log, command = folder / "log", [sys.executable, "-m", "ltx_neuron.tune", *self.typed]
+        command += [f"--profile-set={key}={value}" for key, value in settings.items()]
+        command += [f"--{name}", folder]
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 command,

@@ -137,12 +137,14 @@ def load(artifacts: Path, identity: dict) -> TunedSettings | None:
             return _read(path, identity)
         except UserError as error:
             print(f"tuned settings are not taken: {error}")
-    elif others := [other for other in path.parent.glob("*.json") if _is_older(other, identity)]:
-        what = " and ".join(name for name in _OUTDATED if name in _differing(others[0], identity))
-        print(
-            f"{others[0]} was tuned with other {what}, and is not taken: python -m ltx_neuron.tune"
-            " tunes again"
-        )
+            return None
+    for other in path.parent.glob("*.json"):
+        if what := _outdated(other, identity):
+            print(
+                f"{other} was tuned with other {' and '.join(what)}, and is not taken:"
+                " python -m ltx_neuron.tune tunes again"
+            )
+            break
     return None
 
 
@@ -151,36 +153,19 @@ def _read(path: Path, identity: dict) -> TunedSettings:
     try:
         if content["identity"] != identity:
             raise ValueError("its identity is another than its name")
-        sizes = {key: _checked(size) for key, size in content["sizes"].items()}
-        return TunedSettings(path, identity, _settings(content["run"]), sizes)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return TunedSettings(path, identity, content["run"], content["sizes"])
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not what a tuning writes ({error})") from None
 
 
-def _checked(size: dict) -> dict:
-    return size | {name: _settings(size[name]) for name in ("settings", "run")}
-
-
-def _settings(settings: dict) -> Settings:
-    if not all(isinstance(value, str) for value in settings.values()):
-        raise ValueError("a setting is no text")
-    return {key: value for key, value in settings.items() if key in (*RUN_KEYS, *GRAPH_KEYS)}
-
-
-_OUTDATED = {"versions": "versions", "code": "code of this toolkit"}
-
-
-def _differing(path: Path, identity: dict) -> set[str]:
-    """In which fields the identity in a file differs; "file" where it cannot be read."""
+def _outdated(path: Path, identity: dict) -> list[str]:
+    """Of which versions or code a file is that is this device's and model's; else nothing."""
     try:
-        return {name for name, _, _ in differences(identity, read_json(path)["identity"])}
+        differing = {name for name, _, _ in differences(identity, read_json(path)["identity"])}
     except (UserError, KeyError, TypeError):
-        return {"file"}
-
-
-def _is_older(path: Path, identity: dict) -> bool:
-    """Whether a file is this device's and model's, of other versions or code."""
-    return _differing(path, identity) <= {*_OUTDATED}
+        return []
+    words = {"versions": "versions", "code": "code of this toolkit"}
+    return [words[name] for name in words if name in differing] if differing <= {*words} else []
 
 
 def text_of(profile: Profile, key: str) -> str:
