@@ -20,11 +20,8 @@ from ltx_neuron.doctor.finding import Finding, table
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import run
 
-if TYPE_CHECKING:  # these import torch, whose absence is a finding
-    from ltx_neuron.doctor.checks import Request
+if TYPE_CHECKING:
     from ltx_neuron.machine import Machine
-    from ltx_neuron.profiles import Profile
-    from ltx_neuron.workspace import Workspace
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,33 +47,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def request_of(args: argparse.Namespace) -> "Request":
-    """The parsed flags as a Request. Raises UserError for a wrong value."""
-    from ltx_neuron import flags
-    from ltx_neuron.doctor.checks import Request
-    from ltx_neuron.job import Job
-
-    def open_workspace(profile: "Profile") -> "Workspace":
-        resolved = argparse.Namespace(**vars(args) | {"profile": profile.name})
-        return flags.workspace(resolved, writes=False)
-
-    return Request(
-        checkpoint_path=args.checkpoint_path,
-        gemma_root=args.gemma_root,
-        spatial_upsampler_path=args.spatial_upsampler_path,
-        temporal_upsampler_path=args.temporal_upsampler_path,
-        artifacts_dir=args.artifacts_dir,
-        profile_name=args.profile,
-        profile_changes=tuple(args.profile_set),
-        tp_degree=args.tp_degree,
-        dtype=args.dtype,
-        job=Job("", flags.size(args), images=flags.images(args), recipe=args.recipe or Job.recipe),
-        open_workspace=open_workspace,
-        neuron_vae=args.neuron_vae,
-        weight_sets=flags.weight_sets(flags.lora_fields(args)),
-    )
-
-
 def main(
     argv: list[str] | None = None, system: System | None = None, machine: "Machine | None" = None
 ) -> None:
@@ -91,7 +61,7 @@ def main(
     from ltx_neuron.doctor.checks import examine
     from ltx_neuron.machine import probe
 
-    show(examine(request_of(args), system, machine or probe(system.root)), args.json)
+    show(examine(args, system, machine or probe(system.root)), args.json)
 
 
 def show(findings: list[Finding], as_json: bool) -> None:

@@ -1,14 +1,16 @@
 """Findings about packages, host, files, artifacts and memory, and the order of all findings."""
 
+import argparse
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from ltx_neuron import flags
 from ltx_neuron.config import gemma_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
@@ -17,14 +19,13 @@ from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host.models import HostModels
-from ltx_neuron.job import Job, Size, Stage
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
-from ltx_neuron.weights.checkpoint import Source, gemma_files
+from ltx_neuron.weights.checkpoint import gemma_files
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
@@ -43,88 +44,65 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True)
-class Request:
-    """The generation that the machine is examined for, as far as the user described it.
-
-    profile_name     None: the machine's own
-    profile_changes  "key=value" each, as in --profile-set
-    tp_degree        None: the profile's
-    open_workspace   makes the workspace for the resolved profile; raises UserError
-    neuron_vae       whether the ranks decode
-    weight_sets      of the DiT, which the LoRAs name
-    """
-
-    checkpoint_path: Path | None
-    gemma_root: Path | None
-    spatial_upsampler_path: Path | None
-    temporal_upsampler_path: Path | None
-    artifacts_dir: Path
-    profile_name: str | None
-    profile_changes: tuple[str, ...]
-    tp_degree: int | None
-    dtype: str
-    job: Job
-    open_workspace: Callable[[Profile], Workspace]
-    neuron_vae: bool = False
-    weight_sets: tuple[WeightSet, ...] = ((),)
-
-
-@dataclass(frozen=True)
 class Examination:
-    """What every check gets: the request, its resolved profile, and where facts come from."""
+    """What every check gets: what was typed, its job and weight sets, the resolved profile, and
+    where facts come from."""
 
-    request: Request
+    args: argparse.Namespace
+    job: Job
+    weight_sets: tuple[WeightSet, ...]
     profile: Profile
     machine: Machine
     system: System
 
     @property
     def tp(self) -> int:
-        return self.profile.degree(self.request.tp_degree)
+        return self.profile.degree(self.args.tp_degree)
+
+    @property
+    def models(self) -> list[str]:
+        """Those of MODELS that the ranks run."""
+        gemma, decoders = self.args.gemma_root, self.args.neuron_vae
+        return ["dit", *["gemma3"] * bool(gemma), *["vae", "sound"] * decoders]
 
     def workspace(self) -> Workspace:
-        return self.request.open_workspace(self.profile)
+        resolved = argparse.Namespace(**vars(self.args) | {"profile": self.profile.name})
+        return flags.workspace(resolved, writes=False)
 
 
-def examine(request: Request, system: System, machine: Machine) -> list[Finding]:
-    """All findings, in the order of the table.
-
-    Raises nothing: a fact that cannot be had is a finding as well.
-    """
+def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
+    """All findings, in the order of the table; a fact that cannot be had is a finding as well.
+    Raises UserError for a flag's wrong value."""
+    images, recipe = flags.images(args), args.recipe or Job.recipe
+    job = Job("", flags.size(args), images=images, recipe=recipe)
+    profile = PROFILES.get(machine.instance, PROFILES["cpu"])  # while none is resolved
+    sets = flags.weight_sets(flags.lora_fields(args))
+    examination = Examination(args, job, sets, profile, machine, system)
     instance = machine.instance or "no known EC2 instance type"
     text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"
     findings = [Finding("machine", "ok", text)]
     try:
-        profile = resolve(request.profile_name, request.profile_changes, machine)
+        profile = resolve(args.profile, tuple(args.profile_set), machine)
     except UserError as error:
         unresolved = blocked("profile", error)
         fix = unresolved.fix.replace("Find out why: python -m ltx_neuron.doctor. ", "")
         findings.append(replace(unresolved, fix=fix))
-        nearest = PROFILES.get(machine.instance, PROFILES["cpu"])
-        examination = Examination(request, nearest, machine, system)
         checks = (on_chips, can_run)
     else:
-        examination = Examination(request, profile, machine, system)
+        examination = replace(examination, profile=profile)
         text = f"{profile.name}: {examination.tp} ranks, backend {profile.backend}"
         findings.append(Finding("profile", "ok", text))
         checks = (packages, media, on_chips, host, files, fits, artifacts, can_run)
     for check in checks:
-        findings += _guarded(check, examination)
+        try:  # one check that fails must not hide the others
+            for finding in check(examination):
+                findings.append(finding)
+        except UserError as error:
+            findings.append(blocked(check.__name__, error))
+        except Exception as error:
+            text = f"could not be looked at to the end: {type(error).__name__}: {error}"
+            findings.append(Finding(check.__name__, "note", text))
     return findings
-
-
-def _guarded(
-    check: Callable[[Examination], Iterable[Finding]], examination: Examination
-) -> Iterator[Finding]:
-    """The findings of a check up to its error, which is a finding too: one check that fails must
-    not hide the others."""
-    try:
-        yield from check(examination)
-    except UserError as error:
-        yield blocked(check.__name__, error)
-    except Exception as error:
-        text = f"could not be looked at to the end: {type(error).__name__}: {error}"
-        yield Finding(check.__name__, "note", text)
 
 
 def on_chips(examination: Examination) -> Iterator[Finding]:
@@ -214,7 +192,7 @@ def host(examination: Examination) -> Iterator[Finding]:
         fix = "end other programs, or use a machine with more memory"
         short = "note" if mapped else "blocks"
         yield judged("host memory", need <= available, text, fix, short)
-    folder, need = examination.request.artifacts_dir, 0
+    folder, need = examination.args.artifacts_dir, 0
     free = system.free_bytes(folder)
     text = f"{format_bytes(free)} free for {folder}"
     if weights and not _rank_files_exist(examination):
@@ -227,35 +205,27 @@ def host(examination: Examination) -> Iterator[Finding]:
 def weight_bytes(examination: Examination) -> dict[str, int]:
     """Bytes of the rank files of every model, all ranks together, from the headers of the published
     files; empty without those, or where they are broken."""
-    if not examination.request.checkpoint_path:
+    if not examination.args.checkpoint_path:
         return {}
     try:
         workspace = examination.workspace()
-        sources = [Source(MODELS["dit"], [workspace.checkpoint])]
-        sources += [workspace.gemma_source] if examination.request.gemma_root else []
-        if examination.request.neuron_vae:
-            sources += [workspace.vae_source, workspace.sound_source]
+        sources = {model: workspace.source(model) for model in examination.models}
     except UserError:
         return {}  # `files` reports it
-    size = DTYPES[examination.request.dtype].itemsize
+    size = DTYPES[examination.args.dtype].itemsize
     sizes = {"sound": 4}  # bytes of a float32: sound is decoded in it whatever the run's dtype
     return {
-        source.model.name: sum(math.prod(source.shape(n)) for n in source.names)
-        * sizes.get(source.model.name, size)
-        for source in sources
+        model: sizes.get(model, size) * sum(math.prod(source.shape(n)) for n in source.names)
+        for model, source in sources.items()
     }
 
 
 def _rank_files_exist(examination: Examination) -> bool:
     try:
         workspace = examination.workspace()
-        for loras in examination.request.weight_sets:
-            workspace.dit_weights(loras)
-        if examination.request.gemma_root:
-            workspace.gemma3_weights()
-        if examination.request.neuron_vae:
-            workspace.vae_weights()
-            workspace.sound_weights()
+        for model in examination.models:
+            for loras in examination.weight_sets if model == "dit" else ((),):
+                workspace.weights(model, loras)
     except UserError:
         return False
     return True
@@ -264,23 +234,23 @@ def _rank_files_exist(examination: Examination) -> bool:
 def files(examination: Examination) -> Iterator[Finding]:
     """The published files, read as strictly as the scripts read them: every name, shape and length,
     but no data."""
-    request = examination.request
-    if request.checkpoint_path:
+    args = examination.args
+    if args.checkpoint_path:
         yield attempt("checkpoint", lambda: _checkpoint(examination))
     else:
         yield Finding("checkpoint", "note", "not looked at: type --checkpoint-path FILE")
-    if request.gemma_root:
+    if args.gemma_root:
         yield attempt("gemma", lambda: _gemma(examination))
     else:
         yield Finding("gemma", "note", "not looked at: type --gemma-root DIR")
     for kind in ("spatial", "temporal"):
-        if path := getattr(request, f"{kind}_upsampler_path"):
+        if path := getattr(args, f"{kind}_upsampler_path"):
             yield attempt(f"{kind} upsampler", partial(_upsampler, path, kind))
 
 
 def _checkpoint(examination: Examination) -> str:
     workspace = examination.workspace()
-    for loras in examination.request.weight_sets:
+    for loras in examination.weight_sets:
         workspace.dit_source(loras)  # raises UserError unless every tensor of the DiT is there
     models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
@@ -293,12 +263,11 @@ def _checkpoint(examination: Examination) -> str:
 
 
 def _gemma(examination: Examination) -> str:
-    request = examination.request
-    root = request.gemma_root
+    checkpoint, root = examination.args.checkpoint_path, examination.args.gemma_root
     config, weight_files = gemma_config(root), gemma_files(root)
     config.check_tensor_parallel(examination.tp)
     load_tokenizer(root)
-    if request.checkpoint_path and os.path.isfile(request.checkpoint_path):
+    if checkpoint and os.path.isfile(checkpoint):
         workspace = examination.workspace()
         # Raise UserError unless Gemma is the one that the checkpoint's connectors were made for.
         _ = workspace.gemma
@@ -318,13 +287,13 @@ def _upsampler(path: Path, kind: str) -> str:
 def fits(examination: Examination) -> Iterator[Finding]:
     """Whether a generation of the requested size fits the device's memory, by the plan's
     arithmetic. Nothing without a checkpoint, or where the profile has no limit."""
-    request, limit = examination.request, examination.profile.memory_bytes_per_core
-    if limit is None or not request.checkpoint_path or not os.path.isfile(request.checkpoint_path):
+    args, limit = examination.args, examination.profile.memory_bytes_per_core
+    if limit is None or not args.checkpoint_path or not os.path.isfile(args.checkpoint_path):
         return
 
     def check_memory() -> str:
-        text = request.gemma_root is not None
-        examination.workspace().check_plan_fits(request.job, text)
+        text = args.gemma_root is not None
+        examination.workspace().check_plan_fits(examination.job, text)
         core = f"fits the {format_bytes(limit)} of a core"
         return f"{core}, by the plan's arithmetic (python -m ltx_neuron.plan)"
 
@@ -333,50 +302,46 @@ def fits(examination: Examination) -> Iterator[Finding]:
 
 def artifacts(examination: Examination) -> Iterator[Finding]:
     """Rank files, and graphs of the requested size: finished, or the command that makes them."""
-    request = examination.request
-    if not request.checkpoint_path:
+    args = examination.args
+    if not args.checkpoint_path:
         return
-    size = request.job.size
+    size = examination.job.size
     try:
         workspace = examination.workspace()
         size.check()
     except UserError as error:
-        if os.path.isfile(request.checkpoint_path):  # else `files` reports it
+        if os.path.isfile(args.checkpoint_path):  # else `files` reports it
             yield blocked("artifacts", error)
         return
 
-    def graphs(stage: Stage) -> str:
-        _, manifest = workspace.dit_program_for(request.job, stage)
+    def dit_graphs(stage: Stage) -> str:
+        _, manifest = workspace.dit_program_for(examination.job, stage)
         return str(manifest.folder)
 
-    def weights() -> str:
-        return ", ".join(str(workspace.dit_weights(loras)) for loras in request.weight_sets)
-
-    yield attempt("DiT weights", weights, "todo")
-    for stage in request.job.stages:
-        yield attempt(f"DiT graphs, {stage.name}", partial(graphs, stage), "todo")
-    if request.gemma_root:
-        buckets = examination.profile.text_buckets
-        yield attempt("Gemma3 weights", lambda: str(workspace.gemma3_weights()), "todo")
-        yield attempt(
-            "Gemma3 graphs", lambda: f"{len(workspace.text_programs(buckets))} are finished", "todo"
-        )
-    if request.neuron_vae:
-        yield from _decoder_artifacts(workspace, size)
-
-
-def _decoder_artifacts(workspace: Workspace, size: Size) -> Iterator[Finding]:
     clip = video_latent_shape(size.height, size.width, size.num_frames)
-    yield attempt("VAE weights", lambda: str(workspace.vae_weights()), "todo")
-    yield attempt(
-        "VAE graphs", lambda: f"{len(workspace.tile_programs(clip))} are finished", "todo"
-    )
-    yield attempt("sound weights", lambda: str(workspace.sound_weights()), "todo")
-    yield attempt(
-        "sound graphs",
-        lambda: f"{len(workspace.sound_programs(size, size.audio_frames))} are finished",
-        "todo",
-    )
+    buckets, sound = examination.profile.text_buckets, size.audio_frames
+    folders = map(workspace.dit_weights, examination.weight_sets)
+    facts = {"DiT weights": lambda: ", ".join(map(str, folders))}
+    for stage in examination.job.stages:
+        facts[f"DiT graphs, {stage.name}"] = partial(dit_graphs, stage)
+    if args.gemma_root:
+        facts |= {
+            "Gemma3 weights": workspace.gemma3_weights,
+            "Gemma3 graphs": lambda: _finished(workspace.text_programs(buckets)),
+        }
+    if args.neuron_vae:
+        facts |= {
+            "VAE weights": workspace.vae_weights,
+            "VAE graphs": lambda: _finished(workspace.tile_programs(clip)),
+            "sound weights": workspace.sound_weights,
+            "sound graphs": lambda: _finished(workspace.sound_programs(size, sound)),
+        }
+    for check, fact in facts.items():
+        yield attempt(check, fact, "todo")
+
+
+def _finished(programs: Sized) -> str:
+    return f"{len(programs)} are finished"
 
 
 def can_run(examination: Examination) -> Iterator[Finding]:

@@ -31,14 +31,14 @@ def blocked(check: str, error: UserError, state: State = "blocks") -> Finding:
     return Finding(check, state, text, fix)
 
 
-def attempt(check: str, fact: Callable[[], str], missing: State = "blocks") -> Finding:
-    """The finding of a function that returns a fact or raises UserError.
+def attempt(check: str, fact: Callable[[], object], missing: State = "blocks") -> Finding:
+    """The finding of a function that returns a fact, shown as text, or raises UserError.
 
     missing  the state in case of an error, unless the error is about a file that is damaged or may
              not be read: that blocks
     """
     try:
-        return Finding(check, "ok", fact())
+        return Finding(check, "ok", str(fact()))
     except UserError as error:
         damaged = any(words in str(error) for words in (" is damaged", "cannot be read"))
         blocks = damaged or isinstance(error, NoPermission)

@@ -16,15 +16,7 @@ class Sdk(NamedTuple):
 
 # The package manifest of the SDK's documentation repository (n2-manifest.json, 21 August 2026); of
 # 2.33 and 2.33.1 the documentation's list of components (neuronx-cc 2.28.7631, driver 2.31.7).
-SDKS = (
-    Sdk((2, 27), (2, 22), (2, 25)),
-    Sdk((2, 28), (2, 23), (2, 26)),
-    Sdk((2, 29), (2, 24), (2, 27)),
-    Sdk((2, 30), (2, 25), (2, 28)),
-    Sdk((2, 31), (2, 26), (2, 29)),
-    Sdk((2, 32), (2, 27), (2, 30)),
-    Sdk((2, 33), (2, 28), (2, 31)),
-)
+SDKS = tuple(Sdk((2, n), (2, n - 5), (2, n - 2)) for n in range(27, 34))
 # First release, how NxD's inference API (ModelBuilder) is supported from there on, and whether it
 # may be used. Sources: release notes of 2.27, 2.30 and 2.32; the announcement of 16 October 2026 of
 # the end of support on Trn2 and Trn3.

@@ -155,37 +155,14 @@ class System:
 
         It needs no neuron-ls. Only root sees the processes of other users.
         """
-        holders: dict[str, list[tuple[int, str]]] = {}
-        for folder in self._processes():
-            open_files = set()
+        opened = set()
+        for link in (self.root / "proc").glob("[0-9]*/fd/*"):
             with contextlib.suppress(OSError):
-                for file in (folder / "fd").iterdir():
-                    with contextlib.suppress(OSError):
-                        open_files.add(os.readlink(file))
-            for name in sorted(
-                file.removeprefix("/dev/") for file in open_files if file.startswith("/dev/neuron")
-            ):
-                holders.setdefault(name, []).append((int(folder.name), self._command(folder)))
+                file = os.readlink(link)
+                if file.startswith("/dev/neuron"):
+                    opened.add((int(link.parts[-3]), file.removeprefix("/dev/")))
+        holders: dict[str, list[tuple[int, str]]] = {}
+        for pid, name in sorted(opened):
+            command = (self.text(f"proc/{pid}/cmdline") or "").replace("\0", " ").strip()
+            holders.setdefault(name, []).append((pid, command))
         return holders
-
-    def _processes(self) -> list[Path]:
-        try:
-            return sorted(
-                (p for p in (self.root / "proc").iterdir() if p.name.isdigit()),
-                key=lambda p: int(p.name),
-            )
-        except OSError:
-            return []
-
-    @staticmethod
-    def _command(folder: Path) -> str:
-        try:
-            return (
-                (folder / "cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode(errors="replace")
-                .strip()
-            )
-        except OSError:
-            return ""

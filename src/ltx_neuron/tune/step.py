@@ -1,7 +1,5 @@
 """One denoising step on random latents and contexts, on the ranks or as a reference in float32."""
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -92,13 +90,12 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
     return outputs
 
 
-class _HostRanks(ranks.Ranks):
-    """One rank in this process that calls the modules themselves. Its program has one block in a
-    graph."""
+class _HostRanks:
+    """What a stage asks of Ranks, by one rank in this process that calls the modules themselves.
+    Its program has one block in a graph."""
 
     def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
-        self.tp, self.bytes_sent = 1, 0
-        self.programs = {name: program}
+        self.tp, self.programs = 1, {name: program}
         self._program, self._weights, self._layers = program, weights, layers
         self._values: dict[str, Tensor] = {}
         self._sequences: dict[str, list] = {}
@@ -106,6 +103,8 @@ class _HostRanks(ranks.Ranks):
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         for name, tensor in tensors.items():
             self._values[name] = tensor.to(self._program.fields[like or name].dtype)
+
+    put_numbers = ranks.Ranks.put_numbers
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
         self._sequences[sequence] = runs
@@ -141,13 +140,3 @@ class _HostRanks(ranks.Ranks):
 
     def hashes(self, *names: str) -> list[str]:
         return [ranks.tensors_digest(self._values[name] for name in names)]
-
-    def load(self, weights: Path, programs: dict, dtype: torch.dtype) -> None: ...
-
-    def replace_weights(self, weights: Path) -> None: ...
-
-    def unload(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def close(self) -> None: ...
