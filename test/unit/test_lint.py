@@ -21,7 +21,7 @@ from planted import FAULTS, program
 
 from ltx_neuron.backends.compiled import OPTIONS, Compiled
 from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group, trace
-from ltx_neuron.config import Bucket
+from ltx_neuron.config import Bucket, video_decoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint import Recorder, cases, check_fx, check_hlo, compare_ranks, fx, hlo
 from ltx_neuron.lint.__main__ import main, table
@@ -161,7 +161,8 @@ def test_the_rank_is_found_in_the_graphs_that_torch_compile_makes():
     texts = {}
     for rank in (0, 3):
         with fake_process_group(TP, rank):
-            (texts[rank],) = compiled(lambda x: x * (2 + dist.get_rank()), torch.ones(4)).texts
+            (graph,) = compiled(lambda x: x * (2 + dist.get_rank()), torch.ones(4)).graphs
+        texts[rank] = graph.code
     (finding,) = compare_ranks("graph", texts)
     assert "rank 0 has" in finding.wrong and "rank 3 has" in finding.wrong
 
@@ -215,7 +216,7 @@ def test_compiled_graphs_have_no_finding_and_are_the_same_on_every_rank(recorded
         assert [finding for graph in of_rank[0].graphs for finding in check_fx(graph, name)] == []
         assert (
             compare_ranks(
-                name, {rank: "".join(recorder.texts) for rank, recorder in of_rank.items()}
+                name, {rank: "".join(g.code for g in kept.graphs) for rank, kept in of_rank.items()}
             )
             == []
         )
@@ -223,7 +224,8 @@ def test_compiled_graphs_have_no_finding_and_are_the_same_on_every_rank(recorded
 
 def test_every_operation_that_lint_allows_in_a_compiled_graph_is_needed(recorded):
     graphs = [graph for of_rank in recorded.values() for graph in of_rank[0].graphs]
-    decoder, dtype = cases.widths(TP)["tiny"].decoder, torch.bfloat16
+    decoder = video_decoder_config(cases.widths(TP)["tiny"].config)
+    dtype = torch.bfloat16
     graphs.append(fx.compiled(trace(tile_program(decoder, (2, 2, 2), dtype), "residual_0", dtype)))
     used = {operation.name for graph in graphs for operation in fx.operations(graph.graph)}
     assert fx.TRACED - used == set()

@@ -65,7 +65,7 @@ def survey(
         raise UserError(f"--only {only!r} is in no program's name; known: {known}")
     print(
         f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks"
-        f" {ranks}\n{_line(_HEAD)}"
+        f" {ranks}\n{_LINE.format(*_HEAD)}"
     )
     for case, make in selected:
         own = dtype_of(case, dtype)
@@ -74,7 +74,7 @@ def survey(
             operations, findings = reading.check()
             texts = {rank: of[graph].text for rank, of in readings.items()}
             findings += compare_ranks(graph, texts)
-            print(_line(_row(graph, operations, findings)), flush=True)
+            print(_LINE.format(*_row(graph, operations, findings)), flush=True)
             all_findings += findings
             if dump_dir:
                 dump_dir.mkdir(parents=True, exist_ok=True)
@@ -100,6 +100,8 @@ _PRODUCTS = (
     *("dot", "aten.mm.default", "aten.addmm.default", "aten.bmm.default"),
     *("convolution", "aten.convolution.default"),
 )
+# A line is printed as soon as its graph is read: its columns cannot wait for the widest.
+_LINE = "{:>10}  {:<28}{:<20}{:<15}{:<9}{:<10}{}"
 _HEAD = (*("operations", "collectives", "dtypes", "fp32 products", "dynamic", "findings"), "graph")
 
 
@@ -115,14 +117,6 @@ def _row(graph: str, operations: list[Operation], findings: list[Finding]) -> tu
     dynamic = sum(None in kind.shape for kind in kinds)
     dtypes = " ".join(sorted({kind.dtype for kind in kinds}))
     return len(operations), reductions, dtypes, products, dynamic, len(findings), graph
-
-
-def _line(cells: tuple) -> str:
-    """A line as soon as its graph is read: its columns cannot wait for the widest."""
-    count, reductions, dtypes, products, dynamic, findings, graph = cells
-    return (
-        f"{count:>10}  {reductions:<28}{dtypes:<20}{products:<15}{dynamic:<9}{findings:<10}{graph}"
-    )
 
 
 def table(findings: list[Finding]) -> str:
@@ -145,35 +139,21 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add = parser.add_argument
     neuron = [name for name, profile in PROFILES.items() if profile.device == "neuron"]
-    parser.add_argument(
-        "--profile",
-        choices=neuron,
-        default=neuron[0],
-        help="machine to check for (default %(default)s)",
-    )
-    parser.add_argument(
-        "--profile-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one value of the profile, as in attention=matmul; repeatable",
-    )
-    parser.add_argument(
-        "--tp-degree", type=int, metavar="N", help="ranks of the group (default: the profile's)"
-    )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="TEXT",
-        help="programs whose name contains this, e.g. 'tiny, 1 block'",
-    )
+    help = "machine to check for (default %(default)s)"
+    add("--profile", choices=neuron, default=neuron[0], help=help)
+    help = "change one value of the profile, as in attention=matmul; repeatable"
+    add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help)
+    help = "ranks of the group (default: the profile's)"
+    add("--tp-degree", type=int, metavar="N", help=help)
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    help = "programs whose name contains this, e.g. 'tiny, 1 block'"
+    add("--only", default="", metavar="TEXT", help=help)
     help = "write the text of every graph here"
-    parser.add_argument("--dump-dir", type=Path, metavar="DIR", help=help)
-    parser.add_argument(  # its earlier name
-        "--keep", type=Path, dest="dump_dir", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )
+    add("--dump-dir", type=Path, metavar="DIR", help=help)
+    hidden = argparse.SUPPRESS
+    add("--keep", type=Path, dest="dump_dir", default=hidden, help=hidden)  # its earlier name
     options = parser.parse_args(argv)
     profile = resolve(options.profile, tuple(options.profile_set))
     tp, dtype = profile.degree(options.tp_degree), getattr(torch, options.dtype)

@@ -10,19 +10,14 @@ import torch
 
 from ltx_neuron.config import (
     GEMMA_3_12B,
-    AudioDecoderConfig,
     Bucket,
     GemmaConfig,
-    TransformerConfig,
-    VideoDecoderConfig,
-    VocoderConfig,
     audio_decoder_config,
     span_sizes,
     transformer_config,
     video_decoder_config,
     vocoder_config,
 )
-from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import (
     Program,
     connector_program,
@@ -42,17 +37,14 @@ BLOCKS = (1, 2)  # graphs of more blocks repeat these
 
 
 class Width(NamedTuple):
-    """Sizes of the models, the DiT's tokens, the video decoder's tile and the latents of sound:
+    """A checkpoint's config, the DiT's tokens, the video decoder's tile and the latents of sound:
     those of a small clip, or of 512x768 with 121 frames."""
 
-    transformer: TransformerConfig
+    config: dict
     gemma: GemmaConfig
     video_tokens: int
     audio_tokens: int
-    decoder: VideoDecoderConfig
     tile: tuple[int, int, int]
-    mel: AudioDecoderConfig
-    vocoder: VocoderConfig
     sound: int
 
 
@@ -67,30 +59,9 @@ def widths(tp: int) -> dict[str, Width]:
         num_key_value_heads=sizes.gemma_kv_heads,
         head_dim=sizes.gemma_head_dim,
     )
-    tiny, full = tiny_config(sizes), released_config()
     return {
-        "tiny": Width(
-            transformer_config(tiny),
-            gemma,
-            24,
-            18,
-            video_decoder_config(tiny),
-            (2, 2, 2),
-            audio_decoder_config(tiny),
-            vocoder_config(tiny),
-            3,
-        ),
-        "full": Width(
-            transformer_config(full),
-            GEMMA_3_12B,
-            6144,
-            126,
-            video_decoder_config(full),
-            (16, 9, 13),
-            audio_decoder_config(full),
-            vocoder_config(full),
-            126,
-        ),
+        "tiny": Width(tiny_config(sizes), gemma, 24, 18, (2, 2, 2), 3),
+        "full": Width(released_config(), GEMMA_3_12B, 6144, 126, (16, 9, 13), 126),
     }
 
 
@@ -107,14 +78,14 @@ def programs(
     common = dict(tp=tp, dtype=dtype)
     kernel, other = profile.attention, profile.connector_attention
     for name, width in widths(tp).items():
-        width.transformer.check_tensor_parallel(tp)
+        transformer = transformer_config(width.config)
+        transformer.check_tensor_parallel(tp)
         width.gemma.check_tensor_parallel(tp)
-        yield f"{name}: video decoder", partial(_tiles, width, dtype)
-        yield f"{name}: mel decoder, {FLOAT32}", partial(_spectrogram, width)
-        yield f"{name}: vocoder, {FLOAT32}", partial(_waveform, width)
+        for decoder, make in _decoders(width, dtype).items():
+            yield f"{name}: {decoder}", lambda comm, make=make: make()
         for blocks in BLOCKS:
             config = replace(
-                width.transformer,
+                transformer,
                 num_layers=blocks,
                 connector_num_layers=blocks,
                 audio_connector_num_layers=blocks,
@@ -160,15 +131,11 @@ def _buckets(width: Width, blocks: int) -> dict[str, Bucket]:
     return buckets
 
 
-def _spectrogram(width: Width, comm: Comm) -> Program:
-    """The mel decoder; it and the vocoder have no collectives, and are float32 in every run."""
-    return spectrogram_program(width.mel, span_sizes(width.sound)[0])
-
-
-def _waveform(width: Width, comm: Comm) -> Program:
-    return waveform_program(width.vocoder, span_sizes(width.sound)[1])
-
-
-def _tiles(width: Width, dtype: torch.dtype, comm: Comm) -> Program:
-    """The video decoder, which has no collectives."""
-    return tile_program(width.decoder, width.tile, dtype)
+def _decoders(width: Width, dtype: torch.dtype) -> dict[str, Callable[[], Program]]:
+    """What decodes a clip, without collectives. Sound is float32 in every run."""
+    config, (span, rows) = width.config, span_sizes(width.sound)
+    return {
+        "video decoder": partial(tile_program, video_decoder_config(config), width.tile, dtype),
+        f"mel decoder, {FLOAT32}": partial(spectrogram_program, audio_decoder_config(config), span),
+        f"vocoder, {FLOAT32}": partial(waveform_program, vocoder_config(config), rows),
+    }

@@ -168,8 +168,3 @@ class Recorder:
     def _keep(self, module: fx.GraphModule, example_inputs: list):
         self.graphs.append(module)
         return module.forward
-
-    @property
-    def texts(self) -> list[str]:
-        """The graphs as text, without source locations: equal on every rank or wrong."""
-        return [graph.code for graph in self.graphs]

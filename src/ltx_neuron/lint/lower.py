@@ -135,12 +135,21 @@ def _described(tensor: Tensor) -> str:
     return f"{kind} {value.flatten()[:4].tolist()} {value.dtype}"
 
 
-def read_function(
-    function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple], tp: int, graph: str
-) -> Reading:
-    """The HLO of a function of named tensors, given as `lower` takes them, for tp ranks."""
+def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
+    """The HLO of one graph of a program that was made with `comm`, for tp ranks."""
+    module, inputs, _ = program.graphs[name]
+    module = module.to(dtype).eval().requires_grad_(False)
+    weights = {f"weight {n}": (p.shape, p.dtype) for n, p in module.named_parameters()}
+    fields = {field: program.fields[field] for field in inputs._fields}
+    example = weights | {field: (like.shape, like.dtype) for field, like in fields.items()}
+
+    def call(tensors: dict[str, Tensor]) -> Any:
+        parameters = {n.removeprefix("weight "): tensors[n] for n in weights}
+        values = inputs(**{field: tensors[field] for field in fields})
+        return functional_call(module, parameters, (values,), strict=True)
+
     try:
-        text = lower(function, example)
+        text = lower(call, example)
     except Cut as cut:
         wrong = (
             "its result is needed while tracing: the graph ends here, and what it gives is baked"
@@ -150,10 +159,8 @@ def read_function(
         finding = Finding(graph, str(cut), wrong, do)
         return Reading("", lambda: ([], [finding]))
 
-    do = "make it an input or a parameter of the model"
-
     def check_text() -> tuple[list[Operation], list[Finding]]:
-        read_operations = operations(text)
+        read_operations, do = operations(text), "make it an input or a parameter of the model"
         baked = [
             Finding(graph, "parameter", line.removeprefix("// "), do)
             for line in text.splitlines()
@@ -162,25 +169,3 @@ def read_function(
         return read_operations, check(graph, read_operations, target(tp)) + baked
 
     return Reading(text, check_text)
-
-
-def read(program: Program, name: str, tp: int, dtype: torch.dtype, graph: str) -> Reading:
-    """The HLO of one graph of a program that was made with `comm`."""
-    module, inputs, _ = program.graphs[name]
-    module = module.to(dtype).eval().requires_grad_(False)
-    weights = {f"weight {n}": (p.shape, p.dtype) for n, p in module.named_parameters()}
-    fields = {
-        field: (program.fields[field].shape, program.fields[field].dtype)
-        for field in inputs._fields
-    }
-
-    def call(tensors: dict[str, Tensor]):
-        parameters = {n.removeprefix("weight "): tensors[n] for n in weights}
-        return functional_call(
-            module,
-            parameters,
-            (inputs(**{field: tensors[field] for field in fields}),),
-            strict=True,
-        )
-
-    return read_function(call, weights | fields, tp, graph)

@@ -7,7 +7,8 @@ neuron_dynamo_backend). Of int64: neuronx-cc's release notes for SDK 2.32 (--nat
 compiler takes is refused: the operations are those that the graphs need.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -80,36 +81,31 @@ class Target(NamedTuple):
 
 
 DTYPES = {"bf16", "f32", "s32", "pred"}
-# Why another dtype is refused, by the start of its name, and what to do. The last entry is any
-# other.
+# Why another dtype is refused, by a pattern of its name, and what to do. The last is any other.
 REFUSED_DTYPES = {
-    "f64": (
+    "^f64": (
         "NCC_ESPP004: float64 is not supported",
-        (
-            "make the constant or table fp32 (.float(), dtype=torch.float32), or "
-            "compute it on the host and make it an input; .item() of a tensor makes a float64 too"
-        ),
+        "make the constant or table fp32 (.float(), dtype=torch.float32), or compute it on the host"
+        " and make it an input; .item() of a tensor makes a float64 too",
     ),
-    "s64": (
-        (
-            "neuronx-cc to 2.27 computes it as int32; 2.28 by its own width, and refuses its"
-            " products and its sums over ranks"
-        ),
+    "^s64": (
+        "neuronx-cc to 2.27 computes it as int32; 2.28 by its own width, and refuses its products"
+        " and its sums over ranks",
         "use int32, or do the arithmetic on the host",
     ),
-    "u64": ("NCC_ESFH002: uint64 is not supported", "use int32"),
-    "c": (
+    "^u64": ("NCC_ESFH002: uint64 is not supported", "use int32"),
+    "^c": (
         "NCC_EVRF004: complex numbers are not supported",
         "keep real and imaginary parts apart, as rope.rotate does",
     ),
-    "f8": ("NCC_EVRF005, NCC_EVRF051: this 8-bit float is not supported on trn2", "use bfloat16"),
+    "^f8": ("NCC_EVRF005, NCC_EVRF051: this 8-bit float is not supported on trn2", "use bfloat16"),
     "": (
         "NCC_ESPP004: not among the dtypes that the graphs were checked with",
         "use bfloat16, float32, int32 or bool",
     ),
 }
 
-# Why an operation is refused, by a word of its name, and what to do. The last entry is any other.
+# Why an operation is refused, by a pattern of its name, and what to do. The last is any other.
 REFUSED_OPERATIONS = {
     "sort": ("NCC_EVRF001: no sort", "sort on the host and make the result an input"),
     "topk": (
@@ -121,16 +117,12 @@ REFUSED_OPERATIONS = {
         "multiply by a mask of 0 and 1 (boolean indexing is nonzero)",
     ),
     "masked_select": ("NCC_EMOD025: its size depends on the data", "multiply by a mask of 0 and 1"),
-    "index": (
-        "a gather: slow on the device, or NCC_EVRF056",
-        "multiply by a one-hot tensor, as the step's rows are chosen",
-    ),
-    "gather": (
+    "index|gather": (
         "a gather: slow on the device, or NCC_EVRF056",
         "multiply by a one-hot tensor, as the step's rows are chosen",
     ),
     "scatter": ("NCC_EVRF016, NCC_EVRF060: limited", "add or concatenate instead"),
-    "local_scalar_dense": (
+    "local_scalar_dense|item": (
         "the value is fetched while tracing and baked in",
         "keep it a tensor: no .item(), no if on it",
     ),
@@ -138,19 +130,11 @@ REFUSED_OPERATIONS = {
         "torch-xla 2.11 reads wrong data, without an error (measured on trn2 by others)",
         "split by one size, use chunk, or slice",
     ),
-    "item": (
-        "the value is fetched while tracing and baked in",
-        "keep it a tensor: no .item(), no if on it",
-    ),
     "copy_": (
         "the graph writes into one of its inputs",
         "return a fresh tensor; reduce intermediates, never inputs",
     ),
-    "rng": (
-        "NCC_EVRF006: random numbers of the device are not the host's",
-        "draw on the host and make it an input",
-    ),
-    "rand": (
+    "rng|rand": (
         "NCC_EVRF006: random numbers of the device are not the host's",
         "draw on the host and make it an input",
     ),
@@ -163,10 +147,8 @@ REFUSED_OPERATIONS = {
     ),
     "": (
         "NCC_EVRF001, NCC_EUOC002: not among the operations that the graphs were checked with",
-        (
-            "write it with those in ltx_neuron/lint, or make sure `neuronx-cc list-operators"
-            " --framework XLA` has it and add it"
-        ),
+        "write it with those in ltx_neuron/lint, or make sure `neuronx-cc list-operators"
+        " --framework XLA` has it and add it",
     ),
 }
 
@@ -183,120 +165,62 @@ SUMMING = {
 }
 
 
-class Rule(NamedTuple):
-    """`broken` returns what is wrong with an operation and what to do, or None."""
-
-    name: str
-    broken: Callable[[Operation, Target], tuple[str, str] | None]
-
-
-def _dtype(operation: Operation, target: Target) -> tuple[str, str] | None:
-    """A dtype arises that the compiler does not support. One that only passes through is
-    reported where it arises."""
-    before = {kind.dtype for kind in operation.operands}
-    for kind in operation.results:
-        arises = kind.dtype not in DTYPES and kind.dtype != "symbol" and kind.dtype not in before
-        if arises and not (kind.dtype == "s64" and operation.name in target.may_index):
-            why, do = _first(REFUSED_DTYPES, kind.dtype.startswith)
-            return f"{kind.dtype} arises here; {why}", do
-    return None
-
-
-def _integer_arithmetic(operation: Operation, target: Target) -> tuple[str, str] | None:
-    """Arithmetic on int64, or sums and products of integers, which are computed in fp32."""
-    if (
-        "s64" in {kind.dtype for kind in operation.operands}
-        and operation.name not in target.may_index
-    ):
-        return f"arithmetic on int64; {REFUSED_DTYPES['s64'][0]}", REFUSED_DTYPES["s64"][1]
-    whole = {kind.dtype for kind in operation.operands} & {"s32", "u32"}
-    if whole and (operation.collective or operation.name == "dot"):
-        return (
-            "NCC_EVRF035, NCC_EVRF061: sums and products of integers are computed in fp32",
-            "cast to float first",
-        )
-    return None
-
-
-def _dynamic(operation: Operation, target: Target) -> tuple[str, str] | None:
-    """A size or number that is not known when compiling."""
+def broken(operation: Operation, target: Target) -> Iterator[tuple[str, str]]:
+    """What is wrong with an operation, and what to do."""
+    taken, is_index = {k.dtype for k in operation.operands}, operation.name in target.may_index
+    # One that only passes through is reported where it arises.
+    known = {*DTYPES, *taken, "symbol", *["s64"] * is_index}
+    if arising := [kind.dtype for kind in operation.results if kind.dtype not in known]:
+        why, do = _first(REFUSED_DTYPES, arising[0])
+        yield f"{arising[0]} arises here; {why}", do
+    if "s64" in taken and not is_index:
+        why, do = _first(REFUSED_DTYPES, "s64")
+        yield f"arithmetic on int64; {why}", do
+    elif taken & {"s32", "u32"} and (operation.collective or operation.name == "dot"):
+        why = "NCC_EVRF035, NCC_EVRF061: sums and products of integers are computed in fp32"
+        yield why, "cast to float first"
     if any(kind.dtype == "symbol" or None in kind.shape for kind in operation.results):
-        return (
-            "NCC_EMOD025: a size or number that is known only at run time",
-            "fix it when compiling, one bucket per size",
-        )
-    return None
-
-
-def _constant(operation: Operation, target: Target) -> tuple[str, str] | None:
-    """A tensor of the graph's own, which would be the same on every rank."""
-    if operation.name == "constant" and any(
-        kind.shape not in ((), (1,)) for kind in operation.results
-    ):
-        return (
-            "the graph holds a tensor of its own",
-            "make it an input or a parameter, so that every rank brings its own",
-        )
-    return None
-
-
-def _precision(operation: Operation, target: Target) -> tuple[str, str] | None:
-    """A sum of softmax or LayerNorm that is not computed in fp32."""
+        why = "NCC_EMOD025: a size or number that is known only at run time"
+        yield why, "fix it when compiling, one bucket per size"
+    if operation.name == "constant" and {k.shape for k in operation.results} - {(), (1,)}:
+        do = "make it an input or a parameter, so that every rank brings its own"
+        yield "the graph holds a tensor of its own", do
+    if not operation.collective and operation.name not in target.operations:
+        yield _first(REFUSED_OPERATIONS, operation.name)
     if operation.name in SUMMING and operation.operands[0].dtype != "f32":
-        return (
+        yield (
             f"computed in {operation.operands[0].dtype}",
             "cast to fp32 before it and back after it",
         )
-    return None
+    if operation.collective:
+        yield from _collective(operation, operation.collective, target)
 
 
-def _unsupported(operation: Operation, target: Target) -> tuple[str, str] | None:
-    """An operation that is not allowed."""
-    if operation.collective or operation.name in target.operations:
-        return None
-    return _first(REFUSED_OPERATIONS, lambda word: word in operation.name)
-
-
-def _collective(operation: Operation, target: Target) -> tuple[str, str] | None:
-    """A collective of another form than Comm's."""
-    form = operation.collective
-    if form is None:
-        return None
-    most = target.collectives.get(operation.name)
+def _collective(
+    operation: Operation, form: Collective, target: Target
+) -> Iterator[tuple[str, str]]:
+    """What is wrong first with a collective of another form than Comm's."""
+    most, count = target.collectives.get(operation.name), len(operation.operands)
     if most is None:
-        return (
-            f"TorchNeuron and ModelBuilder are given {', '.join(sorted(target.collectives))} alone",
-            "sum through Comm",
-        )
-    if len(operation.operands) > most:
-        return (
-            f"{len(operation.operands)} tensors in one call; this form carries {most}",
+        known = ", ".join(sorted(target.collectives))
+        yield f"TorchNeuron and ModelBuilder are given {known} alone", "sum through Comm"
+    elif count > most:
+        yield (
+            f"{count} tensors in one call; this form carries {most}",
             "one call each, or concatenate",
         )
-    if form.reduction not in ("", target.reduction):
-        return f"reduces by {form.reduction}; the models only sum", "sum through Comm"
-    if form.group != target.group:
+    elif form.reduction not in ("", target.reduction):
+        yield f"reduces by {form.reduction}; the models only sum", "sum through Comm"
+    elif form.group != target.group:
         ranks = f"ranks {form.group or 'not named'}, wanted {target.group}"
-        return f"{ranks}: the others would wait for ever", "sum through Comm"
-    if not form.waited:
-        return "its result is read before it is awaited", "wait_tensor first, as Comm does"
-    return None
+        yield f"{ranks}: the others would wait for ever", "sum through Comm"
+    elif not form.waited:
+        yield "its result is read before it is awaited", "wait_tensor first, as Comm does"
 
 
-def _first(table: dict[str, tuple[str, str]], matches: Callable[[str], bool]) -> tuple[str, str]:
-    """The first entry whose word matches; the empty word of the last one always does."""
-    return next(entry for word, entry in table.items() if matches(word))
-
-
-RULES = (
-    Rule("dtype", _dtype),
-    Rule("integer arithmetic", _integer_arithmetic),
-    Rule("dynamic shape", _dynamic),
-    Rule("constant", _constant),
-    Rule("unsupported operation", _unsupported),
-    Rule("precision", _precision),
-    Rule("collective", _collective),
-)
+def _first(refused: dict[str, tuple[str, str]], name: str) -> tuple[str, str]:
+    """The first entry whose pattern is in a name; the empty one of the last always is."""
+    return next(entry for pattern, entry in refused.items() if re.search(pattern, name))
 
 
 def check(graph: str, operations: Iterable[Operation], target: Target) -> list[Finding]:
@@ -304,11 +228,9 @@ def check(graph: str, operations: Iterable[Operation], target: Target) -> list[F
     reported once."""
     findings: dict[tuple, Finding] = {}
     for operation in operations:
-        for rule in RULES:
-            broken = rule.broken(operation, target)
-            if broken:
-                finding = Finding(graph, f"{operation.label} ({operation.name})", *broken)
-                findings.setdefault((rule.name, operation.name, *broken), finding)
+        for fault in broken(operation, target):
+            finding = Finding(graph, f"{operation.label} ({operation.name})", *fault)
+            findings.setdefault((operation.name, *fault), finding)
     return list(findings.values())
 
 
