@@ -42,6 +42,7 @@ from ltx_neuron.models.programs import (
     gemma3_program,
     may_divide,
 )
+from ltx_neuron.models.signatures import LATENTS
 from ltx_neuron.plan.forecast import Forecast, forecast
 from ltx_neuron.plan.given import encode_bytes
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
@@ -287,10 +288,7 @@ def plan(
     files = tp * max(weights["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
     buffer = dict(profile.environment).get(COLLECTIVES_BUFFER)
-    latent = video_latent_shape(last.height, last.width, job.size.num_frames)
     dit_files = weights["rank"] * tp + weights["host"]
-    if job.extension:
-        latent = (job.extension.video_latents, *latent[1:])
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
     if fits is False:
@@ -314,7 +312,7 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        **_on_the_host(checkpoint, profile, job, upscaled(latent, job.upscale), torch_dtype),
+        **_on_the_host(checkpoint, profile, job, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
         collectives_buffer_bytes=buffer and int(buffer),
@@ -330,24 +328,24 @@ def weight_sets(job: Job) -> int:
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
-def _on_the_host(
-    checkpoint: Checkpoint,
-    profile: Profile,
-    job: Job,
-    latent: tuple[int, int, int],
-    dtype: torch.dtype,
-) -> dict:
+def final_latent(job: Job) -> tuple[int, int, int]:
+    """(F, h, w) of the video that the last stage leaves."""
+    last, longer = job.stages[-1], job.extension
+    frames, *sides = video_latent_shape(last.height, last.width, job.size.num_frames)
+    return (longer.video_latents if longer else frames, *sides)
+
+
+def _on_the_host(checkpoint: Checkpoint, profile: Profile, job: Job, dtype: torch.dtype) -> dict:
     """What the host encodes and decodes videos in, and its memory for each."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
     from ltx_neuron.host.vae_memory import decode_bytes
 
     config, threads = checkpoint.config, profile.host_threads
-    computes = arithmetic(profile.host_dtype, dtype)
+    computes, tiling = arithmetic(profile.host_dtype, dtype), tiles.tiling(profile)
+    latent = upscaled(final_latent(job), job.upscale)
     return {
         "host_bytes_to_encode": encode_bytes(config, job, threads, computes, dtype),
-        "host_bytes_to_decode": decode_bytes(
-            config, latent, threads, computes, tiles.tiling(profile)
-        ),
+        "host_bytes_to_decode": decode_bytes(config, latent, threads, computes, tiling),
         "host_dtype": computes.describe()["host_dtype"],
     }
 
@@ -401,9 +399,10 @@ def _stage(
         score_ms = moved / profile.memory_bytes_per_second(tp) * 1e3
         compute_ms = flops * tp / profile.flops(tp) * 1e3
         memory_ms = weight_bytes * tp / profile.memory_bytes_per_second(tp) * 1e3
-        launches = _launches(len(calls), config.num_layers, profile.blocks_per_graph)
-        moved = _moved(step, tp)
-        expected = forecast(profile, tp, step, moved, launches, memory_ms, score_ms)
+        launches, blocks = 1, profile.blocks_per_graph
+        if blocks:  # what is counted has a block in a graph
+            launches = len(calls) - config.num_layers + config.num_layers // blocks
+        expected = forecast(profile, tp, step, launches, memory_ms, score_ms)
     return StagePlan(
         name=stage.name,
         height=stage.height,
@@ -450,7 +449,7 @@ def _step(
     sequence_parallel: bool = False,
 ) -> tuple[Program, dict[str, int]]:
     """A bucket's program, and what a step of it costs a rank, summed over its calls; of peak_bytes
-    and collectives the largest."""
+    and collectives the largest. moved_bytes: what the rank passes on in its collectives."""
     program = dit_program(
         config, bucket, tp, TorchDistComm(tp), dtype, 1, profile.attention, sequence_parallel
     )
@@ -458,49 +457,35 @@ def _step(
     costs = {name: cost(graph) for name, graph in exported.items()}
     calls = [costs[name] for name, _ in next(iter(program.runs.values()))]
     sums = {key: sum(call[key] for call in calls) for key in calls[0]}
+    # In a ring (tp - 1) / tp of what a reduce-scatter takes, of what an all-gather gives, and of
+    # both for an all-reduce.
+    gathered, scattered = sums["all_gather_bytes"], sums["reduce_scatter_bytes"]
+    reduced = sums["collective_bytes"] - gathered - scattered
     largest = {
+        "moved_bytes": (tp - 1) / tp * (2 * reduced + scattered + tp * gathered),
         "peak_bytes": max(call["peak_bytes"] for call in calls),
         "largest_collective_bytes": max(map(largest_collective, exported.values())),
     }
     return program, sums | largest
 
 
-def _launches(calls: int, blocks: int, blocks_per_graph: int) -> int:
-    """Graphs of a step, from the calls of one whose graphs have a block each."""
-    return calls - blocks + blocks // blocks_per_graph if blocks_per_graph else 1
-
-
 def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     """What sequence parallelism changes in a step: its collectives and elementwise work."""
-    moved = tp * _moved(step, tp)
+    seconds = profile.chip and tp * step["moved_bytes"] / profile.link_bytes_per_second(tp)
     return {
-        "collectives_ms": profile.chip and moved / profile.link_bytes_per_second(tp) * 1e3,
+        "collectives_ms": profile.chip and seconds * 1e3,
         "collectives_per_step": {"count": step["collectives"], "bytes": step["collective_bytes"]},
         "elementwise_bytes_per_step": step["elementwise_bytes"],
     }
 
 
-def _moved(step: dict[str, int], tp: int) -> float:
-    """Bytes that a rank passes on in a step's collectives: in a ring (tp - 1) / tp of what a
-    reduce-scatter takes, of what an all-gather gives, and of both for an all-reduce."""
-    gathered, scattered = step["all_gather_bytes"], step["reduce_scatter_bytes"]
-    reduced = step["collective_bytes"] - gathered - scattered
-    return (tp - 1) / tp * (2 * reduced + scattered + tp * gathered)
-
-
 def _upload_bytes(program: Program) -> int:
     """Bytes of one rank's tensors that are uploaded: what no graph returns, and the latents."""
-    kept = {name for graph in program.graphs.values() for name in graph.inputs._fields}
-    kept -= {
-        name
-        for graph in program.graphs.values()
-        for name in graph.outputs._fields
-        if not name.endswith("_latent")
-    }
-    return sum(
-        torch.Size(program.fields[name].shape).numel() * program.fields[name].dtype.itemsize
-        for name in kept
-    )
+    graphs = program.graphs.values()
+    inputs = {name for graph in graphs for name in graph.inputs._fields}
+    returned = {name for graph in graphs for name in graph.outputs._fields} - {*LATENTS}
+    uploaded = [program.fields[name] for name in inputs - returned]
+    return sum(math.prod(field.shape) * field.dtype.itemsize for field in uploaded)
 
 
 def _nearest(

@@ -6,13 +6,25 @@ its models were loaded for one before it and its prompt is new.
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from ltx_core.model.upsampler import LatentUpsamplerConfigurator
+from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
+from torch.utils.flop_counter import FlopCounterMode
+
 from ltx_neuron import machine
+from ltx_neuron.config import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.format import format_bytes, format_flops
+from ltx_neuron.host import tiles
 from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.models import import_ltx_core
+from ltx_neuron.host.sound import cut
+from ltx_neuron.host.spectrogram import mel_sizes
 from ltx_neuron.job import Job
-from ltx_neuron.plan import Plan, StagePlan, weight_sets
+from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
+from ltx_neuron.plan import Plan, StagePlan, final_latent, weight_sets
 from ltx_neuron.plan.given import given_clips
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
@@ -156,31 +168,33 @@ class Clip:
 
     def _given(self) -> list[Row]:
         """What a sound and videos are encoded in, before the first stage."""
-        from ltx_neuron.plan import host_flops  # imports ltx-core
-
-        config, size, rows = self.config, self.job.size, []
+        size, rows = self.job.size, []
         for clip in given_clips(self.job):
-            tiles = clip.tiles
-            counted = {t: host_flops.video_encoder_flops(config, t) * n for t, n in tiles.items()}
-            shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in tiles.items())
-            flops = sum(counted.values())
+            flops = sum(count * self._encoder_flops(*t) for t, count in clip.tiles.items())
+            shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in clip.tiles.items())
             what, rate = f"video, {format_flops(flops)}, {shapes}", f"encode_video {self._dtype}"
             rows.append(self._host("encode_inputs", flops, rate, what))
         if self.job.sound or self.job.retake:
-            flops = host_flops.audio_encoder_flops(config, 4 * size.audio_frames)
+            import_ltx_core()  # of which this part wants torchaudio
+            from ltx_core.model.audio_vae import AudioEncoderConfigurator
+
+            shape = 2, AUDIO_SCALE * size.audio_frames, mel_sizes(self.config).bins
+            flops = _counted(AudioEncoderConfigurator.from_config, self.config, *shape)
             what = f"sound, {format_flops(flops)}, {size.seconds:.1f} s"
             rows.append(self._host("encode_inputs", flops, "encode_video float32", what))
         return rows
 
     def _images(self, stage: StagePlan) -> list[Row]:
         """The encoding of a stage's images."""
-        from ltx_neuron.plan.host_flops import video_encoder_flops  # imports ltx-core
-
         if not (count := len(self.job.images)):
             return []
-        flops = count * video_encoder_flops(self.config, (1, stage.height, stage.width))
+        flops = count * self._encoder_flops(1, stage.height, stage.width)
         what, rate = f"images, {count}, {format_flops(flops)}", f"encode_video {self._dtype}"
         return [self._host(f"denoise_{stage.name}", flops, rate, what)]
+
+    def _encoder_flops(self, *pixels: int) -> int:
+        """Of encoding 8k+1 frames of so many rows and columns."""
+        return _counted(VideoEncoderConfigurator.from_config, self.config, 3, *pixels)
 
     @property
     def _dtype(self) -> str:
@@ -196,7 +210,7 @@ class Clip:
                     rows.append(self._transformer("stage 2's set in stage 1's place"))
                 rows.append(self._upsampling(latent, "spatial"))
             rows += [*self._images(stage), self._steps(stage)]
-        latent = self._latent
+        latent = final_latent(self.job)
         for kind in UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
             latent = upsampled(latent, kind)
@@ -222,33 +236,23 @@ class Clip:
         return stage.forecast.middle, "the forecast's middle, not measured"
 
     def _upsampling(self, latent: tuple[int, int, int], kind: str) -> Row:
-        from ltx_neuron.plan.host_flops import upsampler_flops  # imports ltx-core
-
-        flops, rate = upsampler_flops(latent, kind), f"decode_video {self._dtype}"
+        # Of the released upsampler: its file need not be there.
+        config = {f"{name}_upsample": name == kind for name in ("spatial", "temporal")}
+        flops = _counted(LatentUpsamplerConfigurator.from_config, config, 128, *latent)
+        rate = f"decode_video {self._dtype}"
         return self._host("upsample", flops, rate, f"{kind}, {format_flops(flops)}")
 
     @property
     def _latent(self) -> tuple[int, int, int]:
         """(F, h, w) of the video latent that is decoded."""
-        last, longer = self.plan.stages[-1], self.job.extension
-        latent = video_latent_shape(last.height, last.width, self.job.size.num_frames)
-        return (longer.video_latents, *latent[1:]) if longer else latent
-
-    @property
-    def _pixels(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of the video that is written."""
-        frames, height, width = upscaled(self._latent, self.job.upscale)
-        return (frames - 1) * TIME_SCALE + 1, height * SPACE_SCALE, width * SPACE_SCALE
+        return upscaled(final_latent(self.job), self.job.upscale)
 
     def _video(self) -> list[Row]:
-        from ltx_neuron.host import tiles  # imports ltx-core
-        from ltx_neuron.plan.host_flops import video_decoder_flops
-
-        clip = upscaled(self._latent, self.job.upscale)
-        tp = self.plan.tp
+        clip, tp = self._latent, self.plan.tp
         how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
         counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
-        flops = {shape: video_decoder_flops(self.config, shape) for shape in counts}
+        decoder = VideoDecoderConfigurator.from_config
+        flops = {shape: _counted(decoder, self.config, 128, *shape) for shape in counts}
         text = " + ".join(f"{n} tiles of {'x'.join(map(str, s))}" for s, n in counts.items())
         if len(counts) > 2:
             text = f"{sum(counts.values())} tiles of {len(counts)} shapes"
@@ -266,13 +270,45 @@ class Clip:
         text = f"{seconds:.1f} s of sound"
         if not self.neuron_vae:
             return self._host("decode_audio", seconds, "decode_audio", text)
-        from ltx_neuron.plan.host_flops import sound_flops  # imports ltx-core
-
         latents = longer.audio_latents if longer else size.audio_frames
-        total = sound_flops(self.config, latents, self.plan.tp)
+        total = _sound_flops(self.config, latents, self.plan.tp)
         text = f"{format_flops(total)} in float32, {text}"
         return self._at_peak("decode_audio", total * _FLOAT32_COST, text)
 
     def _mp4(self) -> Row:
-        what = f"{self._pixels[0]} frames"
-        return self._host("encode_mp4", math.prod(self._pixels), "encode_mp4", what)
+        latent_frames, rows, columns = self._latent
+        frames = (latent_frames - 1) * TIME_SCALE + 1
+        pixels = frames * rows * columns * SPACE_SCALE**2
+        return self._host("encode_mp4", pixels, "encode_mp4", f"{frames} frames")
+
+
+# --- FLOPs of the host's models: a convolution counts as a direct one, however it is computed -----
+
+
+def _counted(from_config: Callable[[dict], torch.nn.Module], config: dict, *shape: int) -> int:
+    """Of one of ltx-core's modules for a tensor (1, *shape), on the meta device."""
+    with torch.device("meta"):
+        module = from_config(config)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            module(torch.empty(1, *shape))
+    return counter.get_total_flops()
+
+
+def _sound_flops(config: dict, latents: int, tp: int) -> int:
+    """Of decoding so many latents of sound on tp ranks: ranks without a span wait for others."""
+    mel, vocoder = audio_decoder_config(config), vocoder_config(config)
+    span, rows = span_sizes(latents)
+    parts = (
+        (spectrogram_program(mel, span), cut(latents, span, mel.reach)),
+        (waveform_program(vocoder, rows), cut(AUDIO_SCALE * latents - 3, rows, vocoder.reach)),
+    )
+    return sum(_of_program(program) * -(-len(spans) // tp) * tp for program, spans in parts)
+
+
+def _of_program(program: Program) -> int:
+    """Of one call of every graph."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for graph in program.graphs.values():
+            fields = (program.fields[name] for name in graph.inputs._fields)
+            graph.module(graph.inputs(*(torch.empty(f.shape, device="meta") for f in fields)))
+    return counter.get_total_flops()

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from ltx_neuron.format import format_flops
 from ltx_neuron.profiles import Profile
 
-# All from and to. Of the documented peak, what products are assumed to reach in those models:
+# From and to. Of the documented peak, what products are assumed to reach in those models:
 _LINEAR = 0.72, 0.62
 _ATTENTION = 0.44, 0.35  # attention_cte: 44 % for Wan 2.2's self-attention (AWS); text's have less
 _LARGE_SUM = 184e9, 102e9  # bytes a second that a rank passes on, on one chip: assumed
 _SMALL_SUM_MS = 0.02, 0.043  # of statistics: assumed
-_LAUNCH_MS = 0.47, 0.47  # Python's part, of a graph, on a CPU (benchmarks/nxd_on_cpu.md)
+_LAUNCH_MS = 0.47  # Python's part, of a graph, on a CPU (benchmarks/nxd_on_cpu.md)
 _UNFUSED = 0.25, 0.35  # of the elementwise traffic: assumed, the rest is fused
 _WAITING = 0.1, 0.13  # of all these: engines wait for each other, as traced in Wan 2.1 (Difflet)
 _MIDDLE = 0.56  # of the range: the published models lie in its upper half
@@ -45,16 +45,15 @@ class Forecast:
 def forecast(
     profile: Profile,
     tp: int,
-    step: Mapping[str, int],
-    moved: float,
+    step: Mapping[str, float],
     launches: int,
     memory_ms: float,
     score_ms: float,
 ) -> Forecast:
     """The forecast of a step on a profile with documented limits.
 
-    step       what it costs one rank, as export.cost counts it
-    moved      bytes that a rank passes on in its collectives
+    step       what it costs one rank, as export.cost counts it, and the "moved_bytes" that it
+               passes on in its collectives
     launches   graphs that it launches
     memory_ms  to read the weights once: products never take less
     score_ms   to write and read the scores that attention holds
@@ -62,22 +61,20 @@ def forecast(
     peak, memory = profile.flops(tp) / tp, profile.memory_bytes_per_second(tp) / tp
     attention, small = step["attention_flops"], step["small_collectives"]
     linear, large = step["flops"] - attention, step["collectives"] - small
-    unfused = step["elementwise_bytes"]
+    unfused, moved = step["elementwise_bytes"], step["moved_bytes"]
     # Between chips, sums are as much slower as the link is.
     on_chip = profile.chip.link_bytes_per_second * profile.flops(tp) / profile.chip.flops
     slower = on_chip / profile.link_bytes_per_second(tp)
-
-    def milliseconds(edge: int) -> list[float]:
-        parts = [
-            max(linear / (_LINEAR[edge] * peak) * 1e3, memory_ms),
-            attention / (_ATTENTION[edge] * peak) * 1e3 + score_ms,
-            moved / _LARGE_SUM[edge] * slower * 1e3,
-            small * _SMALL_SUM_MS[edge] + launches * _LAUNCH_MS[edge],
-            unfused * _UNFUSED[edge] / memory * 1e3,
-        ]
-        return [*parts, sum(parts) * _WAITING[edge]]
-
-    described = {
+    ranges = {
+        "linear": [max(linear / (share * peak) * 1e3, memory_ms) for share in _LINEAR],
+        "attention": [attention / (share * peak) * 1e3 + score_ms for share in _ATTENTION],
+        "large sums": [moved / rate * slower * 1e3 for rate in _LARGE_SUM],
+        "small sums": [small * ms + launches * _LAUNCH_MS for ms in _SMALL_SUM_MS],
+        "elementwise": [unfused * share / memory * 1e3 for share in _UNFUSED],
+    }
+    sums = map(sum, zip(*ranges.values(), strict=True))
+    ranges["waiting"] = [share * ms for share, ms in zip(_WAITING, sums, strict=True)]
+    sources = {
         "linear": f"{format_flops(tp * linear)} at {_percent(_LINEAR)} of the peak, assumed",
         "attention": (
             f"{format_flops(tp * attention)} at {_percent(_ATTENTION)}: attention_cte on Wan 2.2"
@@ -89,14 +86,13 @@ def forecast(
         ),
         "small sums": (
             f"{small} at {_SMALL_SUM_MS[0]} to {_SMALL_SUM_MS[1]} ms, assumed; {launches} launches"
-            f" at {_LAUNCH_MS[0]} ms, on a CPU"
+            f" at {_LAUNCH_MS} ms, on a CPU"
         ),
         "elementwise": f"{unfused / 1e9:.0f} GB a rank, {_percent(_UNFUSED)} not fused, assumed",
         "waiting": f"{_percent(_WAITING)} of these: engines that wait, as in Wan 2.1 (Difflet)",
     }
-    ranges = zip(described.items(), milliseconds(0), milliseconds(1), strict=True)
-    parts = [Part(name, low, high, source) for (name, source), low, high in ranges]
-    low, high = sum(part.low for part in parts), sum(part.high for part in parts)
+    parts = [Part(name, *ms, sources[name]) for name, ms in ranges.items()]
+    low, high = map(sum, zip(*ranges.values(), strict=True))
     return Forecast(low, low + _MIDDLE * (high - low), high, parts)
 
 
