@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.tiny_scripts import TinyScripts
+from lib.scripts import tiny_scripts
 
 TP, PAUSE_SECONDS, CLIPS_A_PROCESS, AT_A_TIME = 4, 10.0, 5, 8
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
@@ -43,7 +43,7 @@ class Generations:
     """Starts runs, each in a folder of its own."""
 
     def __init__(self, folder: Path):
-        self.folder, self.scripts = folder, TinyScripts(folder, TP, SIZE)
+        self.folder, self.scripts = folder, tiny_scripts(folder, TP, SIZE)
         self.scripts.prepare()
         self.prompts = folder / "prompts.jsonl"
         lines = [{"prompt": "a red fox", "seed": seed} for seed in range(CLIPS_A_PROCESS)]
@@ -55,7 +55,7 @@ class Generations:
         flags = ["--prompts-file", self.prompts, "--output-dir", out, "--no-prompt-cache"]
         began = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, *self.scripts.generate(*flags)],
+            [sys.executable, *self.scripts.command("generate", *flags)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -16,8 +16,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
+from lib.scripts import ROOT, Scripts, size_flags, tiny_scripts
 from lib.sizes import parse_size
-from lib.tiny_scripts import ROOT, TinyScripts
 
 from ltx_neuron.errors import run
 from ltx_neuron.job import Size
@@ -45,13 +45,13 @@ def wide_config() -> dict:
 class Way:
     """One checkout, with decoding overlapped or not, ready to make clips."""
 
-    def __init__(self, name: str, scripts: TinyScripts, size: Size, overlap: bool):
+    def __init__(self, name: str, scripts: Scripts, size: Size, overlap: bool):
         self.name, self.clips = f"{name}, {'overlapped' if overlap else 'in turn'}", []
-        folder = scripts.assets.checkpoint.parents[1]
+        folder = scripts.artifacts.parent
         options = {
-            "checkpoint_path": str(scripts.assets.checkpoint),
-            "gemma_root": str(scripts.assets.gemma_root),
-            "artifacts_dir": str(folder / "artifacts"),
+            "checkpoint_path": str(scripts.checkpoint),
+            "gemma_root": str(scripts.gemma_root),
+            "artifacts_dir": str(scripts.artifacts),
             "profile": "cpu",
             "tp_degree": 1,
             "profile_set": [f"overlap_decode={str(overlap).lower()}"],
@@ -106,14 +106,12 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help=help)
     args = parser.parse_args()
     size = parse_size(args.size)
-    flags = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
     checkouts = {"before": args.before.resolve()} if args.before else {}
     ways = []
     for name, checkout in {**checkouts, "after": ROOT}.items():
         sizes, config = (WIDE, wide_config()) if args.wide else (TinySizes(), None)
         folder = args.folder / ("wide" if args.wide else "tiny") / name
-        scripts = TinyScripts(folder, 1, flags, sizes, config, checkout)
-        scripts.common += ["--dtype", "bfloat16"]
+        scripts = tiny_scripts(folder, 1, size_flags(size), "bfloat16", sizes, config, checkout)
         scripts.prepare()
         if not args.prepare:
             ways += [Way(name, scripts, size, overlap) for overlap in (False, True)]

@@ -21,7 +21,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.tiny_scripts import TinyScripts
+from lib.scripts import tiny_scripts
 from safetensors.torch import load_file
 
 TP, LIMIT_SECONDS = 4, 10
@@ -97,7 +97,7 @@ class Generator:
     """Runs generate_ltx23.py on tiny assets, in this process: its ranks are then grandchildren."""
 
     def __init__(self, folder: Path):
-        self.folder, self.scripts = folder, TinyScripts(folder, TP, SIZE)
+        self.folder, self.scripts = folder, tiny_scripts(folder, TP, SIZE)
         self.scripts.prepare()
 
     def run(self, name: str, *more: str) -> Run:
@@ -106,7 +106,7 @@ class Generator:
         folder = self.folder / name
         flags = ["--prompt", "a red fox", "--output-path", folder / "fox.mp4"]
         flags += ["--save-tensors", folder / "fox.safetensors"]
-        sys.argv = self.scripts.generate(*flags, *more)
+        sys.argv = self.scripts.command("generate", *flags, *more)
         printed = io.StringIO()
         try:
             with redirect_stdout(io.StringIO()), redirect_stderr(printed):

@@ -13,8 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from lib.scripts import ROOT, size_flags, tiny_scripts
 from lib.sizes import parse_size
-from lib.tiny_scripts import ROOT, TinyScripts
 from lib.watch import Watched, run_watched
 
 from ltx_neuron.errors import run
@@ -36,19 +36,15 @@ def decoder_of(channels: int, blocks: int | None) -> dict:
     return {"vae": {"decoder_blocks": stages, "decoder_base_channels": channels}}
 
 
-def flags_of(size: Size) -> list[str]:
-    values = {"height": size.height, "width": size.width, "num-frames": size.num_frames}
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
-
-
 def made(folder: Path, size: Size, decoder: dict, checkout: Path) -> tuple[Watched, dict]:
     """A clip of a size, watched while it is made, and its latency report."""
-    scripts = TinyScripts(folder, 1, flags_of(size), config=decoder, checkout=checkout)
-    scripts.common += ["--dtype", "bfloat16"]
+    flags, made = size_flags(size), {"config": decoder, "checkout": checkout}
+    scripts = tiny_scripts(folder, 1, flags, "bfloat16", **made)
     scripts.prepare()
     video, report = folder / f"{size.num_frames}.mp4", folder / f"{size.num_frames}.report.json"
     more = ["--prompt", PROMPT, "--output-path", video, "--perf-dump-path", report]
-    command = [sys.executable, *scripts.generate(*more, "--profile-set", "overlap_decode=true")]
+    more += ["--profile-set", "overlap_decode=true"]
+    command = [sys.executable, *scripts.command("generate", *more)]
     log = folder / f"{size.num_frames}.log"
     watched = run_watched(command, log, env=scripts.env)
     if watched.exit_code:

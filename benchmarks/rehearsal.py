@@ -31,13 +31,14 @@ from typing import NamedTuple
 
 import psutil
 from lib.random_sources import write_checkpoint, write_gemma, write_upsampler
+from lib.scripts import ROOT, Scripts
 from lib.watch import Watched, run_watched
 
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.tiny import make_tiny
 
-ROOT = Path(__file__).resolve().parents[1]
-TP, SIZE = 4, (64, 64, 9)
+RUN = ["--profile", "cpu", "--tp-degree", 4]
+SIZE = ["--height", 64, "--width", 64, "--num-frames", 9]
 ROOM, ROOM_DENSE, ROOM_TINY = 40e9, 70e9, 0.2e9  # bytes of disk
 PROMPT = "a golden retriever puppy runs across a sunny green meadow"
 NEGATIVE = "birds sing in the distance"
@@ -115,38 +116,26 @@ class Rehearsal:
     def run_all(self) -> None:
         """The five scripts, in an order that needs little disk: Gemma's rank files lose their zeros
         before the transformer's are written."""
-        self.script("plan", ["-m", "ltx_neuron.plan"], [])
-        self.script("shard_gemma3", ["shards/shard_gemma3_weights.py"], self.gemma_flags)
+        scripts = Scripts(self.checkpoint, self.artifacts, RUN, SIZE, self.gemma, self.upsampler)
+        command = scripts.command
+        self.script("plan", ["-m", "ltx_neuron.plan", *scripts.common, *SIZE])
+        self.script("shard_gemma3", command("shard_gemma3"))
         if not self.dense:
             self.dig_holes()
-        self.script("shard_backbone", ["shards/shard_backbone_weights.py"], [])
+        self.script("shard_backbone", command("shard_dit"))
         for recipe in ("distilled", "dev"):
-            flags = [*self.size, "--recipe", recipe]
-            self.script(f"compile_transformer {recipe}", ["compile/compile_transformer.py"], flags)
-        self.script("compile_gemma3", ["compile/compile_gemma3.py"], self.gemma_flags)
-        upscale = ["--upscale", "spatial", "--spatial-upsampler-path", self.upsampler]
-        self.generate("distilled", upscale)
+            dit = command("compile_dit", "--recipe", recipe)
+            self.script(f"compile_transformer {recipe}", dit)
+        self.script("compile_gemma3", command("compile_gemma3"))
+        self.generate("distilled", command("generate", "--upscale", "spatial"))
         negative = ["--negative-prompt", NEGATIVE, "--num-inference-steps", 2]
-        self.generate("dev", [*negative, *CFG_ONLY])
+        self.generate("dev", command("generate", *negative, *CFG_ONLY))
 
-    @property
-    def gemma_flags(self) -> list:
-        return ["--gemma-root", self.gemma]
-
-    @property
-    def size(self) -> list:
-        height, width, frames = SIZE
-        return ["--height", height, "--width", width, "--num-frames", frames]
-
-    def script(self, name: str, script: list[str], flags: list) -> Watched:
+    def script(self, name: str, command: list) -> Watched:
         """Run a script; its row is kept and printed. SystemExit with the end of its log where it
         fails."""
-        common = ["--checkpoint-path", self.checkpoint, "--profile", "cpu", "--tp-degree", TP]
-        common += [] if name == "plan" else ["--artifacts-dir", self.artifacts]
-        common += self.size if name == "plan" else []
         log = self.folder / f"{name.replace(' ', '_')}.log"
-        command = [sys.executable, *script, *common, *flags]
-        watched = run_watched(list(map(str, command)), log, cwd=ROOT)
+        watched = run_watched([sys.executable, *map(str, command)], log, cwd=ROOT)
         if watched.exit_code:
             end = "\n".join(log.read_text().splitlines()[-30:])
             raise SystemExit(f"{name} ended with exit code {watched.exit_code}:\n{end}")
@@ -165,13 +154,13 @@ class Rehearsal:
         size = sum(used(path) for path in self.artifacts.glob("weights/gemma3-*"))
         print(f"Gemma's rank files with holes: {size / 1e9:.2f} GB", flush=True)
 
-    def generate(self, recipe: str, flags: list) -> None:
+    def generate(self, recipe: str, command: list) -> None:
         """One video, with a row for each of its report's phases and steps."""
         report_path = self.folder / f"{recipe}.report.json"
-        flags = [*flags, "--recipe", recipe, "--neuron-gemma", "--no-prompt-cache", *self.size]
-        flags += [*self.gemma_flags, "--prompt", PROMPT, "--perf-dump-path", report_path]
-        flags += ["--output-path", self.folder / f"{recipe}.mp4"]
-        watched = self.script(f"generate {recipe}", ["src/generate_ltx23.py"], flags)
+        command = [*command, "--recipe", recipe, "--no-prompt-cache", "--prompt", PROMPT]
+        command += ["--perf-dump-path", report_path]
+        command += ["--output-path", self.folder / f"{recipe}.mp4"]
+        watched = self.script(f"generate {recipe}", command)
         report = json.loads(report_path.read_text())
         for row in phase_rows(report, report_path.stat().st_mtime, watched):
             self.keep(row)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 from lib.local_ray import LocalRay
-from lib.tiny_scripts import TinyScripts
+from lib.scripts import Scripts, tiny_scripts
 
 from ltx_neuron.service.queue import Queue
 
@@ -45,8 +45,8 @@ AHEAD = 300  # jobs that wait at most
 class Service:
     """python -m ltx_neuron.serve on a folder, and what is asked of it."""
 
-    def __init__(self, scripts: TinyScripts, folder: Path, jobs: int, ray: LocalRay | None = None):
-        words = [sys.executable, "-m", "ltx_neuron.serve", *scripts.generate()[1:]]
+    def __init__(self, scripts: Scripts, folder: Path, jobs: int, ray: LocalRay | None = None):
+        words = [sys.executable, "-m", "ltx_neuron.serve", *scripts.command("generate")[1:]]
         more = {"--data-dir": folder / "data", "--port": 0, "--rate": 1e6, "--max-queue": jobs}
         more |= {"--ray": ray.address} if ray else {}
         words += [str(word) for pair in more.items() for word in pair]
@@ -128,14 +128,14 @@ def send(service: Service, jobs: int, ids: list[str], queue: Queue) -> None:
         ids.append(json.loads(answer)["id"])
 
 
-def wanted(scripts: TinyScripts, folder: Path) -> list[str]:
+def wanted(scripts: Scripts, folder: Path) -> list[str]:
     """Digests of the script's own videos."""
     if len(videos := sorted((folder / "wanted").glob("*.mp4"))) == len(PROMPTS):
         return [hashlib.sha256(video.read_bytes()).hexdigest() for video in videos]
     lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
     (folder / "jobs.jsonl").write_text("\n".join(lines))
     flags = ["--prompts-file", folder / "jobs.jsonl", "--output-dir", folder / "wanted"]
-    command = [sys.executable, *scripts.generate(*flags)]
+    command = [sys.executable, *scripts.command("generate", *flags)]
     subprocess.run(command, check=True, capture_output=True)
     videos = sorted((folder / "wanted").glob("*.mp4"))
     return [hashlib.sha256(video.read_bytes()).hexdigest() for video in videos]
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--ray-nodes", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    scripts = TinyScripts(args.folder, 1, SIZE)
+    scripts = tiny_scripts(args.folder, 1, SIZE)
     if not (args.folder / "wanted").is_dir():
         scripts.prepare()
     digests = wanted(scripts, args.folder)

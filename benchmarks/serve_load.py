@@ -25,11 +25,12 @@ import urllib.request
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import openai
 from lib.local_ray import LocalRay
-from lib.tiny_scripts import TinyScripts
+from lib.scripts import Scripts, tiny_scripts
 from serve_kill import PROMPTS, Service
 
 from ltx_neuron.service.queue import NewJob, Queue
@@ -76,13 +77,13 @@ def by_service(service: Service, folder: Path, jobs: list[dict], clients: int) -
     return rate([*made]), seconds
 
 
-def by_prompts_file(scripts: TinyScripts, folder: Path, jobs: list[dict]) -> float:
+def by_prompts_file(scripts: Scripts, folder: Path, jobs: list[dict]) -> float:
     """Videos a second."""
     lines = [json.dumps({"prompt": job["prompt"]}) for job in jobs]
     (folder / "jobs.jsonl").write_text("\n".join(lines))
     out = folder / f"batch-{time.monotonic_ns()}"
     flags = ["--prompts-file", folder / "jobs.jsonl", "--output-dir", out]
-    command = [sys.executable, *scripts.generate(*flags)]
+    command = [sys.executable, *scripts.command("generate", *flags)]
     subprocess.run(command, check=True, capture_output=True, env=scripts.env)
     return rate([*out.glob("*.mp4")])
 
@@ -157,11 +158,11 @@ def main() -> None:
     warnings.filterwarnings("ignore", "The Sora API")  # the wire format lives on
     width, height = args.size.split("x")
     flags = ["--height", height, "--width", width, "--num-frames", str(args.num_frames)]
-    scripts = TinyScripts(args.folder, 1, flags)
+    scripts = tiny_scripts(args.folder, 1, flags)
     if args.prepare:
         scripts.prepare()
-        scripts.size = ["--height", "256", "--width", "256", "--num-frames", "25"]
-        scripts.prepare()
+        flags = ["--height", "256", "--width", "256", "--num-frames", "25"]
+        replace(scripts, size=flags).prepare()
         return
     work = queue_work(args.folder)
     print(f"queue's own work a job: {spread(work, 'ms')}", flush=True)
@@ -173,9 +174,7 @@ def main() -> None:
         measure(Service(scripts, args.folder, 1000, ray), scripts, args, jobs)
 
 
-def measure(
-    service: Service, scripts: TinyScripts, args: argparse.Namespace, jobs: list[dict]
-) -> None:
+def measure(service: Service, scripts: Scripts, args: argparse.Namespace, jobs: list[dict]) -> None:
     """Print the figures of the rounds, and the time to cancel."""
     ratios, latencies = [], []
     service.start()

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import psutil
 from lib.full_size import write_sparse_checkpoint
+from lib.scripts import ROOT, Scripts
 from tqdm import tqdm
 
 from ltx_neuron.weights.tensorfile import TensorFile
 
-ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = "import ltx_neuron.flags, ltx_neuron.workspace"  # what the shard script imports
 
 
@@ -122,23 +122,14 @@ def main() -> None:
 
     _, imports_gb = timed([sys.executable, "-c", IMPORTS])
     artifacts = args.folder / "artifacts"
-    script = ROOT / "shards/shard_backbone_weights.py"
-    flags = [
-        "--checkpoint-path",
-        checkpoint,
-        "--artifacts-dir",
-        artifacts,
-        "--tp-degree",
-        args.tp_degree,
-        "--profile",
-        "cpu",
-    ]
+    run = ["--tp-degree", args.tp_degree, "--profile", "cpu"]
+    command = Scripts(checkpoint, artifacts, run, []).command("shard_dit")
     prepare = fill_memory if args.memory == "full" else wait_for_host
     sharding, copying = [], []  # seconds of each round
     peak, written = 0.0, 0
     for _ in tqdm(range(args.rounds), unit="round"):
         prepare(args.folder)
-        seconds, memory = timed([sys.executable, script, *flags])
+        seconds, memory = timed([sys.executable, *command])
         files = {
             path.name: path.stat().st_size
             for path in sorted(artifacts.glob("weights/*/*.safetensors"))

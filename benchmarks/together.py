@@ -23,12 +23,13 @@ import sys
 import time
 from pathlib import Path
 
+from lib.scripts import Scripts
+
 from ltx_neuron.backends.manifest import damaged_graphs
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.tiny import TinyAssets, assets_in, make_tiny
 
-ROOT = Path(__file__).resolve().parents[1]
 FORK = multiprocessing.get_context("fork")
 SECONDS = 600  # until a round counts as hanging
 # What scripts import later than at their beginning.
@@ -45,10 +46,9 @@ PRELOADED = (
     "transformers",
     "av",
 )
-SHARD = ("shards/shard_backbone_weights.py", "shards/shard_gemma3_weights.py")
-SIZE = ("--height", 64, "--width", 64, "--num-frames", 9)
-GENERATE = "src/generate_ltx23.py"
-GEMMA = (SHARD[1], "compile/compile_gemma3.py", GENERATE)  # scripts that take --gemma-root
+SHARD = ("shard_dit", "shard_gemma3")
+SIZE = ["--height", 64, "--width", 64, "--num-frames", 9]
+RUN = ["--profile", "cpu", "--tp-degree", 2, "--dtype", "float32"]
 
 
 class Round:
@@ -56,21 +56,20 @@ class Round:
 
     def __init__(self, folder: Path, assets: TinyAssets, processes: int, wanted: bytes | None):
         """wanted: the video of earlier rounds"""
-        self.folder, self.assets, self.processes, self.wanted = folder, assets, processes, wanted
+        self.folder, self.processes, self.wanted = folder, processes, wanted
         self.artifacts = folder / "artifacts"
+        made = assets.checkpoint, self.artifacts, RUN, SIZE, assets.gemma_root
+        self.command = Scripts(*made).command
         folder.mkdir(parents=True)
 
-    def scripts(self, number: int) -> list[tuple[str, list]]:
-        """What a process runs, in order: the name of a log, and a script with its own flags."""
+    def scripts(self, number: int) -> list[tuple[str, list[str]]]:
+        """What a process runs, in order: the name of a log, and a command."""
         names = ("first", "again")[: 1 + number % 2]
         videos = [self.folder / f"{number}-{name}.mp4" for name in names]
-        make = [GENERATE, "--prompt", "a red fox", "--neuron-gemma", *SIZE, "--output-path"]
+        make = self.command("generate", "--prompt", "a red fox", "--output-path")
         return [
-            ("shard_dit", [SHARD[0]]),
-            ("shard_gemma3", [SHARD[1]]),
-            ("compile_dit", ["compile/compile_transformer.py", *SIZE]),
-            ("compile_gemma3", ["compile/compile_gemma3.py"]),
-            *((f"generate_{video.stem}", [*make, video]) for video in videos),
+            *((name, self.command(name)) for name in (*SHARD, "compile_dit", "compile_gemma3")),
+            *((f"generate_{video.stem}", [*make, str(video)]) for video in videos),
         ]
 
     def run_all(self) -> list[str]:
@@ -94,8 +93,8 @@ class Round:
         """A process's scripts, one after another; exit code 1 at the first that fails."""
         self._failure(number).write_text("ended by itself")
         time.sleep(max(0.0, start - time.monotonic()))
-        for name, script in self.scripts(number):
-            if code := self._run(f"{number}-{name}", script):
+        for name, command in self.scripts(number):
+            if code := self._run(f"{number}-{name}", command):
                 self._failure(number).write_text(f"{name} ended with {code}")
                 raise SystemExit(1)
 
@@ -103,21 +102,18 @@ class Round:
         """The file in which a process says what failed."""
         return self.folder / f"{number}.failed"
 
-    def _run(self, log: str, script: list) -> int:
+    def _run(self, log: str, command: list[str]) -> int:
         """Run a script in a process of its own; returns its exit code."""
-        process = FORK.Process(target=self._as_main, args=(self.folder / f"{log}.log", script))
+        process = FORK.Process(target=self._as_main, args=(self.folder / f"{log}.log", command))
         process.start()
         process.join()
         return process.exitcode
 
-    def _as_main(self, log: Path, script: list) -> None:
+    def _as_main(self, log: Path, command: list[str]) -> None:
         with open(log, "wb", buffering=0) as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
-        flags = ["--checkpoint-path", self.assets.checkpoint, "--artifacts-dir", self.artifacts]
-        flags += ["--profile", "cpu", "--tp-degree", 2, "--dtype", "float32"]
-        flags += ["--gemma-root", self.assets.gemma_root] if script[0] in GEMMA else []
-        sys.argv = [str(ROOT / script[0]), *map(str, [*script[1:], *flags])]
+        sys.argv = command
         runpy.run_path(sys.argv[0], run_name="__main__")
 
     def _check(self) -> list[str]:
@@ -126,9 +122,9 @@ class Round:
         videos = {path.read_bytes() for path in self.folder.glob("*.mp4")}
         if len(videos | {self.wanted or self.video()}) != 1:
             problems.append(f"{len(videos)} different videos in this round, or others than before")
-        for script in SHARD:
-            if code := self._run("verify", [script, "--verify"]):
-                problems.append(f"{script} --verify ended with {code}")
+        for name in SHARD:
+            if code := self._run("verify", self.command(name, "--verify")):
+                problems.append(f"{name} --verify ended with {code}")
         graphs = [path.parent for path in self.artifacts.glob(f"graphs/*/{MANIFEST}")]
         problems += [f"{path.name}: {bad}" for path in graphs for bad in damaged_graphs(path)]
         left = [p for p in self.artifacts.rglob("*") if p.name.endswith((".lock", ".partial"))]

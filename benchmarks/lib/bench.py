@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lib.core_memory import counted_memory
+from lib.scripts import ROOT, Scripts, size_flags
 from lib.sections import Budget, Failed, NotRun, Stopped
 from ltx_neuron import flags
 from ltx_neuron.doctor.system import System
@@ -27,8 +28,6 @@ from ltx_neuron.job import Size
 from ltx_neuron.profiles import Profile
 from ltx_neuron.report import table
 from ltx_neuron.tiny import TinyAssets, TinySizes, assets_in
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PROMPT = "waves crash on the shore"
 TINY_SIZE = Size(height=64, width=64, num_frames=9, two_stage=True)
@@ -174,65 +173,44 @@ class Bench:
         self.run(name, ROOT / "benchmarks/lib" / script, request, seconds=seconds)
         return output
 
+    def scripts(self, model: Model, target: Target) -> Scripts:
+        """The scripts on a model, of a distilled generation."""
+        run = ["--tp-degree", self.tp, *target.flags]
+        size = [*size_flags(model.size), "--recipe", "distilled"]
+        paths = model.gemma_root, model.upsampler
+        return Scripts(model.checkpoint, model.artifacts, run, size, *paths)
+
+    def _script(self, name: str, model: Model, target: Target) -> float:
+        """Seconds of a script that shards or compiles."""
+        log = f"{model.name}-{name.replace('_', '-')}-{target.profile}-{target.dtype}"
+        return self.run(log, *self.scripts(model, target).command(name)).seconds
+
     def shard(self, model: Model, target: Target, gemma: bool) -> float:
         """Seconds to shard the DiT, and with `gemma` the text encoder."""
-        common = self.common(model, target)
-        name = f"{model.name}-shard-dit-{target.dtype}"
-        seconds = self.run(name, ROOT / "shards/shard_backbone_weights.py", *common).seconds
-        if gemma:
-            name = f"{model.name}-shard-gemma3-{target.dtype}"
-            common += ["--gemma-root", model.gemma_root]
-            seconds += self.run(name, ROOT / "shards/shard_gemma3_weights.py", *common).seconds
-        return seconds
+        names = ["shard_dit", *["shard_gemma3"] * gemma]
+        return sum(self._script(name, model, target) for name in names)
 
     def compile(self, model: Model, target: Target, gemma: bool) -> tuple[float, float]:
         """Seconds for the DiT's graphs and for the text encoder's."""
-        common = self.common(model, target)
-        suffix = f"{target.profile}-{target.dtype}"
-        dit = self.run(
-            f"{model.name}-compile-dit-{suffix}",
-            ROOT / "compile/compile_transformer.py",
-            *common,
-            *size_flags(model.size),
-        )
-        if not gemma:
-            return dit.seconds, 0.0
-        text = self.run(
-            f"{model.name}-compile-gemma3-{suffix}",
-            ROOT / "compile/compile_gemma3.py",
-            *common,
-            "--gemma-root",
-            model.gemma_root,
-        )
-        return dit.seconds, text.seconds
+        dit = self._script("compile_dit", model, target)
+        return dit, self._script("compile_gemma3", model, target) if gemma else 0.0
 
     def decoder(self, model: Model, target: Target) -> tuple[float, float]:
         """Seconds to shard the video decoder, and to compile it for the model's size."""
-        common, name = self.common(model, target), f"{model.name}-{{}}-vae-{target.dtype}"
-        shard, compiled = ROOT / "shards/shard_vae_weights.py", ROOT / "compile/compile_vae.py"
-        sharding = self.run(name.format("shard"), shard, *common)
-        compiling = self.run(name.format("compile"), compiled, *common, *size_flags(model.size))
-        return sharding.seconds, compiling.seconds
+        names = ("shard_vae", "compile_vae")
+        return tuple(self._script(name, model, target) for name in names)
 
     def generate(
         self, model: Model, target: Target, name: str, *more: object
     ) -> tuple[Run, dict[str, Tensor], dict]:
         """Run generate_ltx23.py: the run, every named tensor, and the latency report."""
         out = self.folder / f"{model.name}-{name}"
-        flags = [*self.common(model, target), *size_flags(model.size)]
-        flags += ["--neuron-gemma", "--gemma-root", model.gemma_root, "--prompt", PROMPT]
-        flags += ["--spatial-upsampler-path", model.upsampler] if model.upsampler else []
-        flags += ["--output-path", out / "video.mp4", "--perf-dump-path", out / "perf.json"]
+        flags = ["--prompt", PROMPT, "--output-path", out / "video.mp4"]
+        flags += ["--perf-dump-path", out / "perf.json"]
         flags += ["--save-tensors", out / "tensors.safetensors", *more]
-        run = self.run(f"{model.name}-generate-{name}", ROOT / "src/generate_ltx23.py", *flags)
+        command = self.scripts(model, target).command("generate", *flags)
+        run = self.run(f"{model.name}-generate-{name}", *command)
         return run, load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
-
-    def common(self, model: Model, target: Target) -> list:
-        """The flags that every script takes."""
-        return [
-            *("--checkpoint-path", model.checkpoint, "--artifacts-dir", model.artifacts),
-            *("--tp-degree", self.tp, *target.flags),
-        ]
 
     def step(self, model: Model, target: Target) -> dict[str, Tensor]:
         """The latents after one step (one_step.py), by a process of its own."""
@@ -245,13 +223,6 @@ def request(model: Model, size: Size) -> dict:
     """The fields of a request that name a model, and a size of video."""
     paths = {"checkpoint": str(model.checkpoint), "artifacts": str(model.artifacts)}
     return paths | {"size": dataclasses.asdict(size)}
-
-
-def size_flags(size: Size) -> list:
-    """The flags of a distilled generation of that size, for compile_transformer.py and generate."""
-    flags = ["--height", size.height, "--width", size.width, "--num-frames", size.num_frames]
-    flags += ["--frame-rate", size.frame_rate, "--recipe", "distilled"]
-    return flags + (["--two-stage"] if size.two_stage else [])
 
 
 def end_tree(process: subprocess.Popen) -> None:

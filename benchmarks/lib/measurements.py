@@ -5,7 +5,7 @@ import dataclasses
 import statistics
 from collections.abc import Generator, Iterator
 
-from lib.bench import WIDE, Bench, Model, Target, full, request, size_flags, wide
+from lib.bench import WIDE, Bench, Model, Target, full, request, wide
 from lib.probes import CHAIN, torus_groups
 from lib.sections import Failed, NotRun, Stopped, cell
 from ltx_neuron import flags
@@ -250,8 +250,8 @@ def _measured(bench: Bench, target: Target, name: str) -> list[str]:
 def tune(bench: Bench, model: Model) -> Iterator[str]:
     """Compiler flags, kernels and cuts in turn. What was measured until the budget ends is kept:
     the tuning goes on from there."""
-    command = ["-m", "ltx_neuron.tune", *bench.common(model, bench.device(model))]
-    command += size_flags(model.size)
+    scripts = bench.scripts(model, bench.device(model))
+    command = ["-m", "ltx_neuron.tune", *scripts.common, *scripts.size]
     if bench.budget.finite:  # or one that hangs takes the time of all others
         command += ["--limit", VARIANT_SECONDS]
     log = f"{model.name}-tune"
