@@ -10,41 +10,25 @@ import collections
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 
-from ltx_neuron.backends.export import TorchDistComm, fake_process_group
+from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.lint import fx, lower
 from ltx_neuron.lint.cases import dtype_of, programs
 from ltx_neuron.lint.rules import Finding, Operation, Reading, compare_ranks
-from ltx_neuron.models.parallel import Comm
 from ltx_neuron.profiles import PROFILES, Profile, resolve
 
-
-class Part(NamedTuple):
-    """A front end.
-
-    comm     makes the Comm that it traces with, for a number of ranks
-    require  raises UserError where a package is missing
-    read     reads a graph of a program: (program, name, tp, dtype, title) to a Reading
-    """
-
-    title: str
-    comm: Callable[[int], Comm]
-    require: Callable[[], None]
-    read: Callable[..., Reading]
-
-
-PARTS = (
-    Part("exported graphs (TorchNeuron)", TorchDistComm, lambda: None, fx.read),
-    Part("HLO (ModelBuilder)", lower.comm, lower.require_torch_xla, lower.read),
-)
+# The front ends: each has a TITLE, `comm`, which makes the Comm that it traces with for a number of
+# ranks, `require`, which raises UserError where a package is missing, and `read`: (program, name of
+# its graph, tp, dtype, title) to a Reading.
+PARTS = (fx, lower)
 
 
 def survey(
-    part: Part,
+    part: ModuleType,
     profile: Profile,
     tp: int,
     dtype: torch.dtype,
@@ -64,7 +48,7 @@ def survey(
         known = "; ".join(case for case, _ in cases)
         raise UserError(f"--only {only!r} is in no program's name; known: {known}")
     print(
-        f"\n{part.title}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks"
+        f"\n{part.TITLE}: {profile.name}, TP={tp}, attention {profile.attention}, traced as ranks"
         f" {ranks}\n{_LINE.format(*_HEAD)}"
     )
     for case, make in selected:
@@ -78,7 +62,7 @@ def survey(
             all_findings += findings
             if dump_dir:
                 dump_dir.mkdir(parents=True, exist_ok=True)
-                name = f"{part.read.__module__.rpartition('.')[2]} {graph}.txt"
+                name = f"{part.__name__.rpartition('.')[2]} {graph}.txt"
                 (dump_dir / name.translate(_IN_A_FILE_NAME)).write_text(reading.text)
     return all_findings
 
@@ -87,7 +71,7 @@ _IN_A_FILE_NAME = str.maketrans({" ": "_", ":": None, ",": None})
 
 
 def _read(
-    part: Part, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype
+    part: ModuleType, case: str, make: Callable, rank: int, tp: int, dtype: torch.dtype
 ) -> dict[str, Reading]:
     """Every graph of a program as a rank traces it, by title."""
     with fake_process_group(tp, rank):
@@ -162,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             part.require()
         except UserError as error:
-            missing = f"{part.title} was NOT checked: {error}"
+            missing = f"{part.TITLE} was NOT checked: {error}"
             continue
         findings += survey(part, profile, tp, dtype, options.only, options.dump_dir)
     print(f"\n{len(findings)} findings")

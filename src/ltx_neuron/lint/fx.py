@@ -5,10 +5,12 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from ltx_neuron.backends.export import GROUP, trace
+from ltx_neuron.backends.export import GROUP, TorchDistComm, trace
 from ltx_neuron.lint.rules import Collective, Finding, Kind, Operation, Reading, Target, check
 from ltx_neuron.models.programs import Program
 
+TITLE = "exported graphs (TorchNeuron)"
+comm = TorchDistComm
 SPELLING = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -60,6 +62,10 @@ TARGET = Target(
     group=GROUP,
 )
 WAIT = "_c10d_functional.wait_tensor.default"
+
+
+def require() -> None:
+    """Nothing but torch."""
 
 
 def check_fx(

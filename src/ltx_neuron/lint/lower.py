@@ -24,6 +24,7 @@ from ltx_neuron.lint.rules import Finding, Operation, Reading, check
 from ltx_neuron.models.attention import matmul
 from ltx_neuron.models.programs import Program
 
+TITLE = "HLO (ModelBuilder)"
 INSTALL = """torch_xla {problem}.
 It wants the torch of its own number, so give it a venv of its own:
   test/make_xla_venv.sh /path/to/venv-xla
@@ -31,7 +32,7 @@ It wants the torch of its own number, so give it a venv of its own:
 (torch==2.9.* and torch_xla==2.9.* from PyPI, and requirements.txt)"""
 
 
-def require_torch_xla() -> None:
+def require() -> None:
     """Import torch_xla for tracing on a CPU. Raises UserError that says what to install."""
     os.environ["PJRT_DEVICE"] = "CPU"  # whatever the machine has: nothing is run
     # Else all-reduces of groups that this one process is not part of are dropped.
@@ -67,34 +68,30 @@ class Cut(Exception):
     """Tracing would have to run the graph so far, to know a value. The text names the operation."""
 
 
+_KERNELS = (
+    "XLA",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeImplicitAutograd",
+)
+
+
 class _Guard(TorchDispatchMode):
     """Raises Cut at operations whose result torch_xla would compute right away: by running what is
-    traced, or on the host."""
+    traced where it depends on data, on the host where it has no kernel."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(tensor.device.type == "xla" for tensor in tensors):
-            _refuse(function, tensors)
+            dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+            depends = dynamic & {*function.tags}
+            if function is torch.ops.aten.index.Tensor:  # of a dynamic size only with a mask
+                depends = depends and any(tensor.dtype is torch.bool for tensor in tensors)
+            known = torch._C._dispatch_has_kernel_for_dispatch_key
+            if depends or not any(known(function.name(), key) for key in _KERNELS):
+                raise Cut(str(function))
         return function(*args, **kwargs)
-
-
-def _refuse(function: torch._ops.OpOverload, tensors: list[Tensor]) -> None:
-    """Raise Cut for an operation whose result depends on data, or that torch_xla lacks."""
-    dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*function.tags}
-    if function is torch.ops.aten.index.Tensor:  # of a dynamic size only with a mask
-        dynamic = dynamic and any(tensor.dtype is torch.bool for tensor in tensors)
-    kernels = (
-        "XLA",
-        "CompositeExplicitAutograd",
-        "CompositeExplicitAutogradNonFunctional",
-        "CompositeImplicitAutograd",
-    )
-    known = any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key) for key in kernels
-    )
-    if dynamic or not known:
-        raise Cut(str(function))
 
 
 def lower(function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple]) -> str:
@@ -104,7 +101,7 @@ def lower(function: Callable[[dict[str, Tensor]], Any], example: dict[str, tuple
     Numbers and tensors that tracing made are parameters of the HLO too; they stand in comments at
     its end.
     """
-    require_torch_xla()
+    require()
     import torch_xla
     from torch_xla.core import xla_builder
 

@@ -12,6 +12,7 @@ Typed again, the command goes on after the last variant that was finished. Needs
 
 import argparse
 import dataclasses
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -104,11 +105,11 @@ class Tuning:
         """Keys that are not tried: their values were typed, or chosen for another size."""
         return {*tuned_settings.typed(self.workspace.profile), *self.journal.fixed}
 
-    def run(self) -> tuple[Settings, Settings]:
-        """Measure; returns the profile's own settings and those that are kept."""
-        workspace, args = self.workspace, self.args
+    def run(self) -> None:
+        """Measure, print the table, and write what was chosen."""
+        workspace, args, journal = self.workspace, self.args, self.journal
         layers = workspace.transformer.num_layers
-        profile = tuned_settings.applied(workspace.profile, self.journal.fixed)
+        profile = tuned_settings.applied(workspace.profile, journal.fixed)
         baseline = baseline_settings(profile)
         keys = tuple(key for key in KEYS if key in args.keys and key not in self.held)
 
@@ -119,18 +120,18 @@ class Tuning:
         def report(row: Row) -> None:
             print(progress(row, baseline), flush=True)
 
-        trials = Trials(
-            args.typed,
-            args.dtype,
-            baseline,
-            args.limit,
-            self.base.with_suffix(".work"),
-            self.journal,
-            report,
-        )
+        work = self.base.with_suffix(".work")
+        trials = Trials(args.typed, args.dtype, baseline, args.limit, work, journal, report)
         best = search(baseline, keys, others, args.turns, trials.measure)
-        trials.clean()
-        return baseline, best
+        shutil.rmtree(work, ignore_errors=True)
+        depth = f", the first {args.layers} blocks" if args.layers else ""
+        print(f"\n{workspace.profile.name}, TP {workspace.tp}, {self.key}{depth}")
+        print(table(journal.rows, baseline, best))
+        if problem := journal.find(best, 0).problem:
+            print(f"nothing can be chosen: {problem}", file=sys.stderr)
+            sys.exit(1)
+        self.keep(best, median_ms(journal.rows, best), median_ms(journal.rows, baseline))
+        print(f"chosen: {name_of(best, baseline)} ({self.tuned.path})")
 
     def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:
         """Write what was chosen. Of the run only what was tried, or was typed or fixed."""
@@ -170,21 +171,7 @@ def main(argv: list[str] | None = None) -> None:
         variant.run(workspace, job, folder, args.steps, args.layers, exact=bool(args.reference))
         return
     with exclusive(workspace.artifacts / "tuned", "tuning in"):
-        tune(Tuning(workspace, args, job))
-
-
-def tune(tuning: Tuning) -> None:
-    """Measure, print the table, and write what was chosen."""
-    baseline, best = tuning.run()
-    rows, args = tuning.journal.rows, tuning.args
-    depth = f", the first {args.layers} blocks" if args.layers else ""
-    title = f"{tuning.workspace.profile.name}, TP {tuning.workspace.tp}, {tuning.key}{depth}"
-    print(f"\n{title}\n{table(rows, baseline, best)}")
-    if problem := tuning.journal.find(best, 0).problem:
-        print(f"nothing can be chosen: {problem}", file=sys.stderr)
-        sys.exit(1)
-    tuning.keep(best, median_ms(rows, best), median_ms(rows, baseline))
-    print(f"chosen: {name_of(best, baseline)} ({tuning.tuned.path})")
+        Tuning(workspace, args, job).run()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Trials:
     dtype     of the run
     baseline  the profile's own settings, which are measured first
     limit     seconds that a variant may take
-    folder    for what processes leave; removed by `clean`
+    folder    for what processes leave
     report    called with every row that is measured
     """
 
@@ -150,9 +150,6 @@ class Trials:
         if code:
             raise RunError(last_words(log.read_text(errors="replace"), code))
         return folder
-
-    def clean(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def end_group(process: subprocess.Popen) -> None:
