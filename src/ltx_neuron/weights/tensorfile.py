@@ -4,6 +4,7 @@ safetensors' own torch reader maps a whole file to be written to, which a machin
 than the 46 GB checkpoint refuses. Format: github.com/huggingface/safetensors, README.
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -12,8 +13,8 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from ltx_neuron.errors import UserError, in_words, reason, refusal
 from ltx_neuron.files import check_regular
-from ltx_neuron.weights import pagecache
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -43,6 +43,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of the data, for a fingerprint
 _GROUP_BYTES = 64 * 2**20  # of tensors that are mapped and fetched together
 _READERS = 2  # one reads while the other waits for the disk, or for fresh memory
 ALIGNMENT = 64  # of a tensor's memory, as torch's own has
+_POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), which Python 3.11 does not name
 
 
 class TensorFile:
@@ -71,16 +72,10 @@ class TensorFile:
                     f" {self.size} bytes"
                 )
             self.header = file.read(length)
+        self._data = 8 + length  # where the tensors' bytes begin
         try:
             self._parse(json.loads(self.header))
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._broken(
                 f"the header is not a safetensors header ({type(error).__name__}: {error})"
             ) from None
@@ -113,7 +108,7 @@ class TensorFile:
             if begin != expected:
                 raise ValueError(f"{name} begins at {begin}, wanted {expected}")
             known = TORCH_DTYPES.get(entry["dtype"])
-            if known is not None and end - begin != _count(shape) * known.itemsize:
+            if known is not None and end - begin != prod(shape) * known.itemsize:
                 raise ValueError(
                     f"{name} of shape {list(shape)} and dtype {entry['dtype']} has {end - begin}"
                     " bytes"
@@ -122,29 +117,25 @@ class TensorFile:
             self.dtypes[name] = str(entry["dtype"])
             self._offsets[name] = begin
             expected = end
-        if 8 + len(self.header) + expected != self.size:
+        if (described := self._data + expected) != self.size:
             raise self._broken(
-                f"the header describes {8 + len(self.header) + expected} bytes, the file has"
-                f" {self.size}: truncated?"
+                f"the header describes {described} bytes, the file has {self.size}: truncated?"
             )
 
     def torch_dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor is stored in. UserError for one that cannot be read: float8."""
-        stored = self.dtypes[name]
-        if stored not in TORCH_DTYPES:
-            known = ", ".join(TORCH_DTYPES)
+        if problem := self.weight_problem(name, tuple(TORCH_DTYPES)):
             raise UserError(
-                f"{self.path}: {name} is stored as {stored}, which is not implemented; wanted one"
-                f" of {known}.\nThe published one: {self.download}"
+                f"{self.path}: {name} is {problem}.\nThe published one: {self.download}"
             )
-        return TORCH_DTYPES[stored]
+        return TORCH_DTYPES[self.dtypes[name]]
 
-    def weight_problem(self, name: str) -> str:
+    def weight_problem(self, name: str, known: tuple[str, ...] = WEIGHT_DTYPES) -> str:
         """What is wrong with the dtype of a model's weight, in words; empty if nothing is."""
-        stored, known = self.dtypes[name], ", ".join(WEIGHT_DTYPES)
-        if stored in WEIGHT_DTYPES:
+        stored = self.dtypes[name]
+        if stored in known:
             return ""
-        return f"stored as {stored}, which is not implemented; wanted one of {known}"
+        return f"stored as {stored}, which is not implemented; wanted one of {', '.join(known)}"
 
     def _open(self):
         with in_words():
@@ -158,64 +149,29 @@ class TensorFile:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
-        offset, size, shape = self._byte_range(name, start, stop)
-        dtype = self.torch_dtype(name)
-        buffer = torch.empty(size, dtype=torch.uint8)
-        view, done = memoryview(buffer.numpy()), 0
-        with self._open() as file, self._reading(name):
-            while done < size:
-                if not (count := os.preadv(file.fileno(), [view[done:]], offset + done)):
-                    raise self._ends_at(offset + done, name)
-                done += count
-        return buffer.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+        return self.read_mapped(name, start, stop).clone()
 
     def read_mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop, that is the file's own pages in the system's page
-        cache: nothing is copied. What is written to the tensor stays in this process.
+        cache: nothing is copied. What is written to the tensor stays in this process. A tensor
+        without dimensions is one row.
 
         Data that does not begin on a multiple of its element size is copied all the same. A file
         that is cut short while such a tensor is in use ends the process (SIGBUS).
         """
-        offset, size, shape = self._byte_range(name, start, stop)
-        dtype = self.torch_dtype(name)
-        if not size or offset % dtype.itemsize:
-            return self.read(name, start, stop)
-        pages, before = self._window(name, offset, size)
-        with self._reading(name):
-            pagecache.populate(pages)
-        return torch.frombuffer(
-            pages, dtype=dtype, count=size // dtype.itemsize, offset=before
-        ).view(shape)
+        shape, dtype = self.shapes[name], self.torch_dtype(name)
+        row_bytes = prod(shape[1:]) * dtype.itemsize
+        rows = (stop if stop is not None else shape[0] if shape else 1) - start
+        memory = self._map(name, self._offsets[name] + start * row_bytes, rows * row_bytes)
+        if memory.data_ptr() % dtype.itemsize:
+            memory = memory.clone()
+        return memory.view(dtype).view((rows, *shape[1:])[: len(shape)])
 
     def prefetch(self, name: str) -> None:
         """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
-        offset, size, _ = self._byte_range(name, 0, None)
+        offset, size = self._data + self._offsets[name], self._nbytes(name)
         with self._open() as file:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
-
-    def read_uncached(self, name: str, start: int, stop: int | None, scratch: mmap.mmap) -> Tensor:
-        """Rows start..stop of a tensor that is wanted only once, read from the disk past the page
-        cache. The result must not be written to.
-
-        scratch  memory from pagecache.scratch, in which the result lies. What the cache has
-                 already, and what is larger than this memory, is given by `read_mapped` instead.
-        """
-        offset, size, shape = self._byte_range(name, start, stop)
-        dtype = self.torch_dtype(name)
-        if not size or offset % dtype.itemsize:
-            return self.read(name, start, stop)
-        pages, before = self._window(name, offset, size)
-        with self._reading(name):
-            if before + size > len(scratch) or pagecache.is_cached(pages):
-                return self.read_mapped(name, start, stop)
-            done = pagecache.read_direct(self.path, offset - before, before + size, scratch)
-        if done is None:  # a file system that cannot
-            return self.read_mapped(name, start, stop)
-        if done < before + size:
-            raise self._ends_at(offset - before + done, name)
-        return torch.frombuffer(
-            scratch, dtype=dtype, count=size // dtype.itemsize, offset=before
-        ).view(shape)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every tensor in the file's order, while threads fetch what follows.
@@ -251,74 +207,58 @@ class TensorFile:
     def _fetch_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
         """Map and read neighbouring tensors; runs in a thread of `tensors`."""
         ends = list(itertools.accumulate(map(self._nbytes, names)))
-        memory = torch.empty(0, dtype=torch.uint8)
-        if ends[-1]:
-            pages, before = self._window(
-                names[0], 8 + len(self.header) + self._offsets[names[0]], ends[-1]
-            )
-            with self._reading(names[0]):
-                pagecache.populate(pages)
-            memory = torch.frombuffer(pages, dtype=torch.uint8)[before:]
-        return [
-            (
-                name,
-                _aligned(memory[start:stop]).view(self.torch_dtype(name)).view(self.shapes[name]),
-            )
-            for name, start, stop in zip(names, [0, *ends], ends, strict=False)
-        ]
+        memory, fetched = self._map(names[0], self._offsets[names[0]], ends[-1]), []
+        for name, start, stop in zip(names, [0, *ends], ends, strict=False):
+            part = memory[start:stop]
+            part = part.clone() if part.data_ptr() % ALIGNMENT else part
+            fetched.append((name, part.view(self.torch_dtype(name)).view(self.shapes[name])))
+        return fetched
 
     def _nbytes(self, name: str) -> int:
-        return _count(self.shapes[name]) * self.torch_dtype(name).itemsize
+        return prod(self.shapes[name]) * self.torch_dtype(name).itemsize
 
-    def _window(self, name: str, offset: int, size: int) -> tuple[mmap.mmap, int]:
-        """The whole pages that hold `size` bytes of the file from `offset`, mapped but not read,
-        and how many bytes of the first page come before them."""
+    def _map(self, name: str, offset: int, size: int) -> Tensor:
+        """`size` bytes of the file's data from `offset`, where the tensor `name` begins: the
+        file's own pages, which are read here."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        offset += self._data
         before = offset % mmap.PAGESIZE
-        with self._open() as file, self._reading(name):
-            if (file_size := os.fstat(file.fileno()).st_size) < offset + size:
-                raise self._ends_at(file_size, name)
-            return pagecache.map_pages(file.fileno(), offset - before, before + size), before
-
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        """Turn an OSError into the UserError that names the file and the tensor."""
-        try:
-            yield
-        except OSError as error:
-            raise self._broken(f"{name} cannot be read: {reason(error)}") from None
-
-    def _ends_at(self, offset: int, name: str) -> UserError:
-        return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
-
-    def _byte_range(
-        self, name: str, start: int, stop: int | None
-    ) -> tuple[int, int, tuple[int, ...]]:
-        """(offset in the file, bytes, shape) of rows start..stop of a tensor. A tensor without
-        dimensions is one row."""
-        shape = self.shapes[name]
-        row_bytes = _count(shape[1:]) * self.torch_dtype(name).itemsize
-        rows = (stop if stop is not None else shape[0] if shape else 1) - start
-        offset = 8 + len(self.header) + self._offsets[name] + start * row_bytes
-        return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]
+        with self._open() as file:
+            if (end := os.fstat(file.fileno()).st_size) < offset + size:
+                raise self._broken(f"it ends at byte {end}, within a tensor ({name})")
+            try:
+                pages = mmap.mmap(
+                    file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=offset - before
+                )
+                _populate(pages)
+            except OSError as error:
+                raise self._broken(f"{name} cannot be read: {reason(error)}") from None
+        return torch.frombuffer(pages, dtype=torch.uint8)[before:]
 
     @cached_property
     def fingerprint(self) -> str:
         """Identity of the content without reading it all, 16 hex digits: SHA-256 of the size, the
         header and 64 samples of the data (the dev and distilled checkpoints have equal headers)."""
-        hasher, data = hashlib.sha256(self.header + str(self.size).encode()), 8 + len(self.header)
+        hasher = hashlib.sha256(self.header + str(self.size).encode())
         with self._open() as file:
             for i in range(_SAMPLES):
-                file.seek(data + (self.size - data) * i // _SAMPLES)
+                file.seek(self._data + (self.size - self._data) * i // _SAMPLES)
                 hasher.update(file.read(_SAMPLE_BYTES))
         return hasher.hexdigest()[:16]
 
 
-def _aligned(memory: Tensor) -> Tensor:
-    return memory.clone() if memory.data_ptr() % ALIGNMENT else memory
+def _populate(pages: mmap.mmap) -> None:
+    """Read all pages of a mapping into the page cache and map them into the process."""
+    try:
+        pages.madvise(_POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        pages.madvise(mmap.MADV_WILLNEED)  # a kernel before 5.14: this only begins to read
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def listed(problems: list[str]) -> list[str]:
+    """The first twenty of the problems that a message lists."""
+    more = len(problems) - 20
+    return [*problems[:20], f"and {more} more"] if more > 0 else problems
