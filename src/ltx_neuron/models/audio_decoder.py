@@ -10,11 +10,11 @@ graph's module are the rows before and after one that its rows depend on, `scale
 the place of one, and `dropped` how many of these are left out of the first one's.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ltx_neuron.config import AudioDecoderConfig
+from ltx_neuron.models.video_decoder import Statistics
 from ltx_neuron.models.video_decoder import activate as normed_silu
 
 EPS = 1e-6  # of PixelNorm
@@ -76,18 +76,12 @@ class ConvIn(nn.Module):
     def __init__(self, config: AudioDecoderConfig, channels: int):
         super().__init__()
         self.shape = config.latent_channels, 1, config.latent_bins
-        self.per_channel_statistics = nn.Module()
-        for name in ("std-of-means", "mean-of-means"):
-            parameter = nn.Parameter(torch.empty(config.base_channels))
-            self.per_channel_statistics.register_parameter(name, parameter)
+        self.per_channel_statistics = Statistics(config.base_channels)
         self.conv_in = Convolution(config.latent_channels, channels)
         self.mid = nn.ModuleDict({f"block_{n}": Residual(channels, channels) for n in (1, 2)})
 
     def forward(self, latent: Tensor) -> Tensor:
-        statistics = dict(self.per_channel_statistics.named_parameters())
-        std, mean = (
-            statistics[name].view(self.shape) for name in ("std-of-means", "mean-of-means")
-        )
+        std, mean = self.per_channel_statistics.viewed(*self.shape)
         x = self.conv_in(latent * std + mean)
         for block in self.mid.values():
             x = block(x)
