@@ -553,7 +553,7 @@ def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
     assert torch.equal(loaded["a"], torch.ones(2))
 
 
-def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, monkeypatch):
+def test_every_tensor_is_read_as_it_was_written_however_many_are_read_ahead(tmp_path, monkeypatch):
     values = {
         "bias": torch.arange(3, dtype=torch.bfloat16),
         "empty": torch.empty(0, 4),
@@ -567,15 +567,15 @@ def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, mo
         },
     }
     save_file(values, tmp_path / "all.safetensors")
-    for group in (1, 100, 64 * 2**20):  # each tensor alone, some together, all together
-        monkeypatch.setattr(tensorfile, "_GROUP_BYTES", group)
+    for ahead in (0, 8, 10_000):
+        monkeypatch.setattr(tensorfile, "_MOST_AHEAD", ahead)
         read = dict(TensorFile(tmp_path / "all.safetensors", "").tensors())
         assert (
             list(read) == list(TensorFile(tmp_path / "all.safetensors", "").shapes)
             and read.keys() == values.keys()
         )
         for name, value in values.items():
-            assert read[name].dtype == value.dtype and torch.equal(read[name], value), (group, name)
+            assert read[name].dtype == value.dtype and torch.equal(read[name], value), (ahead, name)
             assert read[name].data_ptr() % 64 == 0 and read[name].is_contiguous()
             read[name].fill_(1)  # weights may be replaced in place: this memory is theirs alone
         assert all((tensor == 1).all() for tensor in read.values())
@@ -641,8 +641,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(
     tmp_path, weights, megabytes
 ):
-    """Copied away: what is at hand, what was, what waits, and two groups that are being read, of
-    80 MB each; and some for the rest."""
+    """Copied away: what is at hand, what was, and eight tensors that are read ahead, of 16 MB each;
+    and some for the rest."""
     save_weights(tmp_path, {f"w{number}": torch.zeros(1) for number in range(160)})
     path = tmp_path / rank_file(0)
     entries = {

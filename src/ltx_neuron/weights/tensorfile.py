@@ -6,7 +6,6 @@ than the 46 GB checkpoint refuses. Format: github.com/huggingface/safetensors, R
 
 import errno
 import hashlib
-import itertools
 import json
 import mmap
 import os
@@ -40,8 +39,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # the values of
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of the data, for a fingerprint
-_GROUP_BYTES = 64 * 2**20  # of tensors that are mapped and fetched together
 _READERS = 2  # one reads while the other waits for the disk, or for fresh memory
+_MOST_AHEAD = 8  # tensors that are read before they are wanted
 ALIGNMENT = 64  # of a tensor's memory, as torch's own has
 _POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), which Python 3.11 does not name
 
@@ -59,7 +58,17 @@ class TensorFile:
 
     def __init__(self, path: Path, download: str):
         self.path, self.download = Path(path), download
-        self._check_regular()
+        try:
+            check_regular(self.path)
+        except IsADirectoryError:
+            raise UserError(
+                f"{self.path} is a folder; split (multi-file) checkpoints are not supported"
+                f" yet.\nWanted: one .safetensors file, as published: {self.download}"
+            ) from None
+        except FileNotFoundError:
+            raise UserError(f"no such file: {self.path}\nDownload it: {self.download}") from None
+        except OSError as error:
+            raise refusal(error) from None
         self.size = self.path.stat().st_size
         if self.size == 0:
             raise self._broken("it is empty")
@@ -79,19 +88,6 @@ class TensorFile:
             raise self._broken(
                 f"the header is not a safetensors header ({type(error).__name__}: {error})"
             ) from None
-
-    def _check_regular(self) -> None:
-        try:
-            check_regular(self.path)
-        except IsADirectoryError:
-            raise UserError(
-                f"{self.path} is a folder; split (multi-file) checkpoints are not supported"
-                f" yet.\nWanted: one .safetensors file, as published: {self.download}"
-            ) from None
-        except FileNotFoundError:
-            raise UserError(f"no such file: {self.path}\nDownload it: {self.download}") from None
-        except OSError as error:
-            raise refusal(error) from None
 
     def _parse(self, entries: dict) -> None:
         self.metadata = entries.pop("__metadata__", {}) or {}
@@ -169,53 +165,33 @@ class TensorFile:
 
     def prefetch(self, name: str) -> None:
         """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
-        offset, size = self._data + self._offsets[name], self._nbytes(name)
+        offset = self._data + self._offsets[name]
+        size = prod(self.shapes[name]) * self.torch_dtype(name).itemsize
         with self._open() as file:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor in the file's order, while threads fetch what follows.
+        """(name, tensor) of every tensor in the file's order, while threads read what follows.
 
-        Tensors are the file's own pages. Groups of at least 64 MiB are mapped together and stay
-        mapped until none of a group's tensors is in use. A tensor that does not begin on a
-        multiple of 64 bytes is copied, because torch's operations are slower on it: rank files
-        have few such tensors, and small ones.
+        Tensors are the file's own pages. One that does not begin on a multiple of 64 bytes is
+        copied, because torch's operations are slower on it: rank files have few such tensors, and
+        small ones.
         """
-        readers, prefetched = ThreadPoolExecutor(_READERS), deque()
+
+        def aligned(name: str) -> tuple[str, Tensor]:
+            tensor = self.read_mapped(name)
+            return name, tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+        readers, ahead = ThreadPoolExecutor(_READERS), deque()
         try:
-            for group in self._groups():
-                prefetched.append(readers.submit(self._fetch_group, group))
-                if len(prefetched) > _READERS:
-                    yield from prefetched.popleft().result()
-            while prefetched:
-                yield from prefetched.popleft().result()
+            for name in self.shapes:
+                ahead.append(readers.submit(aligned, name))
+                if len(ahead) > _MOST_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
         finally:
             readers.shutdown(cancel_futures=True)
-
-    def _groups(self) -> Iterator[list[str]]:
-        """Names of tensors that follow one another in the file and are fetched together."""
-        group, size = [], 0
-        for name in self.shapes:
-            group.append(name)
-            size += self._nbytes(name)
-            if size >= _GROUP_BYTES:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
-
-    def _fetch_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
-        """Map and read neighbouring tensors; runs in a thread of `tensors`."""
-        ends = list(itertools.accumulate(map(self._nbytes, names)))
-        memory, fetched = self._map(names[0], self._offsets[names[0]], ends[-1]), []
-        for name, start, stop in zip(names, [0, *ends], ends, strict=False):
-            part = memory[start:stop]
-            part = part.clone() if part.data_ptr() % ALIGNMENT else part
-            fetched.append((name, part.view(self.torch_dtype(name)).view(self.shapes[name])))
-        return fetched
-
-    def _nbytes(self, name: str) -> int:
-        return prod(self.shapes[name]) * self.torch_dtype(name).itemsize
 
     def _map(self, name: str, offset: int, size: int) -> Tensor:
         """`size` bytes of the file's data from `offset`, where the tensor `name` begins: the
