@@ -4,7 +4,7 @@ python shards/shard_backbone_weights.py --checkpoint-path CKPT --tp-degree 4
 """
 
 from ltx_neuron import errors, flags
-from ltx_neuron.shard import shard
+from ltx_neuron.workspace import shard
 
 EXAMPLE = """python shards/shard_backbone_weights.py --tp-degree 4 \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors"""

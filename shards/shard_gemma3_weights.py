@@ -5,7 +5,7 @@ python shards/shard_gemma3_weights.py --gemma-root DIR --checkpoint-path CKPT --
 
 from ltx_neuron import errors, flags
 from ltx_neuron.errors import require
-from ltx_neuron.shard import shard
+from ltx_neuron.workspace import shard
 
 EXAMPLE = """python shards/shard_gemma3_weights.py --gemma-root gemma-3-12b \\
     --checkpoint-path CKPT --tp-degree 4"""

@@ -8,7 +8,7 @@ from ltx_neuron.files import check_folder
 from ltx_neuron.flags.jobs import lora_fields
 from ltx_neuron.flags.resolve import weight_sets
 from ltx_neuron.profiles import resolve
-from ltx_neuron.shard import ShardRequest
+from ltx_neuron.workspace import ShardRequest
 
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:

@@ -24,10 +24,10 @@ def fetch(url: str, workspace: Workspace, options: RunOptions, sets: Iterable[tu
 def sources(workspace: Workspace, options: RunOptions, sets: Iterable[tuple]) -> dict[str, tuple]:
     """What tells a workspace's sets from others: its degree and dtype, and by model what its
     weights are cut from."""
-    weights = {"dit": list(map(workspace.dit_source, sets))}
-    weights |= {"gemma3": [workspace.gemma_source]} if options.neuron_gemma else {}
+    weights = {"dit": [workspace.source("dit", loras) for loras in sets]}
+    weights |= {"gemma3": [workspace.source("gemma3")]} if options.neuron_gemma else {}
     if options.neuron_vae:
-        weights |= {"vae": [workspace.vae_source], "sound": [workspace.sound_source]}
+        weights |= {"vae": [workspace.source("vae")], "sound": [workspace.source("sound")]}
     made_from = {
         (model, source.fingerprint, str(getattr(source, "lora_identity", [])))
         for model, several in weights.items()
