@@ -198,7 +198,8 @@ class Finished:
 
     # --- identities -------------------------------------------------------------------------------
 
-    def _weights_identity(self, source: Source) -> dict:
+    def weights_identity(self, source: Source) -> dict:
+        """Of the rank files that are cut from a model's weights."""
         model = source.model.name
         return {
             "kind": "weights",
@@ -263,22 +264,30 @@ class Finished:
         """Whether a bucket's graphs are sequence parallel."""
         return profile.sequence_parallel and may_divide(bucket, self.tp)
 
-    def _gemma3_identity(self, tokens: int) -> dict:
-        config = f"{self.gemma.digest}-{self.transformer.digest}"
-        states = {"hidden_states": self.profile.return_hidden_states}
-        return self._graph_identity("gemma3", str(tokens), config) | states
+    # Of the other models, by the names of their programs.
 
-    def _connectors_identity(self) -> dict:
-        return self._graph_identity("connectors", "1024", self.transformer.digest) | {
-            "attention": self.profile.connector_attention
+    def _text_identities(self, buckets: Iterable[int]) -> dict[str, dict]:
+        """The text encoder for these buckets of tokens, and the connectors."""
+        profile, config = self.profile, self.transformer.digest
+        identities = {}
+        for tokens in buckets:
+            both = f"{self.gemma.digest}-{config}"
+            identity = self._graph_identity("gemma3", str(tokens), both)
+            identity["hidden_states"] = profile.return_hidden_states
+            identities[gemma3_program_name(tokens)] = identity
+        connectors = self._graph_identity("connectors", "1024", config)
+        return identities | {"connectors": connectors | {"attention": profile.connector_attention}}
+
+    def _tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
+        """The video decoder for every shape of the tiles of a clip's latent (F, h, w)."""
+        config = self.video_decoder.digest
+        return {
+            tile_program_name(tile): self._graph_identity("vae", "x".join(map(str, tile)), config)
+            for tile in self.tile_shapes(clip)
         }
 
-    def _vae_identity(self, tile: tuple[int, int, int]) -> dict:
-        name = "x".join(map(str, tile))
-        return self._graph_identity("vae", name, self.video_decoder.digest)
-
     def _sound_identities(self, latents: int) -> dict[str, dict]:
-        """By name, of the programs that decode so many latents of sound."""
+        """Mel decoder and vocoder for the spans of so many latents of sound."""
         latents, rows = span_sizes(latents)
         configs = {
             spectrogram_program_name(latents): self.audio_decoder,
@@ -294,7 +303,7 @@ class Finished:
     def weights(self, model: str, loras: WeightSet = (), command: str = "") -> Path:
         """The folder of a model's rank files, one of MODELS, of the DiT with these LoRAs merged in.
         command: what makes them, where more than this set alone is to be made."""
-        identity = self._weights_identity(self.source(model, loras))
+        identity = self.weights_identity(self.source(model, loras))
         return self._find(identity, command or self._shard_command(model, {"--lora": loras}))
 
     def dit_weights(self, loras: WeightSet = ()) -> Path:
@@ -306,7 +315,7 @@ class Finished:
         different = {tuple(stage.loras for stage in job.stages): job for job in jobs}
         commands = {}
         for sets, job in different.items():
-            identities = (self._weights_identity(self.source("dit", loras)) for loras in sets)
+            identities = (self.weights_identity(self.source("dit", loras)) for loras in sets)
             if not all(map(self._is_made, identities)):
                 given = job.loras, job.stage_1_loras, job.stage_2_loras
                 given = given if len(sets) > 1 else (*sets, (), ())
@@ -328,28 +337,23 @@ class Finished:
         frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
         flags = "--height", height, "--width", width, "--num-frames", frames
         command = self._command("compile/compile_vae.py", *flags)
-        return {
-            tile_program_name(tile): Manifest(self._find(self._vae_identity(tile), command))
-            for tile in self.tile_shapes(clip)
-        }
+        return self._programs(self._tile_identities(clip), command)
 
     def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
         """The compiled mel decoder and vocoder, for the spans of so many latents of sound. size:
         what they are compiled for."""
         flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
         command = self._command("compile/compile_vae.py", *flags)
-        return {
-            name: Manifest(self._find(identity, command))
-            for name, identity in self._sound_identities(latents).items()
-        }
+        return self._programs(self._sound_identities(latents), command)
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
-        identities = {gemma3_program_name(n): self._gemma3_identity(n) for n in buckets}
-        identities["connectors"] = self._connectors_identity()
         command = self._command("compile/compile_gemma3.py", gemma=True)
-        return {name: Manifest(self._find(i, command)) for name, i in identities.items()}
+        return self._programs(self._text_identities(buckets), command)
+
+    def _programs(self, identities: dict[str, dict], command: str) -> dict[str, Manifest]:
+        return {name: Manifest(self._find(each, command)) for name, each in identities.items()}
 
     def dit_program_for(self, job: Job, stage: Stage) -> tuple[Bucket, Manifest]:
         """The compiled step for a stage: the graph with the fewest distinct timesteps that are

@@ -6,7 +6,7 @@ the device. What is there it finds as Finished does.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Workspace(Finished):
         specs_of = [self._specs(source) for source in sources]
         paths = []
         for source, specs in zip(sources, specs_of, strict=True):
-            identity = self._weights_identity(source)
+            identity = self.weights_identity(source)
             path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
             if not shard_weights(source, path, identity, self.tp, dtype, specs, workers):
                 print(f"already there, nothing to do (--verify checks every byte): {path}")
@@ -84,7 +84,7 @@ class Workspace(Finished):
         for loras in sets:
             for source in self._sources_of(model, loras):
                 path = self.weights(source.model.name, loras)
-                dtype = DTYPES[self._weights_identity(source)["dtype"]]
+                dtype = DTYPES[self.weights_identity(source)["dtype"]]
                 check_whole(path, verify(path) or compare(source, path, dtype, self._specs(source)))
                 paths.append(path)
         return paths
@@ -158,14 +158,14 @@ class Workspace(Finished):
             if profile.sequence_parallel and not divides:
                 whole.add(bucket.video_tokens)
             arguments = bucket, self.tp, comm, self.dtype, cut, profile.attention, divides
-            make = partial(dit_program, self.transformer, *arguments)
-            programs.append((self._dit_identity(bucket, profile), make))
+            programs.append(partial(dit_program, self.transformer, *arguments))
         for tokens in sorted(whole):
             print(
                 f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
                 " sequence parallelism"
             )
-        paths = self._compile(programs, profile)
+        identities = [self._dit_identity(bucket, profile) for bucket in buckets]
+        paths = self._compile(identities, programs, profile)
         for path in paths if job else ():
             record_size(path, asdict(job.size) | {"recipe": job.recipe})
         return paths
@@ -176,46 +176,43 @@ class Workspace(Finished):
         gemma.check_tensor_parallel(self.tp)
         check_text_fits(profile, self.tp, self.dtype_name, gemma, config)
         shared = self.tp, registry.comm(profile, self.tp), self.dtype
-        programs = []
-        for tokens in profile.text_buckets:
-            arguments = gemma, config, tokens, *shared, profile.return_hidden_states
-            programs.append((self._gemma3_identity(tokens), partial(gemma3_program, *arguments)))
-        connectors = partial(connector_program, config, *shared, profile.connector_attention)
-        return self._compile([*programs, (self._connectors_identity(), connectors)])
+        states, attention = profile.return_hidden_states, profile.connector_attention
+        buckets = profile.text_buckets
+        programs = [partial(gemma3_program, gemma, config, n, *shared, states) for n in buckets]
+        programs.append(partial(connector_program, config, *shared, attention))
+        return self._compile(self._text_identities(buckets).values(), programs)
 
     def compile_vae(self, clip: tuple[int, int, int]) -> list[Path]:
         """Trace the video decoder for every shape of a clip's tiles; `clip` is its latent (F, h,
         w)."""
-        programs = [
-            (self._vae_identity(tile), partial(tile_program, self.video_decoder, tile, self.dtype))
-            for tile in self.tile_shapes(clip)
-        ]
-        return self._compile(programs)
+        tiles, decoder = self.tile_shapes(clip), self.video_decoder
+        programs = [partial(tile_program, decoder, tile, self.dtype) for tile in tiles]
+        return self._compile(self._tile_identities(clip).values(), programs)
 
     def compile_sound(self, latents: int) -> list[Path]:
         """Trace mel decoder and vocoder for the spans of so many latents of sound."""
         span, rows = span_sizes(latents)
-        programs = (
-            partial(spectrogram_program, self.audio_decoder, span),
-            partial(waveform_program, self.vocoder, rows),
-        )
-        identities = self._sound_identities(latents).values()
-        return self._compile([*zip(identities, programs, strict=True)])
+        spectrogram = partial(spectrogram_program, self.audio_decoder, span)
+        waveform = partial(waveform_program, self.vocoder, rows)
+        return self._compile(self._sound_identities(latents).values(), [spectrogram, waveform])
 
     def _compile(
-        self, programs: list[tuple[dict, Callable[[], Program]]], profile: Profile | None = None
+        self,
+        identities: Iterable[dict],
+        programs: Iterable[Callable[[], Program]],
+        profile: Profile | None = None,
     ) -> list[Path]:
         """Compile each program of an identity that is not there yet; returns all folders. Where
         another process compiles one, this waits and takes it. profile: another than the run's."""
         profile, paths = profile or self.profile, []
-        for identity, make in programs:
+        for identity, make in zip(identities, programs, strict=True):
             path = artifacts.folder(self.artifacts, identity)
             paths.append(path)
-            if (path / artifacts.MANIFEST).is_file():
+            if self._is_made(identity):
                 continue
             require_runtime(profile, self.tp)
             with exclusive(path, "compiling"):
-                if not (path / artifacts.MANIFEST).is_file():
+                if not self._is_made(identity):
                     dtype = DTYPES[identity["dtype"]]
                     registry.compile_program(make, path, identity, dtype, profile, self.tp)
         registry.precompile(paths, profile, self.tp, self.compiler_cache)
@@ -273,45 +270,7 @@ def _rank_bytes(folder: Path) -> int:
     return rank_path(folder, 0).stat().st_size
 
 
-# --- what a shard script does ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ShardRequest:
-    """What is asked of a shard script.
-
-    verify       check finished folders instead of writing
-    from_shards  a finished folder to be cut anew, instead of a checkpoint
-    workers      writing threads; one a file where None
-    sets         the DiT's weight sets
-    """
-
-    artifacts_dir: Path
-    tp: int
-    dtype: str
-    verify: bool = False
-    from_shards: Path | None = None
-    workers: int | None = None
-    sets: tuple[WeightSet, ...] = ((),)
-
-
-def shard(model: str, workspace: Workspace | None, request: ShardRequest) -> None:
-    """Cut or verify the weights of `model`, "dit", "gemma3" or "vae", and print the folders.
-
-    workspace  of the checkpoint; None without one
-    """
-    if request.from_shards:
-        folder, tp, dtype = request.from_shards, request.tp, request.dtype
-        path = reshard(folder, request.artifacts_dir, model, tp, dtype, request.workers)
-        print(f"weights: {path}")
-    elif not workspace:
-        _verify_finished(model, request.artifacts_dir)
-    elif request.verify:
-        for path in workspace.verify(model, request.sets):
-            print(f"whole, and bit for bit the source: {path}")
-    else:
-        for path in workspace.shard(model, request.sets, request.workers):
-            print(f"weights: {path}")
+# --- what a shard script does without a checkpoint --------------------------------------------
 
 
 def reshard(
@@ -338,7 +297,7 @@ def reshard(
     return path
 
 
-def _verify_finished(model: str, artifacts_dir: Path) -> None:
+def verify_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
     models = _models_of_script(model)
     folders = [path for each in models for path in artifacts.finished_weights(artifacts_dir, each)]
