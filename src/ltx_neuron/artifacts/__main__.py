@@ -19,7 +19,7 @@ import json
 from pathlib import Path
 
 from ltx_neuron.artifacts.store import Store, names_in
-from ltx_neuron.artifacts.transfer import is_choice, manifest_file, opened, pull, push, selected
+from ltx_neuron.artifacts.transfer import is_tuned, manifest_file, opened, pull, push, selected
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.files import check_folder
 from ltx_neuron.format import format_bytes
@@ -89,7 +89,7 @@ def _facts(store: Store, name: str, files: dict[str, int]) -> str:
     """What there is under a name, and all that it was made from and for."""
     identity = opened(store, name).identity
     written = store.written(manifest_file(name))
-    if is_choice(name):
+    if is_tuned(name):
         facts = ["settings of a tuning", written]
     else:
         model = _MODELS.get(identity["model"], identity["model"])

@@ -62,7 +62,7 @@ def described(name: str, text: bytes) -> Described:
     try:
         content, files = json.loads(text), {}
         identity = content["identity"]
-        if is_choice(name):
+        if is_tuned(name):
             fits = name.endswith(f"-{digest(identity)[:8]}")
         else:
             fits = name == folder(Path(), identity).as_posix()
@@ -74,13 +74,13 @@ def described(name: str, text: bytes) -> Described:
     return Described(name, text, identity, files)
 
 
-def is_choice(name: str) -> bool:
+def is_tuned(name: str) -> bool:
     return name.startswith("tuned/")
 
 
 def manifest_file(name: str) -> str:
     """The file, in a store or under the artifacts, that is last of those of a name."""
-    return f"{name}.json" if is_choice(name) else f"{name}/{MANIFEST}"
+    return f"{name}.json" if is_tuned(name) else f"{name}/{MANIFEST}"
 
 
 def opened(store: Store, name: str) -> Described:
@@ -154,7 +154,7 @@ def _is_stored(store: Store, ours: Described, stored: dict[str, int]) -> bool:
         theirs = opened(store, ours.name)
     except UserError:  # damaged: it is written again
         return False
-    return theirs.text == ours.text if is_choice(ours.name) else not theirs.missing(stored)
+    return theirs.text == ours.text if is_tuned(ours.name) else not theirs.missing(stored)
 
 
 def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]) -> None:
@@ -192,8 +192,8 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
     paths = []
     for name in selected(names, only, store.url):
         theirs = opened(store, name)
-        if is_choice(name):
-            paths.append(_pull_choice(theirs, artifacts))
+        if is_tuned(name):
+            paths.append(_pull_tuned(theirs, artifacts))
             continue
         folder = artifacts / name
         paths.append(folder)
@@ -206,7 +206,7 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
     return paths
 
 
-def _pull_choice(theirs: Described, artifacts: Path) -> Path:
+def _pull_tuned(theirs: Described, artifacts: Path) -> Path:
     """Take what a tuning chose where there is none of its name: one's own is never replaced."""
     path = artifacts / manifest_file(theirs.name)
     if not path.is_file():
