@@ -79,9 +79,8 @@ class Preflight:
             raise
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
-            tiles, sound = [*self.tiles.values()], [*self.sound.values()]
-            loras = job.stages[0].loras
-            memory = workspace.compiled_memory(manifests, self.neuron_gemma, tiles, sound, loras)
+            decoders, loras = [*self.tiles.values(), *self.sound.values()], job.stages[0].loras
+            memory = workspace.compiled_memory(manifests, self.neuron_gemma, decoders, loras)
             workspace.check_compiled_fits(memory, job, self.neuron_gemma)
             self.decoder_stays = memory.decoder_stays(workspace.profile)
         return compiled

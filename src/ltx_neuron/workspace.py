@@ -5,7 +5,7 @@ It makes weight sets and graphs, compares them with what they are of, and knows 
 the device. What is there it finds as Finished does.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -236,23 +236,22 @@ class Workspace(Finished):
         self,
         manifests: list[Manifest],
         neuron_gemma: bool,
-        tiles: list[Manifest],
-        sound: Sequence[Manifest] = (),
+        decoders: list[Manifest],
         loras: WeightSet = (),
     ) -> CoreMemory:
         """What a generation needs of a core, by what was counted when its graphs were compiled and
         by the sizes of its rank files.
 
-        tiles, sound  manifests of the decoders on the ranks
-        loras         of any of its weight sets, which are of one size
+        decoders  manifests of the decoders of video and sound on the ranks
+        loras     of any of its weight sets, which are of one size
         """
+        models = {manifest.identity["model"] for manifest in decoders}
         return CoreMemory(
             _rank_bytes(self.dit_weights(loras)),
             _rank_bytes(self.weights("gemma3")) if neuron_gemma else 0,
             compiled_activations(manifests),
-            (_rank_bytes(self.weights("vae")) if tiles else 0)
-            + (_rank_bytes(self.weights("sound")) if sound else 0),
-            compiled_tile([*tiles, *sound]),
+            sum(_rank_bytes(self.weights(model)) for model in models),
+            compiled_tile(decoders),
         )
 
     def check_compiled_fits(self, memory: CoreMemory, job: Job, neuron_gemma: bool) -> None:

@@ -105,7 +105,7 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
     job = Job("rain", Size(**SIZE))
     compiled = pipe.engine.preflight.check([job])
     manifests = [step.manifest for step in compiled.values()]
-    memory = workspace.compiled_memory(manifests, neuron_gemma=True, tiles=[])
+    memory = workspace.compiled_memory(manifests, neuron_gemma=True, decoders=[])
     needed = CoreMemory(
         (workspace.dit_weights() / "rank0.safetensors").stat().st_size,
         (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size,
