@@ -33,7 +33,6 @@ from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.profiles import resolve
-from ltx_neuron.shard import reshard
 from ltx_neuron.weights import sharder, tensorfile
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import (
@@ -59,7 +58,7 @@ from ltx_neuron.weights.sharder import (
 )
 from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.workspace import Workspace, reshard
 
 TP = 4
 IDENTITY = {"kind": "weights", "model": "dit", "tp": TP, "dtype": "float32"}
@@ -219,7 +218,7 @@ def test_a_checkpoint_without_a_tensor_of_its_model_is_refused_by_the_workspace(
         tmp_path / "lacking.safetensors", resolve("cpu"), tmp_path / "artifacts", TP, "float32"
     )
     with pytest.raises(UserError, match=r"missing: transformer_blocks\.1\.attn1\.to_q\.weight"):
-        workspace.shard_dit()
+        workspace.shard("dit")
     assert not (tmp_path / "artifacts").exists()
 
 
@@ -845,7 +844,7 @@ def made(tiny, tmp_path_factory):
         workspace = Workspace(
             tiny.checkpoint, resolve("cpu"), artifacts, tp, dtype, tiny.gemma_root
         )
-        return workspace.shard_dit()[0] if model == "dit" else workspace.shard_gemma3()
+        return workspace.shard(model)[0]
 
     return folder
 

@@ -232,9 +232,9 @@ def weight_bytes(examination: Examination) -> dict[str, int]:
     try:
         workspace = examination.workspace()
         sources = [Source(MODELS["dit"], [workspace.checkpoint])]
-        sources += [workspace.gemma_source] if examination.request.gemma_root else []
+        sources += [workspace.source("gemma3")] if examination.request.gemma_root else []
         if examination.request.neuron_vae:
-            sources += [workspace.vae_source, workspace.sound_source]
+            sources += [workspace.source("vae"), workspace.source("sound")]
     except UserError:
         return {}  # `files` reports it
     size = DTYPES[examination.request.dtype].itemsize
@@ -252,10 +252,10 @@ def _rank_files_exist(examination: Examination) -> bool:
         for loras in examination.request.weight_sets:
             workspace.dit_weights(loras)
         if examination.request.gemma_root:
-            workspace.gemma3_weights()
+            workspace.weights("gemma3")
         if examination.request.neuron_vae:
-            workspace.vae_weights()
-            workspace.sound_weights()
+            workspace.weights("vae")
+            workspace.weights("sound")
     except UserError:
         return False
     return True
@@ -281,7 +281,7 @@ def files(examination: Examination) -> Iterator[Finding]:
 def _checkpoint(examination: Examination) -> str:
     workspace = examination.workspace()
     for loras in examination.request.weight_sets:
-        workspace.dit_source(loras)  # raises UserError unless every tensor of the DiT is there
+        workspace.source("dit", loras)  # raises UserError unless every tensor of the DiT is there
     models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
     config = workspace.transformer
@@ -302,7 +302,7 @@ def _gemma(examination: Examination) -> str:
         workspace = examination.workspace()
         # Raise UserError unless Gemma is the one that the checkpoint's connectors were made for.
         _ = workspace.gemma
-        _ = workspace.gemma_source
+        _ = workspace.source("gemma3")
     return (
         f"{root} is whole: {config.num_hidden_layers} layers of {config.hidden_size} channels, "
         f"{format_bytes(sum(file.size for file in weight_files))}, tokenizer"
@@ -357,7 +357,7 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         yield attempt(f"DiT graphs, {stage.name}", partial(graphs, stage), "todo")
     if request.gemma_root:
         buckets = examination.profile.text_buckets
-        yield attempt("Gemma3 weights", lambda: str(workspace.gemma3_weights()), "todo")
+        yield attempt("Gemma3 weights", lambda: str(workspace.weights("gemma3")), "todo")
         yield attempt(
             "Gemma3 graphs", lambda: f"{len(workspace.text_programs(buckets))} are finished", "todo"
         )
@@ -367,11 +367,11 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
 
 def _decoder_artifacts(workspace: Workspace, size: Size) -> Iterator[Finding]:
     clip = video_latent_shape(size.height, size.width, size.num_frames)
-    yield attempt("VAE weights", lambda: str(workspace.vae_weights()), "todo")
+    yield attempt("VAE weights", lambda: str(workspace.weights("vae")), "todo")
     yield attempt(
         "VAE graphs", lambda: f"{len(workspace.tile_programs(clip))} are finished", "todo"
     )
-    yield attempt("sound weights", lambda: str(workspace.sound_weights()), "todo")
+    yield attempt("sound weights", lambda: str(workspace.weights("sound")), "todo")
     yield attempt(
         "sound graphs",
         lambda: f"{len(workspace.sound_programs(size, size.audio_frames))} are finished",
