@@ -50,7 +50,7 @@ class RandomSource(Source):
     """The names and shapes of a checkpoint with other content: a disk may store zeros without
     writing them."""
 
-    def pieces(self, name: str, bounds: list[tuple[int, int]], scratch_buffers):
+    def pieces(self, name: str, bounds: list[tuple[int, int]]):
         row, generator = self.shape(name)[1:], torch.Generator().manual_seed(len(name))
         for start, stop in bounds:
             bits = torch.randint(

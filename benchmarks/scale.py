@@ -109,7 +109,7 @@ class Running:
     def __init__(self, checkpoint: Path, artifacts: Path, tp: int, sizes: list[Size]):
         self.tp = tp
         self.workspace = Workspace(checkpoint, PROFILES["cpu"], artifacts, tp, "float32")
-        self.workspace.shard_dit()
+        self.workspace.shard("dit")
         jobs = {size: Job("random contexts", size) for size in sizes}
         self.workspace.compile_dit([job.buckets[0] for job in jobs.values()])
         self.steps = {

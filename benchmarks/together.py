@@ -36,7 +36,7 @@ SECONDS = 600  # until a round counts as hanging
 PRELOADED = (
     "ltx_neuron.flags",
     "ltx_neuron.generate",
-    "ltx_neuron.shard",
+    "ltx_neuron.workspace",
     "ltx_core.model.audio_vae",
     "ltx_core.model.video_vae",
     "torch._dynamo",

@@ -4,8 +4,6 @@ python shards/shard_gemma3_weights.py --gemma-root DIR --checkpoint-path CKPT --
 """
 
 from ltx_neuron import errors, flags
-from ltx_neuron.errors import require
-from ltx_neuron.shard import shard
 
 EXAMPLE = """python shards/shard_gemma3_weights.py --gemma-root gemma-3-12b \\
     --checkpoint-path CKPT --tp-degree 4"""
@@ -17,14 +15,7 @@ def main() -> None:
     )
     parser = flags.parser(description, EXAMPLE, gemma=True, required=False)
     flags.add_sharding(parser)
-    args = parser.parse_args()
-    request = flags.shard_request(args)
-    workspace = None
-    if args.checkpoint_path:
-        example = "Type for example --gemma-root gemma-3-12b"
-        require(args.gemma_root, "--gemma-root", "--checkpoint-path", example)
-        workspace = flags.workspace(args, writes=False)
-    shard("gemma3", workspace, request)
+    flags.shard("gemma3", parser.parse_args())
 
 
 if __name__ == "__main__":

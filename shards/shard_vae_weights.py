@@ -4,7 +4,6 @@ python shards/shard_vae_weights.py --checkpoint-path CKPT --tp-degree 4
 """
 
 from ltx_neuron import errors, flags
-from ltx_neuron.shard import shard
 
 EXAMPLE = """python shards/shard_vae_weights.py --tp-degree 4 \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
@@ -17,10 +16,7 @@ def main() -> None:
     )
     parser = flags.parser(description, EXAMPLE, gemma=False, required=False)
     flags.add_sharding(parser)
-    args = parser.parse_args()
-    request = flags.shard_request(args)
-    workspace = flags.workspace(args, writes=False) if args.checkpoint_path else None
-    shard("vae", workspace, request)
+    flags.shard("vae", parser.parse_args())
 
 
 if __name__ == "__main__":

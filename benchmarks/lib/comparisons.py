@@ -82,7 +82,7 @@ def full_step(bench: Bench) -> list[str]:
     model = full(bench)
     transformer = Workspace(
         model.checkpoint, resolve("cpu"), model.artifacts, bench.tp, "float32"
-    ).dit_source()
+    ).source("dit")
     need = sum(torch.Size(transformer.shape(name)).numel() for name in transformer.names) * 4
     available = bench.system.memory().get("MemAvailable", 0)
     if need > available:

@@ -111,7 +111,7 @@ class _Ones:
     def nbytes(self, name: str) -> int:
         return 4
 
-    def pieces(self, name: str, bounds: list, scratch_buffers: Iterator) -> Iterator[Tensor]:
+    def pieces(self, name: str, bounds: list) -> Iterator[Tensor]:
         for start, stop in bounds:
             yield torch.ones(stop - start)
 

@@ -84,7 +84,7 @@ class Finished:
         self.transformer = transformer_config(self.checkpoint.config)
         self.transformer.check_tensor_parallel(tp)
         self._found: dict[str, Path] = {}  # finished folders, by the digest of their identity
-        self._dit_sources: dict[WeightSet, MergedSource] = {}
+        self._sources: dict[tuple[str, WeightSet], Source] = {}
 
     def take_tuned(self) -> None:
         """Take what python -m ltx_neuron.tune chose for this device and model, if it did. What was
@@ -115,33 +115,25 @@ class Finished:
         check_gemma_fits(config, self.transformer, self.gemma_root, projection and projection[1])
         return config
 
-    def dit_source(self, loras: WeightSet = ()) -> MergedSource:
-        """The DiT's weights, with LoRAs merged in. UserError where one is not of this model."""
-        if loras not in self._dit_sources:
+    def source(self, model: str, loras: WeightSet = ()) -> Source:
+        """The weights of a model, one of MODELS; of the DiT with LoRAs merged in. UserError where
+        one of them is not of this model."""
+        if (model, loras) not in self._sources:
             files, heads = [self.checkpoint], self.transformer.heads
-            self._dit_sources[loras] = MergedSource(MODELS["dit"], files, loras, heads)
-        return self._dit_sources[loras]
-
-    @cached_property
-    def gemma_source(self) -> Source:
-        heads = self.transformer.heads | self.gemma.heads
-        return Source(MODELS["gemma3"], [self.checkpoint, *gemma_files(self.gemma_root)], heads)
+            if model == "dit":
+                source = MergedSource(MODELS[model], files, loras, heads)
+            elif model == "gemma3":
+                files += gemma_files(self.gemma_root)
+                source = Source(MODELS[model], files, heads | self.gemma.heads)
+            else:
+                source = Source(MODELS[model], files)
+            self._sources[model, loras] = source
+        return self._sources[model, loras]
 
     @cached_property
     def video_decoder(self):
         """The sizes of the video decoder; UserError where the ranks cannot run it."""
         return video_decoder_config(self.checkpoint.config)
-
-    @cached_property
-    def vae_source(self) -> Source:
-        return Source(MODELS["vae"], [self.checkpoint])
-
-    def source(self, model: str, loras: WeightSet = ()) -> Source:
-        """The weights of a model, one of MODELS; of the DiT with LoRAs merged in."""
-        if model == "dit":
-            return self.dit_source(loras)
-        sources = {"gemma3": "gemma_source", "vae": "vae_source", "sound": "sound_source"}
-        return getattr(self, sources[model])
 
     @cached_property
     def audio_decoder(self):
@@ -154,19 +146,14 @@ class Finished:
         return vocoder_config(self.checkpoint.config)
 
     @cached_property
-    def sound_source(self) -> Source:
-        return Source(MODELS["sound"], [self.checkpoint])
-
-    @cached_property
     def tokenizer(self):
         """Gemma's tokenizer."""
         return load_tokenizer(self.gemma_root)
 
     def host_text_encoder(self) -> HostTextEncoder:
         """The text encoder for the host's CPU; it loads weights when it encodes."""
-        return HostTextEncoder(
-            self.gemma_source, self.gemma, self.transformer, self.dtype, self.arithmetic.libraries
-        )
+        source, libraries = self.source("gemma3"), self.arithmetic.libraries
+        return HostTextEncoder(source, self.gemma, self.transformer, self.dtype, libraries)
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -198,7 +185,7 @@ class Finished:
             device = {"device": "ranks", "tp": self.tp, "profile": profile.name, **graphs}
         code = RANK_ENCODER_CODE if neuron_gemma else HOST_ENCODER_CODE
         identity = encoder_identity(
-            weights=self.gemma_source.fingerprint,
+            weights=self.source("gemma3").fingerprint,
             gemma_config=self.gemma.digest,
             transformer_config=self.transformer.digest,
             dtype=self.dtype_name,
@@ -211,7 +198,9 @@ class Finished:
 
     # --- identities -------------------------------------------------------------------------------
 
-    def _weights_identity(self, model: str, source: Source) -> dict:
+    def weights_identity(self, source: Source) -> dict:
+        """Of the rank files that are cut from a model's weights."""
+        model = source.model.name
         return {
             "kind": "weights",
             "model": model,
@@ -256,7 +245,7 @@ class Finished:
         """Raise UserError where the weights do not suit a profile's attention."""
         if profile.attention == "nki_const_max" and not self._checked_attention:
             head_dim = self.transformer.video.head_dim
-            check_const_max(self.dit_source(), head_dim, self.dtype)
+            check_const_max(self.source("dit"), head_dim, self.dtype)
             self._checked_attention = True
 
     def cut(self, profile: Profile) -> int:
@@ -275,22 +264,30 @@ class Finished:
         """Whether a bucket's graphs are sequence parallel."""
         return profile.sequence_parallel and may_divide(bucket, self.tp)
 
-    def _gemma3_identity(self, tokens: int) -> dict:
-        config = f"{self.gemma.digest}-{self.transformer.digest}"
-        states = {"hidden_states": self.profile.return_hidden_states}
-        return self._graph_identity("gemma3", str(tokens), config) | states
+    # Of the other models, by the names of their programs.
 
-    def _connectors_identity(self) -> dict:
-        return self._graph_identity("connectors", "1024", self.transformer.digest) | {
-            "attention": self.profile.connector_attention
+    def _text_identities(self, buckets: Iterable[int]) -> dict[str, dict]:
+        """The text encoder for these buckets of tokens, and the connectors."""
+        profile, config = self.profile, self.transformer.digest
+        identities = {}
+        for tokens in buckets:
+            both = f"{self.gemma.digest}-{config}"
+            identity = self._graph_identity("gemma3", str(tokens), both)
+            identity["hidden_states"] = profile.return_hidden_states
+            identities[gemma3_program_name(tokens)] = identity
+        connectors = self._graph_identity("connectors", "1024", config)
+        return identities | {"connectors": connectors | {"attention": profile.connector_attention}}
+
+    def _tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
+        """The video decoder for every shape of the tiles of a clip's latent (F, h, w)."""
+        config = self.video_decoder.digest
+        return {
+            tile_program_name(tile): self._graph_identity("vae", "x".join(map(str, tile)), config)
+            for tile in self.tile_shapes(clip)
         }
 
-    def _vae_identity(self, tile: tuple[int, int, int]) -> dict:
-        name = "x".join(map(str, tile))
-        return self._graph_identity("vae", name, self.video_decoder.digest)
-
     def _sound_identities(self, latents: int) -> dict[str, dict]:
-        """By name, of the programs that decode so many latents of sound."""
+        """Mel decoder and vocoder for the spans of so many latents of sound."""
         latents, rows = span_sizes(latents)
         configs = {
             spectrogram_program_name(latents): self.audio_decoder,
@@ -306,21 +303,11 @@ class Finished:
     def weights(self, model: str, loras: WeightSet = (), command: str = "") -> Path:
         """The folder of a model's rank files, one of MODELS, of the DiT with these LoRAs merged in.
         command: what makes them, where more than this set alone is to be made."""
-        identity = self._weights_identity(model, self.source(model, loras))
+        identity = self.weights_identity(self.source(model, loras))
         return self._find(identity, command or self._shard_command(model, {"--lora": loras}))
 
     def dit_weights(self, loras: WeightSet = ()) -> Path:
         return self.weights("dit", loras)
-
-    def gemma3_weights(self) -> Path:
-        return self.weights("gemma3")
-
-    def vae_weights(self) -> Path:
-        return self.weights("vae")
-
-    def sound_weights(self) -> Path:
-        """Of mel decoder and vocoder, float32 in every run."""
-        return self.weights("sound")
 
     def check_dit_weights(self, jobs: Iterable[Job]) -> None:
         """Raise UserError where a stage's weight set is missing, with the commands that make all
@@ -328,7 +315,7 @@ class Finished:
         different = {tuple(stage.loras for stage in job.stages): job for job in jobs}
         commands = {}
         for sets, job in different.items():
-            identities = (self._weights_identity("dit", self.dit_source(loras)) for loras in sets)
+            identities = (self.weights_identity(self.source("dit", loras)) for loras in sets)
             if not all(map(self._is_made, identities)):
                 given = job.loras, job.stage_1_loras, job.stage_2_loras
                 given = given if len(sets) > 1 else (*sets, (), ())
@@ -350,28 +337,23 @@ class Finished:
         frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
         flags = "--height", height, "--width", width, "--num-frames", frames
         command = self._command("compile/compile_vae.py", *flags)
-        return {
-            tile_program_name(tile): Manifest(self._find(self._vae_identity(tile), command))
-            for tile in self.tile_shapes(clip)
-        }
+        return self._programs(self._tile_identities(clip), command)
 
     def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
         """The compiled mel decoder and vocoder, for the spans of so many latents of sound. size:
         what they are compiled for."""
         flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
         command = self._command("compile/compile_vae.py", *flags)
-        return {
-            name: Manifest(self._find(identity, command))
-            for name, identity in self._sound_identities(latents).items()
-        }
+        return self._programs(self._sound_identities(latents), command)
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
-        identities = {gemma3_program_name(n): self._gemma3_identity(n) for n in buckets}
-        identities["connectors"] = self._connectors_identity()
         command = self._command("compile/compile_gemma3.py", gemma=True)
-        return {name: Manifest(self._find(i, command)) for name, i in identities.items()}
+        return self._programs(self._text_identities(buckets), command)
+
+    def _programs(self, identities: dict[str, dict], command: str) -> dict[str, Manifest]:
+        return {name: Manifest(self._find(each, command)) for name, each in identities.items()}
 
     def dit_program_for(self, job: Job, stage: Stage) -> tuple[Bucket, Manifest]:
         """The compiled step for a stage: the graph with the fewest distinct timesteps that are

@@ -79,9 +79,8 @@ class Preflight:
             raise
         for job in jobs:
             manifests = [compiled[id(job), stage].manifest for stage in job.stages]
-            tiles, sound = [*self.tiles.values()], [*self.sound.values()]
-            loras = job.stages[0].loras
-            memory = workspace.compiled_memory(manifests, self.neuron_gemma, tiles, sound, loras)
+            decoders, loras = [*self.tiles.values(), *self.sound.values()], job.stages[0].loras
+            memory = workspace.compiled_memory(manifests, self.neuron_gemma, decoders, loras)
             workspace.check_compiled_fits(memory, job, self.neuron_gemma)
             self.decoder_stays = memory.decoder_stays(workspace.profile)
         return compiled
@@ -118,18 +117,18 @@ class Preflight:
         once an engine. Each raises UserError where it is not whole."""
         workspace = self.workspace
         for loras in {stage.loras: None for job in jobs for stage in job.stages}:
-            workspace.dit_source(loras)
+            workspace.source("dit", loras)
         if self._checked_weight_files:
             return
-        _ = workspace.gemma, workspace.gemma_source, workspace.tokenizer
+        _ = workspace.gemma, workspace.source("gemma3"), workspace.tokenizer
         if self.neuron_gemma:
             workspace.gemma.check_tensor_parallel(workspace.tp)
         else:
             workspace.host_text_encoder().check()
         if self.neuron_vae:
-            _ = workspace.video_decoder, workspace.vae_source
+            _ = workspace.video_decoder, workspace.source("vae")
             if self.sound_on_ranks:
-                _ = workspace.audio_decoder, workspace.vocoder, workspace.sound_source
+                _ = workspace.audio_decoder, workspace.vocoder, workspace.source("sound")
         self._checked_weight_files = True
 
     def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
@@ -140,10 +139,10 @@ class Preflight:
                 compiled[id(job), stage] = CompiledStep(*workspace.dit_program_for(job, stage))
         workspace.check_dit_weights(jobs)
         if self.neuron_gemma:
-            workspace.gemma3_weights()
+            workspace.weights("gemma3")
             workspace.text_programs(workspace.profile.text_buckets)
         if self.neuron_vae:
-            workspace.vae_weights()
+            workspace.weights("vae")
             clips = dict.fromkeys(map(_decoded_latent, jobs))
             self.tiles = {
                 name: tile for clip in clips for name, tile in workspace.tile_programs(clip).items()
@@ -155,7 +154,7 @@ class Preflight:
                     sounds[latents] = sounds.get(latents) or _sound_size(job)
             self.sound = {}
             if self.sound_on_ranks and sounds:
-                workspace.sound_weights()
+                workspace.weights("sound")
                 for latents, size in sounds.items():
                     if size:
                         self.sound |= workspace.sound_programs(size, latents)

@@ -58,7 +58,7 @@ class Residency:
             groups = [group for job in prompts for group in inputs.pack_prompts(job)]
             known = workspace.profile.text_buckets
             buckets = tuple({inputs.bucket_for(group, known) for group in groups})
-            weights = workspace.gemma3_weights()
+            weights = workspace.weights("gemma3")
             with _remedy(weights):
                 self.ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
             encoder = RankTextEncoder(
@@ -152,10 +152,10 @@ class Residency:
                     self._unload()
             with self.recorder.phase("load_vae"):
                 self._start()
-                with _remedy(weights := workspace.vae_weights()):
+                with _remedy(weights := workspace.weights("vae")):
                     self.ranks.load(weights, tiles, workspace.dtype)
                 if sound:
-                    with _remedy(weights := workspace.sound_weights()):
+                    with _remedy(weights := workspace.weights("sound")):
                         self.ranks.load(weights, sound, torch.float32)
             self._tiles = frozenset({*tiles, *sound})
 

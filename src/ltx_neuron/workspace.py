@@ -5,7 +5,7 @@ It makes weight sets and graphs, compares them with what they are of, and knows 
 the device. What is there it finds as Finished does.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest, record_size
 from ltx_neuron.config import REGISTERS, Bucket, span_sizes
+from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.finished import Finished
 from ltx_neuron.job import Job
@@ -41,7 +42,7 @@ from ltx_neuron.plan import (
 from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.rankfiles import check_whole, rank_path, verify
+from ltx_neuron.weights.rankfiles import RankSource, check_whole, rank_path, verify
 from ltx_neuron.weights.sharder import (
     Layout,
     ShardSpec,
@@ -64,24 +65,16 @@ class Workspace(Finished):
         """Write the rank files of a model, one of MODELS, of the DiT once for every set of LoRAs;
         returns the folders. With those of the video decoder come those of sound."""
         # One that does not fit is refused before anything is written.
-        sources = [source for loras in sets for source in self._sources(model, loras)]
+        sources = [source for loras in sets for source in self._sources_of(model, loras)]
         specs_of = [self._specs(source) for source in sources]
         paths = []
         for source, specs in zip(sources, specs_of, strict=True):
-            identity = self._weights_identity(source.model.name, source)
+            identity = self.weights_identity(source)
             path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
             if not shard_weights(source, path, identity, self.tp, dtype, specs, workers):
                 print(f"already there, nothing to do (--verify checks every byte): {path}")
             paths.append(path)
         return paths
-
-    def shard_dit(
-        self, sets: Iterable[WeightSet] = ((),), workers: int | None = None
-    ) -> list[Path]:
-        return self.shard("dit", sets, workers)
-
-    def shard_gemma3(self, workers: int | None = None) -> Path:
-        return self.shard("gemma3", workers=workers)[0]
 
     def verify(self, model: str, sets: Iterable[WeightSet] = ((),)) -> list[Path]:
         """Compare the finished rank files of a model, one of MODELS, with their manifests and bit
@@ -89,42 +82,44 @@ class Workspace(Finished):
         returns the folders. sets: the DiT's."""
         paths = []
         for loras in sets:
-            for source in self._sources(model, loras):
+            for source in self._sources_of(model, loras):
                 path = self.weights(source.model.name, loras)
-                dtype = DTYPES[self._weights_identity(source.model.name, source)["dtype"]]
+                dtype = DTYPES[self.weights_identity(source)["dtype"]]
                 check_whole(path, verify(path) or compare(source, path, dtype, self._specs(source)))
                 paths.append(path)
         return paths
 
-    def _sources(self, model: str, loras: WeightSet) -> list[Source]:
+    def _sources_of(self, model: str, loras: WeightSet) -> list[Source]:
         """What a shard script cuts."""
-        models = ["vae", "sound"] if model == "vae" else [model]
-        return [self.source(name, loras) for name in models]
+        return [self.source(name, loras) for name in _models_of_script(model)]
 
     def _specs(self, source: Source) -> list[ShardSpec]:
         """How the tensors of a model are distributed over its files. UserError where they are not
         those of the model."""
-        if source.model.name == "dit":
-            return self._dit_specs(source)
-        specs = {"gemma3": self._gemma3_specs, "vae": self._vae_specs, "sound": self._sound_specs}
-        return specs[source.model.name]()
-
-    def _dit_specs(self, source: Source) -> list[ShardSpec]:
-        specs = shard_specs(source, self.tp, {})
-        (bucket,) = Job("").buckets
-        program = dit_program(
-            self.transformer, bucket, self.tp, TorchDistComm(self.tp), self.dtype, 1
-        )
-        check_specs(specs, program.weights(), host_weights(self.transformer))
+        parts = {
+            "dit": self._dit_parts,
+            "gemma3": self._gemma3_parts,
+            "vae": self._vae_parts,
+            "sound": self._sound_parts,
+        }
+        programs, host, layouts = parts[source.model.name]()
+        specs = shard_specs(source, self.tp, layouts)
+        weights = {name: shape for each in programs for name, shape in each.weights().items()}
+        check_specs(specs, weights, host)
         return specs
 
-    def _gemma3_specs(self) -> list[ShardSpec]:
+    # Of a model: the programs that take its weights on the ranks, the shapes of those that stay on
+    # the host, and the layouts in which tensors are stored otherwise than in the checkpoint.
+
+    def _dit_parts(self) -> tuple[list[Program], dict, dict]:
+        (bucket,) = Job("").buckets
+        comm = TorchDistComm(self.tp)
+        program = dit_program(self.transformer, bucket, self.tp, comm, self.dtype, 1)
+        return [program], host_weights(self.transformer), {}
+
+    def _gemma3_parts(self) -> tuple[list[Program], dict, dict]:
         config, gemma, comm = self.transformer, self.gemma, TorchDistComm(self.tp)
         gemma.check_tensor_parallel(self.tp)
-        # The aggregate projections are stored layer by layer, as the encoder multiplies them.
-        by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
-        layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
-        specs = shard_specs(self.gemma_source, self.tp, layouts)
         tokens, attention = self.profile.text_buckets[0], self.profile.connector_attention
         encoder = gemma3_program(gemma, config, tokens, self.tp, comm, self.dtype, False)
         connectors = connector_program(config, self.tp, comm, self.dtype, attention)
@@ -133,23 +128,21 @@ class Workspace(Finished):
             "video_connector.learnable_registers": (REGISTERS, config.video_connector.inner),
             "audio_connector.learnable_registers": (REGISTERS, config.audio_connector.inner),
         }
-        check_specs(specs, encoder.weights() | connectors.weights(), host)
-        return specs
+        # The aggregate projections are stored layer by layer, as the encoder multiplies them.
+        by_layer = Layout(lambda weight: layers_first(weight, gemma.hidden_size), split=1)
+        layouts = {f"{stream}_aggregate_embed.weight": by_layer for stream in ("video", "audio")}
+        return [encoder, connectors], host, layouts
 
-    def _vae_specs(self) -> list[ShardSpec]:
-        specs = shard_specs(self.vae_source, self.tp, {})
-        check_specs(specs, tile_program(self.video_decoder, (1, 1, 1), self.dtype).weights(), {})
-        return specs
+    def _vae_parts(self) -> tuple[list[Program], dict, dict]:
+        return [tile_program(self.video_decoder, (1, 1, 1), self.dtype)], {}, {}
 
-    def _sound_specs(self) -> list[ShardSpec]:
-        source, config, layouts = self.sound_source, self.vocoder, {}
-        for name in source.names:
+    def _sound_parts(self) -> tuple[list[Program], dict, dict]:
+        config, layouts = self.vocoder, {}
+        for name in self.source("sound").names:
             if (arrange := arrangement(name, config)) is not None:
                 layouts[name] = Layout(arrange, split=0)
-        specs = shard_specs(source, self.tp, layouts)
-        programs = spectrogram_program(self.audio_decoder, 1), waveform_program(config, 1)
-        check_specs(specs, programs[0].weights() | programs[1].weights(), {})
-        return specs
+        programs = [spectrogram_program(self.audio_decoder, 1), waveform_program(config, 1)]
+        return programs, {}, layouts
 
     # --- compiling graphs -------------------------------------------------------------------------
 
@@ -158,88 +151,68 @@ class Workspace(Finished):
         folders. job: whose size and recipe their manifests record, also those that are there."""
         profile = self.dit_profile(buckets)
         self.check_attention(profile)
-        comm = registry.comm(profile, self.tp)
-
-        def program(bucket: Bucket) -> Program:
-            return dit_program(
-                self.transformer,
-                bucket,
-                self.tp,
-                comm,
-                self.dtype,
-                self.cut(profile),
-                profile.attention,
-                self._divides(bucket, profile),
+        comm, cut = registry.comm(profile, self.tp), self.cut(profile)
+        programs, whole = [], set()
+        for bucket in buckets:
+            divides = self._divides(bucket, profile)
+            if profile.sequence_parallel and not divides:
+                whole.add(bucket.video_tokens)
+            arguments = bucket, self.tp, comm, self.dtype, cut, profile.attention, divides
+            programs.append(partial(dit_program, self.transformer, *arguments))
+        for tokens in sorted(whole):
+            print(
+                f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
+                " sequence parallelism"
             )
-
-        if profile.sequence_parallel:
-            for tokens in sorted(
-                {b.video_tokens for b in buckets if not self._divides(b, profile)}
-            ):
-                print(
-                    f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
-                    " sequence parallelism"
-                )
-        programs = [(self._dit_identity(b, profile), partial(program, b)) for b in buckets]
-        paths = self._compile(programs, profile)
+        identities = [self._dit_identity(bucket, profile) for bucket in buckets]
+        paths = self._compile(identities, programs, profile)
         for path in paths if job else ():
             record_size(path, asdict(job.size) | {"recipe": job.recipe})
         return paths
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
-        self.gemma.check_tensor_parallel(self.tp)
-        check_text_fits(self.profile, self.tp, self.dtype_name, self.gemma, self.transformer)
-        comm, states = registry.comm(self.profile, self.tp), self.profile.return_hidden_states
-
-        def encoder(tokens: int) -> Program:
-            return gemma3_program(
-                self.gemma, self.transformer, tokens, self.tp, comm, self.dtype, states
-            )
-
-        def connectors() -> Program:
-            return connector_program(
-                self.transformer, self.tp, comm, self.dtype, self.profile.connector_attention
-            )
-
-        buckets = self.profile.text_buckets
-        programs = [(self._gemma3_identity(n), partial(encoder, n)) for n in buckets]
-        return self._compile([*programs, (self._connectors_identity(), connectors)])
+        gemma, config, profile = self.gemma, self.transformer, self.profile
+        gemma.check_tensor_parallel(self.tp)
+        check_text_fits(profile, self.tp, self.dtype_name, gemma, config)
+        shared = self.tp, registry.comm(profile, self.tp), self.dtype
+        states, attention = profile.return_hidden_states, profile.connector_attention
+        buckets = profile.text_buckets
+        programs = [partial(gemma3_program, gemma, config, n, *shared, states) for n in buckets]
+        programs.append(partial(connector_program, config, *shared, attention))
+        return self._compile(self._text_identities(buckets).values(), programs)
 
     def compile_vae(self, clip: tuple[int, int, int]) -> list[Path]:
         """Trace the video decoder for every shape of a clip's tiles; `clip` is its latent (F, h,
         w)."""
-
-        def program(tile: tuple[int, int, int]) -> Program:
-            return tile_program(self.video_decoder, tile, self.dtype)
-
-        shapes = self.tile_shapes(clip)
-        return self._compile([(self._vae_identity(t), partial(program, t)) for t in shapes])
+        tiles, decoder = self.tile_shapes(clip), self.video_decoder
+        programs = [partial(tile_program, decoder, tile, self.dtype) for tile in tiles]
+        return self._compile(self._tile_identities(clip).values(), programs)
 
     def compile_sound(self, latents: int) -> list[Path]:
         """Trace mel decoder and vocoder for the spans of so many latents of sound."""
         span, rows = span_sizes(latents)
-        programs = (
-            partial(spectrogram_program, self.audio_decoder, span),
-            partial(waveform_program, self.vocoder, rows),
-        )
-        identities = self._sound_identities(latents).values()
-        return self._compile([*zip(identities, programs, strict=True)])
+        spectrogram = partial(spectrogram_program, self.audio_decoder, span)
+        waveform = partial(waveform_program, self.vocoder, rows)
+        return self._compile(self._sound_identities(latents).values(), [spectrogram, waveform])
 
     def _compile(
-        self, programs: list[tuple[dict, Callable[[], Program]]], profile: Profile | None = None
+        self,
+        identities: Iterable[dict],
+        programs: Iterable[Callable[[], Program]],
+        profile: Profile | None = None,
     ) -> list[Path]:
         """Compile each program of an identity that is not there yet; returns all folders. Where
         another process compiles one, this waits and takes it. profile: another than the run's."""
         profile, paths = profile or self.profile, []
-        for identity, make in programs:
+        for identity, make in zip(identities, programs, strict=True):
             path = artifacts.folder(self.artifacts, identity)
             paths.append(path)
-            if (path / artifacts.MANIFEST).is_file():
+            if self._is_made(identity):
                 continue
             require_runtime(profile, self.tp)
             with exclusive(path, "compiling"):
-                if not (path / artifacts.MANIFEST).is_file():
+                if not self._is_made(identity):
                     dtype = DTYPES[identity["dtype"]]
                     registry.compile_program(make, path, identity, dtype, profile, self.tp)
         registry.precompile(paths, profile, self.tp, self.compiler_cache)
@@ -263,23 +236,22 @@ class Workspace(Finished):
         self,
         manifests: list[Manifest],
         neuron_gemma: bool,
-        tiles: list[Manifest],
-        sound: Sequence[Manifest] = (),
+        decoders: list[Manifest],
         loras: WeightSet = (),
     ) -> CoreMemory:
         """What a generation needs of a core, by what was counted when its graphs were compiled and
         by the sizes of its rank files.
 
-        tiles, sound  manifests of the decoders on the ranks
-        loras         of any of its weight sets, which are of one size
+        decoders  manifests of the decoders of video and sound on the ranks
+        loras     of any of its weight sets, which are of one size
         """
+        models = {manifest.identity["model"] for manifest in decoders}
         return CoreMemory(
             _rank_bytes(self.dit_weights(loras)),
-            _rank_bytes(self.gemma3_weights()) if neuron_gemma else 0,
+            _rank_bytes(self.weights("gemma3")) if neuron_gemma else 0,
             compiled_activations(manifests),
-            (_rank_bytes(self.vae_weights()) if tiles else 0)
-            + (_rank_bytes(self.sound_weights()) if sound else 0),
-            compiled_tile([*tiles, *sound]),
+            sum(_rank_bytes(self.weights(model)) for model in models),
+            compiled_tile(decoders),
         )
 
     def check_compiled_fits(self, memory: CoreMemory, job: Job, neuron_gemma: bool) -> None:
@@ -295,3 +267,49 @@ class Workspace(Finished):
 def _rank_bytes(folder: Path) -> int:
     """Bytes of one rank's weights: its file, whose header is small beside them."""
     return rank_path(folder, 0).stat().st_size
+
+
+# --- what a shard script does without a checkpoint --------------------------------------------
+
+
+def reshard(
+    folder: Path, artifacts_dir: Path, model: str, tp: int, dtype: str, workers: int | None = None
+) -> Path:
+    """Make the rank files of another tp or dtype from a finished folder, without the checkpoint.
+
+    Returns their folder. Raises UserError where the finished ones cannot give that tp or dtype.
+    """
+    source = RankSource(folder)
+    if source.model.name == "sound" and model == "vae":  # both are cut by one script
+        dtype = "float32"
+    elif source.model.name != model:
+        raise UserError(
+            f"{folder} holds weights of {source.model.name}, wanted {model}: use its own shard"
+            " script"
+        )
+    source.check(tp, DTYPES[dtype])
+    identity = source.identity | {"tp": tp, "dtype": dtype}
+    path = artifacts.folder(artifacts_dir, identity)
+    specs = shard_specs(source, tp, {})
+    if not shard_weights(source, path, identity, tp, DTYPES[dtype], specs, workers):
+        print(f"already there, nothing to do: {path}")
+    return path
+
+
+def verify_finished(model: str, artifacts_dir: Path) -> None:
+    """Compare every finished weight set of a model with its manifest."""
+    models = _models_of_script(model)
+    folders = [path for each in models for path in artifacts.finished_weights(artifacts_dir, each)]
+    if not folders:
+        raise UserError(
+            f"no finished {model} weights in {artifacts_dir}; choose another place with"
+            " --artifacts-dir DIR"
+        )
+    for path in folders:
+        check_whole(path, verify(path))
+        print(f"whole: {path} (with --checkpoint-path it is compared with the source as well)")
+
+
+def _models_of_script(model: str) -> tuple[str, ...]:
+    """The models whose weights one shard script cuts."""
+    return ("vae", "sound") if model == "vae" else (model,)

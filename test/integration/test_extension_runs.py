@@ -82,7 +82,7 @@ def prepared(tiny, film, artifacts):
     def prepared(tp: int = 1) -> Workspace:
         settings = resolve("cpu"), artifacts, tp, "float32", tiny.gemma_root
         workspace = Workspace(tiny.checkpoint, *settings)
-        workspace.shard_dit({()})
+        workspace.shard("dit", {()})
         workspace.compile_dit(longer(film, 1.0).buckets_to_compile)
         return workspace
 

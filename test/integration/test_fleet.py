@@ -393,21 +393,21 @@ def asking(profile, count: int):
         def cores(self):
             return rays.check_cores(profile, 4)
 
-    options = rays.options({"neuron_cores": count})
-    return ray.remote(Asking).options(**options).remote()
+    return ray.remote(Asking).options(**rays.Needs("neuron_cores", count).options).remote()
 
 
 def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
     profile = resolve("trn2.48xlarge", ())
     node(resources={"neuron_cores": 8})
     with rays.connected(cluster.address, profile):
-        needed = rays.needs(profile, 4)
-        assert needed == {"neuron_cores": 4} and rays.capacity(needed) == 2
+        needed = rays.Needs.of(profile, 4)
+        assert needed == ("neuron_cores", 4) and needed.capacity() == 2
         actors = [asking(profile, 4) for _ in range(2)]
         cores = ray.get([actor.cores.remote() for actor in actors])
         assert sorted(cores) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         for actor in actors:
             ray.kill(actor)
+        wait_for(lambda: ray.available_resources().get("neuron_cores") == 8)
         # Somebody else takes two cores: what is left begins in the middle of a chip.
         other = asking(profile, 2)
         with pytest.raises(UserError, match="4 ranks need 4 different logical cores"):

@@ -84,7 +84,7 @@ def workspace(tiny, artifacts):
     def workspace(dtype: str = "float32") -> Workspace:
         # A graph of one block is compiled sooner.
         found = opened_workspace(tiny, artifacts, blocks_per_graph=1, dtype=dtype)
-        found.shard_dit([(), loras_of(lora(tiny))])
+        found.shard("dit", [(), loras_of(lora(tiny))])
         return found
 
     return workspace

@@ -73,8 +73,8 @@ def events(recipe, tiny, artifacts) -> list[Event]:
     ]
     threads, settings = torch.get_num_threads(), (artifacts, TP, "float32", tiny.gemma_root)
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), *settings)
-    workspace.shard_gemma3()
-    workspace.shard_dit({stage.loras for stage in jobs[0].stages})
+    workspace.shard("gemma3")
+    workspace.shard("dit", {stage.loras for stage in jobs[0].stages})
     workspace.compile_text()
     workspace.compile_dit(jobs[0].buckets)
 

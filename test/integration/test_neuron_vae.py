@@ -149,7 +149,7 @@ def prepared(tiny, artifacts):
 
     def prepare(*settings: str) -> Workspace:
         workspace = opened(tiny, artifacts, 2, "float32", *settings)
-        workspace.shard_dit()
+        workspace.shard("dit")
         workspace.shard("vae")
         workspace.compile_dit(JOBS[0].buckets)
         workspace.compile_vae(CLIP)
@@ -198,7 +198,7 @@ def test_a_batch_loads_every_model_once_and_its_frames_are_the_host_decoders(
         engine.progress = False
         results = list(engine.run(JOBS))
         assert not {"video_decoder", "audio_decoder", "vocoder"} & vars(engine.host).keys()
-    folders = workspace.dit_weights(), workspace.vae_weights(), workspace.sound_weights()
+    folders = workspace.dit_weights(), workspace.weights("vae"), workspace.weights("sound")
     assert sorted(folder for folder in loaded if folder) == sorted(folders)
     begun = phases.begun[phases.begun.index("denoise_stage_1") :]
     squeezed = [name for i, name in enumerate(begun) if begun[i - 1 : i] != [name]]
@@ -342,7 +342,7 @@ def test_a_disk_that_fills_up_while_the_ranks_decode_keeps_the_latents(
 
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, tmp_path, prepared):
     with pytest.raises(UserError, match=r"shards/shard_vae_weights.py --checkpoint-path"):
-        opened(tiny, tmp_path, 2).vae_weights()
+        opened(tiny, tmp_path, 2).weights("vae")
     wanted = r"compile/compile_vae.py --checkpoint-path .* --height 64 --width 96 --num-frames 65"
     with pytest.raises(UserError, match=wanted):
         prepared().tile_programs((9, 2, 3))

@@ -106,8 +106,8 @@ def workspace(assets, tmp_path_factory):
     """Sharded, and compiled for a two-stage job: two buckets of the DiT, whose graph of one block
     serves both of its blocks, two of Gemma3, the connectors."""
     workspace = open_workspace(assets, tmp_path_factory.mktemp("artifacts"), CUT)
-    workspace.shard_dit()
-    workspace.shard_gemma3()
+    workspace.shard("dit")
+    workspace.shard("gemma3")
     workspace.compile_text()
     workspace.compile_dit(SHAPE.buckets)
     return workspace
@@ -188,7 +188,7 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
     prompts = [PROMPT, ", ".join(["a long walk on a pebble beach, in the rain"] * 12)]
     ids = [tokenize(load_tokenizer(assets.gemma_root), prompt) for prompt in prompts]
     assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
-    weights = workspace.gemma3_weights()
+    weights = workspace.weights("gemma3")
     with nxd.Ranks(workspace.profile, TP) as ranks:
         ranks.load(weights, workspace.text_programs((128, 1024)), torch.float32)
         (held,) = ranks._sets
@@ -885,7 +885,7 @@ def given(assets, tmp_path_factory) -> dict[str, Job]:
 
 def latents_of(job: Job, workspace: Workspace) -> dict[str, Tensor]:
     """Stage 1's latents of a job that is given its contexts, sharded and compiled for it."""
-    workspace.shard_dit({job.stages[0].loras})
+    workspace.shard("dit", {job.stages[0].loras})
     workspace.compile_dit(job.buckets)
     streams = workspace.transformer.video, workspace.transformer.audio
     with Engine(workspace, Recorder()) as engine:
@@ -929,7 +929,7 @@ def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
         (first,) = engine.run(jobs[:1], keep=True, decode=False)
         assert {held.folder for held in engine.residency.ranks._sets} == {
             both.dit_weights(),
-            both.gemma3_weights(),
+            both.weights("gemma3"),
         }
         monkeypatch.setattr(nxd, "_open", lambda *_: pytest.fail("loaded again"))
         (second,) = engine.run(jobs[1:], keep=True, decode=False)
@@ -952,7 +952,7 @@ def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspa
     )
     latent = torch.randn(1, 128, *clip, generator=torch.Generator().manual_seed(3))
     with nxd.Ranks(tiled.profile, TP) as ranks:
-        ranks.load(tiled.vae_weights(), tiled.tile_programs(clip), torch.float32)
+        ranks.load(tiled.weights("vae"), tiled.tile_programs(clip), torch.float32)
         decoder, tiling = host._tiled_decoder(clip, RankTiles(ranks))
         got = torch.cat([*decoder.tiled_decode(latent, tiling)], dim=2)
         (held,) = ranks._sets
@@ -973,7 +973,7 @@ def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):
         sound.compile_sound(latents)
         programs |= sound.sound_programs(size, latents)
     with nxd.Ranks(sound.profile, TP) as ranks:
-        ranks.load(sound.sound_weights(), programs, torch.float32)
+        ranks.load(sound.weights("sound"), programs, torch.float32)
         on_ranks = RankSound(ranks, resampling_filters(sound.vocoder))
         for latents in (3, 60):
             latent = randn(1, 8, latents, 16, seed=latents)

@@ -93,7 +93,7 @@ def opened(assets, tmp_path_factory):
                 assets.gemma_root,
                 blocks,
             )
-            workspace.shard_dit([merged(loras)])
+            workspace.shard("dit", [merged(loras)])
             options = RunOptions(
                 compat=compat,
                 spatial_upsampler_path=assets.spatial_upsampler,
@@ -351,7 +351,7 @@ def hq_job(assets) -> recipes_oracle.Job:
 def told_hq(assets, engine: Engine) -> Job:
     """That job in our words, its two weight sets sharded."""
     first, second = (merged(((assets.lora, strength),)) for strength in (0.25, 0.5))
-    engine.workspace.shard_dit([first, second])
+    engine.workspace.shard("dit", [first, second])
     job = told(replace(hq_job(assets), loras=()), sampler="res_2s")
     return replace(job, stage_1_loras=first, stage_2_loras=second)
 

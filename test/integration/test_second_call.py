@@ -36,8 +36,8 @@ def pipe(tiny, artifacts):
     workspace = Workspace(
         tiny.checkpoint, profile, artifacts, TP, "float32", gemma_root=tiny.gemma_root
     )
-    workspace.shard_dit()
-    workspace.shard_gemma3()
+    workspace.shard("dit")
+    workspace.shard("gemma3")
     workspace.compile_text()
     size = Size(**SIZE)
     workspace.compile_dit(Job("", size).buckets)
@@ -105,10 +105,10 @@ def test_a_device_too_small_is_refused_from_the_manifests_alone(pipe, counted, m
     job = Job("rain", Size(**SIZE))
     compiled = pipe.engine.preflight.check([job])
     manifests = [step.manifest for step in compiled.values()]
-    memory = workspace.compiled_memory(manifests, neuron_gemma=True, tiles=[])
+    memory = workspace.compiled_memory(manifests, neuron_gemma=True, decoders=[])
     needed = CoreMemory(
         (workspace.dit_weights() / "rank0.safetensors").stat().st_size,
-        (workspace.gemma3_weights() / "rank0.safetensors").stat().st_size,
+        (workspace.weights("gemma3") / "rank0.safetensors").stat().st_size,
         compiled_activations(manifests),
     ).in_turn
     for limit, exports in ((needed, False), (needed - 1, True)):

@@ -80,7 +80,7 @@ def opened(tiny, jobs, mixed, artifacts):
     jobs = [*jobs, *mixed]
     workspace = opened_workspace(tiny, artifacts)
     stages = {stage: job for job in jobs for stage in job.stages}
-    workspace.shard_dit({stage.loras for stage in stages})
+    workspace.shard("dit", {stage.loras for stage in stages})
     workspace.compile_dit(list({bucket for job in jobs for bucket in job.buckets}))
     engine = opened_engine(workspace, tiny)
     for job in jobs:

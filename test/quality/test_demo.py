@@ -89,7 +89,7 @@ def engines(artifacts):
     @cache
     def engine(tp: int, dtype: str, folder: Path = artifacts) -> Engine:
         found = workspace(folder, tp, dtype)
-        found.shard_dit({(), (STYLE,)})
+        found.shard("dit", {(), (STYLE,)})
         found.compile_dit(Job("", SIZE).buckets_to_compile)
         options = RunOptions(spatial_upsampler_path=ASSETS.spatial_upsampler)
         opened.append(Engine(found, Recorder(), options))
@@ -261,7 +261,7 @@ def test_a_fault_is_seen(engines, monkeypatch, fault):
 
 def test_two_ranks_exchanged_heads_are_seen(engines, artifacts, tmp_path):
     shutil.copytree(artifacts, tmp_path / "artifacts")
-    folder = workspace(tmp_path / "artifacts", 4, "bfloat16").shard_dit({()})[0]
+    folder = workspace(tmp_path / "artifacts", 4, "bfloat16").shard("dit", {()})[0]
     files = [folder / rank_file(rank) for rank in (1, 2)]
     for name in headers(files[0]):
         if ".attn1.to_out.0.weight" in name:

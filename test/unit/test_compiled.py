@@ -188,7 +188,7 @@ def dit(tiny, tmp_path_factory):
         "float32",
         blocks_per_graph=1,
     )
-    (weights,), (graphs,) = workspace.shard_dit(), workspace.compile_dit([BUCKET])
+    (weights,), (graphs,) = workspace.shard("dit"), workspace.compile_dit([BUCKET])
     return weights, {BUCKET.name: Manifest(graphs)}
 
 

@@ -53,17 +53,7 @@ ALLOWED = {
     "report": {"errors", "files", "format"},
     "demo": set(),
     "tiny": {"host", "errors", "files"},
-    "flags": {
-        "host",
-        "sampling",
-        "weights",
-        "engine",
-        "generate",
-        "job",
-        "shard",
-        "workspace",
-        *BASE,
-    },
+    "flags": {"host", "sampling", "weights", "engine", "generate", "job", "workspace", *BASE},
     "lint": {"backends", "models", "report", "tiny", *BASE},
     "tune": {
         "backends",

@@ -371,7 +371,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
 
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(tiny.lora.read_bytes())
-    made = workspace().shard_dit(sets(tiny.lora))
+    made = workspace().shard("dit", sets(tiny.lora))
     assert len(set(made)) == 2
     assert [workspace().dit_weights(loras) for loras in sets(copy)] == made
     with pytest.raises(
@@ -493,7 +493,7 @@ def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_pa
         Job("ic", two, stage_1_loras=(Lora(tiny.lora, 0.75),)),
         Job("style", Size(64, 64, 9), loras=(lora,)),  # stage 1 of hq is that set
     ]
-    workspace.shard_dit()
+    workspace.shard("dit")
     with pytest.raises(UserError) as error:
         workspace.check_dit_weights(jobs)
     commands = [line for line in str(error.value).splitlines() if "shard_backbone" in line]

@@ -138,7 +138,7 @@ def test_a_second_compile_of_the_same_graphs_waits_for_the_first_and_takes_them(
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path, 1, "float32")
 
     def compiled() -> list:
-        return workspace._compile([(identity, lambda: program(2, 3))])
+        return workspace._compile([identity], [lambda: program(2, 3)])
 
     def meanwhile(*how) -> None:
         assert not second, "both compiled"

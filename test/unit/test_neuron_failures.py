@@ -124,8 +124,8 @@ def workspace(library, tmp_path_factory):
     workspace = Workspace(
         assets.checkpoint, profile, folder / "artifacts", 4, "bfloat16", assets.gemma_root
     )
-    workspace.shard_dit()
-    workspace.shard_gemma3()
+    workspace.shard("dit")
+    workspace.shard("gemma3")
     workspace.compile_text()
     workspace.compile_dit(Job("", SIZE).buckets)
     return workspace

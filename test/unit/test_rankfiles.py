@@ -4,6 +4,7 @@ and loaded strictly."""
 import errno
 import json
 import math
+import mmap
 import os
 import random
 import re
@@ -21,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from helpers import locked, one_thread, said_to_an_ordinary_user, save_weights  # noqa: F401
+from helpers import locked, one_thread, randn, said_to_an_ordinary_user, save_weights  # noqa: F401
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -32,7 +33,6 @@ from ltx_neuron.config import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.profiles import resolve
-from ltx_neuron.shard import reshard
 from ltx_neuron.weights import sharder, tensorfile
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import (
@@ -58,7 +58,7 @@ from ltx_neuron.weights.sharder import (
 )
 from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW
 from ltx_neuron.weights.tensorfile import TORCH_DTYPES, TensorFile
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.workspace import Workspace, reshard
 
 TP = 4
 IDENTITY = {"kind": "weights", "model": "dit", "tp": TP, "dtype": "float32"}
@@ -109,14 +109,14 @@ def often(monkeypatch):
 def test_the_source_is_read_once_in_pieces_of_bounded_size(
     source, whole, tmp_path, often, monkeypatch
 ):
-    sizes, read = [], TensorFile.read_uncached
+    sizes, read = [], TensorFile.read_mapped
 
     def counted(self, *args):
         tensor = read(self, *args)
         sizes.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(TensorFile, "read_uncached", counted)
+    monkeypatch.setattr(TensorFile, "read_mapped", counted)
     write(source, tmp_path / "weights")
     assert sum(sizes) == sum(source.nbytes(name) for name in source.names)
     row = max(source.nbytes(name) // source.shape(name)[0] for name in source.names)
@@ -218,7 +218,7 @@ def test_a_checkpoint_without_a_tensor_of_its_model_is_refused_by_the_workspace(
         tmp_path / "lacking.safetensors", resolve("cpu"), tmp_path / "artifacts", TP, "float32"
     )
     with pytest.raises(UserError, match=r"missing: transformer_blocks\.1\.attn1\.to_q\.weight"):
-        workspace.shard_dit()
+        workspace.shard("dit")
     assert not (tmp_path / "artifacts").exists()
 
 
@@ -233,10 +233,10 @@ def stop_at(monkeypatch, name: str) -> None:
     """Every run stops when it comes to a tensor, until the patch is undone."""
     pieces = Source.pieces
 
-    def stopping(self, wanted, bounds, buffers):
+    def stopping(self, wanted, bounds):
         if wanted == name:
             raise Stop
-        return pieces(self, wanted, bounds, buffers)
+        return pieces(self, wanted, bounds)
 
     monkeypatch.setattr(Source, "pieces", stopping)
 
@@ -266,10 +266,10 @@ def count_reads(source, folder) -> int:
     """Write, and return how many bytes of the source were read."""
     pieces, total = Source.pieces, 0
 
-    def counted(self, name, bounds, buffers):
+    def counted(self, name, bounds):
         nonlocal total
         total += self.nbytes(name)
-        return pieces(self, name, bounds, buffers)
+        return pieces(self, name, bounds)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Source, "pieces", counted)
@@ -371,13 +371,13 @@ def test_a_second_run_waits_for_the_first_and_writes_only_what_that_did_not(
     anew."""
     pieces, folder, second = Source.pieces, tmp_path / "weights", []
 
-    def meanwhile(self, name, bounds, buffers):
+    def meanwhile(self, name, bounds):
         monkeypatch.setattr(Source, "pieces", pieces)
         second.append(pool.submit(write, source, folder))
         assert not wait(second, timeout=0.3).done
         if fails:
             raise OSError("as the disk may")
-        return pieces(self, name, bounds, buffers)
+        return pieces(self, name, bounds)
 
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(Source, "pieces", meanwhile)
@@ -410,11 +410,11 @@ def fill_meanwhile(patch, disk: Path, left: int) -> None:
     """Somebody else's file takes the room, but for so many bytes, while rank files are written."""
     pieces = Source.pieces
 
-    def filling(self, name, bounds, buffers):
+    def filling(self, name, bounds):
         if name == "transformer_blocks.0.ff.net.2.weight":
             free = shutil.disk_usage(disk).free
             (disk / "other").write_bytes(bytes(free - free % 4096 - left))
-        return pieces(self, name, bounds, buffers)
+        return pieces(self, name, bounds)
 
     patch.setattr(Source, "pieces", filling)
 
@@ -552,7 +552,7 @@ def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
     assert torch.equal(loaded["a"], torch.ones(2))
 
 
-def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, monkeypatch):
+def test_every_tensor_is_read_as_it_was_written_however_many_are_read_ahead(tmp_path, monkeypatch):
     values = {
         "bias": torch.arange(3, dtype=torch.bfloat16),
         "empty": torch.empty(0, 4),
@@ -566,18 +566,41 @@ def test_every_tensor_is_read_as_it_was_written_wherever_groups_end(tmp_path, mo
         },
     }
     save_file(values, tmp_path / "all.safetensors")
-    for group in (1, 100, 64 * 2**20):  # each tensor alone, some together, all together
-        monkeypatch.setattr(tensorfile, "_GROUP_BYTES", group)
+    for ahead in (0, 8, 10_000):
+        monkeypatch.setattr(tensorfile, "_MOST_AHEAD", ahead)
         read = dict(TensorFile(tmp_path / "all.safetensors", "").tensors())
         assert (
             list(read) == list(TensorFile(tmp_path / "all.safetensors", "").shapes)
             and read.keys() == values.keys()
         )
         for name, value in values.items():
-            assert read[name].dtype == value.dtype and torch.equal(read[name], value), (group, name)
+            assert read[name].dtype == value.dtype and torch.equal(read[name], value), (ahead, name)
             assert read[name].data_ptr() % 64 == 0 and read[name].is_contiguous()
             read[name].fill_(1)  # weights may be replaced in place: this memory is theirs alone
         assert all((tensor == 1).all() for tensor in read.values())
+
+
+def test_rows_that_begin_anywhere_are_read_mapped_and_on_a_kernel_that_cannot_fetch_at_once(
+    tmp_path, monkeypatch
+):
+    values = randn(600, 1001)  # no whole number of pages
+    save_file({"a": values[0, :3].clone(), "b": values}, tmp_path / "file.safetensors")
+    file = TensorFile(tmp_path / "file.safetensors", "")
+    for kernel in (tensorfile._POPULATE_READ, 9999):
+        monkeypatch.setattr(tensorfile, "_POPULATE_READ", kernel)
+        for start, stop in ((0, 1), (0, 600), (7, 8), (1, 599), (599, 600), (3, 3)):
+            for read in (file.read, file.read_mapped):
+                assert torch.equal(read("b", start, stop), values[start:stop])
+
+
+@pytest.mark.parametrize("left", [mmap.PAGESIZE, mmap.PAGESIZE + 100, 0], ids=str)
+def test_a_file_cut_short_meanwhile_is_an_error_that_names_it(tmp_path, left):
+    save_file({"a": randn(600, 1001)}, tmp_path / "file.safetensors")
+    file = TensorFile(tmp_path / "file.safetensors", "make it again")
+    os.truncate(file.path, left)
+    for read in (file.read, file.read_mapped):
+        with pytest.raises(UserError, match="file.safetensors is not a whole safetensors file"):
+            read("a")
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_leaves_no_thread(tmp_path):
@@ -617,8 +640,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(
     tmp_path, weights, megabytes
 ):
-    """Copied away: what is at hand, what was, what waits, and two groups that are being read, of
-    80 MB each; and some for the rest."""
+    """Copied away: what is at hand, what was, and eight tensors that are read ahead, of 16 MB each;
+    and some for the rest."""
     save_weights(tmp_path, {f"w{number}": torch.zeros(1) for number in range(160)})
     path = tmp_path / rank_file(0)
     entries = {
@@ -821,7 +844,7 @@ def made(tiny, tmp_path_factory):
         workspace = Workspace(
             tiny.checkpoint, resolve("cpu"), artifacts, tp, dtype, tiny.gemma_root
         )
-        return workspace.shard_dit()[0] if model == "dit" else workspace.shard_gemma3()
+        return workspace.shard(model)[0]
 
     return folder
 

@@ -52,8 +52,15 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
     with in_words("--artifacts-dir"):
         finished = (path / MANIFEST).is_file()
     if finished:
-        _check_finished(path, identity, command)
-        return path
+        check_readable(path / MANIFEST)  # one that may not be read is not damaged
+        if (stored := stored_identity(path)) != identity:
+            problems = [f"its {MANIFEST} {_differing(identity, stored)}"]
+        else:
+            problems = damage(path, identity)
+        if not problems:
+            return path
+        listed = "\n  ".join([f"{path} is damaged:", *problems])
+        raise UserError(f"{listed}\nMake it again: rm -r {shlex.quote(str(path))} && {command}")
     if path.is_dir():
         raise UserError(
             f"the {what} in {path} were never finished: there is no {MANIFEST}\nMake them again:"
@@ -73,19 +80,6 @@ def find(artifacts: Path, identity: dict, command: str) -> Path:
         f"no fitting {what} in {artifacts}. The nearest {_differing(identity, nearest)}\nMake"
         f" them: {command}"
     )
-
-
-def _check_finished(path: Path, identity: dict, command: str) -> None:
-    """Raise UserError where a finished folder is not that identity's, or is damaged."""
-    check_readable(path / MANIFEST)  # one that may not be read is not damaged
-    stored = stored_identity(path)
-    if stored != identity:
-        problems = [f"its {MANIFEST} {_differing(identity, stored)}"]
-    else:
-        problems = damage(path, identity)
-    if problems:
-        listed = "\n  ".join([f"{path} is damaged:", *problems])
-        raise UserError(f"{listed}\nMake it again: rm -r {shlex.quote(str(path))} && {command}")
 
 
 def damage(path: Path, identity: dict, quick: bool = True) -> list[str]:

@@ -15,10 +15,11 @@ python -m ltx_neuron.artifacts pull s3://bucket/ltx --only graphs --only 'weight
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from ltx_neuron.artifacts.store import Store, names_in
-from ltx_neuron.artifacts.transfer import is_choice, manifest_file, opened, pull, push, selected
+from ltx_neuron.artifacts.transfer import is_tuned, manifest_file, opened, pull, push, selected
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.files import check_folder
 from ltx_neuron.format import format_bytes
@@ -79,37 +80,29 @@ def table(store: Store, only: list[str]) -> str:
         try:
             facts = _facts(store, name, files)
         except UserError as error:
-            facts = [str(error)]
-        lines.append(f"{name}\n    {'; '.join(facts)}")
+            facts = str(error)
+        lines.append(f"{name}\n    {facts}")
     return "\n".join(lines) or f"{store.url} holds no artifacts"
 
 
-def _facts(store: Store, name: str, files: dict[str, int]) -> list[str]:
+def _facts(store: Store, name: str, files: dict[str, int]) -> str:
     """What there is under a name, and all that it was made from and for."""
     identity = opened(store, name).identity
     written = store.written(manifest_file(name))
-    if is_choice(name):
-        return ["settings of a tuning", written, *_fields(identity)]
-    model = _MODELS.get(identity["model"], identity["model"])
-    bucket = f" {identity['bucket']}" if "bucket" in identity else ""
-    first = f"{identity['kind']} of the {model}{bucket}, TP {identity['tp']}, {identity['dtype']}"
-    sizes = [size for file, size in files.items() if file.startswith(f"{name}/")]
-    size = f"{format_bytes(sum(sizes))} in {len(sizes)} files, {written}"
-    rest = {field: value for field, value in identity.items() if field not in _IN_NAME}
-    return [_said(first), size, *_fields(rest)]
-
-
-def _fields(identity: dict) -> list[str]:
-    return [f"{field} {_said(value)}" for field, value in identity.items()]
-
-
-def _said(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_said(each)}" for name, each in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_said, value)) or "none"
-    text = "none" if value is None or value == "" else str(value)
-    return "".join(sign if sign.isprintable() else "?" for sign in text)  # others wrote it
+    if is_tuned(name):
+        facts = ["settings of a tuning", written]
+    else:
+        model = _MODELS.get(identity["model"], identity["model"])
+        bucket = f" {identity['bucket']}" if "bucket" in identity else ""
+        sizes = [size for file, size in files.items() if file.startswith(f"{name}/")]
+        facts = [
+            f"{identity['kind']} of the {model}{bucket}, TP {identity['tp']}, {identity['dtype']}",
+            f"{format_bytes(sum(sizes))} in {len(sizes)} files, {written}",
+        ]
+        identity = {field: value for field, value in identity.items() if field not in _IN_NAME}
+    # As JSON: others wrote it.
+    facts += [f"{field} {json.dumps(value)}" for field, value in identity.items()]
+    return "; ".join(facts)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC
 from pathlib import Path
-from typing import BinaryIO
 
 from tqdm import tqdm
 
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.files import MANIFEST, MAX_JSON_BYTES, whole_file
+from ltx_neuron.files import MANIFEST, whole_file
 
 KINDS = ("weights", "graphs", "tuned")
 # Of a folder, or of a tuning's file without its ending: never "..", nothing hidden.
@@ -82,17 +81,9 @@ class Store:
         }
 
     def read(self, name: str) -> bytes:
-        """The content of a small file. UserError where it is too large for what we write."""
+        """The content of a small file."""
         with self._in_words():
-            if (size := self.fs.size(self._place(name))) > MAX_JSON_BYTES:
-                raise UserError(f"{self.url}/{name} has {size} bytes, wanted {MAX_JSON_BYTES}")
             return self.fs.cat_file(self._place(name))
-
-    @contextmanager
-    def opened(self, name: str) -> Iterator[BinaryIO]:
-        """A file, to be read from its beginning."""
-        with self._in_words(), self.fs.open(self._place(name), "rb") as file:
-            yield file
 
     def written(self, name: str) -> str:
         """When a file was written, as in 2026-11-22T10:00:00Z; empty where that is unknown."""
@@ -130,8 +121,7 @@ class Store:
             yield
         except Exception as error:  # noqa: BLE001 - each file system has errors of its own
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-            local = isinstance(error, OSError) and (self._local or full)
-            if local or isinstance(error, UserError):
+            if isinstance(error, OSError) and (self._local or full):
                 raise
             raise self._refusal(error) from None
 

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from blake3 import blake3
 from tqdm import tqdm
@@ -19,18 +19,17 @@ from ltx_neuron.artifacts import damage, finished_folders, folder, stored_identi
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.backends.manifest import graph_entries
 from ltx_neuron.config import digest
-from ltx_neuron.errors import RunError, UserError
+from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, check_space, exclusive, remove_leftovers, whole_file
 from ltx_neuron.format import format_bytes
 from ltx_neuron.weights.rankfiles import entries_in
 from ltx_neuron.weights.sharder import JOURNAL, PARTIAL
 
 COMMAND = "python -m ltx_neuron.artifacts"
-_ATTEMPTS = 3  # to send graphs that other machines send at the same time
 
 
 class Described(NamedTuple):
-    """What the manifest of a folder says, or a tuning's file.
+    """What the manifest of a folder says, or a tuning's file, beside which there are no others.
 
     text   its content
     files  the other files by name: "blake3" and "bytes" of weights, "sha256" of graphs
@@ -42,28 +41,18 @@ class Described(NamedTuple):
     files: dict[str, dict]
 
     def missing(self, stored: dict[str, int]) -> list[str]:
-        """The files that a store lacks, or has in another size than the manifest says. stored: the
-        bytes of all that it has."""
+        """The files that a store lacks or has in another size. stored: the bytes of all it has."""
         sizes = {file: stored.get(f"{self.name}/{file}") for file in self.files}
-        return [f for f, size in sizes.items() if size is None or size != self._bytes(f, size)]
-
-    def _bytes(self, file: str, otherwise: int) -> int:
-        return self.files[file].get("bytes", otherwise)
+        return [f for f, size in sizes.items() if size != self.files[f].get("bytes", size or 0)]
 
     def is_file(self, path: Path, file: str) -> bool:
         """Whether `path` is one of the files; all of it is read."""
         if not path.is_file():
             return False
-        with open(path, "rb") as opened:
-            return self.is_content(opened, file)
-
-    def is_content(self, opened: BinaryIO, file: str) -> bool:
-        """Whether an opened file is one of these."""
         entry = self.files[file]
-        kind, wanted = (
-            ("sha256", entry["sha256"]) if "sha256" in entry else (blake3, entry["blake3"])
-        )
-        return hashlib.file_digest(opened, kind).hexdigest() == wanted
+        kind, hasher = ("sha256", "sha256") if "sha256" in entry else ("blake3", blake3)
+        with open(path, "rb") as opened:
+            return hashlib.file_digest(opened, hasher).hexdigest() == entry[kind]
 
 
 def described(name: str, text: bytes) -> Described:
@@ -73,25 +62,25 @@ def described(name: str, text: bytes) -> Described:
     try:
         content, files = json.loads(text), {}
         identity = content["identity"]
-        if is_choice(name):
+        if is_tuned(name):
             fits = name.endswith(f"-{digest(identity)[:8]}")
         else:
             fits = name == folder(Path(), identity).as_posix()
             files = (entries_in if identity["kind"] == "weights" else graph_entries)(content)
-        if not fits:
-            raise ValueError("its identity is that of another name")
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it describes no artifacts ({type(error).__name__}: {error})") from None
+    if not fits:
+        raise ValueError("its identity is that of another name")
     return Described(name, text, identity, files)
 
 
-def is_choice(name: str) -> bool:
+def is_tuned(name: str) -> bool:
     return name.startswith("tuned/")
 
 
 def manifest_file(name: str) -> str:
     """The file, in a store or under the artifacts, that is last of those of a name."""
-    return f"{name}.json" if is_choice(name) else f"{name}/{MANIFEST}"
+    return f"{name}.json" if is_tuned(name) else f"{name}/{MANIFEST}"
 
 
 def opened(store: Store, name: str) -> Described:
@@ -113,20 +102,19 @@ def selected(names: Iterable[str], only: list[str], where: object) -> list[str]:
     """The names that a pattern fits: of a whole name, of a kind or of a model, as in graphs,
     weights/dit* or vae; without patterns all. UserError for a pattern that fits none."""
     names = sorted(names)
-
-    def fits(name: str, pattern: str) -> bool:
-        kind, _, own = name.partition("/")
-        words = name, kind, own.partition("-")[0]
-        return any(fnmatchcase(word, pattern) for word in words)
-
+    fitting = set() if only else {*names}
     for pattern in only:
-        if not any(fits(name, pattern) for name in names):
+        fits = [name for name in names if any(fnmatchcase(w, pattern) for w in _words(name))]
+        if not fits:
             listed = "\n  ".join(names)
             raise UserError(f"--only {pattern} fits nothing in {where}, which has:\n  {listed}")
-    return [name for name in names if not only or any(fits(name, pattern) for pattern in only)]
+        fitting |= {*fits}
+    return [name for name in names if name in fitting]
 
 
-# --- push -----------------------------------------------------------------------------------------
+def _words(name: str) -> tuple[str, str, str]:
+    kind, _, own = name.partition("/")
+    return name, kind, own.partition("-")[0]
 
 
 def push(store: Store, artifacts: Path, only: list[str], force: bool = False) -> list[str]:
@@ -136,14 +124,14 @@ def push(store: Store, artifacts: Path, only: list[str], force: bool = False) ->
     force  send also what is there: mends a store whose files are damaged
     """
     folders = [path for kind in ("weights", "graphs") for path in finished_folders(artifacts, kind)]
-    paths = {f"{path.parent.name}/{path.name}": path for path in folders}
-    paths |= {f"tuned/{path.stem}": path for path in (artifacts / "tuned").glob("*.json")}
-    if not paths:
+    names = [f"{path.parent.name}/{path.name}" for path in folders]
+    names += [f"tuned/{path.stem}" for path in (artifacts / "tuned").glob("*.json")]
+    if not names:
         raise UserError(
             f"no finished weights or graphs in {artifacts}: nothing to push\nMake them (shards/,"
             " compile/), or type another --artifacts-dir DIR"
         )
-    names, stored, sent = selected(paths, only, artifacts), store.files(), []
+    names, stored, sent = selected(names, only, artifacts), store.files(), []
     for name in names:
         path = artifacts / manifest_file(name)
         try:
@@ -160,21 +148,17 @@ def push(store: Store, artifacts: Path, only: list[str], force: bool = False) ->
 def _is_stored(store: Store, ours: Described, stored: dict[str, int]) -> bool:
     """Whether a store has a whole folder of that name, as far as sizes tell. Another machine may
     have compiled it to other bytes."""
-    if manifest_file(ours.name) not in stored:
+    last = manifest_file(ours.name)
+    if last not in stored or ours.missing(stored):
         return False
-    try:
-        theirs = opened(store, ours.name)
-    except UserError:  # damaged: it is written again
-        return False
-    return theirs.text == ours.text if is_choice(ours.name) else not theirs.missing(stored)
+    return not is_tuned(ours.name) or store.read(last) == ours.text
 
 
 def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]) -> None:
     """Send the files of a folder that a store lacks, then its manifest. stored: what it has."""
     # Of weights a file of the right size is this one: the identity tells the bytes. What there is
     # of graphs may be another machine's.
-    is_weights = ours.identity.get("kind") == "weights"
-    missing = ours.missing(stored if is_weights else {})
+    missing = ours.missing(stored if ours.identity.get("kind") == "weights" else {})
     folder = artifacts / ours.name
     for file in missing:
         if not ours.is_file(folder / file, file):
@@ -182,34 +166,12 @@ def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]
                 f"{folder / file} is damaged: its content is not what its {MANIFEST} says\nMake it"
                 f" again: rm -r {shlex.quote(str(folder))}, then the shard or compile script"
             )
-    for _ in range(_ATTEMPTS):
-        total = sum((folder / file).stat().st_size for file in missing)
-        whole = total + len(ours.text)
-        with tqdm(total=whole, unit="B", unit_scale=True, desc=ours.name) as bar:
-            for file in missing:
-                store.put(folder / file, f"{ours.name}/{file}", bar)
-            store.put(artifacts / manifest_file(ours.name), manifest_file(ours.name), bar)
-        print(f"sent: {format_bytes(total)} in {len(missing)} of {len(ours.files)} files")
-        if is_weights or _are_graphs_whole(store, ours.name):
-            return
-    raise RunError(
-        f"{store.url}/{ours.name} is not what was sent: other machines send it at the same time\n"
-        f"Type when they have ended: {COMMAND} push {shlex.quote(store.url)} --force"
-    )
-
-
-def _are_graphs_whole(store: Store, name: str) -> bool:
-    """Whether the graphs in a store are those of its manifest, which another machine may have sent
-    since."""
-    theirs = opened(store, name)
-    for file in theirs.files:
-        with store.opened(f"{name}/{file}") as stored:
-            if not theirs.is_content(stored, file):
-                return False
-    return True
-
-
-# --- pull -----------------------------------------------------------------------------------------
+    files = {f"{ours.name}/{file}": (folder / file).stat().st_size for file in missing}
+    total = sum(files.values())
+    with tqdm(total=total + len(ours.text), unit="B", unit_scale=True, desc=ours.name) as bar:
+        for file in (*files, manifest_file(ours.name)):
+            store.put(artifacts / file, file, bar)
+    print(f"sent: {format_bytes(total)} in {len(missing)} of {len(ours.files)} files")
 
 
 def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) -> list[Path]:
@@ -227,8 +189,8 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
     paths = []
     for name in selected(names, only, store.url):
         theirs = opened(store, name)
-        if is_choice(name):
-            paths.append(_pull_choice(theirs, artifacts))
+        if is_tuned(name):
+            paths.append(_pull_tuned(theirs, artifacts))
             continue
         folder = artifacts / name
         paths.append(folder)
@@ -241,7 +203,7 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
     return paths
 
 
-def _pull_choice(theirs: Described, artifacts: Path) -> Path:
+def _pull_tuned(theirs: Described, artifacts: Path) -> Path:
     """Take what a tuning chose where there is none of its name: one's own is never replaced."""
     path = artifacts / manifest_file(theirs.name)
     if not path.is_file():
@@ -258,7 +220,7 @@ def _pull_choice(theirs: Described, artifacts: Path) -> Path:
 def _is_whole(folder: Path, theirs: Described, check: bool) -> bool:
     """Whether a folder is a finished one of the same identity. Another machine may have compiled it
     to other bytes."""
-    if not (folder / MANIFEST).is_file() or stored_identity(folder) != theirs.identity:
+    if stored_identity(folder) != theirs.identity:
         return False
     try:
         return not damage(folder, theirs.identity, quick=not check)

@@ -251,7 +251,7 @@ def files(examination: Examination) -> Iterator[Finding]:
 def _checkpoint(examination: Examination) -> str:
     workspace = examination.workspace()
     for loras in examination.weight_sets:
-        workspace.dit_source(loras)  # raises UserError unless every tensor of the DiT is there
+        workspace.source("dit", loras)  # raises UserError unless every tensor of the DiT is there
     models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
     config = workspace.transformer
@@ -271,7 +271,7 @@ def _gemma(examination: Examination) -> str:
         workspace = examination.workspace()
         # Raise UserError unless Gemma is the one that the checkpoint's connectors were made for.
         _ = workspace.gemma
-        _ = workspace.gemma_source
+        _ = workspace.source("gemma3")
     return (
         f"{root} is whole: {config.num_hidden_layers} layers of {config.hidden_size} channels, "
         f"{format_bytes(sum(file.size for file in weight_files))}, tokenizer"
@@ -326,14 +326,14 @@ def artifacts(examination: Examination) -> Iterator[Finding]:
         facts[f"DiT graphs, {stage.name}"] = partial(dit_graphs, stage)
     if args.gemma_root:
         facts |= {
-            "Gemma3 weights": workspace.gemma3_weights,
+            "Gemma3 weights": partial(workspace.weights, "gemma3"),
             "Gemma3 graphs": lambda: _finished(workspace.text_programs(buckets)),
         }
     if args.neuron_vae:
         facts |= {
-            "VAE weights": workspace.vae_weights,
+            "VAE weights": partial(workspace.weights, "vae"),
             "VAE graphs": lambda: _finished(workspace.tile_programs(clip)),
-            "sound weights": workspace.sound_weights,
+            "sound weights": partial(workspace.weights, "sound"),
             "sound graphs": lambda: _finished(workspace.sound_programs(size, sound)),
         }
     for check, fact in facts.items():

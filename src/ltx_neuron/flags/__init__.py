@@ -33,7 +33,7 @@ from ltx_neuron.flags.running import (
     outputs,
     run_options,
 )
-from ltx_neuron.flags.sharding import add_sharding, shard_request
+from ltx_neuron.flags.sharding import add_sharding, shard
 
 __all__ = [
     "add_conditions",
@@ -61,7 +61,7 @@ __all__ = [
     "recipe",
     "run_options",
     "shape",
-    "shard_request",
+    "shard",
     "size",
     "spec",
     "weight_sets",

@@ -1,14 +1,15 @@
-"""The flags of the shard scripts."""
+"""The flags of the shard scripts, and what these do."""
 
 import argparse
 from pathlib import Path
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_folder
+from ltx_neuron.flags.common import workspace
 from ltx_neuron.flags.jobs import lora_fields
 from ltx_neuron.flags.resolve import weight_sets
 from ltx_neuron.profiles import resolve
-from ltx_neuron.shard import ShardRequest
+from ltx_neuron.workspace import reshard, verify_finished
 
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,32 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
     add("--num-workers", type=int, metavar="N", help=help)
 
 
-def shard_request(args: argparse.Namespace) -> ShardRequest:
-    """What the flags of a shard script ask for. Raises UserError for flags that exclude others."""
+def shard(model: str, args: argparse.Namespace) -> None:
+    """Do what the flags of a shard script say: cut or verify the weights of `model`, "dit",
+    "gemma3" or "vae", and print the folders. Raises UserError for flags that exclude others."""
+    _check(args)
+    tp = resolve(args.profile, tuple(args.profile_set)).degree(args.tp_degree)
+    sets = weight_sets(lora_fields(args)) if "lora" in args else ((),)
+    if args.checkpoint_path:
+        if model == "gemma3":
+            example = "Type for example --gemma-root gemma-3-12b"
+            require(args.gemma_root, "--gemma-root", "--checkpoint-path", example)
+        opened = workspace(args, writes=False)
+        if args.verify:
+            for path in opened.verify(model, sets):
+                print(f"whole, and bit for bit the source: {path}")
+        else:
+            for path in opened.shard(model, sets, args.num_workers):
+                print(f"weights: {path}")
+    elif args.verify:
+        verify_finished(model, args.artifacts_dir)
+    else:
+        artifacts, workers = args.artifacts_dir, args.num_workers
+        path = reshard(args.from_shards, artifacts, model, tp, args.dtype, workers)
+        print(f"weights: {path}")
+
+
+def _check(args: argparse.Namespace) -> None:
     if args.num_workers is not None and args.num_workers < 1:
         raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
     if args.from_shards and (args.checkpoint_path or args.verify):
@@ -41,13 +66,3 @@ def shard_request(args: argparse.Namespace) -> ShardRequest:
         )
     if not args.verify:
         check_folder(args.artifacts_dir, "--artifacts-dir DIR")
-    profile = resolve(args.profile, tuple(args.profile_set))
-    return ShardRequest(
-        args.artifacts_dir,
-        profile.degree(args.tp_degree),
-        args.dtype,
-        args.verify,
-        args.from_shards,
-        args.num_workers,
-        weight_sets(lora_fields(args)) if "lora" in args else ((),),
-    )

@@ -13,16 +13,15 @@ from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json
 from ltx_neuron.fleet.pool import Pool
-from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.service.jobs import VIDEO
-from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, KeyUsed, NewJob, Queue
+from ltx_neuron.service.queue import COMPLETED, FAILED, Entry, NewJob, Queue
 from ltx_neuron.workspace import Workspace
 
 FOLDER = ".ltx-fleet"  # of --output-dir: the queue and the files of its jobs
 OWNER = "batch"
-_PATIENCE = 3  # replicas that end at once, until the command does
+_MAX_FAILURES = 3  # replicas that end at once, until the command does
 
 
 def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> None:
@@ -32,115 +31,94 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
         raise UserError("--perf-dump-path is of one machine; it does not go with --ray")
     read = Engine(workspace, Recorder(), options).preflight.inputs([line.job for line in lines])
     batch.check_outputs(lines, outputs.folder, None, read | {"--prompts-file": args.prompts_file})
-    with exclusive(outputs.folder.absolute() / FOLDER, "making"):
-        entries = _run(lines, args, outputs)
-    failed = sum(entry["status"] != "done" for entry in entries)
-    counts = f"{len(entries) - failed} done, {failed} failed"
+    folder = outputs.folder.absolute() / FOLDER
+    with exclusive(folder, "making"):
+        results = Results(outputs.folder, lines)
+        left = [line for line in lines if line.number not in results.entries]
+        if left:
+            folder.mkdir(exist_ok=True)
+            with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
+                _make(left, args, queue, outputs.folder, results)
+        shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
+    failed = sum(results.entries[line.number]["status"] != "done" for line in lines)
+    counts = f"{len(lines) - failed} done, {failed} failed"
     print(f"videos: {outputs.folder} ({counts}; {batch.RESULTS})")
     if failed:
         raise SystemExit(1)
 
 
-def _run(lines: list[Line], args: Namespace, outputs: Outputs) -> list[dict]:
-    """Run the lines that are not done yet; returns every line's entry, in the file's order."""
-    results = Results(outputs.folder, lines)
-    left = {line.number: line for line in lines if line.number not in results.entries}
-    folder = outputs.folder.absolute() / FOLDER
+def _make(lines: list[Line], args: Namespace, queue: Queue, folder: Path, results: Results) -> None:
+    """Have replicas make the lines; record each when it has ended, its video under its name."""
+    left = _submit(lines, queue)
+    # As replicas read them: LoRAs are found from every folder.
+    jobs = [flags.job_of(line.job.spec) for line in lines]
+    sets = list({stage.loras for job in jobs for stage in job.stages})
+    max_replicas = min(args.replicas or len(lines), len(lines))
+    pool = Pool(queue, args, _capability_jobs(jobs), max_replicas, _MAX_FAILURES, sets)
+
+    def take_ended() -> None:
+        for id, line in list(left.items()):
+            entry = queue.get(OWNER, id)
+            if entry.status == FAILED:
+                results.failed(line, RunError(entry.error["message"]))
+            elif entry.status == COMPLETED:
+                _take_video(line, queue.folder_of(id) / VIDEO, folder / line.file)
+                results.done(line)
+            else:
+                continue
+            del left[id]
+            queue.cancel(OWNER, id)  # with its files
+        if not left:
+            pool.stop.set()
+
+    take_ended()
     if left:
-        folder.mkdir(exist_ok=True)
-        with closing(Queue(folder / "queue.sqlite", folder / "jobs")) as queue:
-            work = _Work(queue, outputs.folder, results, left)
-            most = min(args.replicas or len(left), len(left))
-            # As replicas read them: LoRAs are found from every folder.
-            jobs = [flags.job_of(line.job.spec) for line in left.values()]
-            sets = list({stage.loras for job in jobs for stage in job.stages})
-            pool = Pool(queue, args, _probe(jobs), most, _PATIENCE, sets)
-            work.run(pool)
-    shutil.rmtree(folder, ignore_errors=True)  # all lines have ended
-    return [results.entries[line.number] for line in lines]
+        pool.run(take_ended)
 
 
-def _probe(jobs: list[Job]) -> list[Job]:
+def _submit(lines: list[Line], queue: Queue) -> dict[str, Line]:
+    """The lines by the ids of their jobs: those of an interrupted run, and new ones for lines that
+    failed then or say another thing now."""
+    by_number, left = {line.number: line for line in lines}, {}
+    for entry in queue.page(OWNER, limit=10**9)[0]:
+        line = by_number.get(entry.public_fields["line"])
+        if line and entry.digest == line.digest and entry.status != FAILED:
+            left[entry.id] = by_number.pop(line.number)
+        else:
+            queue.cancel(OWNER, entry.id)
+    return left | {_submit_new(line, queue).id: line for line in by_number.values()}
+
+
+def _submit_new(line: Line, queue: Queue) -> Entry:
+    """Put a line's job into the queue, with copies of the files that it is given."""
+    id, names = queue.new_id(), {}
+    folder = queue.folder_of(id)
+    folder.mkdir()
+    for number, path in enumerate(dict.fromkeys(line.job.files.values())):
+        names[path] = f"file-{number}{path.suffix}"
+        shutil.copyfile(path, folder / names[path])
+    params = line.job.with_paths(names.__getitem__).spec.line()
+    public_fields = {"line": line.number}
+    new = NewJob(id, OWNER, line.digest, _batch_key(line.job), params, public_fields)
+    return queue.submit(new)[0]
+
+
+def _take_video(line: Line, made: Path, video: Path) -> None:
+    """Move a finished video out of its job's folder. Its JSON names the files as the user did."""
+    described = read_json(made.with_suffix(".json")) | line.job.describe()
+    write_json(video.with_suffix(".json"), described)
+    if made.is_file():  # else it was taken just before a kill
+        made.replace(video)
+
+
+def _capability_jobs(jobs: list[Job]) -> list[Job]:
     """A job of every size and weight set, with whose making a replica begins. Files are not there
     yet."""
     plain = [job for job in jobs if not job.files]
     return list({(job.size, job.recipe, job.upscale, job.stages): job for job in plain}.values())
 
 
-class _Work:
-    """A batch under way: its lines in the queue, and what comes out of it."""
-
-    def __init__(self, queue: Queue, folder: Path, results: Results, lines: dict[int, Line]):
-        self.queue, self.folder, self.results = queue, folder, results
-        self.left = {self._submitted(line).id: line for line in lines.values()}
-
-    def run(self, pool: Pool) -> None:
-        def look() -> None:
-            self._take_ended()
-            if not self.left:
-                pool.stop.set()
-
-        look()
-        if self.left:
-            pool.run(look)
-
-    def _submitted(self, line: Line) -> Entry:
-        """A line's job: the one of an interrupted run, unless that failed or says another thing."""
-        try:
-            before = self.queue.of_key(OWNER, str(line.number), line.digest)
-        except KeyUsed:
-            before = self._of_number(line.number)
-            self.queue.cancel(OWNER, before.id)
-            before = None
-        if before and before.status == FAILED:
-            self.queue.cancel(OWNER, before.id)
-            before = None
-        return before or self._submit(line)
-
-    def _of_number(self, number: int) -> Entry:
-        """The job that another line of this number left."""
-        entries, more = [], True
-        while more:
-            page, more = self.queue.page(OWNER, entries[-1].number if entries else None, 1000)
-            entries += page
-        return next(entry for entry in entries if entry.key == str(number))
-
-    def _submit(self, line: Line) -> Entry:
-        id, names = self.queue.new_id(), {}
-        folder = self.queue.folder_of(id)
-        folder.mkdir()
-        for number, path in enumerate(dict.fromkeys(line.job.files.values())):
-            names[path] = f"file-{number}{path.suffix}"
-            shutil.copyfile(path, folder / names[path])
-        said = line.job.with_paths(names.__getitem__).spec.line()
-        shown = {"line": line.number}
-        new = NewJob(id, OWNER, line.digest, kind(line.job), said, shown, str(line.number))
-        entry, _ = self.queue.submit(new)
-        return entry
-
-    def _take_ended(self) -> None:
-        """Record the lines that have ended since the last look, their videos under their names."""
-        for id, line in list(self.left.items()):
-            entry = self.queue.get(OWNER, id)
-            if entry.status == FAILED:
-                self.results.failed(line, RunError(entry.error["message"]))
-            elif entry.status == COMPLETED:
-                self._take(entry, line)
-            if entry.status in (COMPLETED, FAILED):
-                del self.left[id]
-                self.queue.cancel(OWNER, id)  # with its files
-
-    def _take(self, entry: Entry, line: Line) -> None:
-        made, video = self.queue.folder_of(entry.id) / VIDEO, self.folder / line.file
-        # The JSON names the files as the user did.
-        described = read_json(made.with_suffix(".json")) | line.job.describe()
-        write_json(video.with_suffix(".json"), described)
-        if made.is_file():  # else it was taken just before a kill
-            made.replace(video)
-        self.results.done(line)
-
-
-def kind(job: Job) -> str:
+def _batch_key(job: Job) -> str:
     """What jobs have in common that run on the same loaded graphs and weights."""
     loras = f"{digest(job.identity['loras'])[:8]} " if job.all_loras else ""
     return f"{job.recipe} {loras}{' '.join(bucket.name for bucket in job.buckets)}"[:255]

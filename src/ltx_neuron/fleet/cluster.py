@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import ray
 
@@ -17,47 +18,50 @@ LOCAL = "local"  # the address of a Ray of one's own, on this machine alone
 VISIBLE = "NEURON_RT_VISIBLE_CORES"
 _STORE_BYTES = 256 * 2**20  # of a local one: a few finished videos
 _ANSWERS = 10.0  # seconds within which a head does
-_NAMES = {"CPU": "num_cpus", "GPU": "num_gpus"}  # Ray's own resources, as its options name them
 
 
-def needs(profile: Profile, tp: int) -> dict[str, int]:
-    """Ray's resources of one replica."""
-    kind = {"neuron": "neuron_cores", "cuda": "GPU"}.get(profile.device, "CPU")
-    return {kind: tp}
+class Needs(NamedTuple):
+    """What one replica takes of a node: so many of one of Ray's resources."""
+
+    kind: str
+    count: int
+
+    @classmethod
+    def of(cls, profile: Profile, tp: int) -> "Needs":
+        kinds = {"neuron": "neuron_cores", "cuda": "GPU"}
+        return cls(kinds.get(profile.device, "CPU"), tp)
+
+    @property
+    def options(self) -> dict:
+        """The options of an actor that takes it. CPU and GPU have names of their own there."""
+        own = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(self.kind)
+        taken = {own: self.count} if own else {"resources": {self.kind: self.count}}
+        return {"num_cpus": 0, **taken}
+
+    def capacity(self) -> int:
+        """How many replicas the cluster's living nodes have room for, were they empty."""
+        return sum(int(has.get(self.kind, 0) // self.count) for _, has in _living_nodes())
+
+    def too_small(self) -> str:
+        """Why no replica finds a place: what one takes, and what the cluster has."""
+        kinds, nodes = {"CPU", "GPU", self.kind}, []
+        for address, has in _living_nodes():
+            counts = ", ".join(f"{kind} {n:g}" for kind, n in has.items() if kind in kinds)
+            nodes.append(f"\n  {address}: {counts or 'nothing'}")
+        declared = f"--num-cpus {self.count}"
+        if self.kind == "neuron_cores":
+            declared = f"--resources '{{\"neuron_cores\": {self.count}}}'"
+        return (
+            f"no node of the Ray cluster has {self.kind} {self.count}, which a replica takes; it"
+            f" has:{''.join(nodes)}\nStart one that says so: ray start --address=HEAD:6379"
+            f" {declared}"
+        )
 
 
-def options(needed: dict[str, int]) -> dict:
-    """The same, as the options of an actor."""
-    own = {_NAMES[kind]: count for kind, count in needed.items() if kind in _NAMES}
-    others = {kind: count for kind, count in needed.items() if kind not in _NAMES}
-    return {"num_cpus": 0, **own, "resources": others}
-
-
-def capacity(needed: dict[str, int]) -> int:
-    """How many replicas the cluster's living nodes have room for, were they empty."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return sum(int(min(node.get(k, 0) // count for k, count in needed.items())) for node in nodes)
-
-
-def too_small(needed: dict[str, int]) -> str:
-    """Why no replica finds a place: what one takes, and what the cluster has."""
-    kinds = {"CPU", "GPU", *needed}
-    nodes = [
-        f"{node['NodeManagerAddress']}: "
-        + (", ".join(f"{k} {v:g}" for k, v in node["Resources"].items() if k in kinds) or "nothing")
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    wanted = ", ".join(f"{kind} {count}" for kind, count in needed.items())
-    kind = next(iter(needed))
-    declared = f"--num-cpus {needed[kind]}"
-    if kind == "neuron_cores":
-        declared = f"--resources '{{\"neuron_cores\": {needed[kind]}}}'"
-    return (
-        f"no node of the Ray cluster has {wanted}, which a replica takes; it has:\n  "
-        + "\n  ".join(nodes)
-        + f"\nStart one that says so: ray start --address=HEAD:6379 {declared}"
-    )
+def _living_nodes() -> list[tuple[str, dict[str, float]]]:
+    """The address and the resources of each."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [(node["NodeManagerAddress"], node["Resources"]) for node in nodes]
 
 
 @contextmanager

@@ -4,7 +4,6 @@ Nodes may join, and get replicas; a replica that dies loses its job to another, 
 where there is room.
 """
 
-import itertools
 import os
 import secrets
 import threading
@@ -12,8 +11,8 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -34,13 +33,11 @@ _LAST_SECONDS = 15.0  # for replicas to end in good order
 _MAX_CALLS = 64  # of the queue's actor at once
 
 
-@dataclass
-class _Member:
-    """A replica: `ended` is there once it has."""
+class _Member(NamedTuple):
+    """A replica: the name by which the queue knows it, its actor, and when it was started."""
 
     name: str
     actor: object
-    ended: object
     began: float
 
 
@@ -69,11 +66,9 @@ class Pool:
         self.capability_jobs, self.sets = capability_jobs, sets
         self.max_replicas, self.max_failures = max_replicas or 10**6, max_failures
         self.stop = threading.Event()
-        self.members: dict[str, _Member] = {}
-        profile = resolve(args.profile, tuple(args.profile_set))
-        self.profile, self.needed = profile, cluster.needs(profile, profile.degree(args.tp_degree))
-        own = secrets.token_hex(4)
-        self._names = (f"ray-{own}-{number}" for number in itertools.count())
+        self.members: dict[ray.ObjectRef, _Member] = {}  # by what is there once it has ended
+        self.profile = profile = resolve(args.profile, tuple(args.profile_set))
+        self.needed = cluster.Needs.of(profile, profile.degree(args.tp_degree))
         self._failures, self._not_before = 0, 0.0
         self._lack: str | None = None  # why there is no room, as it was said last
 
@@ -94,8 +89,9 @@ class Pool:
 
     def _start_queue_actor(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        asked = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "scheduling_strategy": here}
-        actor = ray.remote(QueueActor).options(**asked)
+        actor = ray.remote(QueueActor).options(
+            num_cpus=0, max_concurrency=_MAX_CALLS, scheduling_strategy=here
+        )
         self.queue_actor = actor.remote(
             self.queue.database.path.absolute(), self.queue.folder.absolute(), self.queue.lease
         )
@@ -103,8 +99,8 @@ class Pool:
 
     def _fill(self) -> None:
         """Start the replicas that there is room for."""
-        room = cluster.capacity(self.needed)
-        lack = "" if room else cluster.too_small(self.needed)
+        room = self.needed.capacity()
+        lack = "" if room else self.needed.too_small()
         if lack and self.max_failures and self._lack is None:
             raise UserError(lack)
         if lack and lack != self._lack:
@@ -113,39 +109,34 @@ class Pool:
         if time.monotonic() < self._not_before:
             return
         while len(self.members) < min(room, self.max_replicas):
-            self._start(next(self._names))
-
-    def _start(self, name: str) -> None:
-        asked = cluster.options(self.needed) | {"max_concurrency": 2}
-        actor = ray.remote(Replica).options(**asked)
-        made = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
-        self.members[name] = _Member(
-            name, made, made.run.remote(self.capability_jobs, self.sets), time.monotonic()
-        )
+            name = f"ray-{secrets.token_hex(4)}"
+            actor = ray.remote(Replica).options(**self.needed.options, max_concurrency=2)
+            made = actor.remote(name, self.queue_actor, self.queue.lease, self.args)
+            ended = made.run.remote(self.capability_jobs, self.sets)
+            self.members[ended] = _Member(name, made, time.monotonic())
 
     def _wait(self) -> None:
         """Wait a little, and take note of the replicas that ended meanwhile."""
-        waited = [self._queue_ended, *(member.ended for member in self.members.values())]
-        ended, _ = ray.wait(waited, timeout=_LOOK_SECONDS)
+        ended, _ = ray.wait([self._queue_ended, *self.members], timeout=_LOOK_SECONDS)
         if self._queue_ended in ended:
             raise RunError("the process that hands out the jobs (Ray actor QueueActor) has died")
-        for member in [each for each in self.members.values() if each.ended in ended]:
-            self._ended(member)
+        for reference in ended:
+            self._ended(reference)
 
-    def _ended(self, member: _Member) -> None:
+    def _ended(self, reference: ray.ObjectRef) -> None:
         """A replica has died: its jobs are free at once."""
-        del self.members[member.name]
+        member = self.members.pop(reference)
         state = self.queue.workers().get(member.name, {})
         self.queue.release_worker(member.name, crashed=True)
         try:
-            error = ray.get(member.ended)
+            error = ray.get(reference)
         except Exception as raised:
             error = raised
         ray.kill(member.actor)  # one that raised still has its chip
         why = _reason(error)
         lived = state.get("videos") or time.monotonic() - member.began > _LONG_ENOUGH
         self._failures = 0 if lived else self._failures + 1
-        wait = min(2.0 ** max(0, self._failures - 1), _LONGEST_WAIT) if self._failures else 0.0
+        wait = self._failures and min(2.0 ** (self._failures - 1), _LONGEST_WAIT)
         self._not_before = time.monotonic() + wait
         print(f"replica {member.name} has ended: {why}", flush=True)
         if self.max_failures and self._failures >= self.max_failures and not self._working():
@@ -154,22 +145,22 @@ class Pool:
 
     def _end(self) -> None:
         """End the replicas in good order; their jobs wait again."""
-        refs = [member.ended for member in self.members.values()]
         with suppress(RayError):
             for member in self.members.values():
                 member.actor.stop.remote()
             if self._working():  # else there is nothing to wait for: they only start
-                ray.wait(refs, num_returns=len(refs), timeout=_LAST_SECONDS)
+                ended = [*self.members]
+                ray.wait(ended, num_returns=len(ended), timeout=_LAST_SECONDS)
         for member in self.members.values():
             with suppress(RayError, GetTimeoutError):
                 ray.kill(member.actor)
             self.queue.release_worker(member.name)
         self.members.clear()
 
-    def _working(self) -> set[str]:
-        """The replicas that have begun to take jobs."""
-        states = self.queue.workers().items()
-        return {name for name, state in states if state["alive"]} & self.members.keys()
+    def _working(self) -> bool:
+        """Whether a replica has begun to take jobs."""
+        states = self.queue.workers()
+        return any(states.get(each.name, {}).get("alive") for each in self.members.values())
 
 
 def _reason(error: Exception | None) -> str:

@@ -80,6 +80,8 @@ class RemoteQueue:
         return partial(self._call, method)
 
     def _call(self, method: str, *args, **more):
+        if method in ("fail", "release_job"):
+            self._clear(args[0])
         return ray.get(self.actor.call.remote(method, *args, **more))
 
     def folder_of(self, id: str) -> Path:
@@ -104,14 +106,6 @@ class RemoteQueue:
         done = ray.get(self.actor.complete.remote(entry, bytes, detail, files))
         self._clear(entry)
         return done
-
-    def fail(self, entry: Entry, code: str, message: str) -> bool:
-        self._clear(entry)
-        return self._call("fail", entry, code, message)
-
-    def release_job(self, entry: Entry) -> None:
-        self._clear(entry)
-        self._call("release_job", entry)
 
     def release_worker(self, worker: str, crashed: bool = False) -> None:
         for folder in self.scratch.iterdir():

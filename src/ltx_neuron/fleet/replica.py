@@ -21,13 +21,11 @@ class Replica:
     def __init__(self, name: str, queue_actor, lease: float, args: Namespace):
         forget_rays_threads()
         self.name, self.queue_actor, self.lease, self.args = name, queue_actor, lease, args
-        self.stopped, self.worker = threading.Event(), None
+        self.stopped = threading.Event()
 
     def stop(self) -> None:
         """Take no further job; `run` returns when those that were taken are made."""
         self.stopped.set()
-        if self.worker:
-            self.worker.stop.set()
 
     def run(self, capability_jobs: list, sets: list = ()) -> None:
         """Make videos until `stop` is called. UserError if this machine cannot.
@@ -65,12 +63,11 @@ class Replica:
                 raise UserError(f"{error}\n{advice}") from None
             queue = RemoteQueue(self.queue_actor, self.lease, Path(folder))
             previews = not getattr(args, "no_page", True)  # a batch has no page
-            self.worker = Worker(queue, engine, self.name, previews)
-            if self.stopped.is_set():
-                return
+            worker = Worker(queue, engine, self.name, previews)
+            worker.stop = self.stopped
             on = f"cores {','.join(map(str, cores))}" if cores else workspace.profile.name
             print(f"{self.name} is ready on {on}", flush=True)
-            self.worker.run()
+            worker.run()
 
 
 def forget_rays_threads() -> None:

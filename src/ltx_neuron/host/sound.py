@@ -2,9 +2,8 @@
 and from that to a waveform.
 
 A span is read with what its samples depend on before and after it, so spans put one after the other
-are what the whole gives. The ranks are given spans of the sound. On the host every graph with much
-to compute is given spans of its own, which have less around them, each on one thread. Both are cut
-by length alone: the number of threads does not change the bits.
+are what the whole gives. Each rank decodes a span. The host decodes spans of about 10 s, one after
+the other, with torch's threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ltx_neuron.config import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
-from ltx_neuron.host.workers import Workers
-from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
+from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import arrangement, resampling_filters
 
 # Rows of a mel spectrogram that the host holds in memory at a time: about 10 s of sound.
 WINDOW = 1024
-# What spans of a graph on the host may add to its work, and how many they are at most.
-MORE_WORK, MOST_SPANS = 0.15, 16
 
 # Decodes windows of one length, (1, ...) each.
 Decode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -55,9 +52,7 @@ def cut(length: int, window: int, reach: tuple[int, int]) -> list[Span]:
     ]
 
 
-def join(
-    parts: Sequence[Tensor], spans: Sequence[Span], scale: int, dropped: int = 0, axis: int = 2
-) -> Tensor:
+def join(parts: Sequence[Tensor], spans: Sequence[Span], scale: int, dropped: int = 0) -> Tensor:
     """What is made of a sound, of what is made of its spans' windows: `scale` samples of one, but
     for the first of all, which has `dropped` fewer."""
 
@@ -65,10 +60,10 @@ def join(
         return max(0, sample * scale - dropped)
 
     kept = [
-        part.narrow(axis, end(span.first) - span.start * scale, end(span.last) - end(span.first))
+        part[:, :, end(span.first) - span.start * scale : end(span.last) - span.start * scale]
         for part, span in zip(parts, spans, strict=True)
     ]
-    return torch.cat(kept, dim=axis)
+    return torch.cat(kept, dim=2)
 
 
 def spectrogram(latent: Tensor, spans: list[Span], decode: Decode) -> Tensor:
@@ -86,53 +81,24 @@ def waveform(mel: Tensor, spans: list[Span], decode: Decode) -> Tensor:
 class _OnHost(nn.Module):
     """The ranks' graphs, run by this process with a model's weights."""
 
-    def __init__(
-        self, program: Program, axis: int, weights: dict[str, Tensor], **constants: Tensor
-    ):
-        """axis: of time, in what the graphs hand on."""
+    def __init__(self, program: Program, weights: dict[str, Tensor], **constants: Tensor):
         super().__init__()
-        self.graphs, self.axis, self.constants = [*program.graphs.values()], axis, constants
+        self.graphs, self.constants = [*program.graphs.values()], constants
         for graph in self.graphs:
             own = {name: weights[name] for name, _ in graph.module.named_parameters()}
             graph.module.load_state_dict(own, assign=True)
 
     def _decode(self, windows: Sequence[Tensor]) -> list[Tensor]:
-        with Workers() as workers:
-            return [self._run(window.contiguous(), workers) for window in windows]
+        return [self._run(window.contiguous()) for window in windows]
 
-    def _run(self, window: Tensor, workers: Workers) -> Tensor:
+    def _run(self, window: Tensor) -> Tensor:
         (given,) = self.graphs[0].inputs._fields
         values = {**self.constants, given: window}
         for graph in self.graphs:
-            inputs = graph.inputs(*map(values.get, graph.inputs._fields))
-            outputs = self._in_spans(graph.module, inputs, workers)
+            check_cancelled()
+            outputs = graph.module(graph.inputs(*map(values.get, graph.inputs._fields)))
             values |= outputs._asdict()
         return outputs[0]
-
-    def _in_spans(self, graph: Part, inputs: tuple, workers: Workers) -> tuple:
-        """What a graph returns, computed by threads that do one span each."""
-        module, (x, *others) = graph.module, inputs
-        length = x.shape[self.axis]
-        spans = host_spans(length, module.reach) if module.reach else [Span(0, length, 0, length)]
-        results = [None] * len(spans)
-
-        def compute(number: int) -> None:
-            start, stop, *_ = spans[number]
-            window = x.narrow(self.axis, start, stop - start)
-            results[number] = graph(inputs._make([window, *others]))
-
-        workers.run(compute, range(len(spans)))
-        if len(spans) == 1:
-            return results[0]
-        parts = [part for (part,) in results]
-        return results[0]._make([join(parts, spans, module.scale, module.dropped, self.axis)])
-
-
-def host_spans(length: int, reach: tuple[int, int]) -> list[Span]:
-    """A graph's spans on the host: an even number, which share the work of two cores alike."""
-    around = sum(reach)
-    count = min(MOST_SPANS, 2 * (1 + int(MORE_WORK * length / around) // 2))
-    return cut(length, -(-(length + (count - 1) * around) // count), reach)
 
 
 class HostSpectrogram(_OnHost):
@@ -141,7 +107,7 @@ class HostSpectrogram(_OnHost):
     def __init__(self, config: AudioDecoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's mel decoder, under ltx-core's names."""
         named = {f"audio_decoder.{name}": weight for name, weight in weights.items()}
-        super().__init__(spectrogram_program(config, 1), 2, named)
+        super().__init__(spectrogram_program(config, 1), named)
         self.reach = config.reach
 
     @torch.no_grad()
@@ -161,7 +127,7 @@ class HostVocoder(_OnHost):
             if arrange := arrangement(name, config):
                 named[name] = arrange(weight)
         constants = {"resampling": resampling_filters(config)}
-        super().__init__(waveform_program(config, 1), 3, named, **constants)
+        super().__init__(waveform_program(config, 1), named, **constants)
         self.reach = config.reach
 
     @torch.no_grad()

@@ -5,16 +5,14 @@ Source: ltx-core model/audio_vae (audio_vae.py, resnet.py, upsample.py, causal_c
 the parts that the released decoder does not have. Parameters have ltx-core's names. Every rank
 decodes a span of its own: there are no collectives, and no rank in the model. All is float32.
 
-Maps are (1, C, T, bins), T rows of time. A row depends on those before it alone. `reach` of a
-graph's module are the rows before and after one that its rows depend on, `scale` how many rows take
-the place of one, and `dropped` how many of these are left out of the first one's.
+Maps are (1, C, T, bins), T rows of time. A row depends on those before it alone.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ltx_neuron.config import AudioDecoderConfig
+from ltx_neuron.models.video_decoder import Statistics
 from ltx_neuron.models.video_decoder import activate as normed_silu
 
 EPS = 1e-6  # of PixelNorm
@@ -71,23 +69,15 @@ class Upsample(nn.Module):
 class ConvIn(nn.Module):
     """A span's latents, un-normalised and convolved, and the middle blocks."""
 
-    reach, scale, dropped = (10, 0), 1, 0
-
     def __init__(self, config: AudioDecoderConfig, channels: int):
         super().__init__()
         self.shape = config.latent_channels, 1, config.latent_bins
-        self.per_channel_statistics = nn.Module()
-        for name in ("std-of-means", "mean-of-means"):
-            parameter = nn.Parameter(torch.empty(config.base_channels))
-            self.per_channel_statistics.register_parameter(name, parameter)
+        self.per_channel_statistics = Statistics(config.base_channels)
         self.conv_in = Convolution(config.latent_channels, channels)
         self.mid = nn.ModuleDict({f"block_{n}": Residual(channels, channels) for n in (1, 2)})
 
     def forward(self, latent: Tensor) -> Tensor:
-        statistics = dict(self.per_channel_statistics.named_parameters())
-        std, mean = (
-            statistics[name].view(self.shape) for name in ("std-of-means", "mean-of-means")
-        )
+        std, mean = self.per_channel_statistics.viewed(*self.shape)
         x = self.conv_in(latent * std + mean)
         for block in self.mid.values():
             x = block(x)
@@ -104,7 +94,6 @@ class Level(nn.Module):
             Residual(*pair) for pair in zip(widths, widths[1:], strict=False)
         )
         self.upsample = Upsample(outputs) if enlarged else nn.Identity()
-        self.reach, self.scale, self.dropped = (4 * blocks + enlarged, 0), 1 + enlarged, +enlarged
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.block:
@@ -114,8 +103,6 @@ class Level(nn.Module):
 
 class ConvOut(nn.Module):
     """The finest map, normed, activated and convolved: the spectrogram."""
-
-    reach = None  # computed as a whole
 
     def __init__(self, config: AudioDecoderConfig, channels: int):
         super().__init__()

@@ -8,7 +8,7 @@ Shapes: S = 1024 positions, D width of a stream (video 4096, audio 2048); the ba
 
 from itertools import zip_longest
 
-from torch import Tensor, nn
+from torch import nn
 
 from ltx_neuron.config import AttentionSize, TransformerConfig
 from ltx_neuron.models.attention import Attention, AttentionCall, Kernel, attend
@@ -66,23 +66,17 @@ class Connectors(nn.Module):
             active = {
                 name: block for name, block in zip(states, layer, strict=True) if block is not None
             }
-            self._layer(active, states, ropes)
+            # Both streams at once: what they sum over the ranks may travel together (Comm.sum).
+            # These norms have no weights; q and k have norms of their own in Attention.
+            normed = {name: rms_norm(states[name]) for name in active}
+            calls = [
+                AttentionCall(block.attn1, normed[name], normed[name], ropes[name])
+                for name, block in active.items()
+            ]
+            for name, out in zip(active, attend(self.comm, *calls), strict=True):
+                states[name] = states[name] + out
+            partials = [block.ff.partial(rms_norm(states[name])) for name, block in active.items()]
+            for (name, block), summed in zip(active.items(), self.comm.sum(*partials), strict=True):
+                states[name] = states[name] + block.ff.finish(summed)
         # The last norm has no weight (embeddings_connector.py), so nothing of it is loaded.
         return ConnectorOutputs(rms_norm(states["video"]), rms_norm(states["audio"]))
-
-    def _layer(
-        self, blocks: dict[str, ConnectorBlock], states: dict[str, Tensor], ropes: dict[str, Rope]
-    ) -> None:
-        """One block of each of the given streams; replaces their states (1, S, D)."""
-        # Both streams at once: what they sum over the ranks may travel together (Comm.sum).
-        # These norms have no weights; q and k have norms of their own in Attention.
-        normed = {name: rms_norm(states[name]) for name in blocks}
-        calls = [
-            AttentionCall(blocks[name].attn1, normed[name], normed[name], ropes[name])
-            for name in blocks
-        ]
-        for name, out in zip(blocks, attend(self.comm, *calls), strict=True):
-            states[name] = states[name] + out
-        partials = [block.ff.partial(rms_norm(states[name])) for name, block in blocks.items()]
-        for (name, block), summed in zip(blocks.items(), self.comm.sum(*partials), strict=True):
-            states[name] = states[name] + block.ff.finish(summed)

@@ -43,11 +43,10 @@ from ltx_neuron.models.rope import Rope
 from ltx_neuron.models.signatures import (
     BlockInputs,
     BlockOutputs,
-    GuidedStepInputs,
+    GuidedHeadOutputs,
     GuideInputs,
     HeadInputs,
     HeadOutputs,
-    StepInputs,
     TailInputs,
     TailOutputs,
     X0Outputs,
@@ -125,11 +124,7 @@ class TransformerBlock(nn.Module):
         self.modulated_prompt = config.use_prompt_adaln_single
 
     def forward(
-        self,
-        video: Tensor,
-        audio: Tensor,
-        inputs: BlockInputs,
-        perturbations: Perturbations | None = None,
+        self, video: Tensor, audio: Tensor, inputs: BlockInputs, perturbations: Perturbations | None
     ) -> tuple[Tensor, Tensor]:
         """(1, Tv, Dv), (1, Ta, Da) -> the same, with 3 x (statistics, outputs) + 1 grouped sums;
         where the video is divided, with five gathers and four scattered sums of it besides.
@@ -284,7 +279,8 @@ class Head(nn.Module):
     """Look up the step's sigmas and modulation rows, and project the latents to the streams'
     widths.
 
-    All of it depends on the step number alone, which is an input: one graph serves every step.
+    All of it depends on the step number alone, which is an input: one graph serves every step. That
+    of a guided pass also returns which streams the step computes, `enabled` (2,).
     """
 
     def __init__(self, config: TransformerConfig, divided: bool = False):
@@ -294,14 +290,14 @@ class Head(nn.Module):
         self.patchify_proj = nn.Linear(config.in_channels, config.video.inner)
         self.audio_patchify_proj = nn.Linear(config.audio_in_channels, config.audio.inner)
 
-    def forward(self, inputs: HeadInputs) -> HeadOutputs:
+    def forward(self, inputs: HeadInputs) -> HeadOutputs | GuidedHeadOutputs:
         one_hot = step_one_hot(inputs)
         # (steps, U, MODULATION_ROWS, D) -> (U, MODULATION_ROWS, D)
         rows = [
             (one_hot.to(table.dtype)[:, None, None, None] * table).sum(0)
             for table in (inputs.video_modulation, inputs.audio_modulation)
         ]
-        return HeadOutputs(
+        outputs = HeadOutputs(
             video_hidden=self.patchify_proj(
                 _own_tokens(inputs) if self.divided else inputs.video_latent
             ),
@@ -310,6 +306,10 @@ class Head(nn.Module):
             audio_rows=rows[1],
             sigma_pairs=(one_hot[:, None, None] * inputs.sigmas).sum(0),
         )
+        enabled_steps = optional(inputs, "enabled_steps")
+        if enabled_steps is None:
+            return outputs
+        return GuidedHeadOutputs(*outputs, (one_hot[:, None] * enabled_steps).sum(0))
 
 
 def _own_tokens(inputs: HeadInputs) -> Tensor:
@@ -338,9 +338,12 @@ class Blocks(nn.Module):
         )
 
     def forward(self, inputs: BlockInputs) -> BlockOutputs:
-        video, audio = inputs.video_hidden, inputs.audio_hidden
-        for block in self.transformer_blocks:
-            video, audio = block(video, audio, inputs)
+        video, audio, keep = inputs.video_hidden, inputs.audio_hidden, optional(inputs, "keep")
+        perturbations = [None] * len(self.transformer_blocks)
+        if keep is not None:
+            perturbations = [Perturbations(kept, inputs.enabled) for kept in keep.unbind(0)]
+        for block, perturbation in zip(self.transformer_blocks, perturbations, strict=True):
+            video, audio = block(video, audio, inputs, perturbation)
         return BlockOutputs(video_hidden=video, audio_hidden=audio)
 
 
@@ -405,24 +408,17 @@ class Tail(X0Tail):
         return TailOutputs(*next_latents(inputs, video, audio, inputs.sigma_pairs))
 
 
-class Step(nn.Module):
+class Step(nn.ModuleDict):
     """The whole step, or the whole guided pass, as one graph: head, all blocks, tail."""
 
-    def __init__(
-        self,
-        head: nn.Module,
-        blocks: nn.Module,
-        tail: nn.Module,
-        signatures: tuple[type, type, type],
-    ):
-        super().__init__()
-        self.head, self.blocks, self.tail, self.signatures = head, blocks, tail, signatures
+    def __init__(self, parts: dict[str, nn.Module], signatures: tuple[type, ...]):
+        super().__init__(parts)
+        self.signatures = signatures
 
-    def forward(self, inputs: StepInputs | GuidedStepInputs) -> TailOutputs | X0Outputs:
+    def forward(self, inputs: tuple) -> TailOutputs | X0Outputs:
         values = inputs._asdict()
         # As a backend runs the cut program: each part takes its fields by name from what is there.
-        parts = zip((self.head, self.blocks, self.tail), self.signatures, strict=True)
-        for module, signature in parts:
+        for module, signature in zip(self.values(), self.signatures, strict=True):
             outputs = module(signature(*(values[name] for name in signature._fields)))
             values |= outputs._asdict()
         return outputs

@@ -1,48 +1,12 @@
-"""What guidance adds to the DiT's graphs: a head and blocks that take a pass's perturbations, and
-the combination of the passes' predictions.
+"""Guidance: the combination of the predictions of a step's passes.
 
-A guided pass is head, blocks and X0Tail; its prediction is x0. Shapes as in dit.py.
+A pass is head, blocks and X0Tail of dit.py; its prediction is x0. Shapes as there.
 """
 
 from torch import Tensor, nn
 
-from ltx_neuron.models.dit import (
-    Blocks,
-    Head,
-    Perturbations,
-    blend,
-    blend_audio,
-    next_latents,
-    step_one_hot,
-)
-from ltx_neuron.models.signatures import (
-    PASSES,
-    BlockOutputs,
-    GuidedBlockInputs,
-    GuidedHeadInputs,
-    GuidedHeadOutputs,
-    GuideInputs,
-    GuideOutputs,
-)
-
-
-class GuidedHead(Head):
-    """Head of a guided pass: also returns which streams the step computes, `enabled` (2,)."""
-
-    def forward(self, inputs: GuidedHeadInputs) -> GuidedHeadOutputs:
-        enabled = (step_one_hot(inputs)[:, None] * inputs.enabled_steps).sum(0)
-        return GuidedHeadOutputs(*super().forward(inputs), enabled)
-
-
-class GuidedBlocks(Blocks):
-    """N consecutive blocks of a guided pass."""
-
-    def forward(self, inputs: GuidedBlockInputs) -> BlockOutputs:
-        video, audio = inputs.video_hidden, inputs.audio_hidden
-        for block, keep in zip(self.transformer_blocks, inputs.keep.unbind(0), strict=True):
-            perturbations = Perturbations(keep, inputs.enabled)
-            video, audio = block(video, audio, inputs, perturbations)
-        return BlockOutputs(video_hidden=video, audio_hidden=audio)
+from ltx_neuron.models.dit import blend, blend_audio, next_latents, step_one_hot
+from ltx_neuron.models.signatures import PASSES, GuideInputs, GuideOutputs
 
 
 class Guide(nn.Module):

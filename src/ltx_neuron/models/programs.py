@@ -5,6 +5,7 @@ A program is built for fixed shapes (a bucket), a number of ranks and a dtype. I
 the meta device: they are traced, and their weights come from the rank files.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,53 +22,14 @@ from ltx_neuron.config import (
     VideoDecoderConfig,
     VocoderConfig,
 )
-from ltx_neuron.models import audio_decoder, vocoder
+from ltx_neuron.models import audio_decoder, signatures, video_decoder, vocoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.dit import Blocks, Head, Step, Tail, X0Tail
 from ltx_neuron.models.gemma3 import Gemma3Encoder
-from ltx_neuron.models.guided import Guide, GuidedBlocks, GuidedHead
+from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import Comm
-from ltx_neuron.models.signatures import (
-    BlockInputs,
-    BlockOutputs,
-    ConnectorInputs,
-    ConnectorOutputs,
-    Field,
-    Gemma3Inputs,
-    Gemma3Outputs,
-    Gemma3OutputsWithStates,
-    GuidedBlockInputs,
-    GuidedHeadInputs,
-    GuidedHeadOutputs,
-    GuidedStepInputs,
-    GuideInputs,
-    GuideOutputs,
-    HeadInputs,
-    HeadOutputs,
-    LowWaveform,
-    SpectrogramInputs,
-    SpectrogramOutputs,
-    StepInputs,
-    TailInputs,
-    TailOutputs,
-    TileInputs,
-    TileOutputs,
-    VocoderInputs,
-    WaveformOutputs,
-    X0Outputs,
-    connector_fields,
-    dit_fields,
-    extended,
-    gemma3_fields,
-    guided_fields,
-    spectrogram_fields,
-    stage_features,
-    tile_fields,
-    waveform_fields,
-    waveform_inputs,
-)
-from ltx_neuron.models.video_decoder import ConvIn, ConvOut, DepthToSpace, Stage, UpBlock
+from ltx_neuron.models.signatures import Field, stage_features
 
 
 class Graph(NamedTuple):
@@ -80,6 +42,9 @@ class Graph(NamedTuple):
 
 # (graph, first block) each
 Calls = tuple[tuple[str, int], ...]
+# What a graph's parameters have before their names: the part of a whole step, or the model.
+_PART = re.compile(r"^(?:head|blocks|tail|decoder)\.")
+_BLOCK = re.compile(r"(transformer_blocks\.|res_blocks\.)(\d+)")  # of which a graph is any
 
 
 @dataclass(frozen=True)
@@ -109,17 +74,8 @@ class Program:
 def weight_name(parameter: str, first_block: int) -> str:
     """The rank file's name for a graph's parameter when the graph stands for blocks first_block,
     first_block + 1, ..."""
-    parts = parameter.split(".")
-    # In a whole Step the modules are parts of it.
-    if parts[0] in ("head", "blocks", "tail"):
-        parts = parts[1:]
-    for index, part in enumerate(parts):
-        if part in _BLOCKS:
-            parts[index + 1] = str(int(parts[index + 1]) + first_block)
-    return ".".join(parts)
-
-
-_BLOCKS = ("transformer_blocks", "res_blocks")  # the lists of which a graph may stand for any
+    name = _PART.sub("", parameter)
+    return _BLOCK.sub(lambda block: f"{block[1]}{int(block[2]) + first_block}", name)
 
 
 def cut_graphs(runs: Mapping[str, Iterable[tuple[str, int]]]) -> set[str]:
@@ -159,50 +115,53 @@ def dit_program(
     and steps.
     """
     count = group_size(config.num_layers, blocks_per_graph or config.num_layers)
-    fields = dit_fields(config, bucket, tp, dtype, sequence_parallel)
-    if bucket.guided:
-        fields |= guided_fields(config, bucket, tp, dtype, count)
-        # A pass ends with its prediction: the combination needs those of all passes.
-        head, blocks, tail = GuidedHead, GuidedBlocks, X0Tail
-        inputs = GuidedHeadInputs, GuidedBlockInputs, TailInputs
-        outputs = GuidedHeadOutputs, BlockOutputs, X0Outputs
-        step_inputs, run = GuidedStepInputs, "pass"
-    else:
-        head, blocks, tail = Head, Blocks, Tail
-        inputs = HeadInputs, BlockInputs, TailInputs
-        outputs = HeadOutputs, BlockOutputs, TailOutputs
-        step_inputs, run = StepInputs, "main"
+    fields = signatures.dit_fields(config, bucket, tp, dtype, sequence_parallel)
     flags = {
+        "guided": bucket.guided,
         "divided": sequence_parallel,
         "masked": bucket.audio_timesteps > 1,
         "biased": bucket.biased,
     }
     kinds = tuple(kind for kind, applies in flags.items() if applies)
-    parts = ("head", "blocks", "tail")
-    inputs = tuple(extended(*pair, kinds) for pair in zip(inputs, parts, strict=True))
-    step_inputs = extended(step_inputs, "step", kinds)
+    inputs = {
+        "head": signatures.HeadInputs,
+        "blocks": signatures.BlockInputs,
+        "tail": signatures.TailInputs,
+    }
+    inputs = {part: signatures.extended(base, part, kinds) for part, base in inputs.items()}
+    head_outputs, tail, tail_outputs = signatures.HeadOutputs, Tail, signatures.TailOutputs
+    if bucket.guided:
+        fields |= signatures.guided_fields(config, bucket, tp, dtype, count)
+        # A pass ends with its prediction: the combination needs those of all passes.
+        head_outputs, tail = signatures.GuidedHeadOutputs, X0Tail
+        tail_outputs = signatures.X0Outputs
+    outputs = head_outputs, signatures.BlockOutputs, tail_outputs
     # The shapes are one rank's, alike on every rank. On meta, tracing the release takes no memory.
     with torch.device("meta"):
-        modules = (
-            head(config, sequence_parallel),
-            blocks(config, tp, comm, KERNELS[attention], count, sequence_parallel),
-            tail(config, comm, sequence_parallel),
-        )
+        modules = {
+            "head": Head(config, sequence_parallel),
+            "blocks": Blocks(config, tp, comm, KERNELS[attention], count, sequence_parallel),
+            "tail": tail(config, comm, sequence_parallel),
+        }
     if blocks_per_graph == 0:
-        graphs = {"step": Graph(Step(*modules, inputs), step_inputs, outputs[-1])}
+        parts = tuple(inputs.values())
+        whole = signatures.step_inputs(parts, head_outputs)
+        graphs = {"step": Graph(Step(modules, parts), whole, tail_outputs)}
         calls = (("step", 0),)
     else:
-        named = zip(parts, modules, inputs, outputs, strict=True)
-        graphs = {name: Graph(*graph) for name, *graph in named}
+        graphs = {
+            part: Graph(module, inputs[part], returned)
+            for (part, module), returned in zip(modules.items(), outputs, strict=True)
+        }
         # One graph of blocks, called again and again with the next blocks' weights: it is compiled
         # once, and compilers do not see 48 blocks at a time.
         groups = tuple(("blocks", first) for first in range(0, config.num_layers, count))
         calls = (("head", 0), *groups, ("tail", 0))
-    runs = {run: calls}
-    if bucket.guided:
-        graphs["guide"] = Graph(Guide(), extended(GuideInputs, "guide", kinds), GuideOutputs)
-        runs["guide"] = (("guide", 0),)
-    return Program(graphs, runs, fields)
+    if not bucket.guided:
+        return Program(graphs, {"main": calls}, fields)
+    guide = signatures.extended(signatures.GuideInputs, "guide", kinds)
+    graphs["guide"] = Graph(Guide(), guide, signatures.GuideOutputs)
+    return Program(graphs, {"pass": calls, "guide": (("guide", 0),)}, fields)
 
 
 def gemma3_program(
@@ -217,12 +176,10 @@ def gemma3_program(
     """The text encoder for a bucket of tokens; with `states` it returns every hidden state too."""
     with torch.device("meta"):
         encoder = Gemma3Encoder(gemma, config, tp, comm, states)
-    graph = Graph(encoder, Gemma3Inputs, Gemma3OutputsWithStates if states else Gemma3Outputs)
-    return Program(
-        {"gemma3": graph},
-        {"main": (("gemma3", 0),)},
-        gemma3_fields(gemma, config, tokens, tp, dtype),
-    )
+    outputs = signatures.Gemma3OutputsWithStates if states else signatures.Gemma3Outputs
+    graph = Graph(encoder, signatures.Gemma3Inputs, outputs)
+    fields = signatures.gemma3_fields(gemma, config, tokens, tp, dtype)
+    return Program({"gemma3": graph}, {"main": (("gemma3", 0),)}, fields)
 
 
 def connector_program(
@@ -231,10 +188,9 @@ def connector_program(
     """The two text connectors. attention names one of KERNELS."""
     with torch.device("meta"):
         connectors = Connectors(config, tp, comm, KERNELS[attention])
-    graph = Graph(connectors, ConnectorInputs, ConnectorOutputs)
-    return Program(
-        {"connectors": graph}, {"main": (("connectors", 0),)}, connector_fields(config, tp, dtype)
-    )
+    graph = Graph(connectors, signatures.ConnectorInputs, signatures.ConnectorOutputs)
+    fields = signatures.connector_fields(config, tp, dtype)
+    return Program({"connectors": graph}, {"main": (("connectors", 0),)}, fields)
 
 
 def tile_program_name(tile: tuple[int, int, int]) -> str:
@@ -247,29 +203,30 @@ def tile_program(
 ) -> Program:
     """The video decoder for tiles of latents (f, h, w), one on each rank: a graph for the residual
     blocks of a stage, called for each of them."""
-    fields = tile_fields(config, tile, dtype)
-    first = stage_features(0)
+    fields, stage = signatures.tile_fields(config, tile, dtype), 0
+    chain, calls = [signatures.TileInputs, stage_features(0)], [("conv_in", 0)]
     with torch.device("meta"):
-        graphs = {"conv_in": Graph(ConvIn(config, first), TileInputs, first)}
-        calls, before, stage = [("conv_in", 0)], first, 0
+        modules = {"conv_in": ("decoder", video_decoder.ConvIn(config))}
         for number, block in enumerate(config.up_blocks):
             channels = fields[f"features_{stage}"].shape[1]
             if isinstance(block, Upsampling):
                 stage += 1
-                name, count, module = f"upsample_{number}", 1, DepthToSpace(channels, block)
+                name, module = f"upsample_{number}", video_decoder.DepthToSpace(channels, block)
+                calls.append((name, 0))
             else:
-                name, count, module = f"residual_{number}", block, Stage(channels)
-            after = stage_features(stage)
-            graphs[name] = Graph(UpBlock(number, module, after), before, after)
-            calls += [(name, first_block) for first_block in range(count)]
-            before = after
+                name, module = f"residual_{number}", video_decoder.Stage(channels)
+                calls += [(name, first) for first in range(block)]
+            modules[name] = f"decoder.up_blocks.{number}", module
+            chain.append(stage_features(stage))
         channels = fields[f"features_{stage}"].shape[1]
-        graphs["conv_out"] = Graph(ConvOut(config, channels), before, TileOutputs)
-    return Program(graphs, {"main": (*calls, ("conv_out", 0))}, fields)
+        modules["conv_out"] = "decoder", video_decoder.ConvOut(config, channels)
+    chain.append(signatures.TileOutputs)
+    calls.append(("conv_out", 0))
+    return _chained(modules, chain, fields, tuple(calls))
 
 
 class Part(nn.Module):
-    """A graph of a decoder of sound: a module under its name in the rank files, such as
+    """A graph of a decoder: a module under its name in the rank files, such as
     "audio_decoder.up.0"."""
 
     def __init__(self, path: str, module: nn.Module, outputs: type):
@@ -305,8 +262,9 @@ def spectrogram_program(config: AudioDecoderConfig, latents: int) -> Program:
             module = audio_decoder.Level(inputs, outputs, config.blocks, level > 0)
             modules[f"mel_level_{level}"] = f"{path}.up.{level}", module
         modules["mel_out"] = path, audio_decoder.ConvOut(config, widths[-1])
-    chain = [SpectrogramInputs, *map(stage_features, range(len(modules) - 1)), SpectrogramOutputs]
-    return _chained(modules, chain, spectrogram_fields(config, latents))
+    between = map(stage_features, range(len(modules) - 1))
+    chain = [signatures.SpectrogramInputs, *between, signatures.SpectrogramOutputs]
+    return _chained(modules, chain, signatures.spectrogram_fields(config, latents))
 
 
 def waveform_program_name(rows: int) -> str:
@@ -318,7 +276,7 @@ def waveform_program(config: VocoderConfig, rows: int) -> Program:
     """The vocoder for spans of so many rows of a mel spectrogram, one on each rank: a graph an
     upsampling."""
     generators = {"vocoder": config.vocoder, "bwe_generator": config.bwe}
-    modules, chain, stages = {}, [VocoderInputs], 0
+    modules, chain, stages = {}, [signatures.VocoderInputs], 0
     with torch.device("meta"):
         for name, generator in generators.items():
             inner = name == "vocoder"
@@ -330,22 +288,26 @@ def waveform_program(config: VocoderConfig, rows: int) -> Program:
             modules[f"{name}_out"] = name, post
             chain += map(stage_features, range(stages, stages + len(generator.rates) + 1))
             stages += len(generator.rates) + 1
-            chain.append(LowWaveform if inner else WaveformOutputs)
-    program = _chained(modules, chain, waveform_fields(config, rows))
+            chain.append(signatures.LowWaveform if inner else signatures.WaveformOutputs)
+    program = _chained(modules, chain, signatures.waveform_fields(config, rows))
     last = program.graphs["bwe_generator_out"]
-    program.graphs["bwe_generator_out"] = last._replace(inputs=waveform_inputs(stages - 1))
+    inputs = signatures.waveform_inputs(stages - 1)
+    program.graphs["bwe_generator_out"] = last._replace(inputs=inputs)
     return program
 
 
 def _chained(
-    modules: dict[str, tuple[str, nn.Module]], chain: list[type], fields: dict[str, Field]
+    modules: dict[str, tuple[str, nn.Module]],
+    chain: list[type],
+    fields: dict[str, Field],
+    calls: Calls = (),
 ) -> Program:
     """A program of modules, given as graph's name: (name in the rank files, module), each of which
-    takes what the one before returns."""
+    takes what the one before returns. calls: where a graph is called more than once."""
     graphs = {
         graph: Graph(Part(path, module, after), before, after)
         for (graph, (path, module)), before, after in zip(
             modules.items(), chain, chain[1:], strict=False
         )
     }
-    return Program(graphs, {"main": tuple((graph, 0) for graph in graphs)}, fields)
+    return Program(graphs, {"main": calls or tuple((graph, 0) for graph in graphs)}, fields)

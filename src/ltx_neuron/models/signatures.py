@@ -91,160 +91,102 @@ from ltx_neuron.config import (
 )
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
-
-def _signature(name: str, doc: str, *fields: str) -> type:
-    """A named tuple of tensors. `fields` are names with spaces between them; each counts once."""
-    signature = namedtuple(name, dict.fromkeys(" ".join(fields).split()))
-    signature.__doc__ = doc
-    return signature
-
-
-def _step_fields(head: type, blocks: type, tail: type, head_outputs: type) -> list[str]:
-    """What the three parts of a step take and none of them gives: the inputs of the whole step."""
-    fields = (*head._fields, *blocks._fields, *tail._fields)
-    return [field for field in fields if field not in head_outputs._fields]
-
-
-HeadInputs = _signature(
+# Choose the step, and project the latents to the streams.
+HeadInputs = namedtuple(
     "HeadInputs",
-    "Choose the step and project the latents to the streams.",
     "step step_numbers sigmas video_modulation audio_modulation video_latent audio_latent",
 )
-HeadOutputs = _signature(
-    "HeadOutputs",
-    "The streams, and what the blocks and the tail need of the step.",
-    "video_hidden audio_hidden video_rows audio_rows sigma_pairs",
+HeadOutputs = namedtuple(
+    "HeadOutputs", "video_hidden audio_hidden video_rows audio_rows sigma_pairs"
 )
-BlockInputs = _signature(
+GuidedHeadOutputs = namedtuple("GuidedHeadOutputs", (*HeadOutputs._fields, "enabled"))
+# Some consecutive transformer blocks.
+BlockInputs = namedtuple(
     "BlockInputs",
-    "Some consecutive transformer blocks.",
-    "video_hidden audio_hidden video_rows audio_rows timestep_mask video_context audio_context",
-    "video_cos video_sin audio_cos audio_sin",
-    "video_cross_cos video_cross_sin audio_cross_cos audio_cross_sin",
+    "video_hidden audio_hidden video_rows audio_rows timestep_mask video_context audio_context"
+    " video_cos video_sin audio_cos audio_sin"
+    " video_cross_cos video_cross_sin audio_cross_cos audio_cross_sin",
 )
-BlockOutputs = _signature(
-    "BlockOutputs", "The streams after these blocks.", "video_hidden audio_hidden"
-)
-TailInputs = _signature(
+BlockOutputs = namedtuple("BlockOutputs", "video_hidden audio_hidden")
+# From the streams to the next latents, or to a guided pass's prediction.
+TailInputs = namedtuple(
     "TailInputs",
-    "From the streams to the next latents, or to a pass's prediction.",
-    "video_hidden audio_hidden video_rows audio_rows timestep_mask sigma_pairs",
-    "video_latent audio_latent denoise_mask clean_latent",
+    "video_hidden audio_hidden video_rows audio_rows timestep_mask sigma_pairs"
+    " video_latent audio_latent denoise_mask clean_latent",
 )
-TailOutputs = _signature(
-    "TailOutputs", "The latents after the step.", "video_latent audio_latent finite"
-)
-X0Outputs = _signature("X0Outputs", "A guided pass's prediction.", "video_x0 audio_x0")
-
-StepInputs = _signature(
-    "StepInputs",
-    "The whole step in one graph.",
-    *_step_fields(HeadInputs, BlockInputs, TailInputs, HeadOutputs),
-)
-GuidedHeadInputs = _signature(
-    "GuidedHeadInputs", "HeadInputs of a guided pass.", *HeadInputs._fields, "enabled_steps"
-)
-GuidedHeadOutputs = _signature(
-    "GuidedHeadOutputs", "HeadOutputs of a guided pass.", *HeadOutputs._fields, "enabled"
-)
-GuidedBlockInputs = _signature(
-    "GuidedBlockInputs", "BlockInputs of a guided pass.", *BlockInputs._fields, "keep enabled"
-)
-GuidedStepInputs = _signature(
-    "GuidedStepInputs",
-    "A whole guided pass in one graph.",
-    *_step_fields(GuidedHeadInputs, GuidedBlockInputs, TailInputs, GuidedHeadOutputs),
-)
-GuideInputs = _signature(
+TailOutputs = namedtuple("TailOutputs", "video_latent audio_latent finite")
+X0Outputs = namedtuple("X0Outputs", "video_x0 audio_x0")
+# Combine the predictions of a guided step's passes, and take the Euler step.
+GuideInputs = namedtuple(
     "GuideInputs",
-    "Combine the predictions of a guided step and take the Euler step.",
-    "step step_numbers sigmas enabled_steps guidance denoise_mask clean_latent",
-    "video_latent audio_latent cond_video cond_audio uncond_video uncond_audio",
-    "perturbed_video perturbed_audio isolated_video isolated_audio guided_video guided_audio",
+    "step step_numbers sigmas enabled_steps guidance denoise_mask clean_latent"
+    " video_latent audio_latent cond_video cond_audio uncond_video uncond_audio"
+    " perturbed_video perturbed_audio isolated_video isolated_audio guided_video guided_audio",
 )
-GuideOutputs = _signature(
-    "GuideOutputs",
-    "The latents after the step, and the combined prediction for a step that is skipped.",
-    "video_latent audio_latent finite guided_video guided_audio",
+GuideOutputs = namedtuple(
+    "GuideOutputs", "video_latent audio_latent finite guided_video guided_audio"
 )
 
-Gemma3Inputs = _signature(
-    "Gemma3Inputs",
-    "The text encoder.",
-    "embeddings attention_mask local_cos local_sin global_cos global_sin",
+# The text encoder and both text connectors.
+Gemma3Inputs = namedtuple(
+    "Gemma3Inputs", "embeddings attention_mask local_cos local_sin global_cos global_sin"
 )
-Gemma3Outputs = _signature(
-    "Gemma3Outputs", "The text encoder's features.", "video_features audio_features"
+Gemma3Outputs = namedtuple("Gemma3Outputs", "video_features audio_features")
+Gemma3OutputsWithStates = namedtuple(
+    "Gemma3OutputsWithStates", (*Gemma3Outputs._fields, "hidden_states")
 )
-Gemma3OutputsWithStates = _signature(
-    "Gemma3OutputsWithStates",
-    "The features and every hidden state.",
-    *Gemma3Outputs._fields,
-    "hidden_states",
+ConnectorInputs = namedtuple(
+    "ConnectorInputs", "video_tokens audio_tokens video_cos video_sin audio_cos audio_sin"
 )
-ConnectorInputs = _signature(
-    "ConnectorInputs",
-    "Both text connectors.",
-    "video_tokens audio_tokens video_cos video_sin audio_cos audio_sin",
-)
-ConnectorOutputs = _signature(
-    "ConnectorOutputs", "The contexts that the DiT attends to.", "video_context audio_context"
-)
-TileInputs = _signature("TileInputs", "A tile to decode.", "tile_latent")
-TileOutputs = _signature("TileOutputs", "A decoded tile.", "tile_pixels finite")
+ConnectorOutputs = namedtuple("ConnectorOutputs", "video_context audio_context")
+
+# The decoders of video and sound.
+TileInputs = namedtuple("TileInputs", "tile_latent")
+TileOutputs = namedtuple("TileOutputs", "tile_pixels finite")
+SpectrogramInputs = namedtuple("SpectrogramInputs", "span_latent")
+SpectrogramOutputs = namedtuple("SpectrogramOutputs", "span_mel finite")
+VocoderInputs = namedtuple("VocoderInputs", "span_mel")
+LowWaveform = namedtuple("LowWaveform", "low_waveform")
+WaveformOutputs = namedtuple("WaveformOutputs", "span_waveform finite")
+
+
+def waveform_inputs(stage: int) -> type:
+    """The vocoder's last graph: the features of its last stage, and what it adds to them."""
+    return namedtuple("WaveformInputs", f"features_{stage} low_waveform resampling")
+
+
+def stage_features(stage: int) -> type:
+    """What a graph of a decoder hands to the next one in a stage."""
+    return namedtuple(f"Features{stage}", f"features_{stage}")
 
 
 # Of buckets with audio_timesteps > 1: what says which audio tokens are kept, and as what.
 AUDIO_MASKS = ("audio_timestep_mask", "audio_denoise_mask", "audio_clean_latent")
-# What some kinds of graphs take besides, by the part of the step that reads it.
+# What some kinds of graphs take besides, by the part of the step that reads it: guided passes,
+# sequence parallelism ("divided"), some audio tokens that are kept ("masked"), a bias of scores.
 _MORE = {
-    "head": {"divided": ("rank_one_hot",)},
-    "blocks": {"masked": AUDIO_MASKS[:1], "biased": ("video_bias",)},
+    "head": {"guided": ("enabled_steps",), "divided": ("rank_one_hot",)},
+    "blocks": {"guided": ("keep", "enabled"), "masked": AUDIO_MASKS[:1], "biased": ("video_bias",)},
     "tail": {"masked": AUDIO_MASKS},
     "guide": {"masked": AUDIO_MASKS[1:]},
 }
 
 
 def extended(signature: type, part: str, kinds: tuple[str, ...]) -> type:
-    """The signature of a part of the step ("head", "blocks", "tail", "guide"; "step" is the first
-    three) for graphs that are "divided" (sequence parallelism), "masked" (some audio tokens are
-    kept) or "biased"."""
-    parts = ("head", "blocks", "tail") if part == "step" else (part,)
-    more = [field for name in parts for kind in kinds for field in _MORE[name].get(kind, ())]
-    if not more:
-        return signature
-    name = "".join(map(str.capitalize, kinds)) + signature.__name__
-    doc = f"{signature.__name__} of graphs that are {' and '.join(kinds)}."
-    return _signature(name, doc, *signature._fields, *more)
+    """The signature of a part of the step, one of _MORE, for graphs of these kinds."""
+    more = [field for kind in kinds for field in _MORE[part].get(kind, ())]
+    return namedtuple(signature.__name__, (*signature._fields, *more))
+
+
+def step_inputs(parts: tuple[type, ...], head_outputs: type) -> type:
+    """The signature of the whole step in one graph: what its parts take and none of them gives."""
+    fields = dict.fromkeys(field for part in parts for field in part._fields)
+    return namedtuple("StepInputs", [f for f in fields if f not in head_outputs._fields])
 
 
 def optional(inputs: tuple, field: str) -> Tensor | None:
     """A field that a signature has in some kinds of graphs only."""
     return getattr(inputs, field, None)
-
-
-SpectrogramInputs = _signature(
-    "SpectrogramInputs", "A span of sound's latents to decode.", "span_latent"
-)
-SpectrogramOutputs = _signature("SpectrogramOutputs", "A decoded span.", "span_mel finite")
-VocoderInputs = _signature(
-    "VocoderInputs", "A span of a mel spectrogram to make sound of.", "span_mel"
-)
-LowWaveform = _signature(
-    "LowWaveform", "What the vocoder's second generator begins with.", "low_waveform"
-)
-WaveformOutputs = _signature("WaveformOutputs", "A span of sound.", "span_waveform finite")
-
-
-def waveform_inputs(stage: int) -> type:
-    """The vocoder's last graph: the features of its last stage, and what it adds to them."""
-    fields = f"features_{stage} low_waveform resampling"
-    return _signature("WaveformInputs", "The vocoder's end.", fields)
-
-
-def stage_features(stage: int) -> type:
-    """What a graph of a decoder hands to the next one in a stage."""
-    return _signature(f"Features{stage}", f"Features of stage {stage}.", f"features_{stage}")
 
 
 # What a step leaves for the next one, and what the host reads at a stage's end.

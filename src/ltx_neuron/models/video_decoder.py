@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ltx_neuron.config import Upsampling, VideoDecoderConfig
-from ltx_neuron.models.signatures import TileInputs, TileOutputs
 
 EPS = 1e-8  # of PixelNorm
 
@@ -98,27 +97,31 @@ class DepthToSpace(nn.Module):
         return x[time - 1 :]
 
 
-class ConvIn(nn.Module):
-    """A tile's latents, un-normalised and convolved: the first stage's features."""
+class Statistics(nn.Module):
+    """The mean and the standard deviation of latents, under ltx-core's names."""
 
-    def __init__(self, config: VideoDecoderConfig, outputs: type):
+    def __init__(self, channels: int):
         super().__init__()
-        self.outputs = outputs
-        self.per_channel_statistics = nn.Module()
         for name in ("std-of-means", "mean-of-means"):
-            parameter = nn.Parameter(torch.empty(config.latent_channels))
-            self.per_channel_statistics.register_parameter(name, parameter)
+            self.register_parameter(name, nn.Parameter(torch.empty(channels)))
+
+    def viewed(self, *shape: int) -> tuple[Tensor, ...]:
+        """The deviation and the mean, in a shape that fits latents."""
+        return tuple(each.view(shape) for each in self.parameters())
+
+
+class ConvIn(nn.Module):
+    """A tile's latents (1, C, f, h, w), un-normalised and convolved: the first stage's features."""
+
+    def __init__(self, config: VideoDecoderConfig):
+        super().__init__()
+        self.per_channel_statistics = Statistics(config.latent_channels)
         self.conv_in = Convolution(config.latent_channels, 8 * config.base_channels)
 
-    def forward(self, inputs: TileInputs) -> tuple:
-        latent = inputs.tile_latent
-        statistics = dict(self.per_channel_statistics.named_parameters())
-        std, mean = (
-            statistics[name].float().unflatten(0, (-1, 1, 1))
-            for name in ("std-of-means", "mean-of-means")
-        )
+    def forward(self, latent: Tensor) -> Tensor:
+        std, mean = (each.float() for each in self.per_channel_statistics.viewed(-1, 1, 1))
         x = latent[0].transpose(0, 1).float() * std + mean
-        return self.outputs(self.conv_in(x).to(latent.dtype))
+        return self.conv_in(x).to(latent.dtype)
 
 
 class Stage(nn.Module):
@@ -132,19 +135,6 @@ class Stage(nn.Module):
         return self.res_blocks[0](features)
 
 
-class UpBlock(nn.Module):
-    """One of the decoder's up_blocks, a Stage or a DepthToSpace, under its name."""
-
-    def __init__(self, number: int, block: nn.Module, outputs: type):
-        super().__init__()
-        self.outputs = outputs
-        self.up_blocks = nn.ModuleDict({str(number): block})
-
-    def forward(self, inputs: tuple) -> tuple:
-        (block,) = self.up_blocks.values()
-        return self.outputs(block(*inputs))
-
-
 class ConvOut(nn.Module):
     """The last stage's features, normed, activated, convolved, and laid out as pixels."""
 
@@ -153,8 +143,7 @@ class ConvOut(nn.Module):
         self.patch, self.colours = config.patch_size, config.out_channels
         self.conv_out = Convolution(channels, config.out_channels * config.patch_size**2)
 
-    def forward(self, inputs: tuple) -> TileOutputs:
-        (features,) = inputs
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         x = self.conv_out(activate(features))
         frames, _, height, width = x.shape
         # The finest axis of the channels is of rows, the next one of columns: ltx-core's unpatchify
@@ -162,4 +151,4 @@ class ConvOut(nn.Module):
         x = x.permute(1, 0, 4, 3, 5, 2)  # (colours, F, H, patch, W, patch)
         pixels = x.reshape(1, self.colours, frames, height * self.patch, width * self.patch)
         # A mean is NaN or Inf where a pixel is: one number for the host to look at.
-        return TileOutputs(pixels.to(features.dtype), pixels.mean((1, 2, 3, 4)))
+        return pixels.to(features.dtype), pixels.mean((1, 2, 3, 4))

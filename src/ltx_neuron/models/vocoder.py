@@ -8,8 +8,7 @@ model. All is float32.
 
 Signals are (1, C, 1, T): convolutions in time are those of maps of one row. No transposed and no
 depthwise convolution: those are products with few channels. A signal that is to be filtered is laid
-out in blocks of SIDE samples, which take the place of channels. `reach`, `scale` and `dropped` of a
-graph's module are as in audio_decoder.py.
+out in blocks of SIDE samples, which take the place of channels.
 """
 
 from collections.abc import Callable
@@ -137,8 +136,6 @@ class AMPBlock(nn.Module):
 class ConvPre(nn.Module):
     """A generator's first convolution, of the spectrograms of both channels."""
 
-    reach = None  # computed as a whole
-
     def __init__(self, config: GeneratorConfig):
         super().__init__()
         self.conv_pre = Convolution(2 * GENERATOR_BINS, config.channels, 7)
@@ -155,8 +152,6 @@ class Stage(nn.Module):
         super().__init__()
         channels, each = config.channels // 2**number, len(config.blocks)
         half, rate, taps = channels // 2, config.rates[number], config.kernels[number]
-        before, after = config.stage_reads(number, 0, rate - 1)
-        self.reach, self.scale, self.dropped = (-before, after), rate, 0
         self.ups = nn.ModuleDict({str(number): Upsample(channels, half, taps, rate)})
         self.resblocks = nn.ModuleDict(
             {
@@ -176,8 +171,6 @@ class Stage(nn.Module):
 
 class ConvPost(nn.Module):
     """A generator's last activation and convolution: a waveform (1, 2, 1, T)."""
-
-    reach = None
 
     def __init__(self, config: GeneratorConfig):
         super().__init__()

@@ -11,6 +11,7 @@ import argparse
 import ipaddress
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from ltx_neuron import errors, flags
@@ -22,6 +23,7 @@ from ltx_neuron.report.recorder import Recorder
 
 try:
     from ltx_neuron.service import app, jobs, server, sizes, tokens
+    from ltx_neuron.service.periodic import run_periodically
     from ltx_neuron.service.queue import Queue
     from ltx_neuron.service.worker import Worker
 except ImportError as missing:  # --help works without them
@@ -30,6 +32,7 @@ except ImportError as missing:  # --help works without them
 EXAMPLE = """python -m ltx_neuron.serve --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
 _GB = 10**9
+_SWEEP_SECONDS = 30.0  # between two deletions of old jobs
 _LAST_SECONDS = 30.0  # for a worker without its parent, to end in good order
 
 
@@ -217,7 +220,8 @@ def be_api(args: argparse.Namespace) -> None:
         owners = tokens.Tokens.load(args.tokens_file)
         page = None if args.no_page else app.Page()
         served = app.create_app(submitter, owners, settings, page)
-        with server.cleanup_task(queue, args.keep_days, int(args.keep_gb * _GB)):
+        sweep = partial(queue.sweep, args.keep_days, int(args.keep_gb * _GB))
+        with run_periodically(sweep, _SWEEP_SECONDS, "sweep"):
             if args.role == "api":
                 server.serve(served, args.host, args.port)
                 return

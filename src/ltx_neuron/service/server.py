@@ -1,5 +1,4 @@
-"""The process that answers: the API's server, the worker that it supervises, and the deletion of
-old jobs."""
+"""The process that answers: the API's server, and the worker that it supervises."""
 
 import signal
 import socket
@@ -7,15 +6,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import uvicorn
 
-from ltx_neuron.service.periodic import run_periodically
 from ltx_neuron.service.queue import Queue
 
 MAX_CONNECTIONS = 200  # uvicorn answers 503 on further ones
-_SWEEP_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 5
 _END_SECONDS = 30  # for a worker, until it is killed
 _LONGEST_WAIT = 30.0  # before a worker that dies at once, again and again, is started anew
@@ -90,8 +87,3 @@ def supervise_worker(command: list[str], queue: Queue) -> Iterator[None]:
             thread.join(_END_SECONDS)
             process.kill()
         thread.join()
-
-
-def cleanup_task(queue: Queue, days: float, max_bytes: int) -> AbstractContextManager[None]:
-    """Delete old jobs now and then while the block runs."""
-    return run_periodically(lambda: queue.sweep(days, max_bytes), _SWEEP_SECONDS, "sweep")

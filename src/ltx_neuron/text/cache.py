@@ -26,7 +26,6 @@ HOST_ENCODER_CODE = (
     "text",
     "host/arithmetic",
     "weights/checkpoint",
-    "weights/pagecache",
     "weights/sharding",
     "weights/tensorfile",
 )

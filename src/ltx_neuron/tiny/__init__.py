@@ -82,7 +82,12 @@ def make_tiny(
     check(sizes)
     directory = Path(directory)
     final = assets_in(directory)
-    _refuse_foreign_files(final)
+    taken = [path.name for path in final if path.exists()]
+    if taken and not final.checkpoint.exists():
+        raise UserError(
+            f"{directory} holds {', '.join(taken)} but no {final.checkpoint.name}, so they are not"
+            " tiny assets to replace; give another directory"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     config = merge(tiny_config(sizes), config_overrides or {})
     with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as temporary:
@@ -95,29 +100,16 @@ def make_tiny(
     return final
 
 
-def _refuse_foreign_files(assets: TinyAssets) -> None:
-    """Raise UserError where there are files under these names but no tiny checkpoint: real
-    downloads may be named "gemma" too."""
-    taken = [path.name for path in assets if path.exists()]
-    if taken and not assets.checkpoint.exists():
-        raise UserError(
-            f"{assets.checkpoint.parent} holds {', '.join(taken)} but no {assets.checkpoint.name}, "
-            "so they are not tiny assets to replace; give another directory"
-        )
-
-
 def _write_assets(assets: TinyAssets, sizes: TinySizes, config: dict, model_version: str) -> None:
     checkpoint = checkpoint_weights(config, sizes)
-    save(
-        assets.checkpoint,
-        checkpoint,
-        {"config": json.dumps(config), "model_version": model_version},
-    )
+    metadata = {"config": json.dumps(config), "model_version": model_version}
+    save(assets.checkpoint, checkpoint, metadata)
     write_gemma_root(assets.gemma_root, sizes)
-    for path, upsampler, seed in (
-        (assets.spatial_upsampler, SPATIAL_UPSAMPLER, sizes.seed + 2),
-        (assets.temporal_upsampler, TEMPORAL_UPSAMPLER, sizes.seed + 4),
-    ):
+    upsamplers = {
+        assets.spatial_upsampler: (SPATIAL_UPSAMPLER, sizes.seed + 2),
+        assets.temporal_upsampler: (TEMPORAL_UPSAMPLER, sizes.seed + 4),
+    }
+    for path, (upsampler, seed) in upsamplers.items():
         save(path, upsampler_weights(upsampler, seed), {"config": json.dumps(upsampler)})
     save(assets.lora, lora_weights(checkpoint, sizes.seed + 3))
     picture().save(assets.image)

@@ -86,14 +86,42 @@ def merge(config: dict, overrides: dict) -> dict:
 
 
 def tiny_config(sizes: TinySizes) -> dict:
-    """The released config with the sizes of the DiT, both VAEs and the vocoder shrunk."""
+    """The released config with the sizes of the DiT, both VAEs and the vocoder shrunk. The video
+    VAE has the released compression of 8 in time and 32 in space."""
     released = released_config()
+    residual = ["res_x", {"num_layers": 1}]
+    compress = [
+        [f"compress_{axes}_res", {"multiplier": 1}] for axes in ("space", "time", "all", "all")
+    ]
     vocoder = {"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3, 5]]}
     return merge(
         released,
         {
-            "transformer": _tiny_transformer(sizes),
-            "vae": _tiny_video_vae(released["vae"]),
+            "transformer": {
+                "num_layers": sizes.layers,
+                "num_attention_heads": sizes.heads,
+                "attention_head_dim": sizes.head_dim,
+                "cross_attention_dim": sizes.video_inner,
+                "audio_num_attention_heads": sizes.heads,
+                "audio_attention_head_dim": sizes.audio_head_dim,
+                "audio_cross_attention_dim": sizes.audio_inner,
+                "caption_channels": sizes.gemma_hidden,
+                "connector_num_layers": sizes.connector_layers,
+                "connector_num_attention_heads": sizes.heads,
+                "connector_attention_head_dim": sizes.head_dim,
+                "audio_connector_num_attention_heads": sizes.heads,
+                "audio_connector_attention_head_dim": sizes.audio_head_dim,
+            },
+            "vae": {
+                "encoder_blocks": [residual, compress[0], residual, *compress[1:], residual],
+                "decoder_blocks": [
+                    residual if block[0] == "res_x" else block
+                    for block in released["vae"]["decoder_blocks"]
+                ],
+                "decoder_base_channels": 4,
+                # The last width must not be below the 128 latent channels.
+                "encoder_base_channels": 128,
+            },
             "audio_vae": {
                 "model": {"params": {"ddconfig": {"ch_mult": [1, 1, 1], "num_res_blocks": 1}}}
             },
@@ -105,39 +133,3 @@ def tiny_config(sizes: TinySizes) -> dict:
             },
         },
     )
-
-
-def _tiny_transformer(sizes: TinySizes) -> dict:
-    """The fields of the "transformer" section that differ from the release."""
-    return {
-        "num_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "attention_head_dim": sizes.head_dim,
-        "cross_attention_dim": sizes.video_inner,
-        "audio_num_attention_heads": sizes.heads,
-        "audio_attention_head_dim": sizes.audio_head_dim,
-        "audio_cross_attention_dim": sizes.audio_inner,
-        "caption_channels": sizes.gemma_hidden,
-        "connector_num_layers": sizes.connector_layers,
-        "connector_num_attention_heads": sizes.heads,
-        "connector_attention_head_dim": sizes.head_dim,
-        "audio_connector_num_attention_heads": sizes.heads,
-        "audio_connector_attention_head_dim": sizes.audio_head_dim,
-    }
-
-
-def _tiny_video_vae(released: dict) -> dict:
-    """Blocks of the video VAE: fewer residual blocks and channels than released, with the same
-    compression of 8 in time and 32 in space."""
-    residual = ["res_x", {"num_layers": 1}]
-    compress = [
-        [f"compress_{axes}_res", {"multiplier": 1}] for axes in ("space", "time", "all", "all")
-    ]
-    return {
-        "encoder_blocks": [residual, compress[0], residual, *compress[1:], residual],
-        "decoder_blocks": [
-            residual if block[0] == "res_x" else block for block in released["decoder_blocks"]
-        ],
-        "decoder_base_channels": 4,
-        "encoder_base_channels": 128,  # the last width must not be below the 128 latent channels
-    }

@@ -3,13 +3,12 @@
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor
 
 from ltx_neuron.tiny.config import TinySizes
 from ltx_neuron.tiny.weights import save
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
 
 SPECIAL_TOKENS = [
     "<pad>",
@@ -26,6 +25,40 @@ CORPUS = (
     " warmly at the camera . soft music plays , waves crash on the shore and birds sing in the"
     " distance ; a man says hello to the world . "
 )
+IMAGE_TOKENS, IMAGE_SIZE = 4, 28
+# Which token is which, and padding on the left as Gemma has it.
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "add_bos_token": True,
+    "padding_side": "left",
+    "model_max_length": 10**9,
+    "extra_special_tokens": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+    "chat_template": (
+        "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}"
+    ),
+}
+# How an image is prepared for Gemma's image tower.
+PREPROCESSOR_CONFIG = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "processor_class": "Gemma3Processor",
+    "do_resize": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "image_seq_length": IMAGE_TOKENS,
+    "resample": 2,
+    "rescale_factor": 1 / 255,
+    "size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+}
 
 
 def write_gemma_root(root: Path, sizes: TinySizes) -> None:
@@ -39,15 +72,14 @@ def write_gemma_root(root: Path, sizes: TinySizes) -> None:
 def write_gemma_settings(root: Path, sizes: TinySizes) -> dict:
     """Write all of that directory but the weights; returns the config."""
     config = gemma_config(sizes)
-    image_tokens, image_size = config["mm_tokens_per_image"], config["vision_config"]["image_size"]
     for name, content in {
         "config.json": config,
         "tokenizer.json": train_tokenizer(sizes.gemma_vocab),
-        "tokenizer_config.json": tokenizer_config(),
-        "preprocessor_config.json": preprocessor_config(image_tokens, image_size),
+        "tokenizer_config.json": TOKENIZER_CONFIG,
+        "preprocessor_config.json": PREPROCESSOR_CONFIG,
         "processor_config.json": {
             "processor_class": "Gemma3Processor",
-            "image_seq_length": image_tokens,
+            "image_seq_length": IMAGE_TOKENS,
         },
     }.items():
         (root / name).write_text(json.dumps(content, indent=2) + "\n")
@@ -64,14 +96,33 @@ def gemma_config(sizes: TinySizes) -> dict:
         "eos_token_id": [SPECIAL_TOKENS.index("<eos>")],
         "image_token_index": SPECIAL_TOKENS.index("<image_soft_token>"),
         "initializer_range": 0.02,
-        "mm_tokens_per_image": 4,
+        "mm_tokens_per_image": IMAGE_TOKENS,
         "model_type": "gemma3",
-        "text_config": _gemma_text_config(sizes),
+        "text_config": {
+            "attention_bias": False,
+            "head_dim": sizes.gemma_head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": sizes.gemma_hidden,
+            "intermediate_size": sizes.gemma_intermediate,
+            "max_position_embeddings": 131072,
+            "model_type": "gemma3_text",
+            "num_attention_heads": sizes.gemma_heads,
+            "num_hidden_layers": sizes.gemma_layers,
+            "num_key_value_heads": sizes.gemma_kv_heads,
+            "query_pre_attn_scalar": sizes.gemma_head_dim,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "rope_theta": 1000000,
+            "sliding_window": 1024,
+            "sliding_window_pattern": sizes.gemma_sliding_window_pattern,
+            "vocab_size": sizes.gemma_vocab,
+        },
         "torch_dtype": "bfloat16",
         "transformers_version": "4.51.0",
         "vision_config": {
             "hidden_size": 16,
-            "image_size": 28,
+            "image_size": IMAGE_SIZE,
             "intermediate_size": 32,
             "model_type": "siglip_vision_model",
             "num_attention_heads": 2,
@@ -82,33 +133,8 @@ def gemma_config(sizes: TinySizes) -> dict:
     }
 
 
-def _gemma_text_config(sizes: TinySizes) -> dict:
-    return {
-        "attention_bias": False,
-        "head_dim": sizes.gemma_head_dim,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": sizes.gemma_hidden,
-        "intermediate_size": sizes.gemma_intermediate,
-        "max_position_embeddings": 131072,
-        "model_type": "gemma3_text",
-        "num_attention_heads": sizes.gemma_heads,
-        "num_hidden_layers": sizes.gemma_layers,
-        "num_key_value_heads": sizes.gemma_kv_heads,
-        "query_pre_attn_scalar": sizes.gemma_head_dim,
-        "rms_norm_eps": 1e-06,
-        "rope_local_base_freq": 10000,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "rope_theta": 1000000,
-        "sliding_window": 1024,
-        "sliding_window_pattern": sizes.gemma_sliding_window_pattern,
-        "vocab_size": sizes.gemma_vocab,
-    }
-
-
-def gemma_weights(config: dict, seed: int) -> "dict[str, Tensor]":
+def gemma_weights(config: dict, seed: int) -> dict[str, Tensor]:
     """The bf16 weights of Gemma3 and its image tower under their published names."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     return {
         name: random_gemma_weight(name, like, generator).bfloat16().contiguous()
@@ -116,10 +142,9 @@ def gemma_weights(config: dict, seed: int) -> "dict[str, Tensor]":
     }
 
 
-def gemma_shapes(config: dict) -> "dict[str, Tensor]":
+def gemma_shapes(config: dict) -> dict[str, Tensor]:
     """The tensors of Gemma3 and its image tower on the meta device, under their published names.
     The output layer is tied to the embedding table, and not stored."""
-    import torch
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     with torch.device("meta"):
@@ -131,10 +156,8 @@ def gemma_shapes(config: dict) -> "dict[str, Tensor]":
     }
 
 
-def random_gemma_weight(name: str, like: "Tensor", generator: "Generator") -> "Tensor":
+def random_gemma_weight(name: str, like: Tensor, generator: Generator) -> Tensor:
     """A random fp32 tensor of like's shape, whose scale keeps that of activations."""
-    import torch
-
     noise = torch.randn(like.shape, generator=generator)
     if like.ndim == 1:
         # Gemma's norms multiply by 1 + weight, so their weights may scatter around zero too.
@@ -186,42 +209,3 @@ def train_tokenizer(vocabulary: int) -> dict:
         token for token in content["added_tokens"] if token["content"] in SPECIAL_TOKENS
     ]
     return content
-
-
-def tokenizer_config() -> dict:
-    """tokenizer_config.json: which token is which, and padding on the left as Gemma has it."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "add_bos_token": True,
-        "padding_side": "left",
-        "model_max_length": 10**9,
-        "extra_special_tokens": {
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
-        "chat_template": (
-            "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}"
-        ),
-    }
-
-
-def preprocessor_config(image_tokens: int, image_size: int) -> dict:
-    """preprocessor_config.json: how an image is prepared for Gemma's image tower."""
-    return {
-        "image_processor_type": "Gemma3ImageProcessor",
-        "processor_class": "Gemma3Processor",
-        "do_resize": True,
-        "do_normalize": True,
-        "do_rescale": True,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "image_seq_length": image_tokens,
-        "resample": 2,
-        "rescale_factor": 1 / 255,
-        "size": {"height": image_size, "width": image_size},
-    }

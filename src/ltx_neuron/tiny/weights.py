@@ -3,23 +3,20 @@
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor
 
 from ltx_neuron.tiny.config import TinySizes
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
 
 DIFFUSION = "model.diffusion_model."
 LORA_RANK = 4
 QUIET = 1e-4  # of the last convolutions of the vocoder, so that nothing is clipped
 
 
-def random_weight(name: str, like: "Tensor", generator: "Generator") -> "Tensor":
+def random_weight(name: str, like: Tensor, generator: Generator) -> Tensor:
     """A random fp32 tensor of like's shape. Its scale depends on what kind of weight the name
     says it is, so that activations keep their scale from layer to layer."""
-    import torch
-
     noise = torch.randn(like.shape, generator=generator)
     if name.endswith("std-of-means"):
         return 1.0 + 0.3 * torch.rand(like.shape, generator=generator)
@@ -34,7 +31,7 @@ def random_weight(name: str, like: "Tensor", generator: "Generator") -> "Tensor"
     return noise / math.sqrt(math.prod(like.shape[1:]))
 
 
-def random_weights(shapes: "dict[str, Tensor]", generator: "Generator") -> "dict[str, Tensor]":
+def random_weights(shapes: dict[str, Tensor], generator: Generator) -> dict[str, Tensor]:
     """Random fp32 weights for a state dict. The vocoder's low-pass filters are not learned: they
     keep their values."""
     return {
@@ -43,17 +40,15 @@ def random_weights(shapes: "dict[str, Tensor]", generator: "Generator") -> "dict
     }
 
 
-def checkpoint_weights(config: dict, sizes: TinySizes) -> "dict[str, Tensor]":
+def checkpoint_weights(config: dict, sizes: TinySizes) -> dict[str, Tensor]:
     """All tensors of the single-file checkpoint under their published names: bf16, and fp32 for
     the scale-shift tables."""
-    import torch
-
     from ltx_neuron.host.models import import_ltx_core
 
     import_ltx_core()
     generator = torch.Generator().manual_seed(sizes.seed)
     weights: dict[str, Tensor] = {}
-    for prefix, shapes in (*_transformer_parts(config, sizes), *_vae_parts(config)):
+    for prefix, shapes in _shapes_by_prefix(config, sizes).items():
         for name, weight in random_weights(shapes, generator).items():
             # Encoder and decoder share one set of statistics, stored beside them.
             shared = name.startswith("per_channel_statistics.")
@@ -61,76 +56,59 @@ def checkpoint_weights(config: dict, sizes: TinySizes) -> "dict[str, Tensor]":
             weights.setdefault(owner + name, weight)
     weights |= vocoder_weights(config, generator)
     return {
-        name: (
-            weight.to(torch.float32 if "scale_shift_table" in name else torch.bfloat16).contiguous()
-        )
+        name: weight.to(torch.float32 if "scale_shift_table" in name else torch.bfloat16)
         for name, weight in weights.items()
     }
 
 
-def _shapes(configurator, config: dict) -> "dict[str, Tensor]":
+def _shapes(configurator, config: dict) -> dict[str, Tensor]:
     """The state dict of one of ltx-core's models on the meta device: names and shapes."""
-    import torch
-
     with torch.device("meta"):
         return configurator.from_config(config).state_dict()
 
 
-def _transformer_parts(config: dict, sizes: TinySizes) -> "list[tuple[str, dict[str, Tensor]]]":
-    """Published prefix and state dict of the DiT, the text projections and the two connectors."""
+def _shapes_by_prefix(config: dict, sizes: TinySizes) -> dict[str, dict[str, Tensor]]:
+    """Published prefix and state dict of the models, in the order in which their weights are
+    drawn."""
+    from ltx_core.model import audio_vae, video_vae
     from ltx_core.model.transformer import LTXModelConfigurator
     from ltx_core.text_encoders.gemma.embeddings_connector import (
         AudioEmbeddings1DConnectorConfigurator,
         Embeddings1DConnectorConfigurator,
     )
 
-    return [
-        (DIFFUSION, _shapes(LTXModelConfigurator, config)),
-        ("text_embedding_projection.", _text_projection_shapes(config["transformer"], sizes)),
-        (
-            DIFFUSION + "video_embeddings_connector.",
-            _shapes(Embeddings1DConnectorConfigurator, config),
-        ),
-        (
-            DIFFUSION + "audio_embeddings_connector.",
-            _shapes(AudioEmbeddings1DConnectorConfigurator, config),
-        ),
-    ]
+    configurators = {
+        f"{DIFFUSION}video_embeddings_connector.": Embeddings1DConnectorConfigurator,
+        f"{DIFFUSION}audio_embeddings_connector.": AudioEmbeddings1DConnectorConfigurator,
+        "vae.encoder.": video_vae.VideoEncoderConfigurator,
+        "vae.decoder.": video_vae.VideoDecoderConfigurator,
+        "audio_vae.encoder.": audio_vae.AudioEncoderConfigurator,
+        "audio_vae.decoder.": audio_vae.AudioDecoderConfigurator,
+    }
+    return {
+        DIFFUSION: _shapes(LTXModelConfigurator, config),
+        "text_embedding_projection.": _text_projection_shapes(config["transformer"], sizes),
+        **{prefix: _shapes(one, config) for prefix, one in configurators.items()},
+    }
 
 
-def _text_projection_shapes(transformer: dict, sizes: TinySizes) -> "dict[str, Tensor]":
+def _text_projection_shapes(transformer: dict, sizes: TinySizes) -> dict[str, Tensor]:
     """The two projections from all hidden states of Gemma side by side, the embedding's included,
     to a stream's channels.
 
     weight (stream channels, gemma_hidden * (gemma_layers + 1)), bias (stream channels,)
     """
-    import torch
-
     features = sizes.gemma_hidden * (sizes.gemma_layers + 1)
     shapes = {}
     for stream, prefix in (("video", ""), ("audio", "audio_")):
-        channels = (
-            transformer[f"{prefix}num_attention_heads"] * transformer[f"{prefix}attention_head_dim"]
-        )
+        heads, head_dim = "num_attention_heads", "attention_head_dim"
+        channels = transformer[prefix + heads] * transformer[prefix + head_dim]
         shapes[f"{stream}_aggregate_embed.weight"] = torch.empty(channels, features, device="meta")
         shapes[f"{stream}_aggregate_embed.bias"] = torch.empty(channels, device="meta")
     return shapes
 
 
-def _vae_parts(config: dict) -> "list[tuple[str, dict[str, Tensor]]]":
-    """Published prefix and state dict of the video and audio encoders and decoders."""
-    from ltx_core.model.audio_vae import AudioDecoderConfigurator, AudioEncoderConfigurator
-    from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
-
-    return [
-        ("vae.encoder.", _shapes(VideoEncoderConfigurator, config)),
-        ("vae.decoder.", _shapes(VideoDecoderConfigurator, config)),
-        ("audio_vae.encoder.", _shapes(AudioEncoderConfigurator, config)),
-        ("audio_vae.decoder.", _shapes(AudioDecoderConfigurator, config)),
-    ]
-
-
-def vocoder_weights(config: dict, generator: "Generator") -> "dict[str, Tensor]":
+def vocoder_weights(config: dict, generator: Generator) -> dict[str, Tensor]:
     """The vocoder's tensors under their published names, with the constants of its STFT."""
     from ltx_core.model.audio_vae import VocoderConfigurator
 
@@ -139,21 +117,18 @@ def vocoder_weights(config: dict, generator: "Generator") -> "dict[str, Tensor]"
     # Quiet: a waveform that is clipped everywhere answers a rounding of its input with a thousand.
     for name in weights:
         if name.endswith("conv_post.weight"):
-            weights[name] = weights[name] * QUIET
-    weights |= {
-        f"mel_stft.{name}": basis for name, basis in mel_stft(config["vocoder"]["bwe"]).items()
-    }
+            weights[name] *= QUIET
+    for name, basis in mel_stft(config["vocoder"]["bwe"]).items():
+        weights[f"mel_stft.{name}"] = basis
     return {f"vocoder.{name}": weight for name, weight in weights.items()}
 
 
-def mel_stft(bwe: dict) -> "dict[str, Tensor]":
+def mel_stft(bwe: dict) -> dict[str, Tensor]:
     """The constants of the bandwidth extension's mel spectrogram.
 
     Fourier bases (2 * frequencies, 1, n_fft): windowed cosines, then sines, of n_fft // 2 + 1
     frequencies. Mel basis (num_mels, frequencies): triangular filters.
     """
-    import torch
-
     n_fft, rate = bwe["n_fft"], bwe["input_sampling_rate"]
     sample = torch.arange(n_fft, dtype=torch.float64)
     frequency = torch.arange(n_fft // 2 + 1, dtype=torch.float64)
@@ -175,42 +150,36 @@ def mel_stft(bwe: dict) -> "dict[str, Tensor]":
     }
 
 
-def upsampler_weights(config: dict, seed: int) -> "dict[str, Tensor]":
+def upsampler_weights(config: dict, seed: int) -> dict[str, Tensor]:
     """The bf16 weights of a latent upsampler."""
-    import torch
-
     weights = random_weights(upsampler_shapes(config), torch.Generator().manual_seed(seed))
     return {name: weight.bfloat16() for name, weight in weights.items()}
 
 
-def upsampler_shapes(config: dict) -> "dict[str, Tensor]":
+def upsampler_shapes(config: dict) -> dict[str, Tensor]:
     """The tensors of a latent upsampler on the meta device."""
     from ltx_core.model.upsampler import LatentUpsamplerConfigurator
 
     return _shapes(LatentUpsamplerConfigurator, config)
 
 
-def lora_weights(checkpoint: "dict[str, Tensor]", seed: int) -> "dict[str, Tensor]":
+def lora_weights(checkpoint: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """A bf16 LoRA on every linear layer of the DiT: lora_A (LORA_RANK, inputs) and lora_B (outputs,
     LORA_RANK)."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     lora = {}
     for key, weight in sorted(checkpoint.items()):
         linear = key.startswith(DIFFUSION) and key.endswith(".weight") and weight.ndim == 2
         if not linear or "embeddings_connector" in key:
             continue
-        name = key.removeprefix("model.").removesuffix(".weight")
-        down = torch.randn(LORA_RANK, weight.shape[1], generator=generator) / math.sqrt(
-            weight.shape[1]
-        )
-        up = 0.25 * torch.randn(weight.shape[0], LORA_RANK, generator=generator)
+        name, (outputs, inputs) = key.removeprefix("model.").removesuffix(".weight"), weight.shape
+        down = torch.randn(LORA_RANK, inputs, generator=generator) / math.sqrt(inputs)
+        up = 0.25 * torch.randn(outputs, LORA_RANK, generator=generator)
         lora |= {f"{name}.lora_A.weight": down.bfloat16(), f"{name}.lora_B.weight": up.bfloat16()}
     return lora
 
 
-def save(path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None) -> None:
+def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file whose bytes are always the same: the library writes metadata in
     random order."""
     from safetensors.torch import save as serialize

@@ -128,7 +128,7 @@ class _HostRanks:
 
     def _weight(self, name: str) -> Tensor:
         rows, *_ = self._weights.shape(name) or (0,)
-        (whole,) = self._weights.pieces(name, [(0, rows)], iter(()))
+        (whole,) = self._weights.pieces(name, [(0, rows)])
         return whole.float()
 
     def _value(self, field: str, name: str, first: int) -> Tensor:

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ class Checkpoint(TensorFile):
 
     def __init__(self, path: Path):
         super().__init__(path, CHECKPOINT_DOWNLOAD)
-        version = self.metadata.get("model_version", "")
+        self.model_version = self.metadata.get("model_version", "")
         if "config" not in self.metadata:
             raise UserError(
                 f"{path} has no 'config' metadata, so it is not a released LTX-2.3 checkpoint.\n"
@@ -49,12 +48,12 @@ class Checkpoint(TensorFile):
                 f"{path} is not an LTX checkpoint: its 'config' metadata has no 'transformer'"
                 f" section.\nDownload one: {CHECKPOINT_DOWNLOAD}"
             )
-        if not version.startswith(SUPPORTED_VERSION):
+        if not self.model_version.startswith(SUPPORTED_VERSION):
+            version = self.model_version or "2.0 (no model_version metadata)"
             raise UserError(
-                f"{path} is of LTX version {version or '2.0 (no model_version metadata)'}, this"
-                f" toolkit runs {SUPPORTED_VERSION}.\nDownload it: {CHECKPOINT_DOWNLOAD}"
+                f"{path} is of LTX version {version}, this toolkit runs {SUPPORTED_VERSION}.\n"
+                f"Download it: {CHECKPOINT_DOWNLOAD}"
             )
-        self.model_version = version
 
 
 def gemma_files(root: Path) -> list[TensorFile]:
@@ -99,17 +98,18 @@ class Source:
                     raise UserError(
                         f"{file.path}: {error}\nThe published one: {file.download}"
                     ) from None
-                if name is not None and (problem := file.weight_problem(key)):
+                if name is None:
+                    continue
+                if problem := file.weight_problem(key):
                     raise UserError(
                         f"{file.path}: {key} is {problem}.\nThe published one: {file.download}"
                     )
-                if name is not None and name in self.locations:
+                if name in self.locations:
                     raise UserError(
                         f"tensor {name!r} is in two places: {self.locations[name][0].path} and"
                         f" {file.path}"
                     )
-                if name is not None:
-                    self.locations[name] = (file, key)
+                self.locations[name] = (file, key)
         if not self.locations:
             raise self._lacks("tensors")
 
@@ -161,17 +161,11 @@ class Source:
             f" {self.files[-1].download}"
         )
 
-    def pieces(
-        self, name: str, bounds: list[tuple[int, int]], scratch_buffers: Iterator[mmap]
-    ) -> Iterator[Tensor]:
-        """Rows start..stop of a tensor for each of `bounds`, read past the page cache. A tensor
-        without dimensions is one row.
-
-        Each piece lies in the next of the scratch buffers if it fits, so it is valid until that
-        buffer comes round again.
-        """
+    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
+        """Rows start..stop of a tensor for each of `bounds`. A tensor without dimensions is one
+        row."""
         file, key = self._find(name)
-        yield from (file.read_uncached(key, *rows, next(scratch_buffers)) for rows in bounds)
+        yield from (file.read_mapped(key, *rows) for rows in bounds)
 
     def provenance(self, tensors: dict[str, str]) -> dict:
         """What a manifest says of the source: its files, the digest of each of the model's tensors
@@ -182,16 +176,15 @@ class Source:
             for key in file.shapes.keys() - ours:
                 component = max((p for p in self.model.elsewhere if key.startswith(p)), key=len)
                 elsewhere[component] = elsewhere.get(component, 0) + 1
-        files = [
-            {
-                "name": file.path.name,
-                "bytes": file.size,
-                "header_blake3": blake3(file.header).hexdigest(),
-            }
-            for file in self.files
-        ]
         return {
-            "files": files,
+            "files": [
+                {
+                    "name": file.path.name,
+                    "bytes": file.size,
+                    "header_blake3": blake3(file.header).hexdigest(),
+                }
+                for file in self.files
+            ],
             "tensors_xxh3_128": dict(sorted(tensors.items())),
             "elsewhere": dict(sorted(elsewhere.items())),
         }

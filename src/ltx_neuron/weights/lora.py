@@ -8,7 +8,6 @@ have a LoRA too, not only attention and feed-forward.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import Model
-from ltx_neuron.weights.tensorfile import TensorFile
+from ltx_neuron.weights.tensorfile import TensorFile, listed
 
 DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled-lora-384.safetensors --local-dir ."
 _PREFIX = "diffusion_model."  # of the published files; others leave it out
@@ -131,12 +130,13 @@ class MergedSource(Source):
         heads: dict[str, int] | None = None,
     ):
         super().__init__(model, files, heads)
-        self.loras = [(lora.file(), lora.strength) for lora in loras]
+        self.lora_identity = identity_of(loras)
         # Name of a weight -> the LoRAs that change it, in the order they were given.
         self.adapters: dict[str, list[tuple[TensorFile, float]]] = {}
-        for file, strength in self.loras:
+        for lora in loras:
+            file = lora.file()
             for name in self._target_weights(file):
-                self.adapters.setdefault(name, []).append((file, strength))
+                self.adapters.setdefault(name, []).append((file, lora.strength))
 
     def _target_weights(self, file: TensorFile) -> list[str]:
         """Names of the weights a LoRA file changes; UserError listing every tensor that fits
@@ -150,9 +150,9 @@ class MergedSource(Source):
             elif suffix == _DOWN and targets.setdefault(name, key) != key:
                 problems.append(f"{key}: {targets[name]} is of the same weight; leave one out")
         if problems or not targets:
-            listed = "\n  ".join(problems[:20]) or "it holds no lora_A / lora_B tensors"
-            more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-            raise UserError(f"--lora {file.path} is not a LoRA of this model:\n  {listed}{more}")
+            shown = listed(problems) or ["it holds no lora_A / lora_B tensors"]
+            title = f"--lora {file.path} is not a LoRA of this model:"
+            raise UserError("\n  ".join([title, *shown]))
         return list(targets)
 
     def _misfit(
@@ -179,20 +179,12 @@ class MergedSource(Source):
             return f"{stored}: convert both to BF16"
         return None
 
-    @property
-    def lora_identity(self) -> list:
-        """[fingerprint, strength] of each LoRA, in order: part of a weight set's identity."""
-        return [[file.fingerprint, strength] for file, strength in self.loras]
-
-    def pieces(
-        self, name: str, bounds: list[tuple[int, int]], scratch_buffers: Iterator[mmap]
-    ) -> Iterator[Tensor]:
+    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
         """Rows start..stop of a tensor for each of `bounds`; of a merged one they are views."""
         if name not in self.adapters:
-            yield from super().pieces(name, bounds, scratch_buffers)
-            return
+            return super().pieces(name, bounds)
         whole = self.tensor(name)
-        yield from (whole[start:stop] for start, stop in bounds)
+        return (whole[start:stop] for start, stop in bounds)
 
     def tensor(self, name: str) -> Tensor:
         """A whole merged tensor. Products are taken whole, because slices of them may round

@@ -5,10 +5,10 @@ A weight set is a folder of rank0..rank{tp-1}.safetensors, host.safetensors and 
 all ranks have the same weights, ranks.safetensors is the file of each. It is written by sharder.py.
 """
 
+import hashlib
 import shlex
 from collections.abc import Iterator
 from math import prod
-from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -18,13 +18,12 @@ from torch import Tensor
 from ltx_neuron.config import check_heads
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import MANIFEST, check_readable, read_json
-from ltx_neuron.weights.sharding import COL, HOST, KV, MODELS, ROW, copies, rule
-from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile
+from ltx_neuron.weights.sharding import ALL, COL, HOST, KV, MODELS, ROW, copies, rule
+from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile, listed
 
 HOST_FILE = "host.safetensors"
 SHARED_FILE = "ranks.safetensors"  # of all ranks, where their weights are the same
 RESHARD = "run the shard script again"
-_BLOCK_BYTES = 16 * 2**20  # read and hashed at once
 
 
 def rank_file(rank: int) -> str:
@@ -148,7 +147,7 @@ class RankSource:
         if kind == KV:
             return COL
         # Gemma3's projections are stored as (layers, out, width): out-features come second.
-        return ROW if (kind, len(self._part(name))) == (COL, 3) else kind
+        return ROW if kind == COL and len(self.files[0].shapes[name]) == 3 else kind
 
     def copies(self, name: str, tp: int) -> int:
         """How many of tp neighbouring ranks keep the same part of a tensor."""
@@ -156,14 +155,18 @@ class RankSource:
 
     def _part(self, name: str) -> tuple[int, ...]:
         """The shape of one rank's part."""
-        return self._file(name).shapes[name]
+        return self._files_of(name)[0].shapes[name]
 
-    def _file(self, name: str, rank: int = 0) -> TensorFile:
-        return self.files[-1 if rule(self.model, name) == HOST else rank]
+    def _files_of(self, name: str) -> list[TensorFile]:
+        """The files that together hold a tensor."""
+        split = self.split(name)
+        if split in (ALL, HOST):
+            return [self.files[-1 if split == HOST else 0]]
+        return self.files[: self.tp : self.copies(name, self.tp)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a whole tensor."""
-        split, parts = self.split(name), self.tp // self.copies(name, self.tp)
+        split, parts = self.split(name), len(self._files_of(name))
         return tuple(
             size * parts if dim == split else size for dim, size in enumerate(self._part(name))
         )
@@ -172,36 +175,11 @@ class RankSource:
         """The bytes of a whole tensor as it is stored."""
         return prod(self.shape(name)) * DTYPES[self.identity["dtype"]].itemsize
 
-    def pieces(
-        self, name: str, bounds: list[tuple[int, int]], scratch_buffers: Iterator[mmap]
-    ) -> Iterator[Tensor]:
-        """Rows start..stop of a whole tensor for each of `bounds`, in memory of their own.
-
-        The scratch buffers are not used: files are read through the page cache, which may keep
-        them, because a finished set is likely to be loaded soon.
-        """
-        split = self.split(name)
-        for start, stop in bounds:
-            if split == ROW:
-                parts = [self._file(name, rank).read(name, start, stop) for rank in range(self.tp)]
-                yield torch.cat(parts, dim=1)
-            elif split == COL:
-                yield torch.cat(self._column_parts(name, start, stop))
-            elif self._part(name):
-                yield self._file(name).read(name, start, stop)
-            else:
-                yield self._file(name).read(name)
-
-    def _column_parts(self, name: str, start: int, stop: int) -> list[Tensor]:
-        """Rows start..stop of a tensor that is split in its first dimension, from each of the
-        files that hold some of them."""
-        rows, copies = self._part(name)[0], self.copies(name, self.tp)
-        parts = []
-        for part in range(start // rows, (stop - 1) // rows + 1):
-            first, last = max(start, part * rows), min(stop, (part + 1) * rows)
-            file = self._file(name, part * copies)
-            parts.append(file.read(name, first - part * rows, last - part * rows))
-        return parts
+    def pieces(self, name: str, bounds: list[tuple[int, int]]) -> Iterator[Tensor]:
+        """Rows start..stop of a whole tensor for each of `bounds`."""
+        parts = [file.read_mapped(name) for file in self._files_of(name)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, self.split(name))
+        return (whole[start:stop] if whole.ndim else whole for start, stop in bounds)
 
     def provenance(self, tensors: dict[str, str]) -> dict:
         """What a manifest says of the source. It is the checkpoint that these files were made
@@ -252,11 +230,8 @@ def open_host_file(folder: Path) -> TensorFile:
 
 
 def _file_digest(path: Path) -> str:
-    digest, block = blake3(max_threads=blake3.AUTO), memoryview(bytearray(_BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, blake3).hexdigest()
 
 
 def _header_digest(file: TensorFile) -> str:
@@ -276,11 +251,7 @@ def _check_header(path: Path, file: TensorFile) -> None:
 def check_whole(path: Path, problems: list[str]) -> None:
     """Raise UserError with the problems of a folder of weights, if there are any."""
     if problems:
-        shown = [
-            *problems[:20],
-            *([f"and {len(problems) - 20} more"] if len(problems) > 20 else []),
-        ]
         raise UserError(
-            "\n  ".join([f"{path} is damaged:", *shown])
+            "\n  ".join([f"{path} is damaged:", *listed(problems)])
             + f"\nMake it again: rm -r {shlex.quote(str(path))}, then this script without --verify"
         )

@@ -6,7 +6,7 @@ safely in them. The manifest is written last: a folder that has one is finished.
 """
 
 import errno
-import itertools
+import hashlib
 import json
 import os
 from collections import deque
@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,11 +33,10 @@ from ltx_neuron.files import (
     remove_leftovers,
     write_json,
 )
-from ltx_neuron.weights import pagecache
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.rankfiles import RankSource, file_entries, file_names, is_finished
 from ltx_neuron.weights.sharding import COL, HOST, local_shape
-from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES
+from ltx_neuron.weights.tensorfile import ALIGNMENT, DTYPE_NAMES, listed
 
 JOURNAL, PARTIAL = "journal.json", ".partial"
 _PIECE_BYTES = 8 * 2**20  # read from the source at once
@@ -133,12 +131,8 @@ def check_specs(
         if stored.get(name, shape) != tuple(shape):
             problems.append(f"{name}: {list(stored[name])} a rank, wanted {list(shape)}")
     if problems:
-        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
-        listed = "\n  ".join([*sorted(problems)[:20], *more])
-        raise UserError(
-            "the files do not hold the weights of the model that their config describes:\n "
-            f" {listed}"
-        )
+        title = "the files do not hold the weights of the model that their config describes:"
+        raise UserError("\n  ".join([title, *listed(sorted(problems))]))
 
 
 def shard_weights(
@@ -169,8 +163,7 @@ def shard_weights(
         try:
             # Where all ranks have the same weights, these are stored once.
             names = file_names(tp, shared=all(spec.split in (None, HOST) for spec in specs))
-            layouts = _file_layouts(specs, names, dtype)
-            files = [_File(folder / name, layout, dtype) for name, layout in layouts.items()]
+            files = _files(folder, names, specs, dtype)
             _write_set(source, folder, identity, files, specs, workers or tp)
         finally:
             if not existed and not any(folder.iterdir()):
@@ -187,7 +180,6 @@ def _write_set(
     workers: int,
 ) -> None:
     """Write the files of a locked folder, from where an earlier run got to, and its manifest."""
-    count = len(files) - 1  # of the ranks
     for name in (JOURNAL, MANIFEST):
         remove_leftovers(folder / name)
     existing = (path for file in files for path in (file.path, file.partial) if path.exists())
@@ -195,29 +187,15 @@ def _write_set(
     check_space(folder, sum(file.size for file in files) - written, "the weights need")
     (folder / MANIFEST).unlink(missing_ok=True)
     done = _resume(folder, identity, files)
-    total, before = (
-        sum(source.nbytes(s.name) for s in part) for part in (specs, specs[: len(done)])
-    )
-    # One more than are in flight: the next piece is read meanwhile.
-    scratch_buffers = itertools.cycle(
-        [pagecache.scratch(_PIECE_BYTES) for _ in range(_MAX_IN_FLIGHT + 1)]
-    )
     with ExitStack() as stack:
         for file in files:
             stack.callback(file.close)
         writer = _Writer(stack, folder, identity, files, done, workers)
-        bar = stack.enter_context(
-            tqdm(total=total, initial=before, unit="B", unit_scale=True, desc=folder.name)
-        )
+        bar = stack.enter_context(_progress_bar(source, specs, len(done), folder.name))
         for spec in specs[len(done) :]:
-            writer.begin_tensor()
-            for start, piece in _pieces(source, spec, count, scratch_buffers):
-                writer.submit(piece, spec.parts(piece, start, count))
-                bar.update(piece.nbytes)
-            writer.end_tensor(spec.name)
+            writer.write(spec.name, _pieces(source, spec, len(files) - 1, bar))
         digests = writer.finish()
         entries = {file.path.name: file.finish() for file in files}
-    _sync_folder(folder)
     content = {
         "identity": identity,
         "heads": source.heads,
@@ -232,73 +210,83 @@ def compare(source: Source, folder: Path, dtype: torch.dtype, specs: list[ShardS
     """Shard the source once more and compare the bytes with a finished folder's files. Returns one
     line for each tensor of a file that differs; empty if none does."""
     problems: dict[str, None] = {}
-    layouts = _file_layouts(specs, [*file_entries(folder)], dtype)
-    count = len(layouts) - 1  # of the ranks
-    scratch_buffers = itertools.cycle([pagecache.scratch(_PIECE_BYTES)])
+    files = _files(folder, [*file_entries(folder)], specs, dtype)
     with ExitStack() as stack:
-        files = [stack.enter_context(open(folder / name, "rb")) for name in layouts]
-        for file, (header, _) in zip(files, layouts.values(), strict=True):
-            if file.read(len(header)) != header:
-                problems[f"{Path(file.name).name}: the header differs"] = None
-        total = sum(source.nbytes(spec.name) for spec in specs)
-        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True))
+        written = [stack.enter_context(open(file.path, "rb")) for file in files]
+        for file, stored in zip(files, written, strict=True):
+            if stored.read(len(file.header)) != file.header:
+                problems[f"{file.path.name}: the header differs"] = None
+        bar = stack.enter_context(_progress_bar(source, specs, 0, None))
         for spec in specs:
-            for start, piece in _pieces(source, spec, count, scratch_buffers):
-                for index, part in spec.parts(piece, start, count):
+            for _, parts in _pieces(source, spec, len(files) - 1, bar):
+                for index, part in parts:
                     wanted = _bytes(part.to(dtype))
-                    if files[index].read(len(wanted)) != wanted:
-                        name = Path(files[index].name).name
+                    if written[index].read(len(wanted)) != wanted:
+                        name = files[index].path.name
                         problems[f"{name}: {spec.name} differs from the source"] = None
-                bar.update(piece.nbytes)
     return list(problems)
 
 
-class _FileLayout(NamedTuple):
-    """The header of a file, and where the data of the first n = 0, 1, ... tensors of all specs
-    ends: bytes after the header."""
+def _progress_bar(
+    source: Source | RankSource, specs: list[ShardSpec], done: int, name: str | None
+) -> tqdm:
+    """Of the source's bytes. done: how many specs are written already."""
+    sizes = [source.nbytes(spec.name) for spec in specs]
+    return tqdm(total=sum(sizes), initial=sum(sizes[:done]), unit="B", unit_scale=True, desc=name)
 
-    header: bytes
-    ends: list[int]
+
+def _pieces(
+    source: Source | RankSource, spec: ShardSpec, ranks: int, bar: tqdm
+) -> Iterator[tuple[Tensor, list[tuple[int, Tensor]]]]:
+    """The pieces of a tensor in order, each with its parts: (index of a file, tensor)."""
+    row_bytes = source.nbytes(spec.name) // max(1, spec.shape[0]) if spec.shape else 0
+    bounds = list(spec.bounds(ranks, row_bytes))
+    for (start, _), piece in zip(bounds, source.pieces(spec.name, bounds), strict=True):
+        yield piece, list(spec.parts(piece, start, ranks))
+        bar.update(piece.nbytes)
 
 
-def _file_layouts(
-    specs: list[ShardSpec], names: list[str], dtype: torch.dtype
-) -> dict[str, _FileLayout]:
-    """The layout of each file, by its name: those of the ranks, then the host's."""
-    layouts, count = {}, len(names) - 1
-    for index, name in enumerate(names):
-        entries, ends = {"__metadata__": {"rank": HOST if index == count else str(index)}}, [0]
-        for spec in specs:
-            belongs_here = (spec.split == HOST) == (index == count)
-            end = ends[-1] + (prod(spec.stored) * dtype.itemsize if belongs_here else 0)
-            if belongs_here:
-                entries[spec.name] = {
-                    "dtype": DTYPE_NAMES[dtype],
-                    "shape": list(spec.stored),
-                    "data_offsets": [ends[-1], end],
-                }
-            ends.append(end)
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        layouts[name] = _FileLayout(len(text).to_bytes(8, "little") + text, ends)
-    return layouts
+def _files(
+    folder: Path, names: list[str], specs: list[ShardSpec], dtype: torch.dtype
+) -> list["_File"]:
+    """The files of those names: of the ranks, then the host's."""
+    ranks = [*map(str, range(len(names) - 1)), HOST]
+    return [
+        _File(folder / name, rank, specs, dtype) for name, rank in zip(names, ranks, strict=True)
+    ]
 
 
 class _File:
-    """A file that is being written in order, with the digest of its content so far.
+    """A file of a weight set: its header, and while it is written, in order, the digest of its
+    content so far.
 
     This is the one exception to files.whole_file: a .partial file has a fixed name and outlives
     its run, because the next run goes on with it.
+
+    rank  its number, or HOST
     """
 
-    def __init__(self, path: Path, layout: _FileLayout, dtype: torch.dtype):
+    def __init__(self, path: Path, rank: str, specs: list[ShardSpec], dtype: torch.dtype):
         self.path, self.dtype = path, dtype
-        self.header, self.ends = layout
         self.partial = path.with_name(path.name + PARTIAL)
-        self.size = len(self.header) + self.ends[-1]
         self.error: OSError | None = None
-        # Kept between tensors: new memory costs the system more than the copy into it.
-        self._cast_buffer = torch.empty(0, dtype=torch.uint8)
+        entries = {"__metadata__": {"rank": rank}}
+        # Where the data of the first n = 0, 1, ... tensors of all specs ends, after the header.
+        self.ends = [0]
+        for spec in specs:
+            begin = end = self.ends[-1]
+            if (spec.split == HOST) == (rank == HOST):
+                end += prod(spec.stored) * dtype.itemsize
+                entries[spec.name] = {
+                    "dtype": DTYPE_NAMES[dtype],
+                    "shape": list(spec.stored),
+                    "data_offsets": [begin, end],
+                }
+            self.ends.append(end)
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.size = len(self.header) + self.ends[-1]
 
     def open(self, tensors: int, digest: str | None) -> bool:
         """Open the file to append after its first `tensors` tensors, which must have that digest
@@ -306,30 +294,22 @@ class _File:
         if self.path.exists() and not self.partial.exists():
             # The last run was stopped between renaming this file and writing the manifest.
             os.replace(self.path, self.partial)
-        keep = len(self.header) + self.ends[tensors] if digest else 0
         self.file = open(self.partial, "r+b" if self.partial.exists() else "w+b", buffering=0)
-        self.hasher = blake3()
-        left = keep
-        while left and (block := self.file.read(min(left, _PIECE_BYTES))):
-            self.hasher.update(block)
-            left -= len(block)
-        if digest and (left or self.hasher.hexdigest() != digest):
+        self.file.truncate(len(self.header) + self.ends[tensors] if digest else 0)
+        self.hasher = hashlib.file_digest(self.file, blake3)
+        if digest and self.hasher.hexdigest() != digest:
             self.file.close()
             return False
-        self.file.truncate(keep)
-        self._reserve()
-        if not keep:
-            self._write(self.header)
-        return True
-
-    def _reserve(self) -> None:
-        """Take the room of the whole file on the disk, which nobody else can take meanwhile; also,
-        a file of known length is written with half the system's work."""
         try:
+            # The room of the whole file, which nobody else can take meanwhile; also, a file of
+            # known length is written with half the system's work.
             os.posix_fallocate(self.file.fileno(), 0, self.size)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
                 raise
+        if not digest:
+            self._write(self.header)
+        return True
 
     def append(self, tensor: Tensor) -> None:
         """Write a tensor's data, cast to the file's dtype."""
@@ -338,11 +318,7 @@ class _File:
             return
         row_bytes = tensor[0].numel() * self.dtype.itemsize
         for rows in tensor.split(max(1, _PIECE_BYTES // max(1, row_bytes))):
-            size = rows.numel() * self.dtype.itemsize
-            if size > len(self._cast_buffer):
-                self._cast_buffer = torch.empty(size, dtype=torch.uint8)
-            cast = self._cast_buffer[:size].view(self.dtype).view(rows.shape).copy_(rows)
-            self._write(_bytes(cast))
+            self._write(_bytes(rows.to(self.dtype)))
 
     def _write(self, content) -> None:
         self.hasher.update(content)
@@ -361,20 +337,17 @@ class _File:
             raise self.error
         return self.hasher.hexdigest()
 
-    def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
-        os.fsync(self.file.fileno())
-
     def close(self) -> None:
         self.file.close()
 
     def finish(self) -> dict:
         """Give the file its final name. Returns its entry in the manifest."""
-        digest, size = self.digest(), self.file.tell()
-        if size != self.size:
-            raise RuntimeError(f"{self.path}: wrote {size} bytes, the header says {self.size}")
         os.replace(self.partial, self.path)
-        return {"bytes": size, "blake3": digest, "header_blake3": blake3(self.header).hexdigest()}
+        return {
+            "bytes": self.size,
+            "blake3": self.digest(),
+            "header_blake3": blake3(self.header).hexdigest(),
+        }
 
 
 class _Writer:
@@ -401,68 +374,55 @@ class _Writer:
         )
         self._digests: dict[str, Future] = {}
         self._in_flight: deque[list[Future]] = deque()
-        self._unsaved, self._saving = 0, None
+        self._unsaved = 0
+        self._saving: Future | None = None
 
-    def begin_tensor(self) -> None:
-        """Begin the digest of the next tensor of the source."""
-        self._tensor_hash = xxh3_128()
-
-    def submit(self, piece: Tensor, parts: Iterator[tuple[int, Tensor]]) -> None:
-        """Hash a piece of the current tensor and append its parts to their files. Waits while too
-        many pieces are in flight; `piece` must stay unchanged until _MAX_IN_FLIGHT more came."""
-        tasks = [self._to_file(index, self.files[index].append, part) for index, part in parts]
-        tasks.append(self._hasher.submit(self._tensor_hash.update, _bytes(piece)))
-        self._in_flight.append(tasks)
-        self._unsaved += piece.nbytes
-        while len(self._in_flight) > _MAX_IN_FLIGHT:
-            self._wait_for_oldest()
-
-    def end_tensor(self, name: str) -> None:
-        """Note the digest of the current tensor; write the journal where much was written and the
-        last time is over."""
-        self._digests[name] = self._hasher.submit(self._tensor_hash.hexdigest)
-        if self._unsaved >= _SYNC_BYTES and (not self._saving or self._saving.done()):
-            if self._saving:
-                self._saving.result()
-            self._unsaved, self._saving = 0, self._save()
+    def write(self, name: str, pieces: Iterator[tuple[Tensor, list[tuple[int, Tensor]]]]) -> None:
+        """Hash the pieces of a tensor of the source and append their parts to the files. Waits
+        while too many pieces are in flight."""
+        tensor_hash = xxh3_128()
+        for piece, parts in pieces:
+            tasks = [self._to_file(index, self.files[index].append, part) for index, part in parts]
+            tasks.append(self._hasher.submit(tensor_hash.update, _bytes(piece)))
+            self._in_flight.append(tasks)
+            self._unsaved += piece.nbytes
+            self._wait(_MAX_IN_FLIGHT)
+        self._digests[name] = self._hasher.submit(tensor_hash.hexdigest)
+        if self._unsaved >= _SYNC_BYTES:
+            self._save()
 
     def finish(self) -> dict[str, str]:
         """Wait until all is written and on the disk. Returns the digests of the source's
         tensors."""
-        while self._in_flight:
-            self._wait_for_oldest()
-        return self._save().result()
+        self._wait(0)
+        self._save()
+        return self._saving.result()
 
     def _to_file(self, index: int, task: Callable, *arguments) -> Future:
         return self._writers[index % len(self._writers)].submit(task, *arguments)
 
-    def _wait_for_oldest(self) -> None:
-        for task in self._in_flight.popleft():
-            task.result()
+    def _wait(self, most: int) -> None:
+        """Until at most so many pieces are in flight."""
+        while len(self._in_flight) > most:
+            for task in self._in_flight.popleft():
+                task.result()
 
-    def _save(self) -> Future:
-        """Write the journal once all that was submitted before is on the disk."""
+    def _save(self) -> None:
+        """Begin to write the journal, once all that was submitted before is on the disk."""
+        if self._saving:
+            self._saving.result()
         digests = [self._to_file(index, file.digest) for index, file in enumerate(self.files)]
-        return self._saver.submit(self._write_journal, dict(self._digests), digests)
+        self._saving = self._saver.submit(self._write_journal, dict(self._digests), digests)
+        self._unsaved = 0
 
     def _write_journal(self, tensors: dict[str, Future], files: list[Future]) -> dict[str, str]:
         done = self.done | {name: digest.result() for name, digest in tensors.items()}
         digests = [digest.result() for digest in files]
         for file in self.files:
-            file.sync()
+            os.fsync(file.file.fileno())
         journal = {"identity": self.identity, "tensors_xxh3_128": done, "files": digests}
         write_json(self.folder / JOURNAL, journal)
         return done
-
-
-def _pieces(
-    source: Source | RankSource, spec: ShardSpec, count: int, scratch_buffers: Iterator[mmap]
-) -> Iterator[tuple[int, Tensor]]:
-    """(first row, piece) of a tensor, in order; each piece may lie in the next scratch buffer."""
-    row_bytes = source.nbytes(spec.name) // max(1, spec.shape[0]) if spec.shape else 0
-    bounds = list(spec.bounds(count, row_bytes))
-    starts = (start for start, _ in bounds)
-    return zip(starts, source.pieces(spec.name, bounds, scratch_buffers), strict=True)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -475,30 +435,18 @@ def _resume(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
     try:
         journal = read_json(folder / JOURNAL)
         tensors, digests = journal["tensors_xxh3_128"], journal["files"]
-        fits = (
+        total = len(files[0].ends) - 1
+        if (
             journal["identity"] == identity
             and len(digests) == len(files)
-            and len(tensors) < len(files[0].ends)
-        )
+            and len(tensors) <= total
+            and all(map(_File.open, files, [len(tensors)] * len(files), digests))
+        ):
+            print(f"continuing an interrupted run: {len(tensors)} of {total} tensors were done")
+            return tensors
     except (UserError, KeyError, TypeError):
-        fits = False
-    if fits and all(
-        file.open(len(tensors), digest) for file, digest in zip(files, digests, strict=True)
-    ):
-        print(
-            f"continuing an interrupted run: {len(tensors)} of {len(files[0].ends) - 1} tensors"
-            " were done"
-        )
-        return tensors
+        pass  # no journal that can be read
     (folder / JOURNAL).unlink(missing_ok=True)
     for file in files:
         file.open(0, None)
     return {}
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -105,67 +105,57 @@ class Model(NamedTuple):
 
 STATISTICS = "per_channel_statistics."
 _READ_STATISTICS = f"{STATISTICS}std-of-means", f"{STATISTICS}mean-of-means"
-DIFFUSION, CONNECTORS = "model.diffusion_model.", ("video", "audio")
+DIFFUSION, TEXT_PROJECTION = "model.diffusion_model.", "text_embedding_projection."
 _CONNECTOR_PREFIXES = {
-    f"{DIFFUSION}{m}_embeddings_connector.": f"{m}_connector." for m in CONNECTORS
+    f"{DIFFUSION}{stream}_embeddings_connector.": f"{stream}_connector."
+    for stream in ("video", "audio")
 }
+_DECODERS = ("vae.", "audio_vae.", "vocoder.")
+_GEMMAS_OTHERS = ("vision_tower.", "multi_modal_projector.", "language_model.lm_head.")
 MODELS = {
-    "dit": Model(
-        "dit",
-        DIT,
-        {DIFFUSION: ""},
-        (*_CONNECTOR_PREFIXES, "text_embedding_projection.", "vae.", "audio_vae.", "vocoder."),
-    ),
-    "gemma3": Model(
-        "gemma3",
-        GEMMA3,
-        {**_CONNECTOR_PREFIXES, "text_embedding_projection.": "", "language_model.model.": ""},
-        (
-            DIFFUSION,
-            "vae.",
-            "audio_vae.",
-            "vocoder.",
-            "vision_tower.",
-            "multi_modal_projector.",
-            "language_model.lm_head.",
+    model.name: model
+    for model in (
+        Model("dit", DIT, {DIFFUSION: ""}, (*_CONNECTOR_PREFIXES, TEXT_PROJECTION, *_DECODERS)),
+        Model(
+            "gemma3",
+            GEMMA3,
+            {**_CONNECTOR_PREFIXES, TEXT_PROJECTION: "", "language_model.model.": ""},
+            (DIFFUSION, *_DECODERS, *_GEMMAS_OTHERS),
         ),
-    ),
-    "vae": Model(
-        "vae",
-        VAE,
-        {
-            "vae.decoder.": "",
+        Model(
+            "vae",
+            VAE,
             # The checkpoint has more statistics, which no model reads.
-            **{f"vae.{name}": name for name in _READ_STATISTICS},
-        },
-        (
-            "vae.encoder.",
-            f"vae.{STATISTICS}",
-            DIFFUSION,
-            "text_embedding_projection.",
-            "audio_vae.",
-            "vocoder.",
+            {"vae.decoder.": "", **{f"vae.{name}": name for name in _READ_STATISTICS}},
+            (
+                "vae.encoder.",
+                f"vae.{STATISTICS}",
+                DIFFUSION,
+                TEXT_PROJECTION,
+                "audio_vae.",
+                "vocoder.",
+            ),
         ),
-    ),
-    "sound": Model(
-        "sound",
-        SOUND,
-        {
-            "audio_vae.decoder.": "audio_decoder.",
-            **{f"audio_vae.{name}": f"audio_decoder.{name}" for name in _READ_STATISTICS},
-            "vocoder.vocoder.": "vocoder.",
-            "vocoder.bwe_generator.": "bwe_generator.",
-            "vocoder.mel_stft.": "bwe_generator.mel_stft.",
-        },
-        (
-            "vocoder.mel_stft.stft_fn.inverse_basis",  # no model reads it
-            "audio_vae.encoder.",
-            f"audio_vae.{STATISTICS}",
-            DIFFUSION,
-            "text_embedding_projection.",
-            "vae.",
+        Model(
+            "sound",
+            SOUND,
+            {
+                "audio_vae.decoder.": "audio_decoder.",
+                **{f"audio_vae.{name}": f"audio_decoder.{name}" for name in _READ_STATISTICS},
+                "vocoder.vocoder.": "vocoder.",
+                "vocoder.bwe_generator.": "bwe_generator.",
+                "vocoder.mel_stft.": "bwe_generator.mel_stft.",
+            },
+            (
+                "vocoder.mel_stft.stft_fn.inverse_basis",  # no model reads it
+                "audio_vae.encoder.",
+                f"audio_vae.{STATISTICS}",
+                DIFFUSION,
+                TEXT_PROJECTION,
+                "vae.",
+            ),
         ),
-    ),
+    )
 }
 
 

@@ -4,16 +4,16 @@ safetensors' own torch reader maps a whole file to be written to, which a machin
 than the 46 GB checkpoint refuses. Format: github.com/huggingface/safetensors, README.
 """
 
+import errno
 import hashlib
-import itertools
 import json
 import mmap
 import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ltx_neuron.errors import UserError, in_words, reason, refusal
 from ltx_neuron.files import check_regular
-from ltx_neuron.weights import pagecache
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -40,9 +39,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # the values of
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of the data, for a fingerprint
-_GROUP_BYTES = 64 * 2**20  # of tensors that are mapped and fetched together
 _READERS = 2  # one reads while the other waits for the disk, or for fresh memory
+_MOST_AHEAD = 8  # tensors that are read before they are wanted
 ALIGNMENT = 64  # of a tensor's memory, as torch's own has
+_POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), which Python 3.11 does not name
 
 
 class TensorFile:
@@ -58,7 +58,17 @@ class TensorFile:
 
     def __init__(self, path: Path, download: str):
         self.path, self.download = Path(path), download
-        self._check_regular()
+        try:
+            check_regular(self.path)
+        except IsADirectoryError:
+            raise UserError(
+                f"{self.path} is a folder; split (multi-file) checkpoints are not supported"
+                f" yet.\nWanted: one .safetensors file, as published: {self.download}"
+            ) from None
+        except FileNotFoundError:
+            raise UserError(f"no such file: {self.path}\nDownload it: {self.download}") from None
+        except OSError as error:
+            raise refusal(error) from None
         self.size = self.path.stat().st_size
         if self.size == 0:
             raise self._broken("it is empty")
@@ -71,32 +81,13 @@ class TensorFile:
                     f" {self.size} bytes"
                 )
             self.header = file.read(length)
+        self._data = 8 + length  # where the tensors' bytes begin
         try:
             self._parse(json.loads(self.header))
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._broken(
                 f"the header is not a safetensors header ({type(error).__name__}: {error})"
             ) from None
-
-    def _check_regular(self) -> None:
-        try:
-            check_regular(self.path)
-        except IsADirectoryError:
-            raise UserError(
-                f"{self.path} is a folder; split (multi-file) checkpoints are not supported"
-                f" yet.\nWanted: one .safetensors file, as published: {self.download}"
-            ) from None
-        except FileNotFoundError:
-            raise UserError(f"no such file: {self.path}\nDownload it: {self.download}") from None
-        except OSError as error:
-            raise refusal(error) from None
 
     def _parse(self, entries: dict) -> None:
         self.metadata = entries.pop("__metadata__", {}) or {}
@@ -113,7 +104,7 @@ class TensorFile:
             if begin != expected:
                 raise ValueError(f"{name} begins at {begin}, wanted {expected}")
             known = TORCH_DTYPES.get(entry["dtype"])
-            if known is not None and end - begin != _count(shape) * known.itemsize:
+            if known is not None and end - begin != prod(shape) * known.itemsize:
                 raise ValueError(
                     f"{name} of shape {list(shape)} and dtype {entry['dtype']} has {end - begin}"
                     " bytes"
@@ -122,29 +113,25 @@ class TensorFile:
             self.dtypes[name] = str(entry["dtype"])
             self._offsets[name] = begin
             expected = end
-        if 8 + len(self.header) + expected != self.size:
+        if (described := self._data + expected) != self.size:
             raise self._broken(
-                f"the header describes {8 + len(self.header) + expected} bytes, the file has"
-                f" {self.size}: truncated?"
+                f"the header describes {described} bytes, the file has {self.size}: truncated?"
             )
 
     def torch_dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor is stored in. UserError for one that cannot be read: float8."""
-        stored = self.dtypes[name]
-        if stored not in TORCH_DTYPES:
-            known = ", ".join(TORCH_DTYPES)
+        if problem := self.weight_problem(name, tuple(TORCH_DTYPES)):
             raise UserError(
-                f"{self.path}: {name} is stored as {stored}, which is not implemented; wanted one"
-                f" of {known}.\nThe published one: {self.download}"
+                f"{self.path}: {name} is {problem}.\nThe published one: {self.download}"
             )
-        return TORCH_DTYPES[stored]
+        return TORCH_DTYPES[self.dtypes[name]]
 
-    def weight_problem(self, name: str) -> str:
+    def weight_problem(self, name: str, known: tuple[str, ...] = WEIGHT_DTYPES) -> str:
         """What is wrong with the dtype of a model's weight, in words; empty if nothing is."""
-        stored, known = self.dtypes[name], ", ".join(WEIGHT_DTYPES)
-        if stored in WEIGHT_DTYPES:
+        stored = self.dtypes[name]
+        if stored in known:
             return ""
-        return f"stored as {stored}, which is not implemented; wanted one of {known}"
+        return f"stored as {stored}, which is not implemented; wanted one of {', '.join(known)}"
 
     def _open(self):
         with in_words():
@@ -158,167 +145,96 @@ class TensorFile:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
-        offset, size, shape = self._byte_range(name, start, stop)
-        dtype = self.torch_dtype(name)
-        buffer = torch.empty(size, dtype=torch.uint8)
-        view, done = memoryview(buffer.numpy()), 0
-        with self._open() as file, self._reading(name):
-            while done < size:
-                if not (count := os.preadv(file.fileno(), [view[done:]], offset + done)):
-                    raise self._ends_at(offset + done, name)
-                done += count
-        return buffer.view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+        return self.read_mapped(name, start, stop).clone()
 
     def read_mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop, that is the file's own pages in the system's page
-        cache: nothing is copied. What is written to the tensor stays in this process.
+        cache: nothing is copied. What is written to the tensor stays in this process. A tensor
+        without dimensions is one row.
 
         Data that does not begin on a multiple of its element size is copied all the same. A file
         that is cut short while such a tensor is in use ends the process (SIGBUS).
         """
-        offset, size, shape = self._byte_range(name, start, stop)
-        dtype = self.torch_dtype(name)
-        if not size or offset % dtype.itemsize:
-            return self.read(name, start, stop)
-        pages, before = self._window(name, offset, size)
-        with self._reading(name):
-            pagecache.populate(pages)
-        return torch.frombuffer(
-            pages, dtype=dtype, count=size // dtype.itemsize, offset=before
-        ).view(shape)
+        shape, dtype = self.shapes[name], self.torch_dtype(name)
+        row_bytes = prod(shape[1:]) * dtype.itemsize
+        rows = (stop if stop is not None else shape[0] if shape else 1) - start
+        memory = self._map(name, self._offsets[name] + start * row_bytes, rows * row_bytes)
+        if memory.data_ptr() % dtype.itemsize:
+            memory = memory.clone()
+        return memory.view(dtype).view((rows, *shape[1:])[: len(shape)])
 
     def prefetch(self, name: str) -> None:
         """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
-        offset, size, _ = self._byte_range(name, 0, None)
+        offset = self._data + self._offsets[name]
+        size = prod(self.shapes[name]) * self.torch_dtype(name).itemsize
         with self._open() as file:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
-    def read_uncached(self, name: str, start: int, stop: int | None, scratch: mmap.mmap) -> Tensor:
-        """Rows start..stop of a tensor that is wanted only once, read from the disk past the page
-        cache. The result must not be written to.
-
-        scratch  memory from pagecache.scratch, in which the result lies. What the cache has
-                 already, and what is larger than this memory, is given by `read_mapped` instead.
-        """
-        offset, size, shape = self._byte_range(name, start, stop)
-        dtype = self.torch_dtype(name)
-        if not size or offset % dtype.itemsize:
-            return self.read(name, start, stop)
-        pages, before = self._window(name, offset, size)
-        with self._reading(name):
-            if before + size > len(scratch) or pagecache.is_cached(pages):
-                return self.read_mapped(name, start, stop)
-            done = pagecache.read_direct(self.path, offset - before, before + size, scratch)
-        if done is None:  # a file system that cannot
-            return self.read_mapped(name, start, stop)
-        if done < before + size:
-            raise self._ends_at(offset - before + done, name)
-        return torch.frombuffer(
-            scratch, dtype=dtype, count=size // dtype.itemsize, offset=before
-        ).view(shape)
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor in the file's order, while threads fetch what follows.
+        """(name, tensor) of every tensor in the file's order, while threads read what follows.
 
-        Tensors are the file's own pages. Groups of at least 64 MiB are mapped together and stay
-        mapped until none of a group's tensors is in use. A tensor that does not begin on a
-        multiple of 64 bytes is copied, because torch's operations are slower on it: rank files
-        have few such tensors, and small ones.
+        Tensors are the file's own pages. One that does not begin on a multiple of 64 bytes is
+        copied, because torch's operations are slower on it: rank files have few such tensors, and
+        small ones.
         """
-        readers, prefetched = ThreadPoolExecutor(_READERS), deque()
+
+        def aligned(name: str) -> tuple[str, Tensor]:
+            tensor = self.read_mapped(name)
+            return name, tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+        readers, ahead = ThreadPoolExecutor(_READERS), deque()
         try:
-            for group in self._groups():
-                prefetched.append(readers.submit(self._fetch_group, group))
-                if len(prefetched) > _READERS:
-                    yield from prefetched.popleft().result()
-            while prefetched:
-                yield from prefetched.popleft().result()
+            for name in self.shapes:
+                ahead.append(readers.submit(aligned, name))
+                if len(ahead) > _MOST_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
         finally:
             readers.shutdown(cancel_futures=True)
 
-    def _groups(self) -> Iterator[list[str]]:
-        """Names of tensors that follow one another in the file and are fetched together."""
-        group, size = [], 0
-        for name in self.shapes:
-            group.append(name)
-            size += self._nbytes(name)
-            if size >= _GROUP_BYTES:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
-
-    def _fetch_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
-        """Map and read neighbouring tensors; runs in a thread of `tensors`."""
-        ends = list(itertools.accumulate(map(self._nbytes, names)))
-        memory = torch.empty(0, dtype=torch.uint8)
-        if ends[-1]:
-            pages, before = self._window(
-                names[0], 8 + len(self.header) + self._offsets[names[0]], ends[-1]
-            )
-            with self._reading(names[0]):
-                pagecache.populate(pages)
-            memory = torch.frombuffer(pages, dtype=torch.uint8)[before:]
-        return [
-            (
-                name,
-                _aligned(memory[start:stop]).view(self.torch_dtype(name)).view(self.shapes[name]),
-            )
-            for name, start, stop in zip(names, [0, *ends], ends, strict=False)
-        ]
-
-    def _nbytes(self, name: str) -> int:
-        return _count(self.shapes[name]) * self.torch_dtype(name).itemsize
-
-    def _window(self, name: str, offset: int, size: int) -> tuple[mmap.mmap, int]:
-        """The whole pages that hold `size` bytes of the file from `offset`, mapped but not read,
-        and how many bytes of the first page come before them."""
+    def _map(self, name: str, offset: int, size: int) -> Tensor:
+        """`size` bytes of the file's data from `offset`, where the tensor `name` begins: the
+        file's own pages, which are read here."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        offset += self._data
         before = offset % mmap.PAGESIZE
-        with self._open() as file, self._reading(name):
-            if (file_size := os.fstat(file.fileno()).st_size) < offset + size:
-                raise self._ends_at(file_size, name)
-            return pagecache.map_pages(file.fileno(), offset - before, before + size), before
-
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        """Turn an OSError into the UserError that names the file and the tensor."""
-        try:
-            yield
-        except OSError as error:
-            raise self._broken(f"{name} cannot be read: {reason(error)}") from None
-
-    def _ends_at(self, offset: int, name: str) -> UserError:
-        return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
-
-    def _byte_range(
-        self, name: str, start: int, stop: int | None
-    ) -> tuple[int, int, tuple[int, ...]]:
-        """(offset in the file, bytes, shape) of rows start..stop of a tensor. A tensor without
-        dimensions is one row."""
-        shape = self.shapes[name]
-        row_bytes = _count(shape[1:]) * self.torch_dtype(name).itemsize
-        rows = (stop if stop is not None else shape[0] if shape else 1) - start
-        offset = 8 + len(self.header) + self._offsets[name] + start * row_bytes
-        return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]
+        with self._open() as file:
+            if (end := os.fstat(file.fileno()).st_size) < offset + size:
+                raise self._broken(f"it ends at byte {end}, within a tensor ({name})")
+            try:
+                pages = mmap.mmap(
+                    file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=offset - before
+                )
+                _populate(pages)
+            except OSError as error:
+                raise self._broken(f"{name} cannot be read: {reason(error)}") from None
+        return torch.frombuffer(pages, dtype=torch.uint8)[before:]
 
     @cached_property
     def fingerprint(self) -> str:
         """Identity of the content without reading it all, 16 hex digits: SHA-256 of the size, the
         header and 64 samples of the data (the dev and distilled checkpoints have equal headers)."""
-        hasher, data = hashlib.sha256(self.header + str(self.size).encode()), 8 + len(self.header)
+        hasher = hashlib.sha256(self.header + str(self.size).encode())
         with self._open() as file:
             for i in range(_SAMPLES):
-                file.seek(data + (self.size - data) * i // _SAMPLES)
+                file.seek(self._data + (self.size - self._data) * i // _SAMPLES)
                 hasher.update(file.read(_SAMPLE_BYTES))
         return hasher.hexdigest()[:16]
 
 
-def _aligned(memory: Tensor) -> Tensor:
-    return memory.clone() if memory.data_ptr() % ALIGNMENT else memory
+def _populate(pages: mmap.mmap) -> None:
+    """Read all pages of a mapping into the page cache and map them into the process."""
+    try:
+        pages.madvise(_POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        pages.madvise(mmap.MADV_WILLNEED)  # a kernel before 5.14: this only begins to read
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def listed(problems: list[str]) -> list[str]:
+    """The first twenty of the problems that a message lists."""
+    more = len(problems) - 20
+    return [*problems[:20], f"and {more} more"] if more > 0 else problems

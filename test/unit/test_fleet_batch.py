@@ -1,0 +1,88 @@
+"""A batch on the cluster's queue, with a pool in Ray's place: which jobs an interrupted run leaves,
+and what becomes of the finished ones."""
+
+from argparse import Namespace
+from contextlib import closing
+
+import pytest
+
+pytest.importorskip("ray", reason="an extra is not installed: pip install -e .[dev,fleet]")
+
+import threading
+
+from ltx_neuron.batch import Line, Results
+from ltx_neuron.files import write_json
+from ltx_neuron.fleet import batch
+from ltx_neuron.job import Job
+from ltx_neuron.service.jobs import VIDEO
+from ltx_neuron.service.queue import Queue
+
+
+class Pool:
+    """Makes the jobs whose prompts are not bad, until it is stopped or was asked `patience`
+    times."""
+
+    patience = 9
+
+    def __init__(self, queue, args, capability_jobs, max_replicas, max_failures, sets):
+        self.queue, self.stop, self.made = queue, threading.Event(), []
+        Pool.last = self
+
+    def run(self, look) -> None:
+        for _ in range(self.patience):
+            if not self.stop.is_set():
+                self._make_one()
+                look()
+
+    def _make_one(self) -> None:
+        (entry,) = self.queue.claim("w", self.queue.next_batch_key(), 1)
+        self.made.append(entry.params["prompt"])
+        if entry.params["prompt"] == "bad":
+            self.queue.fail(entry, "internal_error", "no")
+        else:
+            video = self.queue.folder_of(entry.id) / VIDEO
+            video.write_text(entry.params["prompt"])
+            write_json(video.with_suffix(".json"), {"seconds": {}})
+            self.queue.complete(entry)
+
+
+def made(tmp_path, monkeypatch, prompts: list[str], patience: int = 9) -> list[str]:
+    """The prompts of the jobs that a run of a batch's lines makes, in the order of making."""
+    monkeypatch.setattr(batch, "Pool", Pool)
+    monkeypatch.setattr(Pool, "patience", patience)
+    Pool.last = None
+    lines = [Line(n, Job(prompt), f"digest {prompt}") for n, prompt in enumerate(prompts, 1)]
+    results = Results(tmp_path, lines)
+    left = [line for line in lines if line.number not in results.entries]
+    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
+        batch._make(left, Namespace(replicas=None), queue, tmp_path, results)
+        ids = [entry.id for entry in queue.page(batch.OWNER)[0]]
+        assert sorted(folder.name for folder in queue.folder.iterdir()) == sorted(ids)
+    return Pool.last.made
+
+
+def test_finished_videos_get_their_names_and_their_jobs_go(tmp_path, monkeypatch):
+    assert made(tmp_path, monkeypatch, ["waves", "bad", "birds"]) == ["waves", "bad", "birds"]
+    assert (tmp_path / "0001.mp4").read_text() == "waves"
+    assert (tmp_path / "0003.mp4").read_text() == "birds"
+    assert not (tmp_path / "0002.mp4").exists()
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_an_interrupted_run_goes_on_with_its_own_jobs_but_not_with_those_that_failed_or_changed(
+    tmp_path, monkeypatch
+):
+    assert made(tmp_path, monkeypatch, ["waves", "birds", "wind"], patience=1) == ["waves"]
+    before = {folder.name for folder in (tmp_path / "jobs").iterdir()}
+    assert made(tmp_path, monkeypatch, ["waves", "rain", "wind"]) == ["wind", "rain"]
+    assert (tmp_path / "0002.mp4").read_text() == "rain"
+    assert len(before) == 2 and list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_a_video_that_was_made_just_before_a_kill_is_taken(tmp_path, monkeypatch):
+    made(tmp_path, monkeypatch, ["waves", "birds"], patience=0)
+    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
+        pool = Pool(queue, None, [], 1, 1, [])
+        pool._make_one()
+    assert made(tmp_path, monkeypatch, ["waves", "birds"]) == ["birds"]
+    assert (tmp_path / "0001.mp4").read_text() == "waves"
