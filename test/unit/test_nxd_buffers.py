@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ltx_neuron.backends.nxd_buffers import Buffers, copies_needed
+from ltx_neuron.backends.nxd.buffers import Buffers, copies_needed
 from ltx_neuron.backends.ranks import Call, calls_of
 from ltx_neuron.models.signatures import PASSES, Field
 

@@ -596,7 +596,7 @@ import resource, sys
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from ltx_neuron.backends.rank import Rank
+from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.weights.tensorfile import TensorFile
 folder = Path(sys.argv[1])
 file = TensorFile(folder / "rank0.safetensors", "")

@@ -5,10 +5,12 @@ import inspect
 import pytest
 import torch
 
-from ltx_neuron.backends import nxd, ranks, torchdist
+from ltx_neuron.backends import ranks
+from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.torchdist import host
 from ltx_neuron.models.signatures import Field
 
-BACKENDS = {"torchdist": torchdist.Ranks, "nxd": nxd.Ranks}
+BACKENDS = {"torchdist": host.Ranks, "nxd": runtime.Ranks}
 METHODS = [
     name
     for name, member in vars(ranks.Ranks).items()

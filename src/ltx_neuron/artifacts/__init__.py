@@ -30,7 +30,7 @@ _MEANINGS = {
 # What makes a backend's graphs from them.
 _TRACING = {
     "torchdist": ("backends/export",),
-    "nxd": ("backends/nxd_compile", "backends/export", "backends/nki"),
+    "nxd": ("backends/nxd/compile", "backends/export", "backends/nki"),
 }
 
 

@@ -1,6 +1,6 @@
 """The ranks of a run, whatever drives them: the interface of both backends, its errors and helpers.
 
-torchdist.Ranks has a process per rank; nxd.Ranks drives all cores from the host's process.
+torchdist/host.py has a process per rank; nxd/runtime.py drives all cores from the host's process.
 """
 
 import hashlib

@@ -39,7 +39,7 @@ def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
     return {
         "device": _device(profile),
         "versions": {"python": platform.python_version(), **versions},
-        "code": code_digest("torchdist", "backends/nxd_compile"),
+        "code": code_digest("torchdist", "backends/nxd/compile"),
         "config": config,
         "tp": tp,
         "dtype": dtype,

@@ -1,5 +1,5 @@
 """Graphs for NxD: one process traces a program for all ranks with ModelBuilder V2 and compiles it
-to files, which nxd.py runs.
+to files, which runtime.py runs.
 
 The programs and manifests are export.py's; a graph is one NEFF in a file of NxD's own. NxD binds a
 graph's weights when it loads the graph, so one that serves several groups of blocks has none of its

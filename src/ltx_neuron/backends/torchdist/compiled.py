@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from ltx_neuron.backends import nki
 from ltx_neuron.backends.export import GROUP, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.wire import RankSettings
+from ltx_neuron.backends.torchdist.wire import RankSettings
 
 # One object for all graphs: some backends write into it, and another object would compile the same
 # graph again.

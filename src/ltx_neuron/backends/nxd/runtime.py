@@ -1,9 +1,9 @@
-"""NxD's runtime: this one process drives all ranks of a program on a chip's cores. nxd_compile.py
-makes the graphs.
+"""NxD's runtime: this one process drives all ranks of a program on a chip's cores. compile.py makes
+the graphs.
 
 Rank files are read with our own strict check and uploaded once. A graph is bound to these weights,
 or, if it serves several groups of blocks, is handed the weights of one of them in each call: lists
-of tensors that are on the cores already. nxd_buffers.py says how often a graph is loaded, and which
+of tensors that are on the cores already. buffers.py says how often a graph is loaded, and which
 copy runs next. What needs the hardware is behind one call each:
 NxDModel's load, set_weights, to_neuron and its call, and `to_core`. Not run on hardware by us.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
-from ltx_neuron.backends.nxd_buffers import Buffers, copies_needed
-from ltx_neuron.backends.nxd_compile import WRAPPED, argument_name, set_environment
+from ltx_neuron.backends.nxd.buffers import Buffers, copies_needed
+from ltx_neuron.backends.nxd.compile import WRAPPED, argument_name, set_environment
 from ltx_neuron.backends.ranks import Call, NotFiniteError, calls_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, weight_name

@@ -27,12 +27,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends import compiled, environment, liveness, ranks
-from ltx_neuron.backends.liveness import Watch
+from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.rank import serve
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
-from ltx_neuron.backends.wire import Blame, Failure, RankSettings, SharedTensor
+from ltx_neuron.backends.torchdist import compiled, liveness
+from ltx_neuron.backends.torchdist.liveness import Watch
+from ltx_neuron.backends.torchdist.rank import serve
+from ltx_neuron.backends.torchdist.wire import Blame, Failure, RankSettings, SharedTensor
 from ltx_neuron.errors import RunError
 from ltx_neuron.profiles import MODELS, Profile
 
@@ -139,7 +140,7 @@ class Ranks(ranks.Ranks):
         # Ranks are forked from a server that has imported torch once for all of them.
         if profile.start_method == "forkserver":
             context.set_forkserver_preload(
-                ["ltx_neuron.backends.rank", "torch._export.serde.serialize"]
+                ["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"]
             )
         self._progress = context.RawArray("q", tp)
         try:

@@ -1,5 +1,5 @@
 """A rank process: `serve` is its main function, Rank what it holds. The host's side is
-torchdist.py, the messages between them wire.py.
+host.py, the messages between them wire.py.
 
 The same code drives a CPU, a GPU and a Neuron core: what differs is the profile's device, process
 group and compile backend. On CUDA and on TorchNeuron it was not run by us.
@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends import compiled
 from ltx_neuron.backends.export import GROUP
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import (
@@ -31,7 +30,8 @@ from ltx_neuron.backends.ranks import (
     tensors_digest,
     whole_shape,
 )
-from ltx_neuron.backends.wire import RankSettings, SharedTensor, failure_of
+from ltx_neuron.backends.torchdist import compiled
+from ltx_neuron.backends.torchdist.wire import RankSettings, SharedTensor, failure_of
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile

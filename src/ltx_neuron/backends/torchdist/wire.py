@@ -1,4 +1,4 @@
-"""The wire between the host and its rank processes. Both sides (torchdist.py, rank.py) write and
+"""The wire between the host and its rank processes. Both sides (host.py, rank.py) write and
 read it with what is here.
 
 host to rank  a command on a pipe: the name of a method of Rank, and its keyword arguments
