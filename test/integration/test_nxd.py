@@ -38,7 +38,7 @@ from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
-from ltx_neuron.config import video_decoder_config
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import HostModels

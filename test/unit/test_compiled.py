@@ -28,7 +28,7 @@ from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist import compiled, liveness
 from ltx_neuron.backends.torchdist.host import Ranks, compile_only, rank_settings
 from ltx_neuron.backends.torchdist.rank import Rank
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.attention import nki_const_max, sdpa
 from ltx_neuron.profiles import MODELS, PROFILES, resolve

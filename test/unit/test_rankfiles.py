@@ -28,7 +28,7 @@ from tqdm import tqdm
 from xxhash import xxh3_128
 
 from ltx_neuron import artifacts, residency
-from ltx_neuron.config import transformer_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.profiles import resolve

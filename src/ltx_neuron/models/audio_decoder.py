@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.config import AudioDecoderConfig
+from ltx_neuron.config.sound import AudioDecoderConfig
 from ltx_neuron.models.video_decoder import activate as normed_silu
 
 EPS = 1e-6  # of PixelNorm

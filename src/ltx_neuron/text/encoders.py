@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import GemmaConfig, TransformerConfig
+from ltx_neuron.config.gemma import GemmaConfig
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.text.inputs import (
     attention_mask,
     bucket_for,
