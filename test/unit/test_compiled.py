@@ -575,7 +575,8 @@ def test_one_process_that_drives_all_ranks_is_shown_a_part_of_the_machine_by_cor
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible or "")
     if visible is None:
         monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
-    environment.set_visible_cores(profile, tp)
+    monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "127.0.0.1:1")  # the user's own
+    environment.set_launch(profile, tp)
     assert os.environ.get("NEURON_RT_VISIBLE_CORES") == wanted
     assert "NEURON_RT_NUM_CORES" not in os.environ
 

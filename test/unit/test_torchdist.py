@@ -254,11 +254,6 @@ def test_a_number_that_was_not_uploaded_is_not_made_up(toy):
         ranks.run("toy", step=STEPS)
 
 
-def test_a_program_says_what_it_returns(ranks):
-    assert ranks.returns("toy", "y")
-    assert not ranks.returns("toy", "x")
-
-
 def test_a_sequence_reads_and_leaves_tensors_under_other_names(ranks, toy):
     ranks.put("toy", like="x", other=10 * toy.x)
     ranks.define(

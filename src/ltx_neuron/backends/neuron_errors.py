@@ -159,11 +159,9 @@ TABLE = (
 
 def known(text: str) -> Known | None:
     """The table's row for an error's text, or None."""
-    for row in TABLE:
-        if re.search(row.pattern, text):
-            return row
     statuses = {int(number) for number in re.findall(r"status\s*[=:]\s*(\d+)", text)}
-    return next((row for row in TABLE if statuses & {*row.statuses}), None)
+    rows = [row for row in TABLE if re.search(row.pattern, text)]
+    return next(iter(rows or [row for row in TABLE if statuses & {*row.statuses}]), None)
 
 
 def failure(error: BaseException) -> DeviceFailure | None:

@@ -95,7 +95,7 @@ def check_heads(tp: int, heads: dict[str, int]) -> None:
         )
 
 
-def require(section: str, values: dict, wanted: dict, by: str, advice: str = "") -> None:
+def check_values(section: str, values: dict, wanted: dict, by: str, advice: str = "") -> None:
     """Raise UserError for the first of a section's values that is another than the one in `wanted`.
     by: what implements no other one."""
     for name, value in wanted.items():

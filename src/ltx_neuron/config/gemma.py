@@ -76,21 +76,19 @@ def gemma_config(root: Path) -> GemmaConfig:
     except PermissionError as error:
         raise refusal(error, "--gemma-root") from None
     except OSError as error:
-        what = (
-            f"--gemma-root {root} is not a folder"
-            if not os.path.isdir(root)
-            else f"{path}: {reason(error)}"
-        )
+        what = f"{path}: {reason(error)}"
+        if not os.path.isdir(root):
+            what = f"--gemma-root {root} is not a folder"
         raise UserError(
             f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
-    text = content.get("text_config") if isinstance(content, dict) else None
-    if not isinstance(text, dict) or content.get("model_type") != "gemma3":
-        got = content.get("model_type") if isinstance(content, dict) else type(content).__name__
+    content = content if isinstance(content, dict) else {}
+    kind, text = content.get("model_type"), content.get("text_config")
+    if kind != "gemma3" or not isinstance(text, dict):
         raise UserError(
-            f"{path}: model_type is {got!r}, wanted 'gemma3' with a text_config (LTX-2.3 uses"
+            f"{path}: model_type is {kind!r}, wanted 'gemma3' with a text_config (LTX-2.3 uses"
             " Gemma3-12B)"
         )
     for name in ("attn_logit_softcapping", "attention_bias", "use_bidirectional_attention"):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, require
+from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
 
 AUDIO_SCALE = 4  # rows of a spectrogram for a latent, but for the first, and bins
@@ -61,7 +61,7 @@ def audio_decoder_config(metadata: dict) -> AudioDecoderConfig:
     defaults = {"norm_type": "pixel", "causality_axis": "height", "mid_block_add_attention": True}
     try:
         values = metadata["audio_vae"]["model"]["params"]["ddconfig"]
-        _require("audio_vae", defaults | values, released | {"attn_resolutions": []})
+        _check_values("audio_vae", defaults | values, released | {"attn_resolutions": []})
         config = AudioDecoderConfig(
             latent_channels=values.get("z_channels", 8),
             base_channels=values.get("ch", 128),
@@ -73,10 +73,10 @@ def audio_decoder_config(metadata: dict) -> AudioDecoderConfig:
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_sound("audio_vae", error) from None
     check_numbers(config, "checkpoint config: audio_vae.")
-    _require("audio_vae", {"ch_mult": 2 ** (len(config.multipliers) - 1)}, {"ch_mult": AUDIO_SCALE})
+    made = {"ch_mult": 2 ** (len(config.multipliers) - 1), "ch": config.base_channels}
     # A statistic for every channel and bin of a latent.
     statistics = config.latent_channels * config.latent_bins
-    _require("audio_vae", {"ch": config.base_channels}, {"ch": statistics})
+    _check_values("audio_vae", made, {"ch_mult": AUDIO_SCALE, "ch": statistics})
     return config
 
 
@@ -177,7 +177,7 @@ def vocoder_config(metadata: dict) -> VocoderConfig:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _no_sound("vocoder", error) from None
     check_numbers(config, "checkpoint config: vocoder.bwe.")
-    _require("vocoder.bwe", {"num_mels": config.mel_bins}, {"num_mels": GENERATOR_BINS})
+    _check_values("vocoder.bwe", {"num_mels": config.mel_bins}, {"num_mels": GENERATOR_BINS})
     samples = math.prod(config.bwe.rates) * config.low_samples / config.hop
     if samples * config.low_rate != config.low_samples * config.rate or (
         config.low_samples % config.hop or config.rate % config.low_rate
@@ -194,7 +194,7 @@ def _generator(values: dict, where: str, clamped: bool) -> GeneratorConfig:
         "use_tanh_at_final": False,
         "use_bias_at_final": False,
     }
-    _require(where, values, released)
+    _check_values(where, values, released)
     blocks = zip(values["resblock_kernel_sizes"], values["resblock_dilation_sizes"], strict=True)
     config = GeneratorConfig(
         channels=values["upsample_initial_channel"],
@@ -215,8 +215,8 @@ def _generator(values: dict, where: str, clamped: bool) -> GeneratorConfig:
     return config
 
 
-def _require(section: str, values: dict, wanted: dict) -> None:
-    require(section, values, wanted, "decoding sound on the ranks", HOST_DECODES)
+def _check_values(section: str, values: dict, wanted: dict) -> None:
+    check_values(section, values, wanted, "decoding sound on the ranks", HOST_DECODES)
 
 
 def _no_sound(section: str, error: Exception) -> UserError:

@@ -4,7 +4,7 @@ compiled for."""
 import dataclasses
 from dataclasses import dataclass
 
-from ltx_neuron.config.common import AttentionSize, ModelConfig, check_numbers, require
+from ltx_neuron.config.common import AttentionSize, ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
 
 # learnable registers per connector; the config key is ignored upstream too
@@ -111,7 +111,7 @@ def transformer_config(metadata: dict) -> TransformerConfig:
             "the checkpoint's config metadata has no 'transformer' section; is this an LTX-2.3"
             " checkpoint?"
         )
-    require("transformer", values, _REQUIRED, "this code")
+    check_values("transformer", values, _REQUIRED, "this code")
     if values.get("use_keyframes_abs_pos_embedding", False):
         raise UserError(
             "checkpoint config: transformer.use_keyframes_abs_pos_embedding is True (LTX-2.5), not"
@@ -157,7 +157,7 @@ def transformer_config(metadata: dict) -> TransformerConfig:
         "audio connector width": config.audio_connector.inner,
     }
     # A width that the file does not name is the one that the code needs.
-    require("transformer", widths | values | connectors, widths, "this code")
+    check_values("transformer", widths | values | connectors, widths, "this code")
     return config
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, require
+from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
 
 
@@ -51,7 +51,7 @@ def video_decoder_config(metadata: dict) -> VideoDecoderConfig:
     values = metadata.get("vae")
     if not isinstance(values, dict):
         raise UserError("the checkpoint's config metadata has no 'vae' section")
-    require("vae", _DEFAULTS | values, _REQUIRED, "decoding on the ranks", HOST_DECODES)
+    check_values("vae", _DEFAULTS | values, _REQUIRED, "decoding on the ranks", HOST_DECODES)
     config = VideoDecoderConfig(
         latent_channels=values.get("latent_channels", 128),
         base_channels=values.get("decoder_base_channels", 128),

@@ -97,7 +97,7 @@ class _HostRanks(ranks.Ranks):
     graph."""
 
     def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
-        self.tp, self.bytes_sent = 1, 0
+        super().__init__(1)
         self.programs = {name: program}
         self._program, self._weights, self._layers = program, weights, layers
         self._values: dict[str, Tensor] = {}

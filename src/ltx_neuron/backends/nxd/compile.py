@@ -1,10 +1,10 @@
 """Graphs for NxD: one process traces a program for all ranks with ModelBuilder V2 and compiles it
 to files, which runtime.py runs.
 
-The programs and manifests are export.py's; a graph is one NEFF in a file of NxD's own. NxD binds a
-graph's weights when it loads the graph, so one that serves several groups of blocks has none of its
-own: its weights are inputs. neuronx-cc is behind the one call of `builder.compile`. Written from
-NxD 0.18's source; NxD is supported up to SDK 2.33, with torch 2.9.
+A graph is one NEFF in a file of NxD's own. NxD binds a graph's weights when it loads the graph, so
+one that serves several groups of blocks has none of its own: its weights are inputs. neuronx-cc is
+behind the one call of `builder.compile`. Written from NxD 0.18's source; NxD is supported up to SDK
+2.33, with torch 2.9.
 """
 
 import inspect
@@ -56,24 +56,22 @@ def set_environment(profile: Profile) -> None:
 
 
 class XlaComm:
-    """Comm that sums the small tensors of a call in one variadic all-reduce and every large one
-    alone: over NxD's replica groups, or those given. On meta tensors it only gives the shapes,
-    which counting needs no ranks for.
-
-    One launch for many small tensors saves waiting. What the compiler makes of large ones together
-    is not known, and copying them into one buffer would cost more than a launch.
-    """
+    """Comm that sums the small tensors of a call in one variadic all-reduce, which saves waiting,
+    and every large one alone: over NxD's replica groups, or those given. On meta tensors it only
+    gives the shapes."""
 
     def __init__(self, size: int, groups: list[list[int]] | None = None):
         self.size, self.groups = size, groups
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # On meta tensors only shapes matter, and there may be no replica groups yet.
+        # On meta tensors there may be no replica groups yet.
         if self.size == 1 or tensors[0].is_meta:
             return tensors
         xm, groups = self._collectives()
         summed = list(tensors)
-        for indices in _calls(tensors):
+        small = [i for i, tensor in enumerate(tensors) if tensor.nbytes <= TOGETHER_BYTES]
+        large = [[i] for i, tensor in enumerate(tensors) if tensor.nbytes > TOGETHER_BYTES]
+        for indices in [small, *large] if small else large:
             together = [tensors[index] for index in indices]  # replaced in place
             xm.all_reduce(xm.REDUCE_SUM, together, groups=groups)
             for index, tensor in zip(indices, together, strict=True):
@@ -104,13 +102,6 @@ class XlaComm:
 
             return xm, parallel_state.get_tensor_model_parallel_replica_groups()
         return xm, self.groups
-
-
-def _calls(tensors: tuple[Tensor, ...]) -> list[list[int]]:
-    """The indices of the tensors that travel in each all-reduce, alike on every rank."""
-    small = [i for i, tensor in enumerate(tensors) if tensor.nbytes <= TOGETHER_BYTES]
-    large = [[i] for i, tensor in enumerate(tensors) if tensor.nbytes > TOGETHER_BYTES]
-    return [small, *large] if small else large
 
 
 def argument_name(parameter: str) -> str:
@@ -156,11 +147,10 @@ def example_inputs(graph: Graph, fields: dict[str, Field], cut: bool = False) ->
         weights = graph.module.named_parameters()
         wanted |= {argument_name(name): (value.shape, value.dtype) for name, value in weights}
     generator = torch.Generator().manual_seed(0)
-
-    def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return (4 * (torch.rand(shape, generator=generator) + 0.5)).to(dtype)
-
-    return {name: drawn(*described) for name, described in wanted.items()}
+    return {
+        name: (4 * (torch.rand(shape, generator=generator) + 0.5)).to(dtype)
+        for name, (shape, dtype) in wanted.items()
+    }
 
 
 def trace(program: Program, name: str, tag: str):
@@ -205,11 +195,7 @@ def compile_program(
     tp: int,
 ) -> None:
     """Trace and compile every graph of the program that `make()` returns into `folder` and, last,
-    write the manifest.
-
-    ModelBuilder V2 never looks into the compile cache: a folder that has its manifest is not
-    compiled again by the caller.
-    """
+    write the manifest."""
     set_environment(profile)
     from neuronx_distributed import NxDParallelState
 

@@ -30,8 +30,8 @@ OPTIONS: dict[str, dict] = {
 
 
 class Compiled:
-    """A graph that torch.compile compiles at its first call. A later call that would compile it
-    again, for another shape, stride or dtype, raises RuntimeError. `warm`: it is compiled."""
+    """A graph that torch.compile compiles at its first call: then it is `warm`. A later call that
+    would compile it again, for another shape, stride or dtype, raises RuntimeError."""
 
     def __init__(self, graph: Callable, backend: str):
         self.compiled = torch.compile(
@@ -65,8 +65,7 @@ def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
 def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Callable]) -> None:
     """Call a device's own kernels in the place of a graph's operations that have one
     (nki.KERNELS). A kernel is made, by its operation's name, only if the graph has it: its package
-    may not be installed."""
-    # Graph files name the operation, not the kernel: they load where no kernel is installed.
+    may not be installed, and graph files load without it."""
     for name in nki.KERNELS:
         operation = getattr(torch.ops.ltx_neuron, name).default
         nodes = [node for node in module.graph.nodes if node.target is operation]
@@ -88,8 +87,8 @@ def compile_only(folders: list[Path], settings: RankSettings) -> None:
 
     Runs in a process of its own that has a rank's environment. With TorchNeuron this is for
     machines without a device (TORCH_NEURONX_COMPILE_ONLY); there it was not run. By its source
-    (NRTUtils.cpp, 2026) a graph with collectives is compiled and then fails to load, because no
-    process group is there: so a failure does not keep the other graphs from the compiler.
+    (NRTUtils.cpp, 2026) a graph with collectives is compiled and then fails to load without a
+    process group: so a failure does not keep the other graphs from the compiler.
     """
     torch.set_num_threads(settings.profile.rank_threads(settings.tp))
     device, failed = torch.device(settings.profile.device), False
@@ -98,10 +97,8 @@ def compile_only(folders: list[Path], settings: RankSettings) -> None:
             os.environ.update(settings.compilers.get(manifest.identity.get("model"), {}))
             for name in manifest.graphs:
                 module = manifest.load(name).graph_module
-                values = [
-                    node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"
-                ]
-                # Values do not matter to the compiler, shapes and dtypes do.
+                inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+                values = [node.meta["val"] for node in inputs]
                 zeros = [torch.zeros(value.shape, dtype=value.dtype).to(device) for value in values]
                 try:
                     ready(module, settings)(*zeros)

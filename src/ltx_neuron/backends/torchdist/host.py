@@ -1,9 +1,9 @@
 """One process per rank: `Ranks` is the host's handle on them. A rank's own side is rank.py, the
 messages between them wire.py.
 
-Commands have a few dozen bytes, tensors travel through shared memory, and both are
-counted. Running a program touches only tensors that the ranks hold, so a denoising step costs the
-host one command with the step's number.
+Commands have a few dozen bytes, tensors travel through shared memory, and both are counted. Running
+a program touches only tensors that the ranks hold, so a denoising step costs the host one command
+with the step's number.
 """
 
 import os
@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from math import inf
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -47,24 +46,19 @@ _KILLED_BY = {
 _starting = threading.Lock()  # what a child inherits is set for the whole process
 
 
-def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> RankSettings:
-    """What the profile says of a rank. cache: where compilers keep what they made."""
-    return RankSettings(
-        profile,
-        rank,
-        tp,
-        environment=environment.of_rank(profile, tp, rank, cache),
-        compilers={model: environment.of_compiler(profile, model) for model in MODELS},
-    )
+def rank_settings(
+    profile: Profile, tp: int, rank: int, cache: Path | None, store: str = ""
+) -> RankSettings:
+    variables = environment.of_rank(profile, tp, rank, cache)
+    compilers = {model: environment.of_compiler(profile, model) for model in MODELS}
+    return RankSettings(profile, rank, tp, variables, compilers, store)
 
 
 def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
-    """Compile programs' graphs into `cache` in a process of their own, once for every rank: graphs
-    are alike on all of them.
+    """Compile programs' graphs into `cache` in a process of their own, once for all ranks.
 
-    Raises RunError where it fails or takes longer than the profile allows. On Neuron a failure is a
-    message: that TorchNeuron compiles without a device is known from another project's use of the
-    variable alone, and ranks compile what they do not find.
+    Raises RunError where it fails or takes longer than the profile allows. On Neuron, where this
+    was not run, a failure is a message: ranks compile what they do not find.
     """
     settings = rank_settings(profile, tp, 0, cache)
     if profile.device == "neuron":
@@ -74,17 +68,16 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     with _inherited(settings.environment):
         process.start()
     process.join(profile.first_run_seconds)
-    names = ", ".join(map(str, folders))
+    if process.exitcode == 0:
+        return
+    what = f"compiling {', '.join(map(str, folders))}"
     if process.exitcode is None:  # on Neuron it may wait for ranks that nobody starts
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
         process.join()
-        seconds = profile.first_run_seconds
-        what = f"compiling {names} did not end within {seconds} s and was stopped"
-    elif process.exitcode:
-        what = f"compiling {names} ended with exit code {process.exitcode}; its errors are above"
+        what += f" did not end within {profile.first_run_seconds} s and was stopped"
     else:
-        return
+        what += f" ended with exit code {process.exitcode}; its errors are above"
     if profile.device != "neuron":
         raise RunError(what)
     print(f"{what}. The ranks compile at their first run instead.", file=sys.stderr)
@@ -92,11 +85,8 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
 
 @contextmanager
 def _inherited(variables: dict[str, str]) -> Iterator[None]:
-    """What the children that are started meanwhile get: more variables, and not the user's script.
-
-    multiprocessing has each child import the main module, which without `if __name__ ==
-    "__main__":` would start all over again. Ranks need nothing of it.
-    """
+    """What the children that are started meanwhile get: more variables, and not the user's script,
+    which without `if __name__ == "__main__":` would start all over again in each of them."""
     main = sys.modules["__main__"]
     named = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
     with _starting, environment.added(variables):
@@ -119,48 +109,45 @@ class Ranks(ranks.Ranks):
 
     A rank that dies or freezes ends the run within 10 s, with RankError (RankRefusal where the
     user can mend it), and leaves no process. So does, later, one that lives but keeps the others
-    waiting; on Neuron only where the runtime sleeps while it waits (docs/failures.md). A rank that
-    is only slow, because its machine is busy or was paused, does not.
+    waiting; on Neuron only where the runtime sleeps while it waits (docs/failures.md).
 
     command_bytes  bytes of the commands so far, once a rank
     """
 
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
-        self.tp, self._cache = tp, cache
+        super().__init__(tp)
+        self.command_bytes = 0
         self._first_seconds = float(profile.first_run_seconds)
-        self.bytes_sent = self.command_bytes = 0
-        self.programs: dict[str, Manifest] = {}
         self._folder = tempfile.mkdtemp(prefix="ltx-neuron-")
         self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._pipes: list[connection.Connection] = []
         self._processes = []
         self._failed: RankError | None = None  # what ended the ranks
         self._took: dict[tuple[str, str], float] = {}  # seconds of each sequence's last run
-        context = get_context(profile.start_method)
-        # Ranks are forked from a server that has imported torch once for all of them.
-        if profile.start_method == "forkserver":
+        # A forked child cannot use a Neuron or CUDA runtime. On a CPU a server that has imported
+        # torch is forked for each rank.
+        context = get_context("forkserver" if profile.device == "cpu" else "spawn")
+        if profile.device == "cpu":
             context.set_forkserver_preload(
                 ["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"]
             )
-        self._progress = context.RawArray("q", tp)
+        progress = context.RawArray("q", tp)
         try:
-            self._start(context, profile)
-            self._watch = Watch([process.pid for process in self._processes], self._progress)
+            self._start(context, profile, cache, progress)
+            self._watch = Watch([process.pid for process in self._processes], progress)
             self._gather(liveness.START_SECONDS)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, context, profile: Profile) -> None:
+    def _start(self, context, profile: Profile, cache: Path | None, progress) -> None:
         environment.check_ports(profile, self.tp)
         for rank in range(self.tp):
             host_end, rank_end = context.Pipe()
-            settings = replace(
-                rank_settings(profile, self.tp, rank, self._cache), store=f"{self._folder}/store"
-            )
+            settings = rank_settings(profile, self.tp, rank, cache, f"{self._folder}/store")
             process = context.Process(
                 target=serve,
-                args=(rank_end, settings, self._progress),
+                args=(rank_end, settings, progress),
                 daemon=True,
                 name=f"ltx-rank{rank}",
             )
@@ -224,9 +211,7 @@ class Ranks(ranks.Ranks):
                 shared = stack.enter_context(SharedTensor(shape, field.dtype))
                 shared.tensor.copy_(tensor)
                 self.bytes_sent += shared.tensor.nbytes  # once: all ranks read the same memory
-                uploads.append(
-                    {"name": name, "like": like_field, "memory": shared.name, "shape": shape}
-                )
+                uploads.append((name, like_field, shape, shared.name))
             self._call(self._patience(), "put", program=program, uploads=uploads)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
@@ -255,7 +240,7 @@ class Ranks(ranks.Ranks):
             return shared.tensor.clone()
 
     def hashes(self, *names: str) -> list[str]:
-        return [answer["hash"] for answer in self._call(self._patience(), "hash", names=names)]
+        return self._call(self._patience(), "hash", names=names)
 
     def check(self) -> None:
         if self._watch.age >= _POLL_SECONDS:
@@ -276,7 +261,7 @@ class Ranks(ranks.Ranks):
         longest = self._took[run] if run else max(self._took.values(), default=0.0)
         return max(liveness.HANG_SECONDS, liveness.HANG_TIMES * longest)
 
-    def _call(self, patience: float, method: str, **arguments) -> list[dict]:
+    def _call(self, patience: float, method: str, **arguments) -> list:
         """Have every rank call a method of Rank; returns what each returned."""
         if self._failed:  # in a call of another thread: what follows from it is not the reason
             raise self._failed
@@ -289,12 +274,11 @@ class Ranks(ranks.Ranks):
             self.command_bytes += len(command)
         return self._gather(patience)
 
-    def _gather(self, patience: float) -> list[dict]:
+    def _gather(self, patience: float) -> list:
         """Every rank's answer. The first failure ends all ranks: the others would wait for it for
         ever. patience: how long all of them may do nothing."""
         self._watch.begin()
-        answers: dict[int, dict] = {}
-        failures: dict[int, Failure] = {}
+        answers, failures = {}, {}
         waiting, deadline = set(range(self.tp)), inf
         while waiting and time.monotonic() < deadline:
             pipes = [self._pipes[rank] for rank in waiting]
@@ -322,7 +306,7 @@ class Ranks(ranks.Ranks):
             self._fail(failures)
         return [answers[rank] for rank in range(self.tp)]
 
-    def _receive(self, rank: int) -> dict | Failure:
+    def _receive(self, rank: int) -> object:
         """A rank's answer, or how its process ended."""
         try:
             return self._pipes[rank].recv()

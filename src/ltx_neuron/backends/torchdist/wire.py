@@ -2,7 +2,7 @@
 read it with what is here.
 
 host to rank  a command on a pipe: the name of a method of Rank, and its keyword arguments
-rank to host  a dict, what the method returned, or a Failure, after which the rank ends
+rank to host  what the method returned, True for None, or a Failure, after which the rank ends
 tensors       in shared memory that the host makes and a command names
 progress      in shared memory: see liveness.Watch
 """
