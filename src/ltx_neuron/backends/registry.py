@@ -11,6 +11,7 @@ from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.backends.torchdist import host
 from ltx_neuron.files import exclusive
+from ltx_neuron.machine import package_version
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import Program
 from ltx_neuron.profiles import Profile
@@ -28,7 +29,7 @@ def identity(profile: Profile, model: str) -> dict:
         return {}
     return {
         "compiler_flags": nxd_compile.compiler_flags(profile, model),
-        "neuron": nxd_compile.versions(),
+        "neuron": {package: package_version(package) for package in nxd_compile.PACKAGES},
     }
 
 

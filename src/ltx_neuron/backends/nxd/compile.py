@@ -24,21 +24,16 @@ from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manif
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, whole_file
-from ltx_neuron.machine import package_version
 from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import NKI_KERNELS, Profile
 
+# What makes and reads the graphs: NxD's files fit no other versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
 WRAPPED = "module."  # prefix of a graph's parameters in the module that NxD traces
 # Tensors of at most so many bytes are summed together: statistics, one number per token, have 0.1
 # to 0.4 MB, a video's activations 6 MB and more.
 TOGETHER_BYTES = 2**20
-
-
-def versions() -> dict[str, str | None]:
-    """Installed versions of what makes and reads the graphs: NxD's files fit no other ones."""
-    return {package: package_version(package) for package in PACKAGES}
 
 
 def set_environment(profile: Profile) -> None:

@@ -2,7 +2,6 @@
 profile's backend.
 
 An exported graph takes its weights as inputs, so one compiled graph serves every group of blocks.
-What was counted and checked in the file is what is compiled, with the same text on every rank.
 With the backend "neuron" (TorchNeuron) this was not run; with inductor it is tested on CPUs.
 """
 
@@ -50,7 +49,7 @@ class Compiled:
 
 
 def runner(graph: Callable, backend: str) -> Callable:
-    """A graph as it is called with a compile backend: itself for "export", else Compiled."""
+    """A graph as a compile backend runs it."""
     return graph if backend == "export" else Compiled(graph, backend)
 
 

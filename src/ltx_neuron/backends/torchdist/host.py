@@ -15,12 +15,11 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import inf
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 import torch
@@ -245,17 +244,12 @@ class Ranks(ranks.Ranks):
     def check(self) -> None:
         if self._watch.age >= _POLL_SECONDS:
             self._watch.look()
-        failures = {}
-        for rank, process in enumerate(self._processes):
-            failure = self._frozen(rank) if process.is_alive() else self._receive(rank)
-            if isinstance(failure, Failure):
-                failures[rank] = failure
-        if failures:
-            self._fail(failures)
+        ended = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+        self._raise_failure(self._frozen(range(self.tp)) | {r: self._receive(r) for r in ended})
 
     def _patience(self, run: tuple[str, str] | None = None) -> float:
-        """How many seconds all ranks may do nothing before they are taken for hanging, in a `run`
-        of a sequence or between runs."""
+        """Seconds that all ranks may do nothing before they count as hanging, in a `run` of a
+        sequence or between runs."""
         if run and run not in self._took:
             return self._first_seconds
         longest = self._took[run] if run else max(self._took.values(), default=0.0)
@@ -275,35 +269,25 @@ class Ranks(ranks.Ranks):
         return self._gather(patience)
 
     def _gather(self, patience: float) -> list:
-        """Every rank's answer. The first failure ends all ranks: the others would wait for it for
-        ever. patience: how long all of them may do nothing."""
+        """Every rank's answer. The first failure ends all ranks: the others would wait for it."""
         self._watch.begin()
-        answers, failures = {}, {}
-        waiting, deadline = set(range(self.tp)), inf
-        while waiting and time.monotonic() < deadline:
-            pipes = [self._pipes[rank] for rank in waiting]
-            ends = [self._processes[rank].sentinel for rank in waiting]
-            ready = connection.wait([*pipes, *ends], timeout=_POLL_SECONDS)
-            looked = not ready  # while answers arrive nobody is slow
-            if looked:
+        answers, deadline = {}, inf
+        while len(answers) < self.tp and time.monotonic() < deadline:
+            waiting = {*range(self.tp)} - {*answers}
+            ends = {self._pipes[rank]: rank for rank in waiting}
+            ends |= {self._processes[rank].sentinel: rank for rank in waiting}
+            ready = connection.wait([*ends], timeout=_POLL_SECONDS)
+            answers |= {rank: self._receive(rank) for rank in {ends[end] for end in ready}}
+            if not ready:  # while answers arrive nobody is slow
                 self._watch.look()
-            for rank in sorted(waiting):
-                if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
-                    answer = self._receive(rank)
-                else:
-                    answer = self._frozen(rank) if looked else None
-                if isinstance(answer, Failure):
-                    failures[rank] = answer
-                elif answer is not None:
-                    answers[rank] = answer
-            if looked and not failures and (hanging := self._watch.hanging(waiting, patience)):
-                failures[hanging[0]] = Failure(hanging[1], Blame.FROZEN)
-            waiting -= {*answers, *failures}
+                frozen, hanging = self._frozen(waiting), self._watch.hanging(waiting, patience)
+                answers |= frozen
+                if hanging and deadline == inf and not frozen:
+                    answers[hanging[0]] = Failure(hanging[1], Blame.FROZEN)
             # The first failure to arrive need not be the first that happened.
-            if failures:
+            if any(isinstance(answer, Failure) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        if failures:
-            self._fail(failures)
+        self._raise_failure(answers)
         return [answers[rank] for rank in range(self.tp)]
 
     def _receive(self, rank: int) -> object:
@@ -319,13 +303,17 @@ class Ranks(ranks.Ranks):
                 ended = f"was killed ({killed.name}){_KILLED_BY.get(killed, '')}"
             return Failure(f"the process {ended}", Blame.ENDED)
 
-    def _frozen(self, rank: int) -> Failure | None:
-        """What is wrong with a rank whose last sign of life is too long ago."""
-        text = self._watch.frozen(rank)
-        return text and Failure(text, Blame.FROZEN)
+    def _frozen(self, ranks: Iterable[int]) -> dict[int, Failure]:
+        """The ranks whose last sign of life is too long ago."""
+        texts = {rank: self._watch.frozen(rank) for rank in ranks}
+        return {rank: Failure(text, Blame.FROZEN) for rank, text in texts.items() if text}
 
-    def _fail(self, failures: dict[int, Failure]) -> NoReturn:
-        """End all ranks and raise the error of the one that failed first."""
+    def _raise_failure(self, answers: dict[int, object]) -> None:
+        """If there is a failure among the answers, end all ranks and raise the error of the one
+        that failed first."""
+        failures = {rank: each for rank, each in answers.items() if isinstance(each, Failure)}
+        if not failures:
+            return
         seen = self._watch.describe()
         for process in self._processes:
             process.kill()

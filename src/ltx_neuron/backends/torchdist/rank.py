@@ -242,8 +242,7 @@ def serve(
 
 
 def _end_with_host(folder: Path) -> None:
-    """End this process when the host's has ended, in whatever way, and remove the host's temporary
-    folder. In a thread of its own, because a command may take long."""
+    """End this process when the host's has ended, and remove the host's temporary folder."""
     connection.wait([parent_process().sentinel])
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -39,11 +39,9 @@ class RankSettings:
 
 
 class SharedTensor:
-    """A tensor in shared memory, made by the host and opened by the ranks under its name.
-
-    The name is that of the host's descriptor, and no file: when processes are killed nothing stays
-    behind, and the size of /dev/shm, 64 MB in many containers, does not matter.
-    """
+    """A tensor in shared memory, made by the host and opened by the ranks under the name of the
+    host's descriptor. It is no file: when processes are killed nothing stays behind, and the size
+    of /dev/shm, 64 MB in many containers, does not matter."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str | None = None):
         count = math.prod(shape)
@@ -65,8 +63,7 @@ class SharedTensor:
 
 
 class Blame(IntEnum):
-    """What became of a failed rank. Where several fail, the smallest value began it: the others
-    may have failed because of that rank."""
+    """What became of a failed rank. Where several fail, the smallest value began it."""
 
     ENDED = 0  # its process is gone
     RAISED = 1  # an error of its own
