@@ -142,13 +142,8 @@ def compile_program(program: Program, folder: Path, identity: dict, dtype: torch
     graphs = {}
     for name, graph in program.graphs.items():
         exported, path = trace(program, name, dtype), folder / graph_file(name)
-        parameters = {
-            spec.target.removeprefix("module."): list(exported.state_dict[spec.target].shape)
-            for spec in exported.graph_signature.input_specs
-            if spec.kind == InputKind.PARAMETER
-        }
         _save(exported, path)
-        graphs[name] = describe_graph(graph, path, parameters, cost(exported))
+        graphs[name] = describe_graph(graph, path, cost(exported))
     write_manifest(folder, identity, program, graphs)
 
 

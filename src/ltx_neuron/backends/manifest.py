@@ -17,18 +17,15 @@ from ltx_neuron.models.programs import Graph, Program, weight_name
 from ltx_neuron.models.signatures import LATENTS, Field
 
 
-def describe_graph(
-    graph: Graph, path: Path, parameters: dict[str, list[int]], cost: dict[str, int]
-) -> dict:
-    """The manifest's entry of one graph, whose file is written.
-
-    parameters  one rank's shape of each weight, in the order in which the graph takes them
-    cost        of one call on one rank, as export.cost counts it
-    """
+def describe_graph(graph: Graph, path: Path, cost: dict[str, int]) -> dict:
+    """The manifest's entry of one graph, whose file is written. cost: of one call on one rank, as
+    export.cost counts it."""
+    # One rank's shapes, in the order in which the graph takes the weights.
+    parameters = graph.module.named_parameters()
     return {
         "file": path.name,
         "sha256": sha256(path),
-        "parameters": parameters,
+        "parameters": {name: list(value.shape) for name, value in parameters},
         "inputs": list(graph.inputs._fields),
         "outputs": list(graph.outputs._fields),
         "cost": cost,

@@ -21,23 +21,23 @@ from ltx_neuron.files import check_regular
 @dataclass(frozen=True)
 class GemmaConfig(ModelConfig):
     """Gemma3's text model (text_config of gemma_root/config.json, in the spelling of transformers 4
-    or 5)."""
+    or 5). The defaults are google/gemma-3-12b-it's, whose published file leaves most out."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    query_pre_attn_scalar: float
-    vocab_size: int
-    rms_norm_eps: float
-    sliding_window: int
+    hidden_size: int = 3840
+    intermediate_size: int = 15360
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 8
+    head_dim: int = 256
+    query_pre_attn_scalar: float = 256
+    vocab_size: int = 262208
+    rms_norm_eps: float = 1e-6
+    sliding_window: int = 1024
     # Every 6th; the others are sliding and use the local RoPE base.
-    full_attention_layers: tuple[int, ...]
-    rope_theta: float
-    rope_factor: float
-    rope_local_base_freq: float
+    full_attention_layers: tuple[int, ...] = tuple(range(5, 48, 6))
+    rope_theta: float = 1e6
+    rope_factor: float = 8.0
+    rope_local_base_freq: float = 1e4
 
     @property
     def heads(self) -> dict[str, int]:
@@ -48,27 +48,11 @@ class GemmaConfig(ModelConfig):
         }
 
 
-GEMMA_3_12B = GemmaConfig(
-    hidden_size=3840,
-    intermediate_size=15360,
-    num_hidden_layers=48,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=256,
-    query_pre_attn_scalar=256,
-    vocab_size=262208,
-    rms_norm_eps=1e-6,
-    sliding_window=1024,
-    full_attention_layers=tuple(range(5, 48, 6)),
-    rope_theta=1e6,
-    rope_factor=8.0,
-    rope_local_base_freq=1e4,
-)
+GEMMA_3_12B = GemmaConfig()
 
 
 def gemma_config(root: Path) -> GemmaConfig:
-    """Read gemma_root/config.json. Defaults are google/gemma-3-12b-it's, whose published file
-    leaves most out."""
+    """Read gemma_root/config.json."""
     path = Path(root) / "config.json"
     try:
         check_regular(path)

@@ -93,13 +93,10 @@ class TransformerConfig(ModelConfig):
 
     @property
     def heads(self) -> dict[str, int]:
-        sizes = {
-            "num_attention_heads": self.video,
-            "audio_num_attention_heads": self.audio,
-            "connector_num_attention_heads": self.video_connector,
-            "audio_connector_num_attention_heads": self.audio_connector,
+        return {
+            f"{prefix}num_attention_heads": getattr(self, name).heads
+            for name, prefix in _SIZES.items()
         }
-        return {name: size.heads for name, size in sizes.items()}
 
 
 def transformer_config(metadata: dict) -> TransformerConfig:

@@ -235,11 +235,8 @@ def _compile(
     with whole_file(path) as partial:
         compiled.save(str(partial))
     shutil.rmtree(folder / workdir)
-    parameters = {
-        parameter: list(value.shape) for parameter, value in graph.module.named_parameters()
-    }
     cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, builder.world_size)
-    return {**describe_graph(graph, path, parameters, cost), "tag": tag}
+    return {**describe_graph(graph, path, cost), "tag": tag}
 
 
 # By XLA's numbers of S8, S16, S32, S64, F16, F32, F64, BF16

@@ -66,17 +66,17 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     process = get_context("spawn").Process(target=compiled.compile_only, args=arguments)
     with _inherited(settings.environment):
         process.start()
-    process.join(profile.first_run_seconds)
+    names, seconds = ", ".join(map(str, folders)), profile.first_run_seconds
+    process.join(seconds)
     if process.exitcode == 0:
         return
-    what = f"compiling {', '.join(map(str, folders))}"
     if process.exitcode is None:  # on Neuron it may wait for ranks that nobody starts
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
         process.join()
-        what += f" did not end within {profile.first_run_seconds} s and was stopped"
+        what = f"compiling {names} did not end within {seconds} s and was stopped"
     else:
-        what += f" ended with exit code {process.exitcode}; its errors are above"
+        what = f"compiling {names} ended with exit code {process.exitcode}; its errors are above"
     if profile.device != "neuron":
         raise RunError(what)
     print(f"{what}. The ranks compile at their first run instead.", file=sys.stderr)
