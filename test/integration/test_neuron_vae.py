@@ -15,7 +15,7 @@ from helpers import randn, rel, rewrite
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.generate import Outputs, generate

@@ -8,20 +8,16 @@ from typing import NamedTuple
 
 import torch
 
-from ltx_neuron.config import (
-    GEMMA_3_12B,
+from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
+from ltx_neuron.config.sound import (
     AudioDecoderConfig,
-    Bucket,
-    GemmaConfig,
-    TransformerConfig,
-    VideoDecoderConfig,
     VocoderConfig,
     audio_decoder_config,
     span_sizes,
-    transformer_config,
-    video_decoder_config,
     vocoder_config,
 )
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
+from ltx_neuron.config.video import VideoDecoderConfig, video_decoder_config
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import (
     Program,

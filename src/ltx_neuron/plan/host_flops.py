@@ -8,7 +8,7 @@ from ltx_core.model.upsampler import LatentUpsamplerConfigurator
 from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
 from torch.utils.flop_counter import FlopCounterMode
 
-from ltx_neuron.config import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.sound import cut
 from ltx_neuron.host.spectrogram import mel_sizes

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ltx_neuron.backends import ranks
-from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.parallel import SingleRank
@@ -97,7 +97,7 @@ class _HostRanks(ranks.Ranks):
     graph."""
 
     def __init__(self, name: str, program: Program, weights: RankSource, layers: int | None):
-        self.tp, self.bytes_sent = 1, 0
+        super().__init__(1)
         self.programs = {name: program}
         self._program, self._weights, self._layers = program, weights, layers
         self._values: dict[str, Tensor] = {}
