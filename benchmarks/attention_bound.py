@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ltx_neuron.config import CONST_MAX_HEAD_DIM, transformer_config
+from ltx_neuron.config.transformer import CONST_MAX_HEAD_DIM, transformer_config
 from ltx_neuron.models.attention import attention_const_max, nki, sdpa
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tune.tolerance import rel_l2

@@ -27,7 +27,8 @@ from torch import Tensor
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import TEXT_TOKENS, transformer_config
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.engine import Engine
 from ltx_neuron.host.models import import_ltx_core

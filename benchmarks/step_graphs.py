@@ -14,7 +14,7 @@ import time
 import torch
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
-from ltx_neuron.config import Bucket, TransformerConfig, transformer_config
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.job import Job, Size
 from ltx_neuron.lint import lower
 from ltx_neuron.models.programs import dit_program

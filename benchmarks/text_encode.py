@@ -25,7 +25,9 @@ import torch
 from lib.harness import finish, print_conditions, print_ratios, take_turns
 from safetensors.torch import save_file
 
-from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.host.arithmetic import fastest_libraries
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.text.encoders import Contexts

@@ -10,13 +10,8 @@ from collections import Counter
 import torch
 
 from ltx_neuron.backends.export import cost, trace
-from ltx_neuron.config import (
-    AUDIO_SCALE,
-    audio_decoder_config,
-    span_sizes,
-    video_decoder_config,
-    vocoder_config,
-)
+from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.host import sound
 from ltx_neuron.host.tiles import cut, tile_shape, tiling_for_ranks
 from ltx_neuron.models.programs import Program, spectrogram_program, tile_program, waveform_program

@@ -8,7 +8,7 @@ import torch
 from helpers import randn
 from torch import Tensor
 
-from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import resolve

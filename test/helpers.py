@@ -30,7 +30,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ltx_neuron.config import TEXT_TOKENS, TransformerConfig, transformer_config
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.transformer import TransformerConfig, transformer_config
 from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.video import write_video

@@ -74,9 +74,9 @@ def run_script(path: str, *arguments: str) -> None:
         library = install(Path(os.environ[SOURCE]), Path(folder))
         sys.argv = [path, *arguments]
         sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-        from ltx_neuron.backends import nxd
+        from ltx_neuron.backends.nxd import runtime
 
-        nxd.to_core = lambda tensor, rank: tensor.clone()
+        runtime.to_core = lambda tensor, rank: tensor.clone()
         runpy.run_path(path, run_name="__main__")
         del library
 
@@ -388,7 +388,7 @@ class Cores:
     NxD saves it so.
 
     As strict as the runtime is: outputs are buffers of this object, which its next run overwrites
-    (ltx_neuron/backends/nxd_buffers.py has the source), and from the beginning of a run they hold
+    (ltx_neuron/backends/nxd/buffers.py has the source), and from the beginning of a run they hold
     nothing of use, since a compiler may assume that inputs and outputs do not overlap.
     """
 

@@ -9,7 +9,7 @@ from lib.bench import WIDE, Bench, Model, Target, full, request, wide
 from lib.probes import CHAIN, torus_groups
 from lib.sections import Failed, NotRun, Stopped, cell
 from ltx_neuron import flags
-from ltx_neuron.config import transformer_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.files import read_json
 from ltx_neuron.format import format_bytes
 from ltx_neuron.job import Job

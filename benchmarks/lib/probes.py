@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ltx_neuron import errors
-from ltx_neuron.backends import nxd, nxd_compile, registry
+from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.nxd import compile as nxd_compile
+from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.models.parallel import Comm
@@ -148,7 +150,7 @@ def outputs(request: dict) -> dict:
 
 def _raw_output_stays(manifest: Manifest, cores: Cores) -> bool:
     """The same with NxD's model itself, whose outputs nobody copies."""
-    model = nxd._open(manifest, "probe", cores.tp)
+    model = runtime._open(manifest, "probe", cores.tp)
     weight = {f"{nxd_compile.WRAPPED}weight": torch.ones(1, dtype=cores.dtype)}
     model.set_weights([dict(weight) for _ in range(cores.tp)])
     model.to_neuron()
@@ -156,7 +158,7 @@ def _raw_output_stays(manifest: Manifest, cores: Cores) -> bool:
 
     def run(value: float) -> list[Tensor]:
         x = torch.full(shape, value, dtype=cores.dtype)
-        given = [nxd.to_core(x, rank) for rank in range(cores.tp)]
+        given = [runtime.to_core(x, rank) for rank in range(cores.tp)]
         tag = manifest.graphs["probe"]["tag"]
         (y,) = model(x=given, model_name=tag, forward_mode="ranked")
         return y

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx_neuron import files
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.decode_queue import Clip, Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError

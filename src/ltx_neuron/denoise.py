@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import NotFiniteError, Ranks
-from ltx_neuron.config import Bucket, TransformerConfig
+from ltx_neuron.config.transformer import Bucket, TransformerConfig
 from ltx_neuron.errors import RunError
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table

@@ -15,17 +15,11 @@ import torch
 from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
-from ltx_neuron.config import (
-    Bucket,
-    audio_decoder_config,
-    check_gemma_fits,
-    digest,
-    gemma_config,
-    span_sizes,
-    transformer_config,
-    video_decoder_config,
-    vocoder_config,
-)
+from ltx_neuron.config.common import digest
+from ltx_neuron.config.gemma import check_gemma_fits, gemma_config
+from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.host.arithmetic import Arithmetic, arithmetic, fastest_libraries
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.programs import (

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields

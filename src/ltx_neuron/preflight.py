@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import SPAN_LATENTS, span_sizes, upsampler_download
+from ltx_neuron.config.common import upsampler_download
+from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host import conditions

@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.errors import UserError
 from ltx_neuron.machine import Machine, package_version, probe
 
@@ -34,15 +34,14 @@ class Profile:
     """One way of running. `chip` is None where no limit is known and a percentage of one would mean
     nothing.
 
-    backend         "torchdist": one process per rank; "nxd": NxD's ModelBuilder, one process drives
-                    all ranks
-    tp              ranks that share one model; replicas of them run side by side on the other cores
-    device          of a rank of torchdist
+    backend         "torchdist": one process per rank; "nxd": one process drives all ranks
+    tp              ranks that share one model
+    device          of a rank
     compile_backend what runs its exported graphs: "export" op by op, others through torch.compile
                     ("aot_eager" is TorchNeuron's way without its compiler)
     threads         CPU threads of one rank; 0: its share of the machine's
     drain_every     of torchdist: wait for the device after so many launches, 0: at the end of a
-                    step; a device's queue that is full fails with status 7
+                    step
     first_run_seconds  of torchdist: how long ranks may do nothing while they load, compile, or run
                     what they have never run; and how long a compile step may take in all
     blocks_per_graph  transformer blocks in one graph, called num_layers / this many times; 0: the
@@ -51,18 +50,15 @@ class Profile:
                     matmul and softmax
     sequence_parallel  the video's tokens are divided over the ranks between the layers, for buckets
                     whose tokens divide; others stay whole
-    host_dtype      what the host decodes video in, and upsamples and encodes it in for a run in
-                    bfloat16; "auto": bfloat16 for a run in it where this machine's CPU is measured
-                    to be faster in it, else float32
+    host_dtype      of the host's video models; "auto": bfloat16 for a run in it where this
+                    machine's CPU is measured to be faster in it, else float32
     vae_tile        pixels of a tile's longer side where latents are decoded, and `vae_overlap` of
                     them that it shares with the next one; vae_tile_frames and vae_overlap_frames
                     the same in time. The defaults are ltx-core's
-    vae_tile_latents  of --neuron-vae: at most so many latents (frames x rows x columns) in a tile,
-                      whose sizes suit the clip; the overlaps are those above. 0: tiles as on the
-                      host
+    vae_tile_latents  of --neuron-vae: at most so many latents (frames x rows x columns) in a tile;
+                      the overlaps are those above. 0: tiles as on the host
     overlap_decode  while the host decodes and writes a clip, the ranks denoise the batch's next
-                    one; and sound is decoded beside pictures. Not where ranks and host share the
-                    cores
+                    one, and sound is decoded beside pictures
     resident        both models stay on the device; else one enters when the other has left
     environment     of the processes that drive the device, set before torch is imported
     compiler_flags  of neuronx-cc by model, without --lnc
@@ -99,17 +95,6 @@ class Profile:
     settings: tuple[str, ...] = ()
 
     @property
-    def process_group(self) -> str:
-        """torch.distributed's backend for the tensors of a rank of torchdist."""
-        return {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[self.device]
-
-    @property
-    def start_method(self) -> str:
-        """How rank processes start. A forked child cannot use a Neuron or CUDA runtime; on a CPU a
-        fork server imports torch once for all ranks instead of once each."""
-        return "forkserver" if self.device == "cpu" else "spawn"
-
-    @property
     def return_hidden_states(self) -> bool:
         """Whether the text graph hands back all layers (49 x tokens x width) as well."""
         return self.device != "neuron"
@@ -122,8 +107,8 @@ class Profile:
 
     @property
     def maps_weights(self) -> bool:
-        """Whether ranks compute with the pages of their weight files, of which the system keeps
-        what it has room for: a CPU's do. A device has weights of its own."""
+        """Whether ranks compute with the pages of their weight files: a CPU's do. A device has
+        weights of its own."""
         return self.device == "cpu"
 
     @property
@@ -149,10 +134,9 @@ class Profile:
         chips."""
         if self.chip is None:
             return None
-        chips = self._chips_of(tp)
-        return chips * (
-            self.chip.link_bytes_per_second if chips <= 1 else self.chip.chip_link_bytes_per_second
-        )
+        chip, chips = self.chip, self._chips_of(tp)
+        link = chip.link_bytes_per_second if chips <= 1 else chip.chip_link_bytes_per_second
+        return chips * link
 
     def _chips_of(self, tp: int) -> float:
         return tp * self.lnc / self.chip.cores
@@ -167,8 +151,7 @@ class Profile:
 
     @property
     def host_threads(self) -> int:
-        """CPU threads of the host's own stages (text fallback, AdaLN, VAE, vocoder); recorded in
-        every report."""
+        """CPU threads of the host's own stages."""
         return os.cpu_count() or 1
 
     def degree(self, tp_degree: int | None) -> int:
@@ -192,7 +175,8 @@ class Profile:
 
 # Of attention's values, those that launch NKI kernels, with the models' operations that these do.
 NKI_KERNELS = {"nki": ("attention_cte",), "nki_const_max": ("attention_cte", "attention_const_max")}
-HOST_DTYPES = typing.get_args(typing.get_type_hints(Profile)["host_dtype"])
+_HINTS = typing.get_type_hints(Profile)
+HOST_DTYPES = typing.get_args(_HINTS["host_dtype"])
 # Whose graphs are compiled with flags of their own.
 MODELS = ("dit", "gemma3", "connectors", "vae", "sound")
 _GIB = 2**30
@@ -330,22 +314,16 @@ PROFILES = {
         ),
     )
 }
-_INSTANCES = {
-    "trn2.3xlarge": "trn2.3xlarge",
-    "trn2.48xlarge": "trn2.48xlarge",
-    "trn2u.48xlarge": "trn2.48xlarge",
-}
+_INSTANCES = {name: name for name in PROFILES if name.startswith("trn")}
+_INSTANCES["trn2u.48xlarge"] = "trn2.48xlarge"
 
 
 def resolve(
     name: str | None = None, settings: tuple[str, ...] = (), machine: Machine | None = None
 ) -> Profile:
     """The profile of that name, else the machine's own, with `settings` (key=value each) in the
-    place of its values.
-
-    Raises UserError, listing what is known, for an unknown name or key, and for a value of another
-    type.
-    """
+    place of its values. Raises UserError, listing what is known, for an unknown name or key, and
+    for a value of another type."""
     name = name or detect(machine or probe())
     if name not in PROFILES:
         raise UserError(
@@ -369,46 +347,34 @@ COMPILE_BACKENDS = {
 
 def _check(profile: Profile) -> None:
     """Refuse values that do not go together."""
-    known = COMPILE_BACKENDS[profile.device]
-    wrong = {
+    known, on_neuron = COMPILE_BACKENDS[profile.device], profile.device == "neuron"
+    right = {
         f"device={profile.device} goes with compile_backend={' or '.join(known)}, got"
-        f" {profile.compile_backend}": profile.compile_backend not in known,
-        "backend=nxd needs a Neuron profile": (
-            profile.backend == "nxd" and profile.device != "neuron"
-        ),
+        f" {profile.compile_backend}": profile.compile_backend in known,
+        "backend=nxd needs a Neuron profile": on_neuron or profile.backend != "nxd",
         f"attention={profile.attention} needs a Neuron profile": (
-            profile.attention in NKI_KERNELS and profile.device != "neuron"
+            on_neuron or profile.attention not in NKI_KERNELS
         ),
         f"the last of text_buckets must be {TEXT_TOKENS}, the longest prompt": (
-            profile.text_buckets[-1] != TEXT_TOKENS
+            profile.text_buckets[-1] == TEXT_TOKENS
         ),
-        f"lnc is 1 or 2, got {profile.lnc}": profile.lnc not in (1, 2),
-        **_wrong_tiles("vae_tile", profile.vae_tile, "vae_overlap", profile.vae_overlap, 32),
-        **_wrong_tiles(
-            "vae_tile_frames",
-            profile.vae_tile_frames,
-            "vae_overlap_frames",
-            profile.vae_overlap_frames,
-            8,
-        ),
+        f"lnc is 1 or 2, got {profile.lnc}": profile.lnc in (1, 2),
     }
-    for what, applies in wrong.items():
-        if applies:
-            raise UserError(f"--profile-set: {what}")
-
-
-def _wrong_tiles(size: str, pixels: int, overlap: str, shared: int, latent: int) -> dict[str, bool]:
-    """What may be wrong with a tile along an axis, of which `latent` pixels are one latent: the
-    rules of ltx-core's TilingConfig."""
-    least = 2 * latent
-    return {
-        f"{size} is a multiple of {latent} from {least} on, got {pixels}": (
-            pixels < least or pixels % latent > 0
-        ),
-        f"{overlap} is a multiple of {latent} below {size}, got {shared}": (
-            shared % latent > 0 or shared >= pixels
-        ),
-    }
+    # The rules of ltx-core's TilingConfig. So many pixels or frames are one latent:
+    for unit, axis in ((32, ""), (8, "_frames")):
+        size, overlap = f"vae_tile{axis}", f"vae_overlap{axis}"
+        pixels, shared = getattr(profile, size), getattr(profile, overlap)
+        right |= {
+            f"{size} is a multiple of {unit} from {2 * unit} on, got {pixels}": (
+                pixels >= 2 * unit and pixels % unit == 0
+            ),
+            f"{overlap} is a multiple of {unit} below {size}, got {shared}": (
+                shared % unit == 0 and shared < pixels
+            ),
+        }
+    for rule, holds in right.items():
+        if not holds:
+            raise UserError(f"--profile-set: {rule}")
 
 
 def detect(machine: Machine) -> str:
@@ -432,16 +398,20 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
     """Raise UserError, saying what to install, where this machine lacks what the profile's backend
     runs on."""
     profile.check_degree(tp)
-    if profile.backend == "nxd":
-        other = "--profile-set backend=torchdist in an environment with torch-neuronx"
-        _require_package(profile, "neuronx-distributed", _INSTALL_NXD, other)
-    elif profile.device == "neuron":
-        other = "--profile-set backend=nxd in an environment with neuronx-distributed"
-        version = _require_package(profile, "torch-neuronx", _INSTALL, other)
-        if tuple(map(int, version.split(".")[:2])) < _TORCH_NEURON:
+    if profile.device == "neuron":
+        package, requirements = _RUNTIMES[profile.backend]
+        version = package_version(package)
+        if version is None:
+            other = "torchdist" if profile.backend == "nxd" else "nxd"
+            raise UserError(
+                f"profile {profile.name!r} runs on {package}, which is not installed.\nInstall it:"
+                f" pip install -r {requirements}; or type --profile-set backend={other} in an"
+                f" environment with {_RUNTIMES[other][0]}, or --profile cpu"
+            )
+        if profile.backend == "torchdist" and [*map(int, version.split(".")[:2])] < [2, 13]:
             raise UserError(
                 f"torch-neuronx {version} is for torch-xla; TorchNeuron begins with 2.13.\nInstall"
-                f" it: {_INSTALL}, or type --profile-set backend=nxd"
+                f" it: pip install -r {requirements}, or type --profile-set backend=nxd"
             )
     elif profile.device == "cuda":
         count = (machine or probe()).cuda_devices
@@ -453,26 +423,14 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
             )
 
 
-_TORCH_NEURON = (2, 13)
-_INSTALL = "pip install -r requirements-torchneuron.txt"
-_INSTALL_NXD = "pip install -r requirements-neuron.txt"
-
-
-def _require_package(profile: Profile, package: str, install: str, other: str) -> str:
-    """The installed version of a package; UserError with what to type where there is none."""
-    version = package_version(package)
-    if version is None:
-        raise UserError(
-            f"profile {profile.name!r} runs on {package}, which is not installed.\n"
-            f"Install it: {install}; or type {other}, or --profile cpu"
-        )
-    return version
-
-
+# What Neuron profiles run on, by backend.
+_RUNTIMES = {
+    "nxd": ("neuronx-distributed", "requirements-neuron.txt"),
+    "torchdist": ("torch-neuronx", "requirements-torchneuron.txt"),
+}
 _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
-_TYPES = {name: kind for name, kind in typing.get_type_hints(Profile).items() if name not in _FIXED}
-# Key=value pairs of their own: --profile-set environment.NAME=value.
-_TABLES = ("environment", "compiler_flags")
+_TABLES = ("environment", "compiler_flags")  # --profile-set names their entries
+_TYPES = {key: _HINTS[key] for key in _HINTS if key not in _FIXED + _TABLES}
 _MAY_BE_ZERO = (
     "blocks_per_graph",
     "drain_every",
@@ -490,32 +448,23 @@ def _changed(profile: Profile, setting: str) -> Profile:
         raise UserError(
             f"--profile-set {setting}: wanted key=value, as in --profile-set attention=matmul"
         )
-    table, dot, entry = key.partition(".")
-    if dot and table in _TABLES and entry and (table == "environment" or entry in MODELS):
-        return dataclasses.replace(
-            profile, **{table: tuple((dict(getattr(profile, table)) | {entry: text}).items())}
-        )
-    if key not in _TYPES or key in _TABLES:
-        known = [
-            *(k for k in _TYPES if k not in _TABLES),
-            "environment.NAME",
-            *(f"compiler_flags.{m}" for m in MODELS),
-        ]
+    table, _, entry = key.partition(".")
+    flags = [f"compiler_flags.{model}" for model in MODELS]
+    if key in flags or (table == "environment" and entry):
+        entries = dict(getattr(profile, table)) | {entry: text}
+        return dataclasses.replace(profile, **{table: tuple(entries.items())})
+    if key not in _TYPES:
+        known = [*_TYPES, "environment.NAME", *flags]
         raise UserError(f"--profile-set {setting}: unknown key {key!r}; known: {', '.join(known)}")
     try:
-        return dataclasses.replace(
-            profile, **{key: _parsed(_TYPES[key], text, 0 if key in _MAY_BE_ZERO else 1)}
-        )
+        value = _parsed(_TYPES[key], text, 0 if key in _MAY_BE_ZERO else 1)
     except ValueError as wanted:
         raise UserError(f"--profile-set {setting}: {text!r} is not {wanted}") from None
+    return dataclasses.replace(profile, **{key: value})
 
 
 def _parsed(kind: Any, text: str, least: int) -> Any:
     """A value of a type from what was typed; ValueError says what is wanted."""
-    if typing.get_origin(kind) is Literal:
-        if text not in typing.get_args(kind):
-            raise ValueError(f"one of {', '.join(typing.get_args(kind))}")
-        return text
     if kind is bool:
         if text not in ("true", "false"):
             raise ValueError("true or false")
@@ -524,6 +473,10 @@ def _parsed(kind: Any, text: str, least: int) -> Any:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
             raise ValueError(f"a whole number of at least {least}")
         return int(text)
+    if typing.get_origin(kind) is Literal:
+        if text not in typing.get_args(kind):
+            raise ValueError(f"one of {', '.join(typing.get_args(kind))}")
+        return text
     parts = text.split(",")  # tuple[int, ...]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError("whole numbers above 0 with commas between them, as in 128,256")

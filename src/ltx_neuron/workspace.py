@@ -14,7 +14,8 @@ from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
 from ltx_neuron.backends.manifest import Manifest, record_size
-from ltx_neuron.config import REGISTERS, Bucket, span_sizes
+from ltx_neuron.config.sound import span_sizes
+from ltx_neuron.config.transformer import REGISTERS, Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.finished import Finished

@@ -23,7 +23,7 @@ from helpers import exit_code, forked, read_video, rel, rewrite
 from ltx_neuron import errors
 from ltx_neuron.artifacts.__main__ import main as artifacts_main
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
 from ltx_neuron.decode_queue import Failure

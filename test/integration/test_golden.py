@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import read_video, rel
 
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Job, Size

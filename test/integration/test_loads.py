@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve

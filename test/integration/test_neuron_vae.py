@@ -14,8 +14,8 @@ import torch
 from helpers import randn, rel, rewrite
 
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.backends.tiles import RankTiles
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.tiles import RankSound, RankTiles
+from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.generate import Outputs, generate
@@ -249,18 +249,23 @@ def stopped(workspace, tmp_path_factory) -> SimpleNamespace:
     )
 
 
-def at_the_first_tiles(patch: pytest.MonkeyPatch, act: Callable[[Ranks], None]) -> list[Ranks]:
-    """Have something happen to the ranks before they get their first tiles. Returns them, once they
-    are there."""
-    decode, seen = RankTiles.__call__, []
+def at_the_first_tiles(
+    patch: pytest.MonkeyPatch,
+    act: Callable[[Ranks], None],
+    decoder: type = RankTiles,
+    method: str = "__call__",
+) -> list[Ranks]:
+    """Have something happen to the ranks before they get their first tiles, or their first spans of
+    sound. Returns them, once they are there."""
+    decode, seen = getattr(decoder, method), []
 
-    def disturbed(tiles: RankTiles, latents):
+    def disturbed(on_ranks, parts):
         if not seen:
-            seen.append(tiles.ranks)
-            act(tiles.ranks)
-        return decode(tiles, latents)
+            seen.append(on_ranks.ranks)
+            act(on_ranks.ranks)
+        return decode(on_ranks, parts)
 
-    patch.setattr(RankTiles, "__call__", disturbed)
+    patch.setattr(decoder, method, disturbed)
     return seen
 
 
@@ -297,6 +302,22 @@ def test_a_rank_frozen_while_it_decodes_is_named_within_ten_seconds(resumed, tmp
         resumed()
     assert time.monotonic() - began < 15
     check_nothing_is_left(tmp_path, ranks, f"fox{LOG_SUFFIX}")
+
+
+@pytest.mark.parametrize("method", ["spectrogram", "waveform"])
+def test_a_rank_killed_while_it_decodes_sound_is_named_and_the_rest_is_decoded_again(
+    resumed, stopped, tmp_path, monkeypatch, method
+):
+    def kill(ranks: Ranks) -> None:
+        ranks._processes[1].kill()
+
+    with monkeypatch.context() as patch:
+        ranks = at_the_first_tiles(patch, kill, RankSound, method)
+        with pytest.raises(RankError, match="rank 1 of 2 failed: the process was killed"):
+            resumed()
+    check_nothing_is_left(tmp_path, ranks, f"fox{LOG_SUFFIX}")
+    resumed()
+    assert (tmp_path / "fox.mp4").read_bytes() == stopped.video
 
 
 def test_nan_in_a_tile_names_the_decoder_and_its_file(resumed, tiny, tmp_path, monkeypatch):

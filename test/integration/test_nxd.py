@@ -1,5 +1,5 @@
-"""NxD's real source drives backends/nxd.py on a CPU: traced for four ranks by one process, run on
-four XLA:CPU devices.
+"""NxD's real source drives backends/nxd/runtime.py on a CPU: traced for four ranks by one process,
+run on four XLA:CPU devices.
 
 The closed packages are stood in for (test/nxd_stubs.py); compiler, runtime and hardware are not
 exercised. Run it with
@@ -30,14 +30,15 @@ from helpers import made_film, randn, random_value, rel, run_program, save_weigh
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ltx_neuron.backends import nxd, nxd_compile
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group
 from ltx_neuron.backends.export import trace as export_trace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.neuron_errors import DeviceFailure
+from ltx_neuron.backends.nxd import compile as nxd_compile
+from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import NotFiniteError
 from ltx_neuron.backends.tiles import RankSound, RankTiles
-from ltx_neuron.config import video_decoder_config
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import HostModels
@@ -85,7 +86,7 @@ def source(tmp_path_factory):
     logging.getLogger("Neuron").setLevel(logging.ERROR)
     patch = pytest.MonkeyPatch()
     # The one place that names a device.
-    patch.setattr(nxd, "to_core", lambda tensor, rank: tensor.clone())
+    patch.setattr(runtime, "to_core", lambda tensor, rank: tensor.clone())
     yield
     patch.undo()
     library._destroy()
@@ -189,7 +190,7 @@ def test_prompts_of_any_length_are_encoded_by_graphs_over_one_copy_of_the_weight
     ids = [tokenize(load_tokenizer(assets.gemma_root), prompt) for prompt in prompts]
     assert [bucket_for([each], workspace.profile.text_buckets) for each in ids] == [128, 1024]
     weights = workspace.weights("gemma3")
-    with nxd.Ranks(workspace.profile, TP) as ranks:
+    with runtime.Ranks(workspace.profile, TP) as ranks:
         ranks.load(weights, workspace.text_programs((128, 1024)), torch.float32)
         (held,) = ranks._sets
         assert (
@@ -253,7 +254,7 @@ def test_the_weights_of_all_buckets_are_uploaded_once(workspace, monkeypatch):
     monkeypatch.setattr(
         torch.ops.neuron, "_parallel_load", lambda parts: uploads.append(parts) or load(parts)
     )
-    with nxd.Ranks(workspace.profile, TP) as ranks:
+    with runtime.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
         (parts,) = uploads
@@ -296,7 +297,7 @@ def test_a_saved_graph_carries_no_weights(workspace):
         weights = 4 * sum(
             math.prod(shape) for shape in manifest.graphs["blocks"]["parameters"].values()
         )
-        model = nxd._open(manifest, "blocks", TP)
+        model = runtime._open(manifest, "blocks", TP)
         (examples,) = model.reserved_example_inputs.values()
         assert len(examples) > len(manifest.graphs["blocks"]["parameters"])
         assert 4 * sum(each.numel() for each in examples) > weights
@@ -377,14 +378,14 @@ def program_of(generated) -> str:
     return next(name for name in generated.ranks.programs if name.startswith(f"v{tokens}-"))
 
 
-def one_step(ranks: nxd.Ranks, program: str, **changed) -> Tensor:
+def one_step(ranks: runtime.Ranks, program: str, **changed) -> Tensor:
     """Rank 0's video latent after a step; every named tensor is then what it was."""
     held = ranks._buffers
     tensors, owners = dict(held.tensors), dict(held.owners)
     held.tensors.update(changed)
     try:
         ranks.run(program, step=0)
-        return nxd.to_host(held.tensors["video_latent"][0])
+        return runtime.to_host(held.tensors["video_latent"][0])
     finally:
         held.tensors, held.owners = tensors, owners
 
@@ -554,7 +555,7 @@ def test_a_rank_file_that_is_not_the_model_s_is_refused_though_nxd_would_take_it
 ):
     parts = [load_file(workspace.dit_weights() / rank_file(rank)) for rank in range(TP)]
     spoil(parts[2])
-    with nxd.Ranks(workspace.profile, TP) as ranks, pytest.raises(UserError, match=said):
+    with runtime.Ranks(workspace.profile, TP) as ranks, pytest.raises(UserError, match=said):
         ranks.load(
             save_weights(tmp_path / "weights", *parts), dit_manifests(workspace), torch.float32
         )
@@ -566,7 +567,7 @@ def dit_manifests(workspace) -> dict:
 
 
 def test_unloading_frees_weights_graphs_and_tensors(workspace):
-    with nxd.Ranks(workspace.profile, TP) as ranks:
+    with runtime.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
         watched = [weakref.ref(model) for copies in held.models.values() for model in copies]
@@ -586,7 +587,7 @@ def test_loading_other_weights_or_programs_of_a_model_frees_the_ones_before(work
         save_weights(tmp_path / "weights", *parts),
         dit_manifests(workspace).items(),
     )
-    with nxd.Ranks(workspace.profile, TP) as ranks:
+    with runtime.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dict([first, second]), torch.float32)
         (held,) = ranks._sets
         leaving = [
@@ -612,7 +613,7 @@ def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspac
     doubled = save_weights(
         tmp_path / "weights", *({name: t * 2 for name, t in part.items()} for part in parts)
     )
-    with nxd.Ranks(workspace.profile, TP) as ranks:
+    with runtime.Ranks(workspace.profile, TP) as ranks:
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
         (held,) = ranks._sets
         addresses = [t.data_ptr() for t in held.tensors[1].values()]
@@ -633,7 +634,7 @@ def test_other_weights_take_the_place_of_the_loaded_ones_in_every_graph(workspac
 
 def test_this_process_cannot_drive_another_number_of_ranks(workspace, generated):
     with pytest.raises(UserError, match="already drives 4 ranks and cannot drive 2"):
-        nxd.Ranks(workspace.profile, 2)
+        runtime.Ranks(workspace.profile, 2)
 
 
 def test_a_graph_for_another_number_of_ranks_is_refused(workspace, monkeypatch):
@@ -646,7 +647,7 @@ def test_a_graph_for_another_number_of_ranks_is_refused(workspace, monkeypatch):
         classmethod(lambda cls, path: setattr(m := load(cls, path), "world_size", 2) or m),
     )
     with (
-        nxd.Ranks(workspace.profile, TP) as ranks,
+        runtime.Ranks(workspace.profile, TP) as ranks,
         pytest.raises(UserError, match="compiled for 2 ranks, wanted 4"),
     ):
         ranks.load(workspace.dit_weights(), dit_manifests(workspace), torch.float32)
@@ -681,7 +682,7 @@ def test_a_failure_of_the_runtime_says_what_to_do(workspace, monkeypatch, call):
         inner = {"initialize": "to_neuron", "forward_ranked": "forward"}[call]
         monkeypatch.setattr(NxDModel, inner, fail)
     with (
-        nxd.Ranks(workspace.profile, TP) as ranks,
+        runtime.Ranks(workspace.profile, TP) as ranks,
         pytest.raises(DeviceFailure, match=re.escape(said)) as failed,
     ):
         ranks.load(workspace.dit_weights(), manifests := dit_manifests(workspace), torch.float32)
@@ -832,7 +833,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
     workspace.compile_dit(job.buckets)
     with Engine(workspace, Recorder()) as engine:
         loaded = []
-        inner = nxd.Ranks.run
+        inner = runtime.Ranks.run
 
         def counted(ranks, program, sequence="main", **numbers):
             before = copies_of(ranks)
@@ -841,7 +842,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
             return milliseconds
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(nxd.Ranks, "run", counted)
+            patch.setattr(runtime.Ranks, "run", counted)
             (result,) = engine.run([job], decode=False)
     assert loaded == [(copies, copies)] * job.num_inference_steps
     launches = engine.recorder.counters.launches_per_step
@@ -853,7 +854,7 @@ def test_a_guided_stage_is_the_reference_s_in_fp32(
     assert max(distances.values()) < FP32
 
 
-def copies_of(ranks: nxd.Ranks) -> dict[str, int]:
+def copies_of(ranks: runtime.Ranks) -> dict[str, int]:
     """How often each graph of the one weight set is loaded."""
     (held,) = ranks._sets
     return {graph: len(models) for (_, graph), models in held.models.items()}
@@ -931,7 +932,7 @@ def test_both_models_may_stay_on_the_cores_and_the_second_job_loads_nothing(
             both.dit_weights(),
             both.weights("gemma3"),
         }
-        monkeypatch.setattr(nxd, "_open", lambda *_: pytest.fail("loaded again"))
+        monkeypatch.setattr(runtime, "_open", lambda *_: pytest.fail("loaded again"))
         (second,) = engine.run(jobs[1:], keep=True, decode=False)
     assert all(torch.equal(first.tensors[name], generated.tensors[name]) for name in LATENTS)
     assert rel(second.tensors["s2_video"], first.tensors["s2_video"]) > SHOWS
@@ -951,7 +952,7 @@ def test_frames_of_vae_tiles_on_four_cores_are_the_host_decoders(assets, workspa
         assets.checkpoint, tiled.checkpoint.config, torch.float32, profile=tiled.profile
     )
     latent = torch.randn(1, 128, *clip, generator=torch.Generator().manual_seed(3))
-    with nxd.Ranks(tiled.profile, TP) as ranks:
+    with runtime.Ranks(tiled.profile, TP) as ranks:
         ranks.load(tiled.weights("vae"), tiled.tile_programs(clip), torch.float32)
         decoder, tiling = host._tiled_decoder(clip, RankTiles(ranks))
         got = torch.cat([*decoder.tiled_decode(latent, tiling)], dim=2)
@@ -972,7 +973,7 @@ def test_sound_on_four_cores_is_the_hosts(assets, workspace, tmp_path):
     for latents in (3, 60):
         sound.compile_sound(latents)
         programs |= sound.sound_programs(size, latents)
-    with nxd.Ranks(sound.profile, TP) as ranks:
+    with runtime.Ranks(sound.profile, TP) as ranks:
         ranks.load(sound.weights("sound"), programs, torch.float32)
         on_ranks = RankSound(ranks, resampling_filters(sound.vocoder))
         for latents in (3, 60):
@@ -1004,7 +1005,7 @@ def test_a_vae_stages_blocks_are_one_graph_that_takes_the_weights_of_each(worksp
     (stage,) = (name for name in manifest.graphs if name.startswith("residual"))
     assert sum(name == stage for name, _ in manifest.runs["main"]) == 2
     folder = save_weights(tmp_path / "weights", *[weights] * TP)
-    with nxd.Ranks(workspace.profile, TP) as ranks:
+    with runtime.Ranks(workspace.profile, TP) as ranks:
         ranks.load(folder, {"vae": manifest}, torch.float32)
         ranks.put("vae", tile_latent=tiles)
         ranks.run("vae")

@@ -17,7 +17,7 @@ from helpers import randn
 
 from ltx_neuron.backends import nki, registry
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import transformer_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job
 from ltx_neuron.models.attention import attention_cte

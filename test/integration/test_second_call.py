@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ltx_neuron.backends import manifest
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size

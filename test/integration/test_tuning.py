@@ -25,7 +25,7 @@ PLANTED = """
 import sys
 if "resource_tracker" not in " ".join(sys.orig_argv):
     import time
-    from ltx_neuron.backends.rank import Rank
+    from ltx_neuron.backends.torchdist.rank import Rank
     from ltx_neuron.models import attention
     attention.KERNELS["matmul"] = lambda *tensors: attention.sdpa(*tensors) * 0.9
     after_launch = Rank._after_launch

@@ -666,5 +666,5 @@ def test_no_user_and_no_password_of_a_url_is_kept():
 
 
 def test_the_code_of_the_kernels_is_part_of_an_nxd_graphs_identity():
-    without = artifacts._digest_of_code(("models", "backends/nxd_compile", "backends/export"))
+    without = artifacts._digest_of_code(("models", "backends/nxd/compile", "backends/export"))
     assert artifacts.code_digest("nxd") != without

@@ -26,7 +26,8 @@ from test_signatures import operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, peak_bytes, trace
-from ltx_neuron.config import GEMMA_3_12B, Bucket, transformer_config
+from ltx_neuron.config.gemma import GEMMA_3_12B
+from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.attention import KERNELS, attention_cte, matmul, nki_const_max, sdpa
 from ltx_neuron.models.parallel import SingleRank

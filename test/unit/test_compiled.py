@@ -20,13 +20,15 @@ from helpers import one_thread, randn, random_value, rel  # noqa: F401
 from test_attention import block_graph
 from test_torchdist import EQUAL, SOON, TP, make_toy, upload, wanted
 
-from ltx_neuron.backends import compiled, environment, liveness, nki, nxd_compile, torchdist
+from ltx_neuron.backends import environment, nki
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.rank import Rank
+from ltx_neuron.backends.nxd import compile as nxd_compile
 from ltx_neuron.backends.ranks import RankError
-from ltx_neuron.backends.torchdist import Ranks, compile_only, rank_settings
-from ltx_neuron.config import Bucket
+from ltx_neuron.backends.torchdist import compiled, liveness
+from ltx_neuron.backends.torchdist.host import Ranks, compile_only, rank_settings
+from ltx_neuron.backends.torchdist.rank import Rank
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.attention import nki_const_max, sdpa
 from ltx_neuron.profiles import MODELS, PROFILES, resolve
@@ -135,7 +137,7 @@ def test_a_compile_step_that_does_not_end_is_stopped_and_left_to_the_ranks(
     tmp_path, capfd, monkeypatch
 ):
     """As where a loaded graph waits for ranks that nobody starts."""
-    monkeypatch.setattr(torchdist.compiled, "compile_only", wait_for_ever)
+    monkeypatch.setattr(compiled, "compile_only", wait_for_ever)
     start = time.monotonic()
     compile_only([tmp_path], replace(TRN2, first_run_seconds=3), TP, tmp_path)
     assert time.monotonic() - start < 60
@@ -573,7 +575,8 @@ def test_one_process_that_drives_all_ranks_is_shown_a_part_of_the_machine_by_cor
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible or "")
     if visible is None:
         monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
-    environment.set_visible_cores(profile, tp)
+    monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "127.0.0.1:1")  # the user's own
+    environment.set_launch(profile, tp)
     assert os.environ.get("NEURON_RT_VISIBLE_CORES") == wanted
     assert "NEURON_RT_NUM_CORES" not in os.environ
 

@@ -8,7 +8,8 @@ import torch
 from helpers import STREAMS, block_summands, fp32_bound, made_config, randn, randomised, rel
 from torch.func import functional_call
 
-from ltx_neuron.config import REGISTERS, TEXT_TOKENS
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.transformer import REGISTERS
 from ltx_neuron.models.attention import sdpa
 from ltx_neuron.models.connectors import Connectors
 from ltx_neuron.models.parallel import SingleRank

@@ -13,7 +13,7 @@ from helpers import rel, rewrite
 from safetensors import safe_open
 
 from ltx_neuron import flags
-from ltx_neuron.config import CHECKPOINT_DOWNLOAD
+from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.decode_queue import DecodeQueue
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError

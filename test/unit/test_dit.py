@@ -28,7 +28,7 @@ from helpers import (  # noqa: F401
 from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state
 
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import dit
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program

@@ -10,7 +10,9 @@ from helpers import made_config, one_thread, randn, randomised, rel  # noqa: F40
 from torch import nn
 from torch.func import functional_call
 
-from ltx_neuron.config import TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_config
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.gemma import GemmaConfig, gemma_config
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.rope import half_rope

@@ -19,7 +19,7 @@ from helpers import (
 from oracle import later_semantics
 from steps import AUDIO_TOKENS, EQUAL, FPS, SHAPE, SHOWS, distance, ltx_loop, ltx_state
 
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import attention
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank

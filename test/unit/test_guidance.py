@@ -25,7 +25,7 @@ from oracle import later_semantics
 from recipes_oracle import OFF
 from typed import said
 
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import prepare_passes
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job

@@ -43,6 +43,7 @@ BASE = {
 }  # modules at the top, below every room
 # What each subpackage may import of ltx_neuron besides itself: subpackages, and modules at the top.
 ALLOWED = {
+    "config": {"errors", "files"},
     "models": {"config"},
     "sampling": {"config", "errors", "files"},
     "weights": {"config", "errors", "files"},

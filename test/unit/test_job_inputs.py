@@ -14,7 +14,7 @@ from typed import parsed, run, said
 
 from ltx_neuron import flags
 from ltx_neuron.batch import read_lines
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.generate import run_identity

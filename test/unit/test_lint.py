@@ -19,9 +19,10 @@ import torch.distributed._functional_collectives as functional
 from helpers import made_config, one_thread  # noqa: F401
 from planted import FAULTS, program
 
-from ltx_neuron.backends.compiled import OPTIONS, Compiled
 from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group, trace
-from ltx_neuron.config import Bucket, video_decoder_config
+from ltx_neuron.backends.torchdist.compiled import OPTIONS, Compiled
+from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint import Recorder, cases, check_fx, check_hlo, compare_ranks, fx, hlo
 from ltx_neuron.lint.__main__ import main, table

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from ltx_neuron.backends import liveness
-from ltx_neuron.backends.liveness import ProcessState, Watch, process_state
+from ltx_neuron.backends.torchdist import liveness
+from ltx_neuron.backends.torchdist.liveness import ProcessState, Watch, process_state
 
 LIMIT, LOOK = 0.6, 0.05  # seconds; a rank may show nothing for LIMIT
 BUSY = "while True: pass"  # as in a computation that keeps the interpreter's lock

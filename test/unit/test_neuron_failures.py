@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 from helpers import one_thread  # noqa: F401
 
-from ltx_neuron.backends import nxd
+from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import TinySizes, make_tiny
@@ -97,7 +97,7 @@ def library(tmp_path_factory):
     )
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(str(folder))
-    patch.setattr(nxd, "to_core", lambda tensor, rank: tensor.clone())
+    patch.setattr(runtime, "to_core", lambda tensor, rank: tensor.clone())
     for name, _ in (
         *resolve("trn2.3xlarge").environment,
         ("NEURON_LOGICAL_NC_CONFIG", ""),
@@ -112,7 +112,7 @@ def library(tmp_path_factory):
     yield neuronx_distributed
     sys.modules.pop("neuronx_distributed")
     patch.undo()
-    nxd.Ranks._started = None
+    runtime.Ranks._started = None
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.backends import export, nki, nxd, nxd_compile, registry
+from ltx_neuron.backends import export, nki, registry
 from ltx_neuron.backends.export import TorchDistComm
+from ltx_neuron.backends.nxd import compile as nxd_compile
+from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.parallel import RowLinear
 from ltx_neuron.models.programs import Graph, Program
@@ -112,7 +114,7 @@ def test_small_tensors_are_summed_together_and_large_ones_alone(monkeypatch):
 def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
     """The runtime of replicas on other cores would meet at one address otherwise."""
     large = resolve("trn2.48xlarge")
-    monkeypatch.setattr(nxd.Ranks, "_started", None)
+    monkeypatch.setattr(runtime.Ranks, "_started", None)
     with (
         mock.patch.dict(os.environ, {"NEURON_RT_VISIBLE_CORES": "48-51"}),
         socket.socket() as other,
@@ -120,12 +122,12 @@ def test_replicas_of_one_machine_have_communicators_of_their_own(monkeypatch):
         os.environ.pop("NEURON_RT_ROOT_COMM_ID", None)
         other.bind(("127.0.0.1", 61234 + 48))
         with pytest.raises(UserError, match="port 61282 is taken: another run holds core 48"):
-            nxd.Ranks(large, 4)
+            runtime.Ranks(large, 4)
         other.close()
-        nxd.Ranks(large, 4).close()
+        runtime.Ranks(large, 4).close()
         assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "127.0.0.1:61282"
         os.environ["NEURON_RT_ROOT_COMM_ID"] = "10.0.0.1:5000"  # the user's own
-        nxd.Ranks(large, 4).close()
+        runtime.Ranks(large, 4).close()
         assert os.environ["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:5000"
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ltx_neuron.backends.nxd_buffers import Buffers, copies_needed
+from ltx_neuron.backends.nxd.buffers import Buffers, copies_needed
 from ltx_neuron.backends.ranks import Call, calls_of
 from ltx_neuron.models.signatures import PASSES, Field
 
@@ -84,7 +84,7 @@ def test_a_call_reads_the_tensors_of_its_pass_its_step_and_its_blocks():
         fields={"step": plain, "latent": plain, "hidden": plain, "keep": per_block},
     )
     runs = [("pass", {"keep": "keep_uncond"}, {"hidden": "hidden_uncond"})]
-    assert calls_of(manifest, runs, {"step": "step@3"}) == [
+    assert calls_of(manifest, runs, {"step": 3}) == [
         Call("head", 0, {"step": "step@3", "latent": "latent"}, {"hidden": "hidden_uncond"}),
         Call(
             "blocks", 2, {"hidden": "hidden", "keep": "keep_uncond@2"}, {"hidden": "hidden_uncond"}

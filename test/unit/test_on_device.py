@@ -31,7 +31,7 @@ from lib.sections import (
     three_way,
 )
 
-from ltx_neuron.config import transformer_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, write_json

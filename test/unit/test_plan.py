@@ -9,7 +9,7 @@ import torch
 
 from ltx_neuron import plan
 from ltx_neuron.backends.export import fake_process_group
-from ltx_neuron.config import transformer_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes

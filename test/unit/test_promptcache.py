@@ -16,7 +16,7 @@ from helpers import exit_code, forked, randn
 
 import ltx_neuron
 from ltx_neuron import artifacts
-from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.profiles import resolve
 from ltx_neuron.text import cache
 from ltx_neuron.text.cache import PromptCache

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from xxhash import xxh3_128
 
 from ltx_neuron import artifacts, residency
-from ltx_neuron.config import transformer_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.profiles import resolve
@@ -619,7 +619,7 @@ import resource, sys
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from ltx_neuron.backends.rank import Rank
+from ltx_neuron.backends.torchdist.rank import Rank
 from ltx_neuron.weights.tensorfile import TensorFile
 folder = Path(sys.argv[1])
 file = TensorFile(folder / "rank0.safetensors", "")

@@ -5,10 +5,12 @@ import inspect
 import pytest
 import torch
 
-from ltx_neuron.backends import nxd, ranks, torchdist
+from ltx_neuron.backends import ranks
+from ltx_neuron.backends.nxd import runtime
+from ltx_neuron.backends.torchdist import host
 from ltx_neuron.models.signatures import Field
 
-BACKENDS = {"torchdist": torchdist.Ranks, "nxd": nxd.Ranks}
+BACKENDS = {"torchdist": host.Ranks, "nxd": runtime.Ranks}
 METHODS = [
     name
     for name, member in vars(ranks.Ranks).items()
@@ -42,9 +44,8 @@ def test_a_rank_keeps_its_part_and_of_a_field_per_block_a_tensor_for_each_group(
     assert torch.equal(ranks.kept(WHOLE, "x", whole, 1)["x"], whole[:, :, 8:])
     rows = torch.arange(24.0).view(6, 4)
     parts = ranks.kept(PER_BLOCK, "keep_cond", rows, 1)
-    assert [*parts] == ["keep_cond" + ranks.group(PER_BLOCK, first) for first in (0, 3)]
+    assert [*parts] == [ranks.at("keep_cond", first) for first in (0, 3)]
     assert torch.equal(torch.cat([*parts.values()]), rows)
-    assert ranks.group(WHOLE, 3) == ""
 
 
 LATENT = torch.ones(1, 3, 4)

@@ -10,7 +10,7 @@ import torch
 from helpers import BF16_ROUNDING, FP32_ROUNDING, STREAMS, one_thread, randn, rel  # noqa: F401
 
 from ltx_neuron.backends.ranks import NotFiniteError
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Job, Size, Stage

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import FP32_ROUNDING, SIZES, furthest, randn
 
-from ltx_neuron.config import gemma_config
+from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.models.rope import half_rope, rotate, split_rope
 from ltx_neuron.sampling.conditioning import video_state
 from ltx_neuron.sampling.conditions import ImageCondition

@@ -24,7 +24,7 @@ from helpers import (
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import part_of
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program, may_divide
 from ltx_neuron.profiles import resolve

@@ -24,7 +24,7 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 
 from test_service_sizes import SMALL, Compiled
 
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service import limits
 from ltx_neuron.service.app import Settings, create_app

@@ -10,7 +10,8 @@ import torch
 from helpers import made_config
 from safetensors.torch import load_file, save_file
 
-from ltx_neuron.config import Bucket, gemma_config, transformer_config
+from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.config.transformer import Bucket, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.parallel import SingleRank

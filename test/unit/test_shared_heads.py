@@ -10,7 +10,8 @@ from helpers import Together, block_summands, fp32_bound, one_thread, randn, rel
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from ltx_neuron.config import gemma_config, transformer_config
+from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.models.gemma3 import Gemma3Encoder, layers_first

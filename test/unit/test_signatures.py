@@ -22,15 +22,11 @@ from helpers import (
 
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group, trace
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import (
-    TEXT_TOKENS,
-    Bucket,
-    audio_decoder_config,
-    gemma_config,
-    transformer_config,
-    video_decoder_config,
-    vocoder_config,
-)
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.config.sound import audio_decoder_config, vocoder_config
+from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.lint import compare_ranks, fx

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import one_thread, randn, randomised, rel, run_program  # noqa: F401
 
-from ltx_neuron.config import audio_decoder_config, vocoder_config
+from ltx_neuron.config.sound import audio_decoder_config, vocoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import sound
 from ltx_neuron.host.background import BackgroundTask, Cancelled

@@ -15,7 +15,9 @@ from helpers import (
     said_to_an_ordinary_user,
 )
 
-from ltx_neuron.config import TEXT_TOKENS, gemma_config, transformer_config
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.gemma import gemma_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import Libraries
 from ltx_neuron.sampling.guidance import NEGATIVE_PROMPT

@@ -23,13 +23,13 @@ from helpers import randn, rel, save_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ltx_neuron.backends import liveness, torchdist
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.rank import Rank, serve
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
-from ltx_neuron.backends.torchdist import Ranks
-from ltx_neuron.backends.wire import RankSettings, SharedTensor
+from ltx_neuron.backends.torchdist import host, liveness
+from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.backends.torchdist.rank import Rank, serve
+from ltx_neuron.backends.torchdist.wire import RankSettings, SharedTensor
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.job import Stage
@@ -40,7 +40,7 @@ from ltx_neuron.profiles import PROFILES
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.rankfiles import rank_file
 
-SOURCE = Path(torchdist.__file__).parents[2]
+SOURCE = Path(host.__file__).parents[3]
 TP, WIDTH = 2, 256  # wide enough that a tensor has more bytes than a command
 EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole
 SHOWS = 0.1  # another step's number, other weights or a part too few
@@ -254,11 +254,6 @@ def test_a_number_that_was_not_uploaded_is_not_made_up(toy):
         ranks.run("toy", step=STEPS)
 
 
-def test_a_program_says_what_it_returns(ranks):
-    assert ranks.returns("toy", "y")
-    assert not ranks.returns("toy", "x")
-
-
 def test_a_sequence_reads_and_leaves_tensors_under_other_names(ranks, toy):
     ranks.put("toy", like="x", other=10 * toy.x)
     ranks.define(
@@ -415,7 +410,7 @@ def test_a_rank_that_holds_python_s_lock_lives_in_a_first_run_and_not_in_a_warm_
     toy, monkeypatch
 ):
     """In the first run the device's compiler may work; a warm run is known to take no time."""
-    monkeypatch.setattr(torchdist, "serve", serve_holding_the_lock)
+    monkeypatch.setattr(host, "serve", serve_holding_the_lock)
     with ready(toy) as ranks:
         pids = pids_of(ranks)
         monkeypatch.setattr(liveness, "FROZEN_SECONDS", 1.0)
@@ -473,9 +468,9 @@ PAUSED = """
 import sys
 from pathlib import Path
 import torch
-from ltx_neuron.backends import liveness
+from ltx_neuron.backends.torchdist import liveness
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.profiles import PROFILES
 
 liveness.FROZEN_SECONDS = liveness.HANG_SECONDS = 1.0
@@ -536,7 +531,7 @@ def test_an_interface_that_is_not_there_does_not_matter(monkeypatch, toy):
 
 HOST = """
 import sys
-from ltx_neuron.backends.torchdist import Ranks
+from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.profiles import PROFILES
 if __name__ == "__main__":
     ranks = Ranks(PROFILES["cpu"], 2)

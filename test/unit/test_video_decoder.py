@@ -5,7 +5,7 @@ import torch
 from helpers import fp32_bound, one_thread, randn, randomised, rel, run_program  # noqa: F401
 from torch import Tensor, nn
 
-from ltx_neuron.config import video_decoder_config
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, tile_program
 from ltx_neuron.profiles import PROFILES, resolve

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from ltx_neuron.backends.manifest import damaged_graphs
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.files import MANIFEST, check_readable, read_json
 from ltx_neuron.weights.rankfiles import verify
@@ -30,7 +30,7 @@ _MEANINGS = {
 # What makes a backend's graphs from them.
 _TRACING = {
     "torchdist": ("backends/export",),
-    "nxd": ("backends/nxd_compile", "backends/export", "backends/nki"),
+    "nxd": ("backends/nxd/compile", "backends/export", "backends/nki"),
 }
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ltx_neuron.artifacts import damage, finished_folders, folder, stored_identity
 from ltx_neuron.artifacts.store import Store, names_in
 from ltx_neuron.backends.manifest import graph_entries
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, check_space, exclusive, remove_leftovers, whole_file
 from ltx_neuron.format import format_bytes

@@ -1,5 +1,5 @@
-"""The environment of a rank process: set before it imports torch, because runtimes and compilers
-read it then.
+"""The environment of processes that drive ranks: set before they import torch, because runtimes and
+compilers read it then.
 
 Of the Neuron variables, none was tried on hardware by us; they are those of published runs
 (profiles.py says which).
@@ -26,16 +26,14 @@ _USERS_OWN = "NEURON_RT_EXEC_TIMEOUT"  # what a user is told to raise: the profi
 
 
 def of_rank(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[str, str]:
-    """Everything a rank adds to the host's environment. `cache` is where compilers keep what they
-    made."""
+    """What a rank adds to the host's environment. cache: where compilers keep what they made."""
     variables = dict(profile.environment)
     if _USERS_OWN in variables:
         variables[_USERS_OWN] = os.environ.get(_USERS_OWN, variables[_USERS_OWN])
-    # gloo connects the host's side of all ranks, which are on one machine: neither a host name that
-    # does not resolve nor another interface that the user's environment names matters.
+    # gloo connects ranks on one machine: neither a host name that does not resolve nor another
+    # interface that the user's environment names matters.
     if os.path.exists("/sys/class/net/lo"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"
-    # torch makes this folder whether it compiles or not.
     if cache is not None and profile.compile_backend != "export":
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).absolute() / "inductor")
     if profile.device == "neuron":
@@ -74,15 +72,13 @@ def _neuron(profile: Profile, tp: int, rank: int, cache: Path | None) -> dict[st
 
 
 def of_compiler(profile: Profile, model: str) -> dict[str, str]:
-    """What TorchNeuron's compiler is told of a model, one of profiles.MODELS: read at each
-    launch of a graph, and part of the key by which it finds what it has compiled.
+    """TorchNeuron's compiler settings for a model, one of profiles.MODELS: read at each launch of a
+    graph, and part of the key by which it finds what it has compiled.
 
     It adds NEURON_CC_FLAGS to flags of its own and splits all of them at white space, with no
     shell; the level has a variable of its own (TorchNeuron's CompilableKernelExecution.cpp, early
     2026: GetXLAAdditionalArgs, GetXLAOptimizationLevel). One of its own is --model-type
-    transformer: it holds for the video decoder too, whose flags name another type for NxD. Not run
-    on hardware by us. Raises UserError for a flag with white space in it, which would be torn
-    apart.
+    transformer, for the video decoder too. Raises UserError for a flag with white space in it.
     """
     if profile.device != "neuron":
         return {}
@@ -104,8 +100,8 @@ def of_compiler(profile: Profile, model: str) -> dict[str, str]:
 
 
 def path() -> str:
-    """PATH with the folder of this Python in front. torch_neuronx starts neuronx-cc and
-    libneuronpjrt-path by name, and an environment that was not activated has them only there."""
+    """PATH with the folder of this Python in front: torch_neuronx starts neuronx-cc and
+    libneuronpjrt-path by name, also where the environment was not activated."""
     own, known = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
     return known if own in known.split(os.pathsep) else os.pathsep.join([own, known])
 
@@ -115,9 +111,11 @@ def cores(profile: Profile, tp: int) -> list[int]:
     4-7), else of the machine. Raises UserError where they are not tp cores of the profile, or have
     gaps, which the runtime refuses (Neuron runtime's developer guide)."""
     value = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
-    # The runtime's own variable: who shares a machine sets it for every program.
+    visible = []
     try:
-        visible = [core for part in value.split(",") if value for core in _range(part)]
+        for part in value.split(",") if value else ():
+            first, dash, last = part.strip().partition("-")
+            visible += range(int(first), int(last if dash else first) + 1)
     except ValueError:
         raise UserError(
             f"NEURON_RT_VISIBLE_CORES is {value!r}, wanted cores as in 0-3 or 4,5,6,7"
@@ -139,43 +137,30 @@ def cores(profile: Profile, tp: int) -> list[int]:
     return launch
 
 
-def set_visible_cores(profile: Profile, tp: int) -> None:
-    """Show the runtime of this process the cores of its launch, where the machine has more.
+def check_ports(profile: Profile, tp: int) -> None:
+    """Raise UserError where another process has a port of this launch: its ranks would wait for
+    ever."""
+    if profile.device == "neuron":
+        first = cores(profile, tp)[0]
+        for port in (_ROOT_PORT, _MASTER_PORT):
+            _check_port(port + first, first)
 
-    Where the launch is the whole machine nothing is set: the runtime takes all cores by itself.
+
+def set_launch(profile: Profile, tp: int) -> None:
+    """Show the runtime of this process the cores of its launch, where the machine has more (all of
+    them it takes by itself), and name a communicator that replicas on other cores do not share.
+    The user's own stays. Raises UserError where another process has its port.
+
     NEURON_RT_NUM_CORES is never set. libnrt takes one core or a multiple of 8 of it, and runtime
     2.30 refused 4 with LNC=2, which 2.34 takes (observed by Difflet on trn2.3xlarge).
     """
     launch = cores(profile, tp)
+    if "NEURON_RT_ROOT_COMM_ID" not in os.environ:
+        _check_port(_ROOT_PORT + launch[0], launch[0])
+        os.environ["NEURON_RT_ROOT_COMM_ID"] = _root_comm_id(launch[0])
     if len(launch) != profile.cores:
         span = f"{launch[0]}-{launch[-1]}" if tp > 1 else str(launch[0])
         os.environ["NEURON_RT_VISIBLE_CORES"] = span
-
-
-def _range(part: str) -> range:
-    """The cores of 4-7, or of 4."""
-    first, dash, last = part.strip().partition("-")
-    return range(int(first), int(last if dash else first) + 1)
-
-
-def check_ports(profile: Profile, tp: int) -> None:
-    """Raise UserError where another process has a port of this launch: its ranks would wait for
-    ever."""
-    if profile.device != "neuron":
-        return
-    first = cores(profile, tp)[0]
-    for port in (_ROOT_PORT + first, _MASTER_PORT + first):
-        _check_port(port, first)
-
-
-def set_communicator(profile: Profile, tp: int) -> None:
-    """Name, for the runtime of this process, a communicator that replicas on other cores of the
-    machine do not share. The user's own stays. Raises UserError where another process has its
-    port."""
-    if "NEURON_RT_ROOT_COMM_ID" not in os.environ:
-        first = cores(profile, tp)[0]
-        _check_port(_ROOT_PORT + first, first)
-        os.environ["NEURON_RT_ROOT_COMM_ID"] = _root_comm_id(first)
 
 
 def _root_comm_id(first_core: int) -> str:
@@ -200,13 +185,11 @@ def _check_port(port: int, first_core: int) -> None:
 def added(variables: dict[str, str]) -> Iterator[None]:
     """This process's environment with more variables, for the children that are started
     meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(before)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
 from torch.fx import config as fx_config
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -96,11 +97,10 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     RuntimeError for a graph that makes a tensor of its own.
     """
     graph = program.graphs[name]
+    fields = {name: program.fields[name] for name in graph.inputs._fields}
     example = {
-        field: torch.empty(
-            program.fields[field].shape, dtype=program.fields[field].dtype, device="meta"
-        )
-        for field in graph.inputs._fields
+        name: torch.empty(field.shape, dtype=field.dtype, device="meta")
+        for name, field in fields.items()
     }
     # On meta only the dtype changes. Without gradients the graph is the inference one.
     module = _Keywords(graph.module.to(dtype).eval().requires_grad_(False), graph.inputs)
@@ -109,17 +109,15 @@ def trace(program: Program, name: str, dtype: torch.dtype) -> torch.export.Expor
     no_traces = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     with torch.no_grad(), no_traces:
         exported = torch.export.export(module, (), example)
-    kinds = torch.export.graph_signature.InputKind
-    if any(
-        spec.kind not in (kinds.PARAMETER, kinds.USER_INPUT)
-        for spec in exported.graph_signature.input_specs
-    ):
+    kinds = {spec.kind for spec in exported.graph_signature.input_specs}
+    if not kinds <= {InputKind.PARAMETER, InputKind.USER_INPUT}:
         # Traced on meta, such a tensor has no value.
         raise RuntimeError("the graph holds a tensor of its own; make it an input instead")
-    return _without_origin(exported)
+    _drop_origin(exported)
+    return exported
 
 
-def _without_origin(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+def _drop_origin(exported: torch.export.ExportedProgram) -> None:
     """Drop what ties a graph to where it was traced: source locations, which would make equal
     graphs differ, and assertions that tensors are on meta."""
     for node in list(exported.graph.nodes):
@@ -134,7 +132,6 @@ def _without_origin(exported: torch.export.ExportedProgram) -> torch.export.Expo
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node"):
             node.meta.pop(key, None)
     exported.graph_module.recompile()
-    return exported
 
 
 def compile_program(program: Program, folder: Path, identity: dict, dtype: torch.dtype) -> None:
@@ -145,13 +142,8 @@ def compile_program(program: Program, folder: Path, identity: dict, dtype: torch
     graphs = {}
     for name, graph in program.graphs.items():
         exported, path = trace(program, name, dtype), folder / graph_file(name)
-        parameters = {
-            spec.target.removeprefix("module."): list(exported.state_dict[spec.target].shape)
-            for spec in exported.graph_signature.input_specs
-            if spec.kind == torch.export.graph_signature.InputKind.PARAMETER
-        }
         _save(exported, path)
-        graphs[name] = describe_graph(graph, path, parameters, cost(exported))
+        graphs[name] = describe_graph(graph, path, cost(exported))
     write_manifest(folder, identity, program, graphs)
 
 
@@ -171,28 +163,28 @@ def cost(exported: torch.export.ExportedProgram) -> dict[str, int]:
     small_collectives of these, the ones of less than 1 MiB: statistics
     collective_bytes  bytes that a rank puts into them
     *_bytes           of these, bytes that it puts into all-gathers and into reduce-scatters
-    elementwise_bytes bytes that norms, modulation, RoPE, gates and residuals read and write, each
-                      operation for itself: a compiler that fuses them moves fewer
+    elementwise_bytes bytes that norms, modulation, RoPE, gates and residuals read and write;
+                      a compiler that fuses them moves fewer
     flops             of matrix products and attention, as torch counts them: a multiply-add is two
     attention_flops   of these, attention's
     peak_bytes        as peak_bytes() counts them
     """
-    collectives = collective_cost(
-        [
-            (_COLLECTIVES[node.target], _nbytes(node.args[0].meta["val"]))
-            for node in exported.graph.nodes
-            if node.target in _COLLECTIVES
-        ]
-    )
-    arguments = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
-    # Called on meta tensors: operations are counted, nothing is computed.
+    collectives = [
+        (_COLLECTIVES[node.target], _nbytes(node.args[0].meta["val"]))
+        for node in exported.graph.nodes
+        if node.target in _COLLECTIVES
+    ]
+    # On meta tensors operations are counted, and nothing is computed.
+    arguments = [
+        torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta")
+        for node in exported.graph.nodes
+        if node.op == "placeholder"
+    ]
     with FlopCounterMode(display=False) as counter:
-        exported.graph_module(
-            *(torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments)
-        )
+        exported.graph_module(*arguments)
     flops = counter.get_flop_counts().get("Global", {})
     return {
-        **collectives,
+        **collective_cost(collectives),
         "elementwise_bytes": sum(map(_elementwise_bytes, exported.graph.nodes)),
         "flops": counter.get_total_flops(),
         "attention_flops": sum(flops.get(operation, 0) for operation in _ATTENTION),
@@ -208,18 +200,13 @@ def largest_collective(exported: torch.export.ExportedProgram) -> int:
 
 
 def collective_cost(sizes: list[tuple[str, int]]) -> dict[str, int]:
-    """What `cost` says of collectives, from the kind ("all_reduce", "all_gather",
-    "reduce_scatter") and the bytes a rank puts in of each."""
-    gathered, scattered = (
-        sum(size for kind, size in sizes if kind == wanted)
-        for wanted in ("all_gather", "reduce_scatter")
-    )
+    """What `cost` says of collectives, of each a kind, as in _COLLECTIVES, and a rank's bytes."""
     return {
         "collectives": len(sizes),
         "small_collectives": sum(size < _SMALL for _, size in sizes),
         "collective_bytes": sum(size for _, size in sizes),
-        "all_gather_bytes": gathered,
-        "reduce_scatter_bytes": scattered,
+        "all_gather_bytes": sum(size for kind, size in sizes if kind == "all_gather"),
+        "reduce_scatter_bytes": sum(size for kind, size in sizes if kind == "reduce_scatter"),
     }
 
 

@@ -50,10 +50,8 @@ TABLE = (
     ),
     Known(
         (4,),
-        (
-            "NRT_RESOURCE|Allocation Failure|[Ff]ailed to alloc(ate)? DEVICE memory|"
-            "out of (device )?memory"
-        ),
+        "NRT_RESOURCE|Allocation Failure|[Ff]ailed to alloc(ate)? DEVICE memory|"
+        "out of (device )?memory",
         "the device's memory is full",
         _SMALLER + "; close other programs on the cores (neuron-ls)",
     ),
@@ -113,19 +111,14 @@ TABLE = (
     ),
     Known(
         (6, 101, 1004, 1006, 1200, 1201, 1202, 1203, 1204, 1205),
-        (
-            "NRT_HW_ERROR|NRT_EXEC_UNIT_UNRECOVERABLE|NRT_EXEC_HW_ERR|"
-            "NRT_EXEC_COMPLETED_WITH_ERR|NRT_EXEC_OOB"
-        ),
+        "NRT_HW_ERROR|NRT_EXEC_UNIT_UNRECOVERABLE|NRT_EXEC_HW_ERR|"
+        "NRT_EXEC_COMPLETED_WITH_ERR|NRT_EXEC_OOB",
         "the core failed",
         "type the same again; " + _RESET,
     ),
     Known(
         (1206,),
-        (
-            "NRT_NETWORK_PROXY_FAILURE|Failed to bind|Address already in use|"
-            "ncclInitGlobalComm failed"
-        ),
+        "NRT_NETWORK_PROXY_FAILURE|Failed to bind|Address already in use|ncclInitGlobalComm failed",
         "the cores could not find each other",
         "wait a minute for the last run's ports, and type the same again",
     ),
@@ -159,11 +152,9 @@ TABLE = (
 
 def known(text: str) -> Known | None:
     """The table's row for an error's text, or None."""
-    for row in TABLE:
-        if re.search(row.pattern, text):
-            return row
     statuses = {int(number) for number in re.findall(r"status\s*[=:]\s*(\d+)", text)}
-    return next((row for row in TABLE if statuses & {*row.statuses}), None)
+    rows = [row for row in TABLE if re.search(row.pattern, text)]
+    return next(iter(rows or [row for row in TABLE if statuses & {*row.statuses}]), None)
 
 
 def failure(error: BaseException) -> DeviceFailure | None:

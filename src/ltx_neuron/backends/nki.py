@@ -1,10 +1,9 @@
 """NKI kernels for the operations of models/attention.py, whose references are there. Not run on
 hardware.
 
-Sources: nki-library, core/attention/attention_cte.py: heads as batch, heads of at most 128, at most
-512 of them, any length. aws-neuron/vllm-omni-neuron, ring_attention_const_max_fwd.py, in its own
-copy of that library: heads of 128, tokens before heads, as many keys as queries, trn2 and later; it
-is written for nki 0.6 (neuronx-cc 2.27).
+Sources: nki-library, core/attention/attention_cte.py: heads as batch, any length.
+aws-neuron/vllm-omni-neuron, ring_attention_const_max_fwd.py, in its own copy of that library:
+tokens before heads, trn2 and later; it is written for nki 0.6 (neuronx-cc 2.27).
 """
 
 import importlib

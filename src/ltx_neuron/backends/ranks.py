@@ -1,13 +1,12 @@
 """The ranks of a run, whatever drives them: the interface of both backends, its errors and helpers.
-
-torchdist.Ranks has a process per rank; nxd.Ranks drives all cores from the host's process.
+torchdist/host.py has a process per rank; nxd/runtime.py drives all cores from the host's process.
 """
 
 import hashlib
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,28 +17,27 @@ from ltx_neuron.models.signatures import FINITE, RESULTS, Field
 from ltx_neuron.weights.finite import finite
 
 
-class Ranks(Protocol):
-    """The ranks of one run. A context manager: leaving it closes them, whatever happened.
+class Ranks(ABC):
+    """The ranks of one run. A context manager: leaving it closes them.
 
     Each rank holds weights, the graphs of programs, and named tensors on its device: what was
     uploaded and what graphs returned. Every method raises RankError or DeviceFailure where a rank
     fails; the ranks cannot be used after that.
 
-    tp          number of ranks
-    bytes_sent  bytes of the tensors that the host has handed to ranks so far. torchdist counts one
-                once, since the ranks share its memory; nxd counts each rank's part. Neither counts
-                weights, which are read from rank files, nor downloads.
+    bytes_sent  of the tensors that the host has handed to ranks so far. torchdist counts one once,
+                since the ranks share its memory; nxd counts each rank's part. Neither counts
+                weights or downloads.
     launches    graphs that one rank has launched so far, and `launch_ms` the host's milliseconds
                 for that: of a device that works on meanwhile until it has them all, else what
                 passes between its graphs
     programs    the loaded programs by name
     """
 
-    tp: int
-    bytes_sent: int
-    launches: int = 0
-    launch_ms: float = 0.0
-    programs: dict[str, Manifest]
+    def __init__(self, tp: int):
+        self.tp = tp
+        self.bytes_sent = self.launches = 0
+        self.launch_ms = 0.0
+        self.programs: dict[str, Manifest] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -67,8 +65,7 @@ class Ranks(Protocol):
     def put(self, program: str, like: str | None = None, **tensors: Tensor) -> None:
         """Upload whole tensors; each rank keeps its part, in the dtype of the program's field.
 
-        like  the field that describes the tensors, where they have names of their own: those that
-              a sequence reads under another name
+        like  the field that describes tensors which a sequence reads under another name
         Raises KeyError for an unknown field and ValueError for another shape than the field's: its
         own times tp in the split dimension. Of a field per block, dimension 0 is a multiple.
         """
@@ -91,8 +88,7 @@ class Ranks(Protocol):
         """Run a sequence once on the tensors that the ranks hold; returns the milliseconds until
         the last rank was done. Without `define`, each run is a sequence of its own name.
 
-        numbers  inputs that are read from a number of put_numbers, as in step=3: a run uploads
-                 nothing
+        numbers  inputs that are read from a number of put_numbers, as in step=3
         Raises NotFiniteError where the last graph leaves latents or pixels with NaN or Inf.
         """
 
@@ -100,19 +96,14 @@ class Ranks(Protocol):
     def get(self, program: str, name: str) -> Tensor:
         """Download a named tensor, whole: rank 0's, or the parts of all ranks joined."""
 
-    def returns(self, program: str, name: str) -> bool:
-        """Whether a graph of a loaded program returns a tensor of that name."""
-        return name in self.programs[program].outputs
-
     @abstractmethod
     def hashes(self, *names: str) -> list[str]:
         """Each rank's SHA-256 over the bits of its named tensors, in the order of the names."""
 
-    # A rank may be killed while the host encodes or decodes: without a check, that would show only
-    # in the next step.
     @abstractmethod
     def check(self) -> None:
-        """Raise RankError if a rank has failed while it had nothing to do."""
+        """Raise RankError if a rank has failed while it had nothing to do, as while the host
+        encodes or decodes."""
 
     @abstractmethod
     def close(self) -> None:
@@ -152,11 +143,6 @@ def at(name: str, number: int) -> str:
     return f"{name}@{number}"
 
 
-def group(field: Field, first_block: int) -> str:
-    """What a call for the blocks from `first_block` on adds to the name of a field's tensor."""
-    return at("", first_block) if field.per_block else ""
-
-
 class Call(NamedTuple):
     """One launch of a graph for the blocks from `first` on.
 
@@ -171,26 +157,26 @@ class Call(NamedTuple):
 
 
 def calls_of(
-    manifest: Manifest, runs: list[tuple[str, dict, dict]], chosen: Mapping[str, str]
+    manifest: Manifest, runs: list[tuple[str, dict, dict]], numbers: dict[str, int]
 ) -> list[Call]:
-    """The launches of a sequence of runs, as in Ranks.define. `chosen`: inputs that are read from a
-    step's own tensor."""
-    calls = []
+    """The launches of a sequence of runs, as in Ranks.define, with the numbers of Ranks.run."""
+    numbered, calls = {name: at(name, number) for name, number in numbers.items()}, []
     for run, reads, writes in runs:
+        named = reads | numbered
         for graph, first in manifest.runs[run]:
-            described, named = manifest.graphs[graph], {**reads, **chosen}
-            sources = {
-                name: named.get(name, name) + group(manifest.fields[name], first)
-                for name in described["inputs"]
-            }
-            stored = {name: writes.get(name, name) for name in described["outputs"]}
+            sources = {}
+            for name in manifest.graphs[graph]["inputs"]:
+                source = named.get(name, name)
+                # A group of blocks has a tensor of its own, as `kept` names it.
+                sources[name] = at(source, first) if manifest.fields[name].per_block else source
+            stored = {name: writes.get(name, name) for name in manifest.graphs[graph]["outputs"]}
             calls.append(Call(graph, first, sources, stored))
     return calls
 
 
 def kept(field: Field, name: str, whole: Tensor, rank: int) -> dict[str, Tensor]:
-    """What a rank keeps of an uploaded tensor, by name: views. Of a field per block that is one
-    tensor for each group of blocks, because graphs take whole tensors."""
+    """What a rank keeps of an uploaded tensor, by name: views. Of a field per block, one tensor for
+    each group of blocks."""
     if not field.per_block:
         return {name: part_of(field, whole, rank)}
     rows = field.shape[0]
@@ -215,7 +201,7 @@ def weights_of(programs: dict[str, Manifest]) -> dict[str, tuple[int, ...]]:
 
 def broken_latents(stored: Iterable[str], download: Callable[[str], Tensor]) -> list[str]:
     """Names of the latents or pixels with NaN or Inf among what a run's last graph stored. Of
-    healthy ones nothing is downloaded but the number that tells so."""
+    healthy ones only the number that tells so is downloaded."""
     stored = {*stored}
     if FINITE not in stored or finite(download(FINITE)):
         return []

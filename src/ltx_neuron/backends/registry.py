@@ -5,9 +5,13 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron.backends import export, nxd, nxd_compile, torchdist
+from ltx_neuron.backends import export
+from ltx_neuron.backends.nxd import compile as nxd_compile
+from ltx_neuron.backends.nxd import runtime
 from ltx_neuron.backends.ranks import Ranks
+from ltx_neuron.backends.torchdist import host
 from ltx_neuron.files import exclusive
+from ltx_neuron.machine import package_version
 from ltx_neuron.models.parallel import Comm
 from ltx_neuron.models.programs import Program
 from ltx_neuron.profiles import Profile
@@ -25,7 +29,7 @@ def identity(profile: Profile, model: str) -> dict:
         return {}
     return {
         "compiler_flags": nxd_compile.compiler_flags(profile, model),
-        "neuron": nxd_compile.versions(),
+        "neuron": {package: package_version(package) for package in nxd_compile.PACKAGES},
     }
 
 
@@ -53,11 +57,11 @@ def precompile(folders: list[Path], profile: Profile, tp: int, cache: Path) -> N
     if profile.backend == "torchdist" and profile.compile_backend != "export":
         # Caches of compilers take two writers at once; waiting saves compiling the same twice.
         with exclusive(cache, "compiling into"):
-            torchdist.compile_only(folders, profile, tp, cache)
+            host.compile_only(folders, profile, tp, cache)
 
 
 def ranks(profile: Profile, tp: int, cache: Path) -> Ranks:
     """The ranks of a run, started. `cache` is where they find what precompile left."""
     if profile.backend == "nxd":
-        return nxd.Ranks(profile, tp)
-    return torchdist.Ranks(profile, tp, cache)
+        return runtime.Ranks(profile, tp)
+    return host.Ranks(profile, tp, cache)

@@ -29,15 +29,19 @@ class _OnRanks:
     def _decode(
         self, program: str, given: str, parts: Sequence[Tensor], made: str, **constants: Tensor
     ) -> list[Tensor]:
-        """What the program makes of parts of one shape. NaN and Inf are returned as they are:
-        whoever asked looks at it, and knows the file that they come from."""
-        # Ranks for which there is no part decode the last one as well.
-        idle = [parts[-1]] * (self.at_once - len(parts))
-        with self._lock:
-            self.ranks.put(program, **{given: torch.cat([*parts, *idle])}, **constants)
-            with suppress(NotFiniteError):
-                self.ranks.run(program)
-            return list(self.ranks.get(program, made).split(1))[: len(parts)]
+        """What the program makes of parts of one shape. NaN and Inf are returned as they are: the
+        caller knows the file that they come from."""
+        decoded = []
+        for first in range(0, len(parts), self.at_once):
+            together = parts[first : first + self.at_once]
+            # Ranks for which there is no part decode the last one as well.
+            idle = [parts[-1]] * (self.at_once - len(together))
+            with self._lock:
+                self.ranks.put(program, **{given: torch.cat([*together, *idle])}, **constants)
+                with suppress(NotFiniteError):
+                    self.ranks.run(program)
+                decoded += self.ranks.get(program, made).split(1)[: len(together)]
+        return decoded
 
 
 class RankTiles(_OnRanks):
@@ -57,21 +61,14 @@ class RankSound(_OnRanks):
     ):
         """resampling: the vocoder's constant input."""
         super().__init__(ranks, lock)
-        self._constants = {"resampling": resampling}
+        self._resampling = resampling
 
     def spectrogram(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Latents (1, 8, T, 16) of one length to mel spectrograms (1, 2, 4T - 3, 64)."""
         program = spectrogram_program_name(latents[0].shape[2])
-        return self._in_turns(latents, program, "span_latent", "span_mel")
+        return self._decode(program, "span_latent", latents, "span_mel")
 
     def waveform(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Mel spectrograms (1, 2, T, 64) of one length to waveforms (1, 2, samples)."""
         program = waveform_program_name(mels[0].shape[2])
-        return self._in_turns(mels, program, "span_mel", "span_waveform", **self._constants)
-
-    def _in_turns(
-        self, spans: Sequence[Tensor], program: str, given: str, made: str, **constants: Tensor
-    ) -> list[Tensor]:
-        turns = (spans[i : i + self.at_once] for i in range(0, len(spans), self.at_once))
-        decoded = [self._decode(program, given, turn, made, **constants) for turn in turns]
-        return [part for parts in decoded for part in parts]
+        return self._decode(program, "span_mel", mels, "span_waveform", resampling=self._resampling)

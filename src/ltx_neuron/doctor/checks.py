@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ltx_neuron import flags
-from ltx_neuron.config import gemma_config
+from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
 from ltx_neuron.doctor.neuron import neuron

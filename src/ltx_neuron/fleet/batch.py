@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ltx_neuron import batch, flags
 from ltx_neuron.batch import Line, Results
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import exclusive, read_json, write_json

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ltx_neuron import machine
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import exclusive, read_json, write_json
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ltx_neuron.config import CHECKPOINT_DOWNLOAD, upsampler_download
+from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, upsampler_download
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.weights.finite import finite

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron.config import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
+from ltx_neuron.config.sound import SPAN_LATENTS, SPAN_ROWS, audio_decoder_config, vocoder_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.host.background import BackgroundTask

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.config import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
+from ltx_neuron.config.sound import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import arrangement, resampling_filters

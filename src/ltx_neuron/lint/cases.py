@@ -8,16 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ltx_neuron.config import (
-    GEMMA_3_12B,
-    Bucket,
-    GemmaConfig,
-    audio_decoder_config,
-    span_sizes,
-    transformer_config,
-    video_decoder_config,
-    vocoder_config,
-)
+from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
+from ltx_neuron.config.sound import audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.transformer import Bucket, transformer_config
+from ltx_neuron.config.video import video_decoder_config
 from ltx_neuron.models.programs import (
     Program,
     connector_program,

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ltx_neuron.backends.nxd_compile import XlaComm
+from ltx_neuron.backends.nxd.compile import XlaComm
 from ltx_neuron.errors import UserError
 from ltx_neuron.lint.hlo import operations, target
 from ltx_neuron.lint.rules import Finding, Operation, Reading, check

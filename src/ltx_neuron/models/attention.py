@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from ltx_neuron.config import CONST_MAX_HEAD_DIM, AttentionSize
+from ltx_neuron.config.common import AttentionSize
+from ltx_neuron.config.transformer import CONST_MAX_HEAD_DIM
 from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, ShardedRMSNorm, sum_partials
 from ltx_neuron.models.rope import Rope, rotate
 

@@ -11,7 +11,7 @@ Maps are (1, C, T, bins), T rows of time. A row depends on those before it alone
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.config import AudioDecoderConfig
+from ltx_neuron.config.sound import AudioDecoderConfig
 from ltx_neuron.models.video_decoder import Statistics
 from ltx_neuron.models.video_decoder import activate as normed_silu
 

@@ -10,7 +10,8 @@ from itertools import zip_longest
 
 from torch import nn
 
-from ltx_neuron.config import AttentionSize, TransformerConfig
+from ltx_neuron.config.common import AttentionSize
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.models.attention import Attention, AttentionCall, Kernel, attend
 from ltx_neuron.models.parallel import Comm, FeedForward, rms_norm
 from ltx_neuron.models.rope import Rope

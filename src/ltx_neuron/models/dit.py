@@ -24,7 +24,7 @@ whole. Where shapes below say Tv for the stream and `timestep_mask`, it is Tv / 
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.config import TransformerConfig
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.models.attention import Attention, AttentionCall, Kernel, attend
 from ltx_neuron.models.modulation import (
     A2V,

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ltx_neuron.config import GemmaConfig, TransformerConfig
+from ltx_neuron.config.gemma import GemmaConfig
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.models.attention import matmul
 from ltx_neuron.models.parallel import ColumnLinear, Comm, RowLinear, rms_norm
 from ltx_neuron.models.rope import Rope, rotate

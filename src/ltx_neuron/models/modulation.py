@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from ltx_neuron.config import TransformerConfig
+from ltx_neuron.config.transformer import TransformerConfig
 
 
 class AdaLNRows(NamedTuple):

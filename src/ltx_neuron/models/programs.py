@@ -13,15 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ltx_neuron.config import (
-    AudioDecoderConfig,
-    Bucket,
-    GemmaConfig,
-    TransformerConfig,
-    Upsampling,
-    VideoDecoderConfig,
-    VocoderConfig,
-)
+from ltx_neuron.config.gemma import GemmaConfig
+from ltx_neuron.config.sound import AudioDecoderConfig, VocoderConfig
+from ltx_neuron.config.transformer import Bucket, TransformerConfig
+from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 from ltx_neuron.models import audio_decoder, signatures, video_decoder, vocoder
 from ltx_neuron.models.attention import KERNELS
 from ltx_neuron.models.connectors import Connectors

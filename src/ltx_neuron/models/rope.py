@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import TransformerConfig
+from ltx_neuron.config.transformer import TransformerConfig
 
 
 class Rope(NamedTuple):

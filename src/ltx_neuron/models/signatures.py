@@ -78,17 +78,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import (
-    GENERATOR_BINS,
-    TEXT_TOKENS,
-    AudioDecoderConfig,
-    Bucket,
-    GemmaConfig,
-    TransformerConfig,
-    Upsampling,
-    VideoDecoderConfig,
-    VocoderConfig,
-)
+from ltx_neuron.config.common import TEXT_TOKENS
+from ltx_neuron.config.gemma import GemmaConfig
+from ltx_neuron.config.sound import GENERATOR_BINS, AudioDecoderConfig, VocoderConfig
+from ltx_neuron.config.transformer import Bucket, TransformerConfig
+from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 from ltx_neuron.models.modulation import MODULATION_ROWS
 
 # Choose the step, and project the latents to the streams.

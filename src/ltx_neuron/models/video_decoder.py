@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.config import Upsampling, VideoDecoderConfig
+from ltx_neuron.config.video import Upsampling, VideoDecoderConfig
 
 EPS = 1e-8  # of PixelNorm
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.config import GENERATOR_BINS, RESAMPLING_REACH, GeneratorConfig, VocoderConfig
+from ltx_neuron.config.sound import GENERATOR_BINS, RESAMPLING_REACH, GeneratorConfig, VocoderConfig
 
 SIDE = 16  # samples of a block that is filtered
 FILTER = 12  # taps of an activation's filters

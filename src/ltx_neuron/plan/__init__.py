@@ -23,13 +23,8 @@ from ltx_neuron.backends.export import (
     trace,
 )
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config import (
-    GEMMA_3_12B,
-    Bucket,
-    GemmaConfig,
-    TransformerConfig,
-    transformer_config,
-)
+from ltx_neuron.config.gemma import GEMMA_3_12B, GemmaConfig
+from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host.arithmetic import arithmetic

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ltx_neuron import errors, flags
 from ltx_neuron.backends.export import fake_process_group
-from ltx_neuron.config import GEMMA_3_12B, gemma_config, transformer_config
+from ltx_neuron.config.gemma import GEMMA_3_12B, gemma_config
+from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.host.arithmetic import arithmetic
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, plan, text_weights

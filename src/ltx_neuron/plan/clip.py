@@ -15,7 +15,7 @@ from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfi
 from torch.utils.flop_counter import FlopCounterMode
 
 from ltx_neuron import machine
-from ltx_neuron.config import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
+from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host import tiles
 from ltx_neuron.host.arithmetic import Arithmetic

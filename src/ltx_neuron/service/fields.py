@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.sampling.spec import Fields, GuidanceFields, JobSpec, SamplingFields, first_mistake
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.service.sizes import RequestedSize

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx_neuron import flags
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import read_json, write_json

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron.config import TEXT_TOKENS, digest
+from ltx_neuron.config.common import TEXT_TOKENS, digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_tensors
 from ltx_neuron.text.encoders import Contexts

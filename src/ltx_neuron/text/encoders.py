@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import GemmaConfig, TransformerConfig
+from ltx_neuron.config.gemma import GemmaConfig
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.text.inputs import (
     attention_mask,
     bucket_for,
@@ -80,7 +81,8 @@ class RankTextEncoder:
         self.ranks.put(program, **inputs._asdict())
         self.ranks.run(program)
         names = ["video_features", "audio_features"]
-        names += ["hidden_states"] if self.ranks.returns(program, "hidden_states") else []
+        if "hidden_states" in self.ranks.programs[program].outputs:
+            names.append("hidden_states")
         outputs = {name: self.ranks.get(program, name) for name in names}
         return [
             self._connect({name: t[:, part] for name, t in outputs.items()}, registers)

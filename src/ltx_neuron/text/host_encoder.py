@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import GemmaConfig, TransformerConfig
+from ltx_neuron.config.gemma import GemmaConfig
+from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.arithmetic import Libraries
 from ltx_neuron.models.attention import sdpa

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import REGISTERS, TEXT_TOKENS, GemmaConfig, TransformerConfig, gemma_download
+from ltx_neuron.config.common import TEXT_TOKENS, gemma_download
+from ltx_neuron.config.gemma import GemmaConfig
+from ltx_neuron.config.transformer import REGISTERS, TransformerConfig
 from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.files import check_readable
 from ltx_neuron.models.rope import half_rope, split_rope

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from ltx_neuron import errors, flags
-from ltx_neuron.config import digest
+from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
 from ltx_neuron.job import Job

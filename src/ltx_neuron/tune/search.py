@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from ltx_neuron.backends.nki import KERNELS
-from ltx_neuron.config import Bucket
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import group_size, may_divide
 from ltx_neuron.profiles import (

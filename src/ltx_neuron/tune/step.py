@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ltx_neuron.backends import ranks
-from ltx_neuron.config import TEXT_TOKENS
+from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.parallel import SingleRank

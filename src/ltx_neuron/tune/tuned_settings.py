@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ltx_neuron import machine
 from ltx_neuron.artifacts import code_digest, differences
-from ltx_neuron.config import Bucket, digest
+from ltx_neuron.config.common import digest
+from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, write_json
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, resolve
@@ -39,7 +40,7 @@ def identity(profile: Profile, tp: int, dtype: str, config: str) -> dict:
     return {
         "device": _device(profile),
         "versions": {"python": platform.python_version(), **versions},
-        "code": code_digest("torchdist", "backends/nxd_compile"),
+        "code": code_digest("torchdist", "backends/nxd/compile"),
         "config": config,
         "tp": tp,
         "dtype": dtype,

@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ltx_neuron.config import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
+from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
 from ltx_neuron.errors import UserError, in_words
 from ltx_neuron.weights.sharding import COL, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile

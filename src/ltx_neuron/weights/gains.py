@@ -13,7 +13,7 @@ import re
 import torch
 from torch import Tensor
 
-from ltx_neuron.config import CONST_MAX_HEAD_DIM
+from ltx_neuron.config.transformer import CONST_MAX_HEAD_DIM
 from ltx_neuron.errors import UserError
 from ltx_neuron.weights.checkpoint import Source
 

@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ltx_neuron.config import check_heads
+from ltx_neuron.config.common import check_heads
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import MANIFEST, check_readable, read_json
 from ltx_neuron.weights.sharding import ALL, COL, HOST, KV, MODELS, ROW, copies, rule

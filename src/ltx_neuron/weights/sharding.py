@@ -7,7 +7,7 @@ There is no catch-all row: an unknown tensor is an error instead of being copied
 import re
 from typing import NamedTuple
 
-from ltx_neuron.config import KEY_VALUE_HEADS
+from ltx_neuron.config.common import KEY_VALUE_HEADS
 from ltx_neuron.errors import UserError
 
 # How a tensor is split. COL and ROW are the dimension of an nn.Linear weight (out, in).

@@ -2,7 +2,6 @@
 profile's backend.
 
 An exported graph takes its weights as inputs, so one compiled graph serves every group of blocks.
-What was counted and checked in the file is what is compiled, with the same text on every rank.
 With the backend "neuron" (TorchNeuron) this was not run; with inductor it is tested on CPUs.
 """
 
@@ -18,7 +17,7 @@ from torch import Tensor, fx
 from ltx_neuron.backends import nki
 from ltx_neuron.backends.export import GROUP, fake_process_group
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.wire import RankSettings
+from ltx_neuron.backends.torchdist.wire import RankSettings
 
 # One object for all graphs: some backends write into it, and another object would compile the same
 # graph again.
@@ -30,8 +29,8 @@ OPTIONS: dict[str, dict] = {
 
 
 class Compiled:
-    """A graph that torch.compile compiles at its first call. A later call that would compile it
-    again, for another shape, stride or dtype, raises RuntimeError. `warm`: it is compiled."""
+    """A graph that torch.compile compiles at its first call: then it is `warm`. A later call that
+    would compile it again, for another shape, stride or dtype, raises RuntimeError."""
 
     def __init__(self, graph: Callable, backend: str):
         self.compiled = torch.compile(
@@ -50,7 +49,7 @@ class Compiled:
 
 
 def runner(graph: Callable, backend: str) -> Callable:
-    """A graph as it is called with a compile backend: itself for "export", else Compiled."""
+    """A graph as a compile backend runs it."""
     return graph if backend == "export" else Compiled(graph, backend)
 
 
@@ -65,8 +64,7 @@ def ready(module: fx.GraphModule, settings: RankSettings) -> Callable:
 def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Callable]) -> None:
     """Call a device's own kernels in the place of a graph's operations that have one
     (nki.KERNELS). A kernel is made, by its operation's name, only if the graph has it: its package
-    may not be installed."""
-    # Graph files name the operation, not the kernel: they load where no kernel is installed.
+    may not be installed, and graph files load without it."""
     for name in nki.KERNELS:
         operation = getattr(torch.ops.ltx_neuron, name).default
         nodes = [node for node in module.graph.nodes if node.target is operation]
@@ -88,8 +86,8 @@ def compile_only(folders: list[Path], settings: RankSettings) -> None:
 
     Runs in a process of its own that has a rank's environment. With TorchNeuron this is for
     machines without a device (TORCH_NEURONX_COMPILE_ONLY); there it was not run. By its source
-    (NRTUtils.cpp, 2026) a graph with collectives is compiled and then fails to load, because no
-    process group is there: so a failure does not keep the other graphs from the compiler.
+    (NRTUtils.cpp, 2026) a graph with collectives is compiled and then fails to load without a
+    process group: so a failure does not keep the other graphs from the compiler.
     """
     torch.set_num_threads(settings.profile.rank_threads(settings.tp))
     device, failed = torch.device(settings.profile.device), False
@@ -98,10 +96,8 @@ def compile_only(folders: list[Path], settings: RankSettings) -> None:
             os.environ.update(settings.compilers.get(manifest.identity.get("model"), {}))
             for name in manifest.graphs:
                 module = manifest.load(name).graph_module
-                values = [
-                    node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"
-                ]
-                # Values do not matter to the compiler, shapes and dtypes do.
+                inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+                values = [node.meta["val"] for node in inputs]
                 zeros = [torch.zeros(value.shape, dtype=value.dtype).to(device) for value in values]
                 try:
                     ready(module, settings)(*zeros)

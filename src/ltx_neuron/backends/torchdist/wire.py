@@ -1,8 +1,8 @@
-"""The wire between the host and its rank processes. Both sides (torchdist.py, rank.py) write and
+"""The wire between the host and its rank processes. Both sides (host.py, rank.py) write and
 read it with what is here.
 
 host to rank  a command on a pipe: the name of a method of Rank, and its keyword arguments
-rank to host  a dict, what the method returned, or a Failure, after which the rank ends
+rank to host  what the method returned, True for None, or a Failure, after which the rank ends
 tensors       in shared memory that the host makes and a command names
 progress      in shared memory: see liveness.Watch
 """
@@ -39,11 +39,9 @@ class RankSettings:
 
 
 class SharedTensor:
-    """A tensor in shared memory, made by the host and opened by the ranks under its name.
-
-    The name is that of the host's descriptor, and no file: when processes are killed nothing stays
-    behind, and the size of /dev/shm, 64 MB in many containers, does not matter.
-    """
+    """A tensor in shared memory, made by the host and opened by the ranks under the name of the
+    host's descriptor. It is no file: when processes are killed nothing stays behind, and the size
+    of /dev/shm, 64 MB in many containers, does not matter."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, name: str | None = None):
         count = math.prod(shape)
@@ -65,8 +63,7 @@ class SharedTensor:
 
 
 class Blame(IntEnum):
-    """What became of a failed rank. Where several fail, the smallest value began it: the others
-    may have failed because of that rank."""
+    """What became of a failed rank. Where several fail, the smallest value began it."""
 
     ENDED = 0  # its process is gone
     RAISED = 1  # an error of its own

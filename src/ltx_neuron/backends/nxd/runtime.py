@@ -1,11 +1,11 @@
-"""NxD's runtime: this one process drives all ranks of a program on a chip's cores. nxd_compile.py
-makes the graphs.
+"""NxD's runtime: this one process drives all ranks of a program on a chip's cores. compile.py makes
+the graphs.
 
 Rank files are read with our own strict check and uploaded once. A graph is bound to these weights,
-or, if it serves several groups of blocks, is handed the weights of one of them in each call: lists
-of tensors that are on the cores already. nxd_buffers.py says how often a graph is loaded, and which
-copy runs next. What needs the hardware is behind one call each:
-NxDModel's load, set_weights, to_neuron and its call, and `to_core`. Not run on hardware by us.
+or, if it serves several groups of blocks, gets those of one group in each call: lists of tensors
+that are on the cores already. buffers.py says how often a graph is loaded, and which copy runs
+next. What needs the hardware is behind one call each: NxDModel's load, set_weights, to_neuron and
+its call, and `to_core`. Not run on hardware by us.
 """
 
 import gc
@@ -20,8 +20,8 @@ from torch import Tensor
 from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest, graph_file
 from ltx_neuron.backends.neuron_errors import explained
-from ltx_neuron.backends.nxd_buffers import Buffers, copies_needed
-from ltx_neuron.backends.nxd_compile import WRAPPED, argument_name, set_environment
+from ltx_neuron.backends.nxd.buffers import Buffers, copies_needed
+from ltx_neuron.backends.nxd.compile import WRAPPED, argument_name, set_environment
 from ltx_neuron.backends.ranks import Call, NotFiniteError, calls_of
 from ltx_neuron.errors import UserError
 from ltx_neuron.models.programs import cut_graphs, weight_name
@@ -56,15 +56,6 @@ class _WeightSet:
         self.arguments: dict[tuple[str, str, int], dict[str, list[Tensor]]] = {}
         self.manifests: dict[str, Manifest] = {}
 
-    def read(self, folder: Path, tp: int) -> list[dict[str, Tensor]]:
-        """The rank files' tensors. Strict, because set_weights takes whatever it is given."""
-
-        def read_rank(rank: int) -> dict[str, Tensor]:
-            return load_rank_file(rank_path(folder, rank), self.wanted, self.dtype)
-
-        with ThreadPoolExecutor() as pool:
-            return [*pool.map(read_rank, range(tp))]
-
     def bind(self, program: str, graph: str, copies: int, tp: int) -> None:
         """Load a graph until it has so many copies, all with the very tensors that the others
         have."""
@@ -74,7 +65,11 @@ class _WeightSet:
             return
         models = [_open(manifest, graph, tp) for _ in range(copies - len(loaded))]
         if self.tensors is None:
-            models[0].set_weights(self.read(self.folder, tp))
+            # Read strictly, because set_weights takes whatever it is given.
+            paths = [rank_path(self.folder, rank) for rank in range(tp)]
+            read = partial(load_rank_file, wanted=self.wanted, dtype=self.dtype)
+            with ThreadPoolExecutor() as pool:
+                models[0].set_weights([*pool.map(read, paths)])
             self.tensors = models[0].weights
         firsts = {first for run in manifest.runs.values() for name, first in run if name == graph}
         weights = {first: self._weights(manifest.graphs[graph], first) for first in firsts}
@@ -100,8 +95,8 @@ class _WeightSet:
         weights = {}
         for parameter, shape in described["parameters"].items():
             name = weight_name(parameter, first_block)
-            parts = weights[parameter] = [tensors[name] for tensors in self.tensors]
-            _check(name, parts, (tuple(shape), self.dtype))
+            weights[parameter] = [tensors[name] for tensors in self.tensors]
+            _check(name, weights[parameter], (tuple(shape), self.dtype))
         return weights
 
     def release(self, programs: set[str]) -> None:
@@ -117,8 +112,8 @@ class _WeightSet:
 
 
 def _check(name: str, parts: list[Tensor], wanted: tuple[tuple[int, ...], torch.dtype]) -> None:
-    """Raise RuntimeError unless what the ranks hold of a tensor has this shape and dtype. NxD
-    routes by names and shapes: another dtype would be read as if it were the graph's."""
+    """Raise RuntimeError unless the ranks' parts of a tensor have this shape and dtype. NxD routes
+    by names and shapes: another dtype would be read as if it were the graph's."""
     for part in parts:
         if (tuple(part.shape), part.dtype) != wanted:
             raise RuntimeError(f"{name}: got {tuple(part.shape)} {part.dtype}, wanted {wanted}")
@@ -154,11 +149,8 @@ class Ranks(ranks.Ranks):
             )
         Ranks._started = tp
         set_environment(profile)
-        environment.set_communicator(profile, tp)
-        environment.set_visible_cores(profile, tp)
-        self.tp = tp
-        self.bytes_sent = 0
-        self.programs: dict[str, Manifest] = {}
+        environment.set_launch(profile, tp)
+        super().__init__(tp)
         self._sets: list[_WeightSet] = []
         self._sequences: dict[tuple[str, str], list] = {}
         self._buffers = Buffers()
@@ -167,8 +159,8 @@ class Ranks(ranks.Ranks):
         self.unload()
 
     def load(self, weights: Path, programs: dict[str, Manifest], dtype: torch.dtype) -> None:
-        """As Ranks.load of ranks.py. What is loaded from the folder already stays, programs of it
-        that are not asked for leave, and so does another weight set of the same model."""
+        """What is loaded from the folder already stays; programs of it that are not in `programs`
+        leave, and so does another weight set of the same model."""
         wanted = ranks.weights_of(programs)
         # Two sets of one model would not fit: the old one is freed before the new one is read.
         for other in [*self._sets]:
@@ -248,11 +240,10 @@ class Ranks(ranks.Ranks):
         return next(loaded for loaded in self._sets if program in loaded.manifests)
 
     def run(self, program: str, sequence: str = "main", **numbers: int) -> float:
-        chosen = {name: ranks.at(name, number) for name, number in numbers.items()}
         held, start = self._set_of(program), time.perf_counter()
         runs = self._sequences.get((program, sequence), [(sequence, {}, {})])
         in_graphs = 0.0
-        for call in calls_of(held.manifests[program], runs, chosen):
+        for call in calls_of(held.manifests[program], runs, numbers):
             in_graphs += self._launch(held, program, call)
             self.launches += 1
         # The ranked mode returns when the last rank is done.

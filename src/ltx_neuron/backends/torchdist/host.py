@@ -1,9 +1,9 @@
 """One process per rank: `Ranks` is the host's handle on them. A rank's own side is rank.py, the
 messages between them wire.py.
 
-Commands have a few dozen bytes, tensors travel through shared memory, and both are
-counted. Running a program touches only tensors that the ranks hold, so a denoising step costs the
-host one command with the step's number.
+Commands have a few dozen bytes, tensors travel through shared memory, and both are counted. Running
+a program touches only tensors that the ranks hold, so a denoising step costs the host one command
+with the step's number.
 """
 
 import os
@@ -15,24 +15,23 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from math import inf
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends import compiled, environment, liveness, ranks
-from ltx_neuron.backends.liveness import Watch
+from ltx_neuron.backends import environment, ranks
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.backends.rank import serve
 from ltx_neuron.backends.ranks import NotFiniteError, RankError, RankRefusal
-from ltx_neuron.backends.wire import Blame, Failure, RankSettings, SharedTensor
+from ltx_neuron.backends.torchdist import compiled, liveness
+from ltx_neuron.backends.torchdist.liveness import Watch
+from ltx_neuron.backends.torchdist.rank import serve
+from ltx_neuron.backends.torchdist.wire import Blame, Failure, RankSettings, SharedTensor
 from ltx_neuron.errors import RunError
 from ltx_neuron.profiles import MODELS, Profile
 
@@ -46,24 +45,19 @@ _KILLED_BY = {
 _starting = threading.Lock()  # what a child inherits is set for the whole process
 
 
-def rank_settings(profile: Profile, tp: int, rank: int, cache: Path | None) -> RankSettings:
-    """What the profile says of a rank. cache: where compilers keep what they made."""
-    return RankSettings(
-        profile,
-        rank,
-        tp,
-        environment=environment.of_rank(profile, tp, rank, cache),
-        compilers={model: environment.of_compiler(profile, model) for model in MODELS},
-    )
+def rank_settings(
+    profile: Profile, tp: int, rank: int, cache: Path | None, store: str = ""
+) -> RankSettings:
+    variables = environment.of_rank(profile, tp, rank, cache)
+    compilers = {model: environment.of_compiler(profile, model) for model in MODELS}
+    return RankSettings(profile, rank, tp, variables, compilers, store)
 
 
 def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) -> None:
-    """Compile programs' graphs into `cache` in a process of their own, once for every rank: graphs
-    are alike on all of them.
+    """Compile programs' graphs into `cache` in a process of their own, once for all ranks.
 
-    Raises RunError where it fails or takes longer than the profile allows. On Neuron a failure is a
-    message: that TorchNeuron compiles without a device is known from another project's use of the
-    variable alone, and ranks compile what they do not find.
+    Raises RunError where it fails or takes longer than the profile allows. On Neuron, where this
+    was not run, a failure is a message: ranks compile what they do not find.
     """
     settings = rank_settings(profile, tp, 0, cache)
     if profile.device == "neuron":
@@ -72,18 +66,17 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
     process = get_context("spawn").Process(target=compiled.compile_only, args=arguments)
     with _inherited(settings.environment):
         process.start()
-    process.join(profile.first_run_seconds)
-    names = ", ".join(map(str, folders))
+    names, seconds = ", ".join(map(str, folders)), profile.first_run_seconds
+    process.join(seconds)
+    if process.exitcode == 0:
+        return
     if process.exitcode is None:  # on Neuron it may wait for ranks that nobody starts
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
         process.join()
-        seconds = profile.first_run_seconds
         what = f"compiling {names} did not end within {seconds} s and was stopped"
-    elif process.exitcode:
-        what = f"compiling {names} ended with exit code {process.exitcode}; its errors are above"
     else:
-        return
+        what = f"compiling {names} ended with exit code {process.exitcode}; its errors are above"
     if profile.device != "neuron":
         raise RunError(what)
     print(f"{what}. The ranks compile at their first run instead.", file=sys.stderr)
@@ -91,11 +84,8 @@ def compile_only(folders: list[Path], profile: Profile, tp: int, cache: Path) ->
 
 @contextmanager
 def _inherited(variables: dict[str, str]) -> Iterator[None]:
-    """What the children that are started meanwhile get: more variables, and not the user's script.
-
-    multiprocessing has each child import the main module, which without `if __name__ ==
-    "__main__":` would start all over again. Ranks need nothing of it.
-    """
+    """What the children that are started meanwhile get: more variables, and not the user's script,
+    which without `if __name__ == "__main__":` would start all over again in each of them."""
     main = sys.modules["__main__"]
     named = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
     with _starting, environment.added(variables):
@@ -118,48 +108,45 @@ class Ranks(ranks.Ranks):
 
     A rank that dies or freezes ends the run within 10 s, with RankError (RankRefusal where the
     user can mend it), and leaves no process. So does, later, one that lives but keeps the others
-    waiting; on Neuron only where the runtime sleeps while it waits (docs/failures.md). A rank that
-    is only slow, because its machine is busy or was paused, does not.
+    waiting; on Neuron only where the runtime sleeps while it waits (docs/failures.md).
 
     command_bytes  bytes of the commands so far, once a rank
     """
 
     def __init__(self, profile: Profile, tp: int, cache: Path | None = None):
-        self.tp, self._cache = tp, cache
+        super().__init__(tp)
+        self.command_bytes = 0
         self._first_seconds = float(profile.first_run_seconds)
-        self.bytes_sent = self.command_bytes = 0
-        self.programs: dict[str, Manifest] = {}
         self._folder = tempfile.mkdtemp(prefix="ltx-neuron-")
         self._remove_folder = weakref.finalize(self, _remove, self._folder, os.getpid())
         self._pipes: list[connection.Connection] = []
         self._processes = []
         self._failed: RankError | None = None  # what ended the ranks
         self._took: dict[tuple[str, str], float] = {}  # seconds of each sequence's last run
-        context = get_context(profile.start_method)
-        # Ranks are forked from a server that has imported torch once for all of them.
-        if profile.start_method == "forkserver":
+        # A forked child cannot use a Neuron or CUDA runtime. On a CPU a server that has imported
+        # torch is forked for each rank.
+        context = get_context("forkserver" if profile.device == "cpu" else "spawn")
+        if profile.device == "cpu":
             context.set_forkserver_preload(
-                ["ltx_neuron.backends.rank", "torch._export.serde.serialize"]
+                ["ltx_neuron.backends.torchdist.rank", "torch._export.serde.serialize"]
             )
-        self._progress = context.RawArray("q", tp)
+        progress = context.RawArray("q", tp)
         try:
-            self._start(context, profile)
-            self._watch = Watch([process.pid for process in self._processes], self._progress)
+            self._start(context, profile, cache, progress)
+            self._watch = Watch([process.pid for process in self._processes], progress)
             self._gather(liveness.START_SECONDS)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, context, profile: Profile) -> None:
+    def _start(self, context, profile: Profile, cache: Path | None, progress) -> None:
         environment.check_ports(profile, self.tp)
         for rank in range(self.tp):
             host_end, rank_end = context.Pipe()
-            settings = replace(
-                rank_settings(profile, self.tp, rank, self._cache), store=f"{self._folder}/store"
-            )
+            settings = rank_settings(profile, self.tp, rank, cache, f"{self._folder}/store")
             process = context.Process(
                 target=serve,
-                args=(rank_end, settings, self._progress),
+                args=(rank_end, settings, progress),
                 daemon=True,
                 name=f"ltx-rank{rank}",
             )
@@ -223,9 +210,7 @@ class Ranks(ranks.Ranks):
                 shared = stack.enter_context(SharedTensor(shape, field.dtype))
                 shared.tensor.copy_(tensor)
                 self.bytes_sent += shared.tensor.nbytes  # once: all ranks read the same memory
-                uploads.append(
-                    {"name": name, "like": like_field, "memory": shared.name, "shape": shape}
-                )
+                uploads.append((name, like_field, shape, shared.name))
             self._call(self._patience(), "put", program=program, uploads=uploads)
 
     def define(self, program: str, sequence: str, runs: list[tuple[str, dict, dict]]) -> None:
@@ -254,28 +239,23 @@ class Ranks(ranks.Ranks):
             return shared.tensor.clone()
 
     def hashes(self, *names: str) -> list[str]:
-        return [answer["hash"] for answer in self._call(self._patience(), "hash", names=names)]
+        return self._call(self._patience(), "hash", names=names)
 
     def check(self) -> None:
         if self._watch.age >= _POLL_SECONDS:
             self._watch.look()
-        failures = {}
-        for rank, process in enumerate(self._processes):
-            failure = self._frozen(rank) if process.is_alive() else self._receive(rank)
-            if isinstance(failure, Failure):
-                failures[rank] = failure
-        if failures:
-            self._fail(failures)
+        ended = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+        self._raise_failure(self._frozen(range(self.tp)) | {r: self._receive(r) for r in ended})
 
     def _patience(self, run: tuple[str, str] | None = None) -> float:
-        """How many seconds all ranks may do nothing before they are taken for hanging, in a `run`
-        of a sequence or between runs."""
+        """Seconds that all ranks may do nothing before they count as hanging, in a `run` of a
+        sequence or between runs."""
         if run and run not in self._took:
             return self._first_seconds
         longest = self._took[run] if run else max(self._took.values(), default=0.0)
         return max(liveness.HANG_SECONDS, liveness.HANG_TIMES * longest)
 
-    def _call(self, patience: float, method: str, **arguments) -> list[dict]:
+    def _call(self, patience: float, method: str, **arguments) -> list:
         """Have every rank call a method of Rank; returns what each returned."""
         if self._failed:  # in a call of another thread: what follows from it is not the reason
             raise self._failed
@@ -288,40 +268,29 @@ class Ranks(ranks.Ranks):
             self.command_bytes += len(command)
         return self._gather(patience)
 
-    def _gather(self, patience: float) -> list[dict]:
-        """Every rank's answer. The first failure ends all ranks: the others would wait for it for
-        ever. patience: how long all of them may do nothing."""
+    def _gather(self, patience: float) -> list:
+        """Every rank's answer. The first failure ends all ranks: the others would wait for it."""
         self._watch.begin()
-        answers: dict[int, dict] = {}
-        failures: dict[int, Failure] = {}
-        waiting, deadline = set(range(self.tp)), inf
-        while waiting and time.monotonic() < deadline:
-            pipes = [self._pipes[rank] for rank in waiting]
-            ends = [self._processes[rank].sentinel for rank in waiting]
-            ready = connection.wait([*pipes, *ends], timeout=_POLL_SECONDS)
-            looked = not ready  # while answers arrive nobody is slow
-            if looked:
+        answers, deadline = {}, inf
+        while len(answers) < self.tp and time.monotonic() < deadline:
+            waiting = {*range(self.tp)} - {*answers}
+            ends = {self._pipes[rank]: rank for rank in waiting}
+            ends |= {self._processes[rank].sentinel: rank for rank in waiting}
+            ready = connection.wait([*ends], timeout=_POLL_SECONDS)
+            answers |= {rank: self._receive(rank) for rank in {ends[end] for end in ready}}
+            if not ready:  # while answers arrive nobody is slow
                 self._watch.look()
-            for rank in sorted(waiting):
-                if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
-                    answer = self._receive(rank)
-                else:
-                    answer = self._frozen(rank) if looked else None
-                if isinstance(answer, Failure):
-                    failures[rank] = answer
-                elif answer is not None:
-                    answers[rank] = answer
-            if looked and not failures and (hanging := self._watch.hanging(waiting, patience)):
-                failures[hanging[0]] = Failure(hanging[1], Blame.FROZEN)
-            waiting -= {*answers, *failures}
+                frozen, hanging = self._frozen(waiting), self._watch.hanging(waiting, patience)
+                answers |= frozen
+                if hanging and deadline == inf and not frozen:
+                    answers[hanging[0]] = Failure(hanging[1], Blame.FROZEN)
             # The first failure to arrive need not be the first that happened.
-            if failures:
+            if any(isinstance(answer, Failure) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        if failures:
-            self._fail(failures)
+        self._raise_failure(answers)
         return [answers[rank] for rank in range(self.tp)]
 
-    def _receive(self, rank: int) -> dict | Failure:
+    def _receive(self, rank: int) -> object:
         """A rank's answer, or how its process ended."""
         try:
             return self._pipes[rank].recv()
@@ -334,13 +303,17 @@ class Ranks(ranks.Ranks):
                 ended = f"was killed ({killed.name}){_KILLED_BY.get(killed, '')}"
             return Failure(f"the process {ended}", Blame.ENDED)
 
-    def _frozen(self, rank: int) -> Failure | None:
-        """What is wrong with a rank whose last sign of life is too long ago."""
-        text = self._watch.frozen(rank)
-        return text and Failure(text, Blame.FROZEN)
+    def _frozen(self, ranks: Iterable[int]) -> dict[int, Failure]:
+        """The ranks whose last sign of life is too long ago."""
+        texts = {rank: self._watch.frozen(rank) for rank in ranks}
+        return {rank: Failure(text, Blame.FROZEN) for rank, text in texts.items() if text}
 
-    def _fail(self, failures: dict[int, Failure]) -> NoReturn:
-        """End all ranks and raise the error of the one that failed first."""
+    def _raise_failure(self, answers: dict[int, object]) -> None:
+        """If there is a failure among the answers, end all ranks and raise the error of the one
+        that failed first."""
+        failures = {rank: each for rank, each in answers.items() if isinstance(each, Failure)}
+        if not failures:
+            return
         seen = self._watch.describe()
         for process in self._processes:
             process.kill()

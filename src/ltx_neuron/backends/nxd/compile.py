@@ -1,10 +1,10 @@
 """Graphs for NxD: one process traces a program for all ranks with ModelBuilder V2 and compiles it
-to files, which nxd.py runs.
+to files, which runtime.py runs.
 
-The programs and manifests are export.py's; a graph is one NEFF in a file of NxD's own. NxD binds a
-graph's weights when it loads the graph, so one that serves several groups of blocks has none of its
-own: its weights are inputs. neuronx-cc is behind the one call of `builder.compile`. Written from
-NxD 0.18's source; NxD is supported up to SDK 2.33, with torch 2.9.
+A graph is one NEFF in a file of NxD's own. NxD binds a graph's weights when it loads the graph, so
+one that serves several groups of blocks has none of its own: its weights are inputs. neuronx-cc is
+behind the one call of `builder.compile`. Written from NxD 0.18's source; NxD is supported up to SDK
+2.33, with torch 2.9.
 """
 
 import inspect
@@ -24,21 +24,16 @@ from ltx_neuron.backends.manifest import describe_graph, graph_file, write_manif
 from ltx_neuron.backends.neuron_errors import explained
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, whole_file
-from ltx_neuron.machine import package_version
 from ltx_neuron.models.programs import Graph, Program, cut_graphs
 from ltx_neuron.models.signatures import Field
 from ltx_neuron.profiles import NKI_KERNELS, Profile
 
+# What makes and reads the graphs: NxD's files fit no other versions.
 PACKAGES = ("neuronx-distributed", "torch-neuronx", "neuronx-cc", "libneuronxla", "torch-xla")
 WRAPPED = "module."  # prefix of a graph's parameters in the module that NxD traces
 # Tensors of at most so many bytes are summed together: statistics, one number per token, have 0.1
 # to 0.4 MB, a video's activations 6 MB and more.
 TOGETHER_BYTES = 2**20
-
-
-def versions() -> dict[str, str | None]:
-    """Installed versions of what makes and reads the graphs: NxD's files fit no other ones."""
-    return {package: package_version(package) for package in PACKAGES}
 
 
 def set_environment(profile: Profile) -> None:
@@ -56,24 +51,22 @@ def set_environment(profile: Profile) -> None:
 
 
 class XlaComm:
-    """Comm that sums the small tensors of a call in one variadic all-reduce and every large one
-    alone: over NxD's replica groups, or those given. On meta tensors it only gives the shapes,
-    which counting needs no ranks for.
-
-    One launch for many small tensors saves waiting. What the compiler makes of large ones together
-    is not known, and copying them into one buffer would cost more than a launch.
-    """
+    """Comm that sums the small tensors of a call in one variadic all-reduce, which saves waiting,
+    and every large one alone: over NxD's replica groups, or those given. On meta tensors it only
+    gives the shapes."""
 
     def __init__(self, size: int, groups: list[list[int]] | None = None):
         self.size, self.groups = size, groups
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # On meta tensors only shapes matter, and there may be no replica groups yet.
+        # On meta tensors there may be no replica groups yet.
         if self.size == 1 or tensors[0].is_meta:
             return tensors
         xm, groups = self._collectives()
         summed = list(tensors)
-        for indices in _calls(tensors):
+        small = [i for i, tensor in enumerate(tensors) if tensor.nbytes <= TOGETHER_BYTES]
+        large = [[i] for i, tensor in enumerate(tensors) if tensor.nbytes > TOGETHER_BYTES]
+        for indices in [small, *large] if small else large:
             together = [tensors[index] for index in indices]  # replaced in place
             xm.all_reduce(xm.REDUCE_SUM, together, groups=groups)
             for index, tensor in zip(indices, together, strict=True):
@@ -104,13 +97,6 @@ class XlaComm:
 
             return xm, parallel_state.get_tensor_model_parallel_replica_groups()
         return xm, self.groups
-
-
-def _calls(tensors: tuple[Tensor, ...]) -> list[list[int]]:
-    """The indices of the tensors that travel in each all-reduce, alike on every rank."""
-    small = [i for i, tensor in enumerate(tensors) if tensor.nbytes <= TOGETHER_BYTES]
-    large = [[i] for i, tensor in enumerate(tensors) if tensor.nbytes > TOGETHER_BYTES]
-    return [small, *large] if small else large
 
 
 def argument_name(parameter: str) -> str:
@@ -156,11 +142,10 @@ def example_inputs(graph: Graph, fields: dict[str, Field], cut: bool = False) ->
         weights = graph.module.named_parameters()
         wanted |= {argument_name(name): (value.shape, value.dtype) for name, value in weights}
     generator = torch.Generator().manual_seed(0)
-
-    def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return (4 * (torch.rand(shape, generator=generator) + 0.5)).to(dtype)
-
-    return {name: drawn(*described) for name, described in wanted.items()}
+    return {
+        name: (4 * (torch.rand(shape, generator=generator) + 0.5)).to(dtype)
+        for name, (shape, dtype) in wanted.items()
+    }
 
 
 def trace(program: Program, name: str, tag: str):
@@ -205,11 +190,7 @@ def compile_program(
     tp: int,
 ) -> None:
     """Trace and compile every graph of the program that `make()` returns into `folder` and, last,
-    write the manifest.
-
-    ModelBuilder V2 never looks into the compile cache: a folder that has its manifest is not
-    compiled again by the caller.
-    """
+    write the manifest."""
     set_environment(profile)
     from neuronx_distributed import NxDParallelState
 
@@ -254,11 +235,8 @@ def _compile(
     with whole_file(path) as partial:
         compiled.save(str(partial))
     shutil.rmtree(folder / workdir)
-    parameters = {
-        parameter: list(value.shape) for parameter, value in graph.module.named_parameters()
-    }
     cost = cost | collectives(builder.trace_artifacts_collection[tag].hlo, builder.world_size)
-    return {**describe_graph(graph, path, parameters, cost), "tag": tag}
+    return {**describe_graph(graph, path, cost), "tag": tag}
 
 
 # By XLA's numbers of S8, S16, S32, S64, F16, F32, F64, BF16

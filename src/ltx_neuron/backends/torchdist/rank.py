@@ -1,8 +1,7 @@
 """A rank process: `serve` is its main function, Rank what it holds. The host's side is
-torchdist.py, the messages between them wire.py.
+host.py, the messages between them wire.py.
 
-The same code drives a CPU, a GPU and a Neuron core: what differs is the profile's device, process
-group and compile backend. On CUDA and on TorchNeuron it was not run by us.
+The same code drives a CPU, a GPU and a Neuron core. It was not run by us on CUDA or TorchNeuron.
 """
 
 import gc
@@ -19,11 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.backends import compiled
 from ltx_neuron.backends.export import GROUP
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import (
-    at,
     broken_latents,
     calls_of,
     kept,
@@ -31,7 +28,8 @@ from ltx_neuron.backends.ranks import (
     tensors_digest,
     whole_shape,
 )
-from ltx_neuron.backends.wire import RankSettings, SharedTensor, failure_of
+from ltx_neuron.backends.torchdist import compiled
+from ltx_neuron.backends.torchdist.wire import RankSettings, SharedTensor, failure_of
 from ltx_neuron.models.programs import weight_name
 from ltx_neuron.weights.rankfiles import RESHARD, open_rank_file, rank_path
 from ltx_neuron.weights.tensorfile import TensorFile
@@ -44,10 +42,7 @@ _COLLECTIVE_TIMEOUT = timedelta(days=365)
 
 class Rank:
     """What one rank process holds: weights, programs and named tensors. Its public methods are the
-    host's commands.
-
-    Nothing but copies and compiled graphs runs on the device: whatever is made, cut or looked at
-    is so on the host.
+    host's commands. Nothing but copies and compiled graphs runs on the device.
 
     barrier   waits until every rank has called it
     launched  called after every launch of a graph
@@ -90,7 +85,7 @@ class Rank:
 
     def load(
         self, weights: Path, wanted: dict, programs: dict[str, Path], dtype: torch.dtype
-    ) -> dict:
+    ) -> None:
         """Load a folder of rank files and programs, given as folders, that share it.
 
         wanted  this rank's shape of each weight
@@ -102,7 +97,6 @@ class Rank:
                 parameters = manifest.graphs[graph]["parameters"]
                 held = [tensors[weight_name(parameter, first)] for parameter in parameters]
                 self.bound[name, graph, first] = self._graph(manifest, graph), held
-        return {}
 
     def _graph(self, manifest: Manifest, name: str) -> Callable:
         key = str(manifest.folder), name, manifest.graphs[name]["sha256"]
@@ -111,8 +105,8 @@ class Rank:
         return self._graphs[key]
 
     def _load_weights(self, folder: Path, wanted: dict, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The weights of a folder on the device, in the place of the same model's, if it is
-        loaded: there is never a second copy of a model."""
+        """A folder's weights on the device, in the place of the same model's: there is never a
+        second copy of a model."""
         model = frozenset(wanted)
         loaded_from, tensors = self.weights.get(model, (None, {}))
         if loaded_from != folder:
@@ -128,49 +122,47 @@ class Rank:
             self.weights[model] = folder, tensors
         return tensors
 
-    def replace_weights(self, weights: Path) -> dict:
+    def replace_weights(self, weights: Path) -> None:
         names = TensorFile(rank_path(weights, self.rank), RESHARD).shapes.keys()
         # The nearest model: where none has just these names, loading says what differs.
         model = min(self.weights, key=lambda loaded: len(loaded ^ names))
         tensors = self.weights[model][1]
         wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._load_weights(weights, wanted, next(iter(tensors.values())).dtype)
-        return {}
 
-    def unload(self) -> dict:
+    def unload(self) -> None:
         self._clear()
         gc.collect()
-        return {}
 
-    def put(self, program: str, uploads: list[dict]) -> dict:
-        """Keep this rank's parts of whole tensors that lie in shared memory."""
-        for upload in uploads:
-            field = self.programs[program].fields[upload["like"]]
-            with SharedTensor(tuple(upload["shape"]), field.dtype, upload["memory"]) as shared:
-                for name, part in kept(field, upload["name"], shared.tensor, self.rank).items():
+    def put(self, program: str, uploads: list[tuple]) -> None:
+        """Keep this rank's parts of whole tensors that lie in shared memory.
+
+        uploads  (name, field that describes it, shape, shared memory)
+        """
+        for whole, like, shape, memory in uploads:
+            field = self.programs[program].fields[like]
+            with SharedTensor(shape, field.dtype, memory) as shared:
+                for name, part in kept(field, whole, shared.tensor, self.rank).items():
                     # A contiguous copy: a device takes no views, and shared memory is gone soon.
                     copied = part.clone(memory_format=torch.contiguous_format)
                     self.tensors[name] = copied.to(self.device)
-        return {}
 
-    def define(self, program: str, sequence: str, runs: list) -> dict:
+    def define(self, program: str, sequence: str, runs: list) -> None:
         self.sequences[program, sequence] = runs
-        return {}
 
     def run(self, program: str, sequence: str, numbers: dict[str, int]) -> dict:
         """Run a sequence. The answer has the milliseconds until the device was done, its launches
         and what these took (see ranks.Ranks), and the names of latents with NaN or Inf."""
-        chosen = {name: at(name, number) for name, number in numbers.items()}
         runs = self.sequences.get((program, sequence), [(sequence, {}, {})])
         manifest = self.programs[program]
-        calls = calls_of(manifest, runs, chosen)
+        calls = calls_of(manifest, runs, numbers)
         os.environ.update(self.settings.compilers.get(manifest.identity.get("model"), {}))
         self._synchronize()
         start, in_graphs = time.perf_counter(), 0.0
         for number, call in enumerate(calls, 1):
             graph, weights = self.bound[program, call.graph, call.first]
             values = (self.tensors[name] for name in call.reads.values())
-            first_time = not _is_compiled(graph)
+            first_time = not getattr(graph, "warm", True)  # interpreted graphs always are
             called = time.perf_counter()
             results = graph(*weights, *values)
             in_graphs += time.perf_counter() - called
@@ -180,13 +172,13 @@ class Rank:
         self._synchronize()  # a device's launches return before they are done
         milliseconds = (time.perf_counter() - start) * 1e3
         launched -= in_graphs if self.settings.profile.device == "cpu" else 0
-        stored = call.writes.values()
-        not_finite = broken_latents(stored, lambda name: self.tensors[name].cpu())
         return {
             "milliseconds": milliseconds,
             "launches": len(calls),
             "launch_ms": launched * 1e3,
-            "not_finite": not_finite,
+            "not_finite": broken_latents(
+                call.writes.values(), lambda name: self.tensors[name].cpu()
+            ),
         }
 
     def _after_launch(self, number: int, first_time: bool) -> None:
@@ -200,31 +192,22 @@ class Rank:
         if first_time:
             self._barrier()
 
-    def get(self, program: str, name: str, memory: str) -> dict:
+    def get(self, program: str, name: str, memory: str) -> None:
         """Copy a tensor to its place in the whole one, in shared memory."""
         field = self.programs[program].fields[name]
         if self.rank == 0 or field.split is not None:  # else every rank would write the same
             with SharedTensor(whole_shape(field, self.tp), field.dtype, memory) as shared:
                 part_of(field, shared.tensor, self.rank).copy_(self.tensors[name].cpu())
-        return {}
 
-    def hash(self, names: list[str]) -> dict:
-        return {"hash": tensors_digest(self.tensors[name] for name in names)}
-
-
-def _is_compiled(graph: Callable) -> bool:
-    """Whether calling a graph compiles nothing; a graph that is interpreted never does."""
-    return getattr(graph, "warm", True)
+    def hash(self, names: list[str]) -> str:
+        return tensors_digest(self.tensors[name] for name in names)
 
 
 def serve(
     pipe: connection.Connection, settings: RankSettings, progress: MutableSequence[int]
 ) -> None:
     """A rank process: join the group, then answer commands until the host closes the pipe. An error
-    is the last answer. Never returns.
-
-    progress  shared with the host: how many commands and launches each rank has done
-    """
+    is the last answer. Never returns. `progress` as in liveness.Watch."""
     # Ctrl-C reaches every process of a terminal; it is the host that ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(settings.store).parent
@@ -237,13 +220,17 @@ def serve(
         os.environ.update(settings.environment)  # a fork server's children do not have it yet
         torch.set_num_threads(settings.profile.rank_threads(settings.tp))
         barrier = _join_group(settings)
-        rank = Rank(settings, _device(settings), barrier, advance)
-        pipe.send({})
+        device = torch.device(settings.profile.device)
+        if device.type == "cuda":  # a process sees all GPUs, and of a Neuron machine one core
+            device = torch.device("cuda", settings.rank)
+            torch.cuda.set_device(device)
+        rank = Rank(settings, device, barrier, advance)
+        pipe.send(True)
         with torch.no_grad():
             while True:
                 method, arguments = pipe.recv()
                 advance()
-                pipe.send(getattr(rank, method)(**arguments))
+                pipe.send(getattr(rank, method)(**arguments) or True)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         # The host is done, or is ending the run, or was killed: then it cannot remove its folder.
         if connection.wait([parent_process().sentinel], timeout=_CLOSING_SECONDS):
@@ -255,8 +242,7 @@ def serve(
 
 
 def _end_with_host(folder: Path) -> None:
-    """End this process when the host's has ended, in whatever way, and remove the host's temporary
-    folder. In a thread of its own, because a command may take long."""
+    """End this process when the host's has ended, and remove the host's temporary folder."""
     connection.wait([parent_process().sentinel])
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
@@ -267,7 +253,7 @@ def _join_group(settings: RankSettings) -> Callable[[], None]:
     import torch.distributed as dist
 
     dist.init_process_group(
-        settings.profile.process_group,
+        {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[settings.profile.device],
         store=dist.FileStore(settings.store, settings.tp),
         rank=settings.rank,
         world_size=settings.tp,
@@ -285,11 +271,3 @@ def _join_group(settings: RankSettings) -> Callable[[], None]:
         dist.all_reduce(torch.ones(1, dtype=torch.int32), group=host)
 
     return barrier
-
-
-def _device(settings: RankSettings) -> torch.device:
-    """This rank's device. A Neuron process sees one core; a CUDA one sees all GPUs."""
-    if settings.profile.device == "cuda":
-        torch.cuda.set_device(settings.rank)
-        return torch.device("cuda", settings.rank)
-    return torch.device(settings.profile.device)

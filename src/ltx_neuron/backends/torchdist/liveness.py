@@ -1,12 +1,11 @@
 """Whether rank processes live: what the system shows of them (ProcessState), and the host's
 judgement (Watch).
 
-A busy or a paused machine must not look like a broken rank, and a rank that waits for its device or
-for a compiler may hold Python's lock for minutes, so that none of its threads can show anything. So
-a rank is judged from outside: it is frozen while the system shows it as stopped, and ranks hang
-while the system shows no work of any of them for longer than what they do can take. Time counts
-only while the host itself runs: a pause of the whole job (Ctrl-Z, a paused container, a stalled
-virtual machine) is no time at all.
+A rank that waits for its device or for a compiler may hold Python's lock for minutes, so that none
+of its threads can show anything. So a rank is judged from outside: it is frozen while the system
+shows it as stopped, and ranks hang while the system shows no work of any of them for longer than
+what they do can take. Time counts only while the host itself runs: a pause of the whole job
+(Ctrl-Z, a paused container, a stalled virtual machine) is no time at all.
 """
 
 import os
@@ -47,20 +46,19 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int) -> ProcessState:
-    states, ticks, tasks = set(), 0, Path(f"/proc/{pid}/task")
-    try:
-        threads = os.listdir(tasks)
-    except OSError:
-        return ProcessState()
-    for thread in threads:
-        try:
-            fields = (tasks / thread / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # a thread that has just ended
-        states.add(fields[0])
-        ticks += int(fields[11]) + int(fields[12])  # in user mode and in the system
-    ticks += _descendants_ticks(tasks)
+    states, tasks = set(), Path(f"/proc/{pid}/task")
+    ticks = _descendants_ticks(tasks)
+    for thread in tasks.glob("*/stat"):
+        with suppress(OSError):  # a thread that has just ended
+            fields = _stat(thread)
+            states.add(fields[0])
+            ticks += int(fields[11]) + int(fields[12])  # in user mode and in the system
     return ProcessState(ticks / os.sysconf("SC_CLK_TCK"), frozenset(states))
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields of proc(5)'s stat, from the state on."""
+    return path.read_text().rpartition(")")[2].split()
 
 
 def _descendants_ticks(tasks: Path) -> int:
@@ -71,7 +69,7 @@ def _descendants_ticks(tasks: Path) -> int:
             children += (thread / "children").read_text().split()
     for child in children:
         with suppress(OSError):
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            fields = _stat(Path(f"/proc/{child}/stat"))
             # Its own, and what its own children had used when it waited for their end.
             ticks += sum(map(int, fields[11:15]))
             ticks += _descendants_ticks(Path(f"/proc/{child}/task"))

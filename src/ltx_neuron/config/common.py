@@ -1,0 +1,120 @@
+"""What the configurations of all models share: what the release is and how it is downloaded, checks
+of values, digests.
+
+Sizes are no constants of the release: they come from the checkpoint's `config` metadata and Gemma's
+config.json. Values that the code does not implement are refused by name rather than ignored.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from ltx_neuron.errors import UserError
+
+SUPPORTED_VERSION = "2.3"
+CHECKPOINT_DOWNLOAD = (
+    "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled.safetensors --local-dir ."
+)
+# the tokenizer pads to this many, and the connectors return this many (ltx-core
+# base_encoder.py:182)
+TEXT_TOKENS = 1024
+# the name of a count of heads that several ranks may share
+KEY_VALUE_HEADS = "Gemma num_key_value_heads"
+HOST_DECODES = "; leave out --neuron-vae: the host decodes it"
+
+
+def gemma_download(root: Path) -> str:
+    """The command that fills a Gemma root, and what Google wants first."""
+    return (
+        "hf download google/gemma-3-12b-it-qat-q4_0-unquantized --local-dir"
+        f" {shlex.quote(str(root))}\n(once, before: accept the terms on"
+        " https://huggingface.co/google/gemma-3-12b-it-qat-q4_0-unquantized and type hf auth"
+        " login)"
+    )
+
+
+def upsampler_download(kind: str) -> str:
+    """The command that fetches the "spatial" or "temporal" latent upsampler."""
+    return (
+        f"hf download Lightricks/LTX-2.3 ltx-2.3-{kind}-upscaler-x2-1.0.safetensors --local-dir ."
+    )
+
+
+def digest(value: object) -> str:
+    """Twelve hex digits over a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class AttentionSize:
+    """Heads and head dimension of one attention; `inner` is their product."""
+
+    heads: int
+    head_dim: int
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+
+class ModelConfig:
+    """What the configurations of all models have."""
+
+    # Counts of heads by name, which a tensor-parallel degree must divide.
+    heads: dict[str, int] = {}
+
+    @property
+    def digest(self) -> str:
+        """Identity of the traced models: equal configs give equal graphs."""
+        return digest(dataclasses.asdict(self))
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        check_heads(tp, self.heads)
+
+
+def check_heads(tp: int, heads: dict[str, int]) -> None:
+    """Raise UserError unless every rank gets whole heads: a split that cuts one can divide evenly
+    and still be wrong. Ranks may share a key-value head, each with a copy of it."""
+
+    def cut(degree: int) -> list[str]:
+        return [
+            name
+            for name, count in heads.items()
+            if count % degree and (name != KEY_VALUE_HEADS or degree % count)
+        ]
+
+    wrong = [*heads] if tp < 1 else cut(tp)
+    if wrong:
+        degrees = [str(degree) for degree in range(1, max(heads.values()) + 1) if not cut(degree)]
+        raise UserError(
+            f"tensor-parallel degree {tp} does not divide {wrong[0]}={heads[wrong[0]]}; a rank"
+            f" must hold whole heads.\nType --tp-degree with one of {', '.join(degrees)}"
+        )
+
+
+def check_values(section: str, values: dict, wanted: dict, by: str, advice: str = "") -> None:
+    """Raise UserError for the first of a section's values that is another than the one in `wanted`.
+    by: what implements no other one."""
+    for name, value in wanted.items():
+        if values.get(name) != value:
+            got = repr(values[name]) if name in values else "absent"
+            raise UserError(
+                f"checkpoint config: {section}.{name} is {got}, {by} implements only"
+                f" {value!r}{advice}"
+            )
+
+
+def check_numbers(config, where: str) -> None:
+    """Raise UserError for a size or scale of a configuration that is no number above 0."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is AttentionSize:
+            check_numbers(value, f"{where}{field.name} ")
+        elif field.type in (int, float):
+            kinds = (int,) if field.type is int else (int, float)
+            if type(value) not in kinds or not 0 < value < float("inf"):
+                wanted = "a whole number" if field.type is int else "a number"
+                raise UserError(f"{where}{field.name} is {value!r}, wanted {wanted} above 0")

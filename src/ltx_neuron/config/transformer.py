@@ -1,0 +1,193 @@
+"""The joint audio-video DiT with its text connectors, and Bucket, the shape that a graph of it is
+compiled for."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from ltx_neuron.config.common import AttentionSize, ModelConfig, check_numbers, check_values
+from ltx_neuron.errors import UserError
+
+# learnable registers per connector; the config key is ignored upstream too
+# (embeddings_connector.py)
+REGISTERS = 128
+CONST_MAX_HEAD_DIM = 128  # of the heads that attention=nki_const_max has a kernel for
+
+# What the transformer code assumes. Same list as ltx-core's LTXModelConfigurator, plus what only
+# 2.3 checkpoints have.
+_REQUIRED = {
+    "dropout": 0.0,
+    "attention_bias": True,
+    "num_vector_embeds": None,
+    "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000,
+    "use_linear_projection": False,
+    "only_cross_attention": False,
+    "cross_attention_norm": True,
+    "double_self_attention": False,
+    "upcast_attention": False,
+    "standardization_norm": "rms_norm",
+    "norm_elementwise_affine": False,
+    "qk_norm": "rms_norm",
+    "positional_embedding_type": "rope",
+    "use_audio_video_cross_attention": True,
+    "share_ff": False,
+    "av_cross_ada_norm": True,
+    "use_middle_indices_grid": True,
+    "rope_type": "split",
+    "frequencies_precision": "float64",
+    "cross_attention_adaln": True,
+    "apply_gated_attention": True,
+    "connector_apply_gated_attention": True,
+    "caption_proj_before_connector": True,
+    "caption_projection_first_linear": False,
+    "caption_projection_second_linear": False,
+    "caption_proj_input_norm": False,
+    "use_embeddings_connector": True,
+}
+_DEFAULTS = {
+    "in_channels": 128,
+    "audio_in_channels": 128,
+    "norm_eps": 1e-6,
+    "positional_embedding_theta": 10000.0,
+    # Flags of later releases; a 2.3 checkpoint has none of them and means these values.
+    "ff_bias": True,
+    "audio_ff_bias": True,
+    "connector_ff_bias": True,
+    "use_prompt_adaln_single": True,
+}
+# By attention: the prefix of its keys.
+_SIZES = {
+    "video": "",
+    "audio": "audio_",
+    "video_connector": "connector_",
+    "audio_connector": "audio_connector_",
+}
+
+
+@dataclass(frozen=True)
+class TransformerConfig(ModelConfig):
+    """The joint audio-video DiT and its two text connectors (transformer section of the
+    metadata)."""
+
+    num_layers: int
+    video: AttentionSize
+    audio: AttentionSize
+    in_channels: int
+    audio_in_channels: int
+    norm_eps: float
+    positional_embedding_theta: float
+    positional_embedding_max_pos: tuple[int, ...]
+    audio_positional_embedding_max_pos: tuple[int, ...]
+    timestep_scale_multiplier: float
+    av_ca_timestep_scale_multiplier: float
+    caption_channels: int
+    video_connector: AttentionSize
+    audio_connector: AttentionSize
+    connector_num_layers: int
+    audio_connector_num_layers: int
+    connector_positional_embedding_max_pos: tuple[int, ...]
+    ff_bias: bool
+    audio_ff_bias: bool
+    connector_ff_bias: bool
+    use_prompt_adaln_single: bool
+
+    @property
+    def heads(self) -> dict[str, int]:
+        return {
+            f"{prefix}num_attention_heads": getattr(self, name).heads
+            for name, prefix in _SIZES.items()
+        }
+
+
+def transformer_config(metadata: dict) -> TransformerConfig:
+    """Parse the checkpoint's `config` metadata. Raises UserError naming the first value not
+    implemented."""
+    values = metadata.get("transformer")
+    if not isinstance(values, dict):
+        raise UserError(
+            "the checkpoint's config metadata has no 'transformer' section; is this an LTX-2.3"
+            " checkpoint?"
+        )
+    check_values("transformer", values, _REQUIRED, "this code")
+    if values.get("use_keyframes_abs_pos_embedding", False):
+        raise UserError(
+            "checkpoint config: transformer.use_keyframes_abs_pos_embedding is True (LTX-2.5), not"
+            " implemented"
+        )
+    values = {
+        **_DEFAULTS,
+        "audio_connector_num_layers": values.get("connector_num_layers"),
+        **values,
+    }
+    convert = {tuple[int, ...]: tuple, bool: bool}
+    try:
+        sizes = {
+            name: AttentionSize(
+                values[f"{prefix}num_attention_heads"], values[f"{prefix}attention_head_dim"]
+            )
+            for name, prefix in _SIZES.items()
+        }
+        others = {
+            field.name: convert.get(field.type, lambda value: value)(values[field.name])
+            for field in dataclasses.fields(TransformerConfig)
+            if field.name not in sizes
+        }
+    except KeyError as missing:
+        raise UserError(f"checkpoint config: transformer.{missing.args[0]} is absent") from None
+    except TypeError as error:
+        raise UserError(
+            f"checkpoint config: a list of the transformer section is none: {error}"
+        ) from None
+    config = TransformerConfig(**sizes, **others)
+    check_numbers(config, "checkpoint config: transformer.")
+    widths = {
+        "cross_attention_dim": config.video.inner,
+        "audio_cross_attention_dim": config.audio.inner,
+        "out_channels": config.in_channels,
+        "audio_out_channels": config.audio_in_channels,
+        "connector width": config.video.inner,
+        "audio connector width": config.audio.inner,
+        "audio_num_attention_heads": config.video.heads,
+    }
+    connectors = {
+        "connector width": config.video_connector.inner,
+        "audio connector width": config.audio_connector.inner,
+    }
+    # A width that the file does not name is the one that the code needs.
+    check_values("transformer", widths | values | connectors, widths, "this code")
+    return config
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shape a DiT step is compiled for. Height and width only count through their tokens:
+    portrait and landscape share.
+
+    video_tokens   tokens of the video latent, appended keyframe tokens included
+    audio_tokens   tokens of the audio latent
+    timesteps      distinct timesteps among the video tokens of one step: 1 for text to video, one
+                   more per image strength
+    max_steps      rows of the schedule's modulation table; a shorter schedule fills the first ones
+    guided         a pass that predicts x0 and a graph that combines passes, instead of the plain
+                   step
+    audio_timesteps  distinct timesteps among the audio tokens: 1, or 2 where some are kept (retake)
+    biased         the video's self-attention takes a bias (a reference with an attention mask)
+    """
+
+    video_tokens: int
+    audio_tokens: int
+    timesteps: int
+    max_steps: int
+    guided: bool = False
+    audio_timesteps: int = 1
+    biased: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its folder's and its programs' name: what is as in text to video is not named."""
+        audio = f"a{self.audio_tokens}" + (
+            f"t{self.audio_timesteps}" if self.audio_timesteps > 1 else ""
+        )
+        shape = f"v{self.video_tokens}-{audio}-t{self.timesteps}-s{self.max_steps}"
+        kinds = {"-guided": self.guided, "-biased": self.biased}
+        return shape + "".join(kind for kind, applies in kinds.items() if applies)
