@@ -31,7 +31,6 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
-from ltx_neuron.sampling.states import initial_states
 from ltx_neuron.text.encoders import Contexts
 
 _STREAMS = ("video", "audio")
@@ -88,11 +87,8 @@ class StageRun:
             contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
         # What `step` runs at each number; guidance replaces it.
         self.sequence = ["main"] * self.bucket.max_steps
-        given = encoded, (video, audio), images
-        rate, compat = job.size.frame_rate, self.compat
-        self.states = initial_states(
-            job, rate, stage.upsampled, *given, compat, self.dtype, stage.window
-        )
+        given = encoded, (video, audio), images, self.compat, self.dtype
+        self.states = conditioning.initial_states(job, stage.upsampled, *given, stage.window)
         # The generator draws video first.
         self.video, self.audio = (self._noised(state, generator) for state in self.states)
         video, audio = self.states

@@ -20,7 +20,6 @@ from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import calibration, conditions
 from ltx_neuron.host.background import BackgroundTask
-from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.preflight import Preflight
@@ -29,7 +28,6 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.extension import start_of
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
@@ -321,7 +319,7 @@ class Engine:
         ranks, dtype = self.residency.ranks, workspace.dtype
         stage_run = StageRun(ranks, compiled, workspace.transformer, dtype, adaln, self.compat)
         with self.recorder.phase(f"denoise_{stage.name}"):
-            images = self._encode_images(job, stage)
+            images = conditions.encode_images(self.host, job, stage.height, stage.width)
             stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, run.tensors)
         return stage_run
 
@@ -340,15 +338,6 @@ class Engine:
         shape = stage.height, stage.width, size.num_frames, size.frame_rate
         video, audio = latents.zeros(*shape, self.workspace.dtype)
         return given.get("video_latent", video), given.get("audio_latent", audio)
-
-    def _encode_images(self, job: Job, stage: Stage) -> list[tuple[ImageCondition, Tensor]]:
-        """The job's images with their latents (1, 128, 1, h, w) at the stage's size."""
-        encoded = []
-        for image in job.images:
-            sides, dtype = (stage.height, stage.width), self.workspace.dtype
-            pixels = load_image(image.path, *sides, image.crf, dtype, job.upright)
-            encoded.append((image, self.host.encode_image(pixels)))
-        return encoded
 
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""

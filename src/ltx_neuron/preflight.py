@@ -11,7 +11,6 @@ from ltx_neuron.config import SPAN_LATENTS, span_sizes, upsampler_download
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host import conditions
-from ltx_neuron.host.images import check_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
@@ -65,8 +64,6 @@ class Preflight:
         self._check_options(jobs)
         require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
-            for image in job.images:
-                check_image(image.path, job.size.height, job.size.width, job.upright)
             conditions.check(job)
         self._check_host_models([name for job in jobs for name in _host_models(job)])
         self._check_weight_files(jobs)

@@ -43,8 +43,8 @@ from ltx_neuron.models.programs import (
     may_divide,
 )
 from ltx_neuron.plan.forecast import Forecast, forecast
-from ltx_neuron.plan.given import encode_bytes
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
+from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -339,12 +339,18 @@ def _on_the_host(
 ) -> dict:
     """What the host encodes and decodes videos in, and its memory for each."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
-    from ltx_neuron.host.vae_memory import decode_bytes
+    from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
     config, threads = checkpoint.config, profile.host_threads
-    computes = arithmetic(profile.host_dtype, dtype)
+    computes, clips = arithmetic(profile.host_dtype, dtype), job.encoded_clips
+    if job.images:  # one at a time, at the size of their stage
+        clips += [EncodedClip((1, stage.height, stage.width)) for stage in job.stages]
+    encoded = (
+        encode_bytes(config, clip.pixels, threads, computes.of_latents(dtype), dtype, clip.whole)
+        for clip in clips
+    )
     return {
-        "host_bytes_to_encode": encode_bytes(config, job, threads, computes, dtype),
+        "host_bytes_to_encode": max(encoded, default=0),
         "host_bytes_to_decode": decode_bytes(
             config, latent, threads, computes, tiles.tiling(profile)
         ),

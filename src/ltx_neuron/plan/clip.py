@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from ltx_neuron import machine
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
-from ltx_neuron.plan.given import given_clips
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
@@ -159,8 +159,8 @@ class Clip:
         from ltx_neuron.plan import host_flops  # imports ltx-core
 
         config, size, rows = self.config, self.job.size, []
-        for clip in given_clips(self.job):
-            tiles = clip.tiles
+        for clip in self.job.encoded_clips:
+            tiles = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
             counted = {t: host_flops.video_encoder_flops(config, t) * n for t, n in tiles.items()}
             shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in tiles.items())
             flops = sum(counted.values())
