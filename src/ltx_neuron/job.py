@@ -152,6 +152,18 @@ class Job(Inputs):
         return f"{stage.key}_audio"
 
     @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """(F, h, w) of the latents that are seen, before --upscale."""
+        stage, longer = self.stages[-1], self.extension
+        shape = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        return (longer.video_latents, *shape[1:]) if longer else shape
+
+    @property
+    def audio_latents(self) -> int:
+        """Latents of the sound that is heard."""
+        return self.extension.audio_latents if self.extension else self.size.audio_frames
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The compiled shapes of all stages."""
         return list(dict.fromkeys(self.bucket(stage) for stage in self.stages))
@@ -241,7 +253,10 @@ class Job(Inputs):
     def check_shape(self) -> None:
         """Raise UserError for what no graph can be compiled for, which the prompt is no part of."""
         check_fields(self)
-        self.size.check(self.extension and self.extension.legal_window_frames)
+        check_fields(self.size)
+        if self.extension:
+            self.extension.check()
+        self.size.check()
         if self.recipe not in RECIPES:
             raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
         check_upscale(self.upscale, self.size.two_stage)

@@ -279,7 +279,7 @@ def test_it_is_the_same_again_from_its_line(clip):
 
 WRONG = {
     "--extend goes with --video-path": ("--extend", 1),
-    "--extend 0 adds nothing": (26, "--extend", 0),
+    "--extend 0: wanted seconds of a frame or more": (26, "--extend", 0),
     "--extend 0.01: wanted seconds of a frame or more": (26, "--extend", 0.01),
     "--extend nan: wanted": (26, "--extend", "nan"),
     "--extend inf: wanted": (26, "--extend", "inf"),
@@ -290,12 +290,9 @@ WRONG = {
     "a video of 9 frames or more": (8, "--extend", 1),
     "--num-frames 17 with --extend is the length": (26, "--extend", 1, "--num-frames", 17),
     "which can have 25 to 49 frames here": (26, "--extend", 1, "--num-frames", 57),
-    "--num-frames 24 is not of the form 8k+1; nearest legal: 25.": (
-        *(26, "--extend", 1),
-        *("--num-frames", 24),
-    ),
+    "frames here: 3 latents of it are held": (26, "--extend", 1, "--num-frames", 24),
     "nearest legal: 41 or 49.": (26, "--extend", 1, "--num-frames", 45),
-    "nearest legal: 49.": (26, "--extend", 1, "--num-frames", 60),
+    "new frames. Type --num-frames 49.": (26, "--extend", 1, "--num-frames", 60),
 }
 
 

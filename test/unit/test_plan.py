@@ -41,6 +41,7 @@ from ltx_neuron.workspace import Workspace
 BLOCK_BYTES, TOLERANCE = 9.26e9, 0.03
 IDEAL_MS = {(512, 768, 121): 298.0, (384, 512, 25): 37.8}
 TRN2 = PROFILES["trn2.3xlarge"]
+IN_FLOAT32 = dataclasses.replace(TRN2, host_dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -401,9 +402,9 @@ def test_given_sound_and_video_are_encoded_and_a_given_sound_is_not_decoded(clip
 
 
 def encoded(pixels: tuple[int, int, int], whole: bool = False) -> int:
-    """Bytes of the host that one such clip takes, of a run in bfloat16 in float32 on two cores."""
-    config = released_config()
-    return vae_memory.encode_bytes(config, pixels, 2, FLOAT32, torch.bfloat16, whole)
+    """Bytes of the host that one such clip takes, of a run in bfloat16 in float32."""
+    config, threads = released_config(), IN_FLOAT32.host_threads
+    return vae_memory.encode_bytes(config, pixels, threads, FLOAT32, torch.bfloat16, whole)
 
 
 def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded():
@@ -417,9 +418,8 @@ def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(
         (Job("", Size(512, 768, 121), retake=retake), encoded((121, 512, 768))),
         (Job("", size, references=(reference,)), encoded((121, 256, 384), whole=True)),
     ):
-        profile = dataclasses.replace(TRN2, host_threads=2, host_dtype="float32")
         checkpoint = SimpleNamespace(config=released_config())
-        host = plan._on_the_host(checkpoint, profile, job, (16, 16, 24), torch.bfloat16)
+        host = plan._on_the_host(checkpoint, IN_FLOAT32, job, torch.bfloat16)
         assert host["host_bytes_to_encode"] == wanted
     assert encoded((121, 512, 768)) < encoded((121, 512, 768), whole=True)
 

@@ -45,30 +45,30 @@ CHANNELS = 2  # of the sound that is encoded
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, which is reflected
 
 
-def check(given: Inputs) -> None:
+def check(inputs: Inputs) -> None:
     """Raise UserError where a file is none that can be encoded: of videos only headers are read."""
-    for image in given.images:
-        check_image(image.path, *given.size.sides, given.upright)
-    if given.sound:
-        rate = _given_sound(given).rate
-        _check_rate(given.sound.path, SOUND, rate, aac_rate(rate))
-    if given.retake:
-        _check_source(given)
-    _check_references(given)
+    for image in inputs.images:
+        check_image(image.path, *inputs.size.sides, inputs.upright)
+    if inputs.sound:
+        rate = _read_sound_condition(inputs).rate
+        _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
+    if inputs.retake:
+        _check_source(inputs)
+    _check_references(inputs)
 
 
 def encode_images(
-    host: HostModels, given: Inputs, height: int, width: int
+    host: HostModels, inputs: Inputs, height: int, width: int
 ) -> list[tuple[ImageCondition, Tensor]]:
     """The images with their latents (1, 128, 1, h, w) at a stage's size."""
     encoded = []
-    for image in given.images:
-        pixels = load_image(image.path, height, width, image.crf, host.dtype, given.upright)
+    for image in inputs.images:
+        pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.upright)
         encoded.append((image, host.encode_image(pixels)))
     return encoded
 
 
-def encode(host: HostModels, given: Inputs) -> dict[str, Tensor]:
+def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     """A job's given sound and videos by name; what it was not given is not there.
 
     mel               (1, 2, frames, 64) float32; of a retake only where its file has sound
@@ -80,38 +80,38 @@ def encode(host: HostModels, given: Inputs) -> dict[str, Tensor]:
     reference_attention  (1, M), a weight for each token of all references, where there is a mask
     """
     tensors = {}
-    if given.sound:
-        tensors |= _encode_sound(host, given)
-    if given.extension:
-        tensors |= _encode_extension(host, given)
-    elif given.retake:
-        tensors |= _encode_retake(host, given)
-    for number, reference in enumerate(given.references):
+    if inputs.sound:
+        tensors |= _encode_sound(host, inputs)
+    if inputs.extension:
+        tensors |= _encode_extension(host, inputs)
+    elif inputs.retake:
+        tensors |= _encode_retake(host, inputs)
+    for number, reference in enumerate(inputs.references):
         name = f"reference_latent_{number}" if number else "reference_latent"
-        tensors[name] = _encode_reference(host, given, reference)
-    if given.attention_mask:
-        tensors["reference_attention"] = _reference_attention(given, host.dtype)
+        tensors[name] = _encode_reference(host, inputs, reference)
+    if inputs.attention_mask:
+        tensors["reference_attention"] = _reference_attention(inputs, host.dtype)
     return tensors
 
 
 # --- sound ----------------------------------------------------------------------------------------
 
 
-def _encode_sound(host: HostModels, given: Inputs) -> dict[str, Tensor]:
-    sound = _stereo(_given_sound(given), f"{SOUND} {given.sound.path}")
+def _encode_sound(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+    sound = _stereo(_read_sound_condition(inputs), f"{SOUND} {inputs.sound.path}")
     mel, latent = host.encode_audio(sound)
     return {
         "mel": mel,
-        "audio_latent": _fitted(latent, given.size.audio_frames),
+        "audio_latent": _fitted(latent, inputs.size.audio_frames),
         "waveform": sound.samples,
         "waveform_rate": torch.tensor(sound.rate),
     }
 
 
-def _given_sound(given: Inputs) -> Sound:
+def _read_sound_condition(inputs: Inputs) -> Sound:
     """The samples that a sound condition asks for, in one or two channels."""
-    path, start, duration = given.sound.path, given.sound.start_time, given.sound.max_duration
-    duration = given.size.seconds if duration is None else duration
+    path, start, duration = inputs.sound.path, inputs.sound.start_time, inputs.sound.max_duration
+    duration = inputs.size.seconds if duration is None else duration
     sound = read_sound(path, SOUND, start, duration)
     if sound is None:
         if read_sound(path, SOUND) is None:
@@ -120,15 +120,15 @@ def _given_sound(given: Inputs) -> Sound:
             f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
         )
     frames = sound_latent_frames(sound.samples.shape[1], sound.rate)
-    if frames < given.size.audio_frames or _is_too_short(sound):
-        raise _too_short(given, sound, frames)
+    if frames < inputs.size.audio_frames or _is_too_short(sound):
+        raise _too_short(inputs, sound, frames)
     _check_format(sound, path, SOUND)
     return sound
 
 
-def _too_short(given: Inputs, sound: Sound, audio_frames: int) -> UserError:
+def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
     """audio_frames  latents that the sound is encoded as"""
-    asked, size, where, advice = given.sound, given.size, "", "pass a longer sound"
+    asked, size, where, advice = inputs.sound, inputs.size, "", "pass a longer sound"
     if asked.start_time:
         where += f" from --audio-start-time {asked.start_time:g} on"
         advice += ", or type a smaller --audio-start-time"
@@ -183,10 +183,9 @@ def _stereo(sound: Sound, typed: str) -> Sound:
 # --- retake ---------------------------------------------------------------------------------------
 
 
-def _check_source(given: Inputs) -> None:
-    """Raise UserError unless every frame of the video is there by its time, and its sound, where it
-    has any, is one that can be encoded."""
-    path, size, extension = given.retake.path, given.size, given.extension
+def _check_source(inputs: Inputs) -> None:
+    """Raise UserError unless every frame of the video is there by its time, with a usable sound."""
+    path, size, extension = inputs.retake.path, inputs.size, inputs.extension
     frames, seconds, times = size.num_frames, size.seconds, size.seconds
     if extension:
         frames, seconds, times = extension.source_frames, extension.source_seconds, math.inf
@@ -196,14 +195,14 @@ def _check_source(given: Inputs) -> None:
     _retaken_sound(path, seconds)
 
 
-def _encode_retake(host: HostModels, given: Inputs) -> dict[str, Tensor]:
-    path = given.retake.path
-    timed = frames_between(path, RETAKE, 0.0, given.size.seconds, given.upright)
-    pixels = pixels_of(_exactly(given.size.num_frames, timed, path, RETAKE), *given.size.sides)
+def _encode_retake(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+    path = inputs.retake.path
+    timed = frames_between(path, RETAKE, 0.0, inputs.size.seconds, inputs.upright)
+    pixels = pixels_of(_exactly(inputs.size.num_frames, timed, path, RETAKE), *inputs.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype))}
-    if sound := _retaken_sound(path, given.size.seconds):
+    if sound := _retaken_sound(path, inputs.size.seconds):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
-        tensors |= {"mel": mel, "audio_latent": _fitted(latent, given.size.audio_frames)}
+        tensors |= {"mel": mel, "audio_latent": _fitted(latent, inputs.size.audio_frames)}
     return tensors
 
 
@@ -225,22 +224,22 @@ def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
 # --- a video that is made longer ------------------------------------------------------------------
 
 
-def _encode_extension(host: HostModels, given: Inputs) -> dict[str, Tensor]:
-    extension, dtype = given.extension, host.dtype
-    pixels = pixels_of(_known_frames(given), *given.size.sides)
+def _encode_extension(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+    extension, dtype = inputs.extension, host.dtype
+    pixels = pixels_of(_known_frames(inputs), *inputs.size.sides)
     known = host.encode_video(pixels.to(dtype))[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
     video[:, :, extension.known_video] = known
-    mel, latent = host.encode_audio(_extended_sound(given))
+    mel, latent = host.encode_audio(_extended_sound(inputs))
     latent = _fitted(latent, extension.audio_latents)
     audio = torch.zeros_like(latent)
     audio[:, :, extension.known_audio] = latent[:, :, extension.known_audio]
     return {"mel": mel, "video_latent": video, "audio_latent": audio}
 
 
-def _known_frames(given: Inputs) -> Iterator[np.ndarray]:
+def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
     """The file's frames that the windows see."""
-    extension, frames = given.extension, _source_frames(given)
+    extension, frames = inputs.extension, _source_frames(inputs)
     if not extension.before:
         return islice(frames, extension.source_frames - extension.known_frames, None)
     # A latent of its own for one frame: the file's are behind the first latent of the clip. Nothing
@@ -249,10 +248,9 @@ def _known_frames(given: Inputs) -> Iterator[np.ndarray]:
     return chain([first, first], islice(frames, extension.known_frames - 1))
 
 
-def _extended_sound(given: Inputs) -> Sound:
-    """The file's sound as long as its video, behind as much silence as is made before it. A file
-    without sound is silent."""
-    extension, path = given.extension, given.retake.path
+def _extended_sound(inputs: Inputs) -> Sound:
+    """The file's sound as long as its video, behind as much silence as is made before it."""
+    extension, path = inputs.extension, inputs.retake.path
     sound = _retaken_sound(path, extension.source_seconds)
     if sound is None:
         print(f"{RETAKE} {path} has no sound: what is added goes on from silence")
@@ -263,18 +261,18 @@ def _extended_sound(given: Inputs) -> Sound:
     return Sound(F.pad(samples, (before, whole - before - samples.shape[1])), rate)
 
 
-def _source_frames(given: Inputs) -> Iterator[np.ndarray]:
-    path = given.retake.path
-    frames = first_frames(path, RETAKE, given.upright)
-    return _exactly(given.extension.source_frames, frames, path, RETAKE)
+def _source_frames(inputs: Inputs) -> Iterator[np.ndarray]:
+    path = inputs.retake.path
+    frames = first_frames(path, RETAKE, inputs.upright)
+    return _exactly(inputs.extension.source_frames, frames, path, RETAKE)
 
 
-def with_source(given: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
+def with_source(inputs: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
     """The frames of a video that is made longer, in chunks, uint8 (N, H, W, 3): the file's own, bit
     for bit, and the new ones of those that are decoded; later ones are not asked for."""
-    taken, kept = given.extension.decoded, map(torch.from_numpy, _source_frames(given))
+    taken, kept = inputs.extension.decoded, map(torch.from_numpy, _source_frames(inputs))
     new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
-    frames = chain(new, kept) if given.extension.before else chain(kept, new)
+    frames = chain(new, kept) if inputs.extension.before else chain(kept, new)
     with closing(decoded):
         while chunk := list(islice(frames, TIME_SCALE)):
             yield torch.stack(chunk)
@@ -283,54 +281,51 @@ def with_source(given: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
 # --- references -----------------------------------------------------------------------------------
 
 
-def _check_references(given: Inputs) -> None:
-    """Raise UserError unless the reference videos and their mask are videos that can be scaled to
-    fill the clip, and the mask has frames for each latent frame of the references."""
-    for reference in given.references:
-        _, *sides = reference.pixels(given.size.first)
-        _check_footage(reference.path, REFERENCE, reference.num_frames, *sides, given.upright)
-    if mask := given.attention_mask:
-        _check_footage(mask.path, MASK, 1, *given.size.first.sides, given.upright)
-        _mask_frames(given)
+def _check_references(inputs: Inputs) -> None:
+    """Raise UserError unless references and mask can fill the clip and divide among latents."""
+    for reference in inputs.references:
+        _, *sides = reference.pixels(inputs.size.first)
+        _check_footage(reference.path, REFERENCE, reference.num_frames, *sides, inputs.upright)
+    if mask := inputs.attention_mask:
+        _check_footage(mask.path, MASK, 1, *inputs.size.first.sides, inputs.upright)
+        _mask_frames(inputs)
 
 
-def _encode_reference(host: HostModels, given: Inputs, reference: ReferenceVideo) -> Tensor:
-    """The latent of the first frames by their number, of which every time_scale-th is taken after
-    frame 0; never in tiles."""
-    path, there = reference.path, min(reference.num_frames, given.size.num_frames)
-    frames = _exactly(there, first_frames(path, REFERENCE, given.upright), path, REFERENCE)
+def _encode_reference(host: HostModels, inputs: Inputs, reference: ReferenceVideo) -> Tensor:
+    """The latent of every time_scale-th frame after frame 0; never in tiles."""
+    path, there = reference.path, min(reference.num_frames, inputs.size.num_frames)
+    frames = _exactly(there, first_frames(path, REFERENCE, inputs.upright), path, REFERENCE)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
-    count, *sides = reference.pixels(given.size.first)
+    count, *sides = reference.pixels(inputs.size.first)
     # The encoder takes 8k+1 frames: upstream's leaves the last ones out, too.
     pixels = pixels_of(taken, *sides)[:, :, :count]
     return host.encode_video(pixels.to(host.dtype), whole=True)
 
 
-def _reference_attention(given: Inputs, dtype: torch.dtype) -> Tensor:
+def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """(1, M): the mask's weight of each reference's token, times its strength."""
-    mask = given.attention_mask
-    frames = first_frames(mask.path, MASK, given.upright)
-    frames = _exactly(_mask_frames(given), frames, mask.path, MASK)
+    mask = inputs.attention_mask
+    frames = first_frames(mask.path, MASK, inputs.upright)
+    frames = _exactly(_mask_frames(inputs), frames, mask.path, MASK)
     # At the size of the stage, not of the references.
-    pixels = pixels_of(frames, *given.size.first.sides).to(dtype)
-    shapes = (reference.latent_shape(given.size.first) for reference in given.references)
+    pixels = pixels_of(frames, *inputs.size.first.sides).to(dtype)
+    shapes = (reference.latent_shape(inputs.size.first) for reference in inputs.references)
     weights = [token_weights(pixels, shape) for shape in shapes]
     return torch.cat(weights, dim=1) * mask.strength
 
 
-def _mask_frames(given: Inputs) -> int:
-    """How many frames of the mask are taken. UserError where they do not divide among the latent
-    frames of a reference."""
-    mask = given.attention_mask
-    frames = min(footage(mask.path, MASK).num_frames, given.size.num_frames)
-    for reference in given.references:
-        latent_frames, _, _ = reference.latent_shape(given.size.first)
+def _mask_frames(inputs: Inputs) -> int:
+    """How many frames of the mask are taken: UserError where they do not divide."""
+    mask = inputs.attention_mask
+    frames = min(footage(mask.path, MASK).num_frames, inputs.size.num_frames)
+    for reference in inputs.references:
+        latent_frames, _, _ = reference.latent_shape(inputs.size.first)
         if not mask_divides(frames, latent_frames):
             raise UserError(
                 f"{MASK} {mask.path}: its first {frames} frames do not divide among the"
                 f" {latent_frames} latent frames of the reference {reference.path}: wanted 1 + a"
                 f" multiple of {latent_frames - 1}; pass a mask and a reference of"
-                f" {given.size.num_frames} frames each"
+                f" {inputs.size.num_frames} frames each"
             )
     return frames
 

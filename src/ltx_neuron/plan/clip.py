@@ -196,7 +196,7 @@ class Clip:
                     rows.append(self._transformer("stage 2's set in stage 1's place"))
                 rows.append(self._upsampling(latent, "spatial"))
             rows += [*self._images(stage), self._steps(stage)]
-        latent = self._latent
+        latent = self.job.latent_shape
         for kind in UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
             latent = upsampled(latent, kind)
@@ -228,23 +228,16 @@ class Clip:
         return self._host("upsample", flops, rate, f"{kind}, {format_flops(flops)}")
 
     @property
-    def _latent(self) -> tuple[int, int, int]:
-        """(F, h, w) of the video latent that is decoded."""
-        last, longer = self.plan.stages[-1], self.job.extension
-        latent = video_latent_shape(last.height, last.width, self.job.size.num_frames)
-        return (longer.video_latents, *latent[1:]) if longer else latent
-
-    @property
     def _pixels(self) -> tuple[int, int, int]:
         """Frames, rows and columns of the video that is written."""
-        frames, height, width = upscaled(self._latent, self.job.upscale)
+        frames, height, width = upscaled(self.job.latent_shape, self.job.upscale)
         return (frames - 1) * TIME_SCALE + 1, height * SPACE_SCALE, width * SPACE_SCALE
 
     def _video(self) -> list[Row]:
         from ltx_neuron.host import tiles  # imports ltx-core
         from ltx_neuron.plan.host_flops import video_decoder_flops
 
-        clip = upscaled(self._latent, self.job.upscale)
+        clip = upscaled(self.job.latent_shape, self.job.upscale)
         tp = self.plan.tp
         how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
         counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
@@ -268,8 +261,7 @@ class Clip:
             return self._host("decode_audio", seconds, "decode_audio", text)
         from ltx_neuron.plan.host_flops import sound_flops  # imports ltx-core
 
-        latents = longer.audio_latents if longer else size.audio_frames
-        total = sound_flops(self.config, latents, self.plan.tp)
+        total = sound_flops(self.config, self.job.audio_latents, self.plan.tp)
         text = f"{format_flops(total)} in float32, {text}"
         return self._at_peak("decode_audio", total * _FLOAT32_COST, text)
 

@@ -96,6 +96,39 @@ class LatentState:
             positions=torch.cat([self.positions, positions], dim=2),
         )
 
+    def noised(
+        self, generator: torch.Generator, scale: float, compat_1_0_0: bool = False
+    ) -> Tensor:
+        """Draw noise in the latent's dtype and shape (1, T, C), appended tokens included, and mix
+        it in by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype.
+
+        Noise is drawn for a frozen stream as well: what is drawn next depends on it.
+        """
+        latent, clean_latent, mask = self.latent, self.clean_latent, self.denoise_mask
+        if self.frozen:
+            scale, clean_latent, mask = self.frozen_noise, latent, torch.ones_like(mask)
+        noise = torch.randn(latent.shape, dtype=latent.dtype, generator=generator)
+        scale = torch.tensor(scale, dtype=torch.float32)
+        if compat_1_0_0:
+            # One blend by mask * scale: a held token keeps what it started from, the image.
+            mixed = noise * (mask * scale) + latent * (1 - mask * scale)
+        else:
+            # Noise first, by scale, then the image over it, by the mask (since 1.1.6).
+            noisy = torch.lerp(latent.float(), noise.float(), scale)
+            mixed = torch.lerp(clean_latent.float(), noisy, mask)
+        return mixed.to(latent.dtype)
+
+    def timestep_choice(self, timesteps: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """For a graph with U = `timesteps` rows of modulation: the rows' masks (U,) fp32, and each
+        token's row (T, U), one-hot. Graphs may have more rows than there are distinct masks: the
+        others repeat mask 1, and no token takes them. With one row all tokens take it."""
+        masks = self.masks if timesteps > 1 else (1.0,)
+        rows = torch.tensor([*masks, *[1.0] * (timesteps - len(masks))], dtype=torch.float32)
+        timestep_mask = torch.zeros(len(self.denoise_mask), timesteps)
+        row_of_token = (self.denoise_mask == rows[: len(masks)]).int().argmax(dim=1)
+        timestep_mask[torch.arange(len(self.denoise_mask)), row_of_token] = 1
+        return rows, timestep_mask.to(dtype)
+
 
 def initial_states(
     inputs: Inputs,
@@ -186,10 +219,7 @@ def video_state(
 def _with_references(
     video: LatentState, inputs: Inputs, own_tokens: int, tensors: Mapping[str, Tensor]
 ) -> LatentState:
-    """The video's state with its references appended, and with their mask as a bias.
-
-    own_tokens  how many of the state's are the clip's
-    """
+    """With the references appended, and their mask as a bias; own_tokens: of the clip."""
     groups = [(len(video.denoise_mask) - own_tokens, None)]
     weights = tensors.get("reference_attention")
     for number, reference in enumerate(inputs.references):
@@ -219,10 +249,7 @@ def _of_window(
     frame_rate: float,
     positions_dtype: torch.dtype,
 ) -> tuple[LatentState, LatentState]:
-    """The states of a window's latents: at the clip's times, and held but for the new ones.
-
-    frames  latent frames of the window
-    """
+    """A window's `frames` latents at the clip's times, held but for the new ones."""
     bounds = video_seconds(window.video + frames, frame_rate)
     origin = bounds[window.video].item()
     seen = (bounds[window.video :] - origin).to(positions_dtype)
@@ -231,46 +258,6 @@ def _of_window(
         video.at_times(seen, window.new_video),
         audio.at_times(sound[window.audio :] - origin, window.new_audio),
     )
-
-
-def noised(
-    latent: Tensor,
-    generator: torch.Generator,
-    scale: float,
-    clean_latent: Tensor | None = None,
-    denoise_mask: Tensor | None = None,
-    compat_1_0_0: bool = False,
-) -> Tensor:
-    """Draw noise in the latent's dtype and shape (1, T, C), keyframe tokens included, and mix it in
-    by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype.
-
-    Without a denoise_mask (T, 1) all tokens are free, as the audio's are.
-    """
-    noise = torch.randn(latent.shape, dtype=latent.dtype, generator=generator)
-    scale = torch.tensor(scale, dtype=torch.float32)
-    if denoise_mask is None:
-        denoise_mask, clean_latent = torch.ones(latent.shape[1], 1), latent
-    if compat_1_0_0:
-        # One blend by mask * scale: a held token keeps what it started from, which is the image.
-        mixed = noise * (denoise_mask * scale) + latent * (1 - denoise_mask * scale)
-    else:
-        # Noise first, by scale, then the image over it, by the mask (since 1.1.6).
-        noisy = torch.lerp(latent.float(), noise.float(), scale)
-        mixed = torch.lerp(clean_latent.float(), noisy, denoise_mask)
-    return mixed.to(latent.dtype)
-
-
-def timestep_choice(
-    denoise_mask: Tensor, masks: tuple[float, ...], timesteps: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """For a graph with U = `timesteps` rows of modulation: the rows' masks (U,) fp32, and each
-    token's row (T, U), one-hot, from denoise_mask (T, 1). Graphs may have more rows than a job has
-    distinct masks: the others repeat mask 1, and no token takes them."""
-    rows = torch.tensor([*masks, *[1.0] * (timesteps - len(masks))], dtype=torch.float32)
-    timestep_mask = torch.zeros(len(denoise_mask), timesteps)
-    row_of_token = (denoise_mask == rows[: len(masks)]).int().argmax(dim=1)
-    timestep_mask[torch.arange(len(denoise_mask)), row_of_token] = 1
-    return rows, timestep_mask.to(dtype)
 
 
 def attention_bias(

@@ -211,7 +211,7 @@ class AttentionMask:
     times `strength`."""
 
     path: str | Path
-    strength: float
+    strength: float = 1.0
 
 
 Condition = ImageCondition | SoundCondition | Retake | ReferenceVideo | AttentionMask
@@ -376,8 +376,6 @@ class Inputs(ABC):
         if self.sound:
             self.sound.check()
         if self.retake:
-            if self.extension:
-                self.extension.check()
             self.retake.check(self.size.seconds)
         if mask := self.attention_mask:
             ends = "1 takes it as it is, 0 hides the reference"

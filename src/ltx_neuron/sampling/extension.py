@@ -208,15 +208,25 @@ class Extension:
             return min(max(near, made_to - length), most)
         return min(max(near - length, 0), made_to, most)
 
-    def check(self) -> None:
-        """Raise UserError for what cannot be made."""
-        if not self._is_some_seconds:
+    @property
+    def window_range(self) -> tuple[int, int]:
+        """The least and the most frames that a window can have."""
+        most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
+        return min(most, TIME_SCALE * OVERLAP + 1), most
+
+    def check_source(self) -> None:
+        """Raise UserError for a file or for seconds that nothing can be made of."""
+        if not 0 < abs(self.seconds) <= _MOST_SECONDS or self.new_frames < 1:
             raise UserError(
                 f"--extend {self.seconds:g}: wanted seconds of a frame or more and at most"
                 f" {_MOST_SECONDS:g}, as in --extend 2, or --extend -2 before the beginning"
             )
         check_source(self.source_frames)
-        least, most = self.legal_window_frames
+
+    def check(self) -> None:
+        """Raise UserError for what cannot be made."""
+        self.check_source()
+        least, most = self.window_range
         if not least <= self.window_frames <= most:
             raise UserError(
                 f"--num-frames {self.window_frames} with --extend is the length of a window, which"
@@ -224,18 +234,6 @@ class Extension:
                 f" there are {self.source_frames} known and {self.new_frames} new frames. Type"
                 f" --num-frames {min(WINDOW_FRAMES, most)}"
             )
-
-    @property
-    def _is_some_seconds(self) -> bool:
-        return 0 < abs(self.seconds) <= _MOST_SECONDS and self.new_frames >= 1
-
-    @property
-    def legal_window_frames(self) -> tuple[int, int] | None:
-        """The least and the most frames that a window can have; None where the rest is refused."""
-        if not self._is_some_seconds or self.source_frames < LEAST_SOURCE:
-            return None
-        most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
-        return min(most, TIME_SCALE * OVERLAP + 1), most
 
 
 def check_source(frames: int) -> None:
@@ -249,9 +247,9 @@ def check_source(frames: int) -> None:
 
 def default_window(seconds: float, source_frames: int, frame_rate: float) -> int:
     """A window's frames where none are typed: as many as every clip has, or all that there are."""
-    whole = Extension(seconds, source_frames, WINDOW_FRAMES, frame_rate)
-    _, most = whole.legal_window_frames or (None, WINDOW_FRAMES)
-    return min(WINDOW_FRAMES, most)
+    extension = Extension(seconds, source_frames, WINDOW_FRAMES, frame_rate)
+    extension.check_source()
+    return min(WINDOW_FRAMES, extension.window_range[1])
 
 
 def joined(extension: Extension, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
