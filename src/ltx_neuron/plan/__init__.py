@@ -38,8 +38,8 @@ from ltx_neuron.models.programs import (
     may_divide,
 )
 from ltx_neuron.plan.forecast import Forecast, forecast
-from ltx_neuron.plan.given import encode_bytes
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
+from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -282,10 +282,7 @@ def plan(
     files = tp * max(weights["rank"], gemma_bytes)
     last, limit = stages[-1], profile.memory_bytes_per_core
     buffer = dict(profile.environment).get(COLLECTIVES_BUFFER)
-    latent = video_latent_shape(last.height, last.width, job.size.num_frames)
     dit_files = weights["rank"] * tp + weights["host"]
-    if job.extension:
-        latent = (job.extension.video_latents, *latent[1:])
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
     if fits is False:
@@ -309,7 +306,7 @@ def plan(
         nearest_that_fits=nearest,
         host_bytes_to_load=0 if profile.maps_weights else files,
         host_bytes_mapped=files if profile.maps_weights else 0,
-        **_on_the_host(checkpoint, profile, job, upscaled(latent, job.upscale), torch_dtype),
+        **_on_the_host(checkpoint, profile, job, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
         collectives_buffer_bytes=buffer and int(buffer),
@@ -325,21 +322,22 @@ def weight_sets(job: Job) -> int:
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
-def _on_the_host(
-    checkpoint: Checkpoint,
-    profile: Profile,
-    job: Job,
-    latent: tuple[int, int, int],
-    dtype: torch.dtype,
-) -> dict:
+def _on_the_host(checkpoint: Checkpoint, profile: Profile, job: Job, dtype: torch.dtype) -> dict:
     """What the host encodes and decodes videos in, and its memory for each."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
-    from ltx_neuron.host.vae_memory import decode_bytes
+    from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
     config, threads = checkpoint.config, profile.host_threads
-    computes = arithmetic(profile.host_dtype, dtype)
+    latent = upscaled(job.latent_shape, job.upscale)
+    computes, clips = arithmetic(profile.host_dtype, dtype), job.encoded_clips
+    if job.images:  # one at a time, at the size of their stage
+        clips += [EncodedClip((1, stage.height, stage.width)) for stage in job.stages]
+    encoded = (
+        encode_bytes(config, clip.pixels, threads, computes.of_latents(dtype), dtype, clip.whole)
+        for clip in clips
+    )
     return {
-        "host_bytes_to_encode": encode_bytes(config, job, threads, computes, dtype),
+        "host_bytes_to_encode": max(encoded, default=0),
         "host_bytes_to_decode": decode_bytes(
             config, latent, threads, computes, tiles.tiling(profile)
         ),

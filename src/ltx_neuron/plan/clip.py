@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from ltx_neuron import machine
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
-from ltx_neuron.plan.given import given_clips
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
@@ -159,8 +159,8 @@ class Clip:
         from ltx_neuron.plan import host_flops  # imports ltx-core
 
         config, size, rows = self.config, self.job.size, []
-        for clip in given_clips(self.job):
-            tiles = clip.tiles
+        for clip in self.job.encoded_clips:
+            tiles = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
             counted = {t: host_flops.video_encoder_flops(config, t) * n for t, n in tiles.items()}
             shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in tiles.items())
             flops = sum(counted.values())
@@ -196,7 +196,7 @@ class Clip:
                     rows.append(self._transformer("stage 2's set in stage 1's place"))
                 rows.append(self._upsampling(latent, "spatial"))
             rows += [*self._images(stage), self._steps(stage)]
-        latent = self._latent
+        latent = self.job.latent_shape
         for kind in UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
             latent = upsampled(latent, kind)
@@ -228,23 +228,16 @@ class Clip:
         return self._host("upsample", flops, rate, f"{kind}, {format_flops(flops)}")
 
     @property
-    def _latent(self) -> tuple[int, int, int]:
-        """(F, h, w) of the video latent that is decoded."""
-        last, longer = self.plan.stages[-1], self.job.extension
-        latent = video_latent_shape(last.height, last.width, self.job.size.num_frames)
-        return (longer.video_latents, *latent[1:]) if longer else latent
-
-    @property
     def _pixels(self) -> tuple[int, int, int]:
         """Frames, rows and columns of the video that is written."""
-        frames, height, width = upscaled(self._latent, self.job.upscale)
+        frames, height, width = upscaled(self.job.latent_shape, self.job.upscale)
         return (frames - 1) * TIME_SCALE + 1, height * SPACE_SCALE, width * SPACE_SCALE
 
     def _video(self) -> list[Row]:
         from ltx_neuron.host import tiles  # imports ltx-core
         from ltx_neuron.plan.host_flops import video_decoder_flops
 
-        clip = upscaled(self._latent, self.job.upscale)
+        clip = upscaled(self.job.latent_shape, self.job.upscale)
         tp = self.plan.tp
         how = tiles.tiling_for_ranks(self.profile, clip, tp) if self.neuron_vae else None
         counts = Counter(map(tiles.tile_shape, tiles.cut(clip, how or tiles.tiling(self.profile))))
@@ -268,8 +261,7 @@ class Clip:
             return self._host("decode_audio", seconds, "decode_audio", text)
         from ltx_neuron.plan.host_flops import sound_flops  # imports ltx-core
 
-        latents = longer.audio_latents if longer else size.audio_frames
-        total = sound_flops(self.config, latents, self.plan.tp)
+        total = sound_flops(self.config, self.job.audio_latents, self.plan.tp)
         text = f"{format_flops(total)} in float32, {text}"
         return self._at_peak("decode_audio", total * _FLOAT32_COST, text)
 
