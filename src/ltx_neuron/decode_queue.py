@@ -55,7 +55,6 @@ class Result:
     job: Job
     # uint8 (N, H, W, 3); None where only latents were asked for, and where `write` took them
     frames: Tensor | None
-    frame_rate: float
     waveform: Tensor | None  # float32 (2, samples)
     sample_rate: int
     tensors: dict[str, Tensor]
@@ -110,11 +109,11 @@ class DecodeQueue:
         recorder: Recorder,
         *,
         overlap: bool,
-        decode: bool,
-        isolate: bool,
-        write: Callable[[Clip], None] | None,
-        hand_over: Callable[[Result], None] | None,
-        poll: Callable[[], None],
+        decode: bool = True,
+        isolate: bool = False,
+        write: Callable[[Clip], None] | None = None,
+        hand_over: Callable[[Result], None] | None = None,
+        poll: Callable[[], None] = lambda: None,
         decode_video: Callable[[Tensor], Iterator[Tensor]] | None = None,
         decode_audio: Callable[[Tensor], Tensor] | None = None,
         on_ranks: str = "",
@@ -144,22 +143,21 @@ class DecodeQueue:
             self._waiting.append(run)
             return
         yield from self.drain()
-        self._begin(run)
+        self._task = BackgroundTask(partial(self._outcome, run))
         if self.on_ranks or not self.overlap or run.error:
             yield from self.drain()
 
     def drain(self, wait: bool = True) -> Iterator[Result | Failure]:
         """The outcomes of the jobs that are left; without waiting, only what is there already."""
-        while self._task and (wait or self._task.done):
-            outcome = self._task.result(self.poll)
-            self._task = None
-            yield outcome
-        if wait and self._waiting:
-            self._begin(self._waiting.pop(0))
-            yield from self.drain()
-
-    def _begin(self, run: JobRun) -> None:
-        self._task = BackgroundTask(partial(self._outcome, run))
+        while True:
+            if self._task and (wait or self._task.done):
+                outcome = self._task.result(self.poll)
+                self._task = None
+                yield outcome
+            elif wait and self._waiting:
+                self._task = BackgroundTask(partial(self._outcome, self._waiting.pop(0)))
+            else:
+                return
 
     def _outcome(self, run: JobRun) -> Result | Failure:
         if not run.error:
@@ -190,14 +188,8 @@ class DecodeQueue:
                 else:
                     tensors["frames"] = torch.cat(list(clip.chunks))
                 tensors["waveform"] = clip.waveform()
-        result = Result(
-            job,
-            tensors.get("frames"),
-            job.output_frame_rate,
-            tensors.get("waveform"),
-            rate,
-            tensors,
-        )
+        frames, waveform = tensors.get("frames"), tensors.get("waveform")
+        result = Result(job, frames, waveform, rate, tensors)
         if self.hand_over:
             self.hand_over(result)
         return result
@@ -206,12 +198,10 @@ class DecodeQueue:
     def _decoding(
         self, job: Job, video: Tensor, sound: Callable[[], Tensor], rate: int
     ) -> Iterator[Clip]:
-        """A job's clip. Where cores are free for it, pictures are decoded ahead of who takes them,
-        and sound beside them; else each when it is asked for."""
-        chunks, sound = self._pictures(video), cache(sound)
+        """A job's clip; where cores are free, pictures are decoded ahead, and sound beside them."""
+        chunks, sound, task = self._pictures(video), cache(sound), None
         if job.extension:
             chunks = with_source(job, chunks)
-        task = None
         with ExitStack() as ending:
             ending.enter_context(closing(chunks))
             if self.overlap:
@@ -222,10 +212,7 @@ class DecodeQueue:
                 with self.recorder.paused():
                     return task.result() if task else sound()
 
-            def ready() -> bool:
-                return task is not None and task.done
-
-            yield Clip(job, self._awaited(chunks), waveform, rate, ready)
+            yield Clip(job, self._awaited(chunks), waveform, rate, lambda: bool(task) and task.done)
 
     def _pictures(self, video: Tensor) -> Iterator[Tensor]:
         chunks = self.decode_video(video)

@@ -1,9 +1,8 @@
 """One stage on the ranks: what is uploaded once, the steps that follow, and what comes back.
 
 A step runs on the device from latents to next latents; of res_2s, whose state is the host's, an
-evaluation does, to the prediction. All that the steps share (contexts, RoPE
-tables, one modulation table per schedule, what images hold, the steps' numbers) is uploaded by
-`prepare`; after that the host names a step's number.
+evaluation does, to the prediction. `prepare` uploads all that the steps share: contexts, RoPE
+tables, one modulation table per schedule, what images hold, the steps' numbers.
 
 Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct timesteps of a step,
 S rows of the compiled graph's schedule tables (at least as many as there are steps).
@@ -24,14 +23,13 @@ from ltx_neuron.job import Job, Stage
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.rope import rope_tables
 from ltx_neuron.models.signatures import AUDIO_MASKS, LATENTS, PASSES
-from ltx_neuron.sampling import conditioning, latents
+from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import Compat
-from ltx_neuron.sampling.conditioning import LatentState
+from ltx_neuron.sampling.conditioning import initial_states
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import Guidance
 from ltx_neuron.sampling.res_2s import Res2s, Stream, evaluation_pairs
 from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
-from ltx_neuron.sampling.states import initial_states
 from ltx_neuron.text.encoders import Contexts
 
 _STREAMS = ("video", "audio")
@@ -88,16 +86,14 @@ class StageRun:
             contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
         # What `step` runs at each number; guidance replaces it.
         self.sequence = ["main"] * self.bucket.max_steps
-        given = encoded, (video, audio), images
-        rate, compat = job.size.frame_rate, self.compat
-        self.states = initial_states(
-            job, rate, stage.upsampled, *given, compat, self.dtype, stage.window
-        )
+        given = encoded, (video, audio), images, self.compat, self.dtype
+        self.states = initial_states(job, stage.upsampled, *given, stage.window)
         # The generator draws video first.
-        self.video, self.audio = (self._noised(state, generator) for state in self.states)
+        noise = generator, stage.sigmas[0], self.compat.conditioning
+        self.video, self.audio = (state.noised(*noise) for state in self.states)
         video, audio = self.states
-        masks, video_choice = self._timesteps(video, self.bucket.timesteps)
-        audio_masks, audio_choice = self._timesteps(audio, self.bucket.audio_timesteps)
+        masks, video_choice = video.timestep_choice(self.bucket.timesteps, self.dtype)
+        audio_masks, audio_choice = audio.timestep_choice(self.bucket.audio_timesteps, self.dtype)
         shared = {
             **self._schedule(stage, (masks, audio_masks)),
             **rope_tables(self.config, video.positions, audio.positions),
@@ -124,27 +120,6 @@ class StageRun:
             model = self.config.num_layers, self.dtype, self.compat.conditioning
             self.sequence = prepare_passes(self.ranks, self.bucket, *given, *model)
 
-    def _noised(self, state: LatentState, generator: torch.Generator) -> Tensor:
-        """Tokens (1, T, 128) at the first step's sigma. Noise is drawn for a frozen stream as well,
-        though it begins clean: what is drawn next depends on it."""
-        compat = self.compat.conditioning
-        if state.frozen:
-            scale = state.frozen_noise
-            return conditioning.noised(state.latent, generator, scale, compat_1_0_0=compat)
-        return conditioning.noised(
-            state.latent,
-            generator,
-            self.stage.sigmas[0],
-            state.clean_latent,
-            state.denoise_mask,
-            compat,
-        )
-
-    def _timesteps(self, state: LatentState, count: int) -> tuple[Tensor, Tensor]:
-        """The denoise masks of `count` timesteps (U,), and which of them each token has, (T, U)."""
-        masks = state.masks if count > 1 else (1.0,)
-        return conditioning.timestep_choice(state.denoise_mask, masks, count, self.dtype)
-
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The sigmas (S, 2, 2) and the modulation tables, (S, U, 17, D) of each stream."""
         max_steps, states = self.bucket.max_steps, self.states
@@ -153,20 +128,12 @@ class StageRun:
         pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), still)
         # A frozen stream is clean to the model, in its own layers and to those that listen to it.
         own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
-        tables = {
-            f"{stream}_modulation": modulation_table(
-                self.adaln,
-                self.config,
-                stream,
-                own[i],
-                masks[i],
-                self.compat.cross_sigma,
-                own[1 - i],
-            )
-            for i, stream in enumerate(_STREAMS)
-        }
-        step_numbers = torch.arange(max_steps, dtype=torch.int32)
-        return {"sigmas": pairs, "step_numbers": step_numbers, **tables}
+        tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}
+        for i, stream in enumerate(_STREAMS):
+            rows = own[i], masks[i], self.compat.cross_sigma, own[1 - i]
+            table = modulation_table(self.adaln, self.config, stream, *rows)
+            tables[f"{stream}_modulation"] = table
+        return tables
 
     def start(self) -> None:
         """Put the noised latents where the steps find them."""
@@ -218,13 +185,13 @@ class StageRun:
         return tuple(self.ranks.get(self.bucket.name, name) for name in names)
 
     def video_latent(self) -> Tensor:
-        """The video's latents between two steps, (1, 128, F, h, w): read back for whoever asks."""
-        video = self.res_2s.streams[0].latent if self.res_2s else self._read(LATENTS[0])[0]
+        """The video's latents between two of Euler's steps, (1, 128, F, h, w), read back."""
+        (video,) = self._read(LATENTS[0])
         return latents.unpatchify_video(video, self.latent_shape)
 
     def predicted_video(self) -> Tensor | None:
-        """What a sampler that keeps it predicted last, (1, 128, F, h, w); None of Euler's steps,
-        whose latents tell. Those of res_2s hold new noise."""
+        """What res_2s predicted last, (1, 128, F, h, w), as its latents hold new noise; None of
+        Euler's steps, whose latents tell."""
         if not self.res_2s:
             return None
         return latents.unpatchify_video(self.res_2s.streams[0].denoised, self.latent_shape)

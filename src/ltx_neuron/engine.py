@@ -20,16 +20,14 @@ from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.host import calibration, conditions
 from ltx_neuron.host.background import BackgroundTask
-from ltx_neuron.host.images import load_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.preflight import Preflight
-from ltx_neuron.progress import JobRun, Turn, turns_of
+from ltx_neuron.progress import JobRun, StageGroup, stage_groups
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.residency import Residency
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.extension import start_of
 from ltx_neuron.text import inputs
 from ltx_neuron.text.cache import PromptCache
@@ -155,14 +153,14 @@ class Engine:
         with self._session(keep), self._decode_queue(**options) as queue:
             while jobs:
                 runs = self._encode_prompts(jobs, resume, generator)
-                turns = turns_of(runs, self.workspace.dit_weights, self.residency.weights)
+                groups = stage_groups(runs, self.workspace.dit_weights, self.residency.weights)
                 # Unless every run has its latents already.
-                if first := next((turn.stages[0] for turn in turns if turn.stages), None):
+                if first := next((group.stages[0] for group in groups if group.stages), None):
                     programs = {step.bucket.name: step.manifest for step in compiled.values()}
                     self.residency.load_transformer(programs, first.loras)
                 # Not before: a run that is refused leaves the folder as it was.
                 calibration.store(self.workspace.artifacts)
-                yield from self._denoise(turns, compiled, queue, isolate, keep)
+                yield from self._denoise(groups, compiled, queue, isolate, keep)
                 # The ranks decode before other jobs are looked at; the host meanwhile.
                 yield from queue.drain(wait=bool(queue.on_ranks))
                 while not (jobs := more()) and queue.pause():
@@ -177,36 +175,36 @@ class Engine:
 
     def _denoise(
         self,
-        turns: list[Turn],
+        groups: list[StageGroup],
         compiled: dict[tuple[int, Stage], CompiledStep],
         queue: DecodeQueue,
         isolate: bool,
         keep: bool,
     ) -> Iterator[Result | Failure]:
         """Run the stages of all jobs, and hand each job to the queue after its last one."""
-        for turn in turns:
-            run, self.job = turn.run, turn.run.job
+        for group in groups:
+            run, self.job = group.run, group.run.job
             if run.error:
                 continue  # an earlier stage failed
             try:
                 with isolated(run, isolate):
-                    for stage in turn.stages:
+                    for stage in group.stages:
                         stage_run = self._prepare(run, stage, compiled[id(run.job), stage])
-                        video, audio = self._steps(stage_run)
-                        self._finish(run, stage_run, video, audio)
+                        run.finish(stage, *self._steps(stage_run))
+                        self._finish(run, stage_run)
             except Exception:  # all jobs end: what is done is handed out first
                 yield from queue.drain(wait=False)
                 raise
             if run.error or not run.stages_left:
-                if turn is turns[-1] and not (keep or self.options.neuron_vae):
+                if group is groups[-1] and not (keep or self.options.neuron_vae):
                     self.residency.unload_transformer()
                 yield from queue.submit(run)
 
     @contextmanager
     def _session(self, keep: bool) -> Iterator[None]:
-        """Close the engine at the end of a run unless it is to `keep` its models, and at an error
-        in any case. The host's threads are those of the profile: their number changes bits."""
-        # The first call in a thread sets its default, which would undo the next line later.
+        """Close the engine at the end, unless it is to `keep` its models, and at an error."""
+        # The number of threads changes bits. The first call in a thread sets its default, which
+        # would undo the next line later.
         torch.get_num_threads()
         torch.set_num_threads(self.workspace.profile.host_threads)
         try:
@@ -233,20 +231,18 @@ class Engine:
         )
 
     def _decode_video(self, latent: Tensor) -> Iterator[Tensor]:
-        """The frames of a latent (1, 128, F, h, w), in chunks: decoded by the host, or on the ranks
-        in tiles."""
-        if not self.options.neuron_vae:
-            return self.host.decode_video(latent)
-        tiles = self.residency.video_decoder(self.preflight.tiles, self.preflight.sound)
+        """A latent (1, 128, F, h, w) to chunks of frames: on the host, or on the ranks in tiles."""
+        tiles, programs = None, (self.preflight.tiles, self.preflight.sound)
+        if self.options.neuron_vae:
+            tiles = self.residency.video_decoder(*programs)
         return self.host.decode_video(latent, tiles)
 
     def _decode_audio(self, latent: Tensor) -> Tensor:
-        """The waveform of a latent (1, 8, Ta, 16): decoded by the host, or on the ranks in
-        spans."""
-        if not self.preflight.decodes_on_ranks(latent.shape[2]):
-            return self.host.decode_audio(latent)
-        programs = self.preflight.tiles, self.preflight.sound
-        return self.host.decode_audio(latent, self.residency.sound_decoder(*programs))
+        """A latent (1, 8, Ta, 16) to a waveform: on the host, or on the ranks in spans."""
+        spans, programs = None, (self.preflight.tiles, self.preflight.sound)
+        if self.preflight.decodes_on_ranks(latent.shape[2]):
+            spans = self.residency.sound_decoder(*programs)
+        return self.host.decode_audio(latent, spans)
 
     # --- encode the prompts -----------------------------------------------------------------------
 
@@ -262,38 +258,30 @@ class Engine:
         resume: Callable[[Job], JobRun | None],
         generator: torch.Generator | None,
     ) -> list[JobRun]:
-        """The jobs under way: interrupted ones as they were, the others with their contexts."""
-        interrupted = {index: run for index, job in enumerate(jobs) if (run := resume(job))}
-        self._encode([job.prompts for i, job in enumerate(jobs) if i not in interrupted])
-        return [
-            interrupted.get(index) or JobRun(job, self._contexts[job.prompts], generator)
-            for index, job in enumerate(jobs)
-        ]
-
-    def _encode(self, prompts: list[tuple[str, ...]]) -> None:
-        """Have the contexts of these prompts; the text encoder is gone afterwards.
-
-        prompts  of each job: its prompt and, where a pass uses it, its negative prompt
-        """
+        """The jobs under way, with contexts; the text encoder is gone afterwards."""
+        runs = [(job, resume(job)) for job in jobs]
         if len(self._contexts) > _REMEMBERED_PROMPTS:
             self._contexts.clear()
-        unknown = [texts for texts in prompts if texts not in self._contexts]
-        tokens = {
-            texts: [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
-            for texts in unknown
-        }
-        for texts in list(tokens) if self.prompt_cache else ():
-            if contexts := self.prompt_cache.read(tokens[texts]):
+        unknown, cache = {}, self.prompt_cache
+        for texts in (job.prompts for job, interrupted in runs if not interrupted):
+            if texts in self._contexts or texts in unknown:
+                continue
+            tokens = [inputs.tokenize(self.workspace.tokenizer, text) for text in texts]
+            if contexts := cache and cache.read(tokens):
                 self._contexts[texts] = contexts
-                del tokens[texts]
-        if not tokens:
-            return
-        encoding = self._text_encoder(list(tokens.values()))
-        with encoding as encoder, self.recorder.phase("encode_text"):
-            for texts, ids in tokens.items():
-                self._contexts[texts] = encoder.encode(ids)
-                if self.prompt_cache:
-                    self.prompt_cache.write(ids, self._contexts[texts])
+            else:
+                unknown[texts] = tokens
+        if unknown:
+            encoding = self._text_encoder(list(unknown.values()))
+            with encoding as encoder, self.recorder.phase("encode_text"):
+                for texts, tokens in unknown.items():
+                    self._contexts[texts] = encoder.encode(tokens)
+                    if cache:
+                        cache.write(tokens, self._contexts[texts])
+        return [
+            interrupted or JobRun(job, self._contexts[job.prompts], generator)
+            for job, interrupted in runs
+        ]
 
     @contextmanager
     def _text_encoder(self, prompts: list[list[list[int]]]) -> Iterator:
@@ -317,17 +305,16 @@ class Engine:
         if job.has_media and not (stage.upsampled or "video_latent" in run.tensors):
             with self.recorder.phase("encode_inputs"):
                 run.tensors |= conditions.encode(self.host, job)
-        start = self._initial_latents(run, stage)
-        ranks, dtype = self.residency.ranks, workspace.dtype
-        stage_run = StageRun(ranks, compiled, workspace.transformer, dtype, adaln, self.compat)
+        start, ranks = self._initial_latents(run, stage), self.residency.ranks
+        shared = workspace.transformer, workspace.dtype, adaln, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):
-            images = self._encode_images(job, stage)
+            images = conditions.encode_images(self.host, job, stage.height, stage.width)
+            stage_run = StageRun(ranks, compiled, *shared)
             stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, run.tensors)
         return stage_run
 
     def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:
-        """(1, 128, F, h, w) and (1, 8, Ta, 16): the stage before's, its video upsampled, those of
-        a file, or zeros, which the noise of a first stage replaces; of a window, what is there."""
+        """What a stage starts from, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         if stage.window:
             return start_of(run.job.extension, stage.window, run.tensors)
         if stage.upsampled:
@@ -340,15 +327,6 @@ class Engine:
         shape = stage.height, stage.width, size.num_frames, size.frame_rate
         video, audio = latents.zeros(*shape, self.workspace.dtype)
         return given.get("video_latent", video), given.get("audio_latent", audio)
-
-    def _encode_images(self, job: Job, stage: Stage) -> list[tuple[ImageCondition, Tensor]]:
-        """The job's images with their latents (1, 128, 1, h, w) at the stage's size."""
-        encoded = []
-        for image in job.images:
-            sides, dtype = (stage.height, stage.width), self.workspace.dtype
-            pixels = load_image(image.path, *sides, image.crf, dtype, job.upright)
-            encoded.append((image, self.host.encode_image(pixels)))
-        return encoded
 
     def _steps(self, stage_run: StageRun) -> tuple[Tensor, Tensor]:
         """Run a stage's steps; returns its latents, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
@@ -380,19 +358,11 @@ class Engine:
         if self.on_step_end:
             self.on_step_end(stage, number)
 
-    def _finish(self, run: JobRun, stage_run: StageRun, video: Tensor, audio: Tensor) -> None:
-        """Keep a stage's latents, and record what its steps cost."""
-        run.finish(stage_run.stage, video, audio)
-        self.stage_run = None
-        self._count(stage_run, run.job)
-        if self.on_stage_end:
-            self.on_stage_end(run)
-
-    def _count(self, stage_run: StageRun, job: Job) -> None:
-        """Record a step's collectives and FLOPs, as counted in its graphs when compiled."""
-        compiled, stage = stage_run.compiled, stage_run.stage
+    def _finish(self, run: JobRun, stage_run: StageRun) -> None:
+        """Record what a stage's steps cost, as counted in its graphs when compiled."""
+        compiled, stage, self.stage_run = stage_run.compiled, stage_run.stage, None
         guided, tp, counters = compiled.bucket.guided, self.workspace.tp, self.recorder.counters
-        passes = len(job.resolved_guidance.passes()) if guided else 1
+        passes = len(run.job.resolved_guidance.passes()) if guided else 1
         passes *= len(stage.evaluations) // stage.steps
         cost = compiled.manifest.cost("pass" if guided else "main")
         counters.collectives_per_step = {
@@ -401,3 +371,5 @@ class Engine:
         }
         counters.flops_per_step = cost["flops"] * passes * tp
         counters.peak_flops = self.workspace.profile.flops(tp)
+        if self.on_stage_end:
+            self.on_stage_end(run)

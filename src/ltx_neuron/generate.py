@@ -2,7 +2,6 @@
 the files that were asked for, and print the latency table."""
 
 import platform
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from ltx_neuron.report import table
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.workspace import Workspace
 
+# Beside Python, what a video depends on.
 _PACKAGES = ("torch", "ltx-core", "transformers", "safetensors", "av")
 
 
@@ -53,11 +53,6 @@ class Outputs:
     report: Path | None = None
     resume: bool | str | None = None
 
-    @property
-    def sidecar(self) -> Path:
-        """The JSON beside the video: what made it."""
-        return self.video.with_suffix(".json")
-
     def check(self, inputs: dict[str, Path]) -> None:
         """Raise UserError unless all that is asked for can be written, each to a file of its own.
 
@@ -77,23 +72,19 @@ class Outputs:
             check_writable(path, f"{name.split()[-1]} FILE")
         if self.frames:
             check_folder(self.frames, "--save-frames DIR")
-            outputs |= self._frame_files(outputs.values())
+            # Those that are there, and those that another output has the name of: how many are
+            # written is not known yet.
+            names = {path.name for path in (*frames_in(self.frames), *outputs.values())}
+            for name in sorted(filter(FRAME_NAME.fullmatch, {*names, "frame_00000.png"})):
+                outputs[f"{name} of --save-frames"] = self.frames / name
         # Its own state it may go on from by name as well.
-        other = isinstance(self.resume, str) and Path(self.resume) != progress.state_path(
-            self.video
-        )
-        resumed = {"--resume": Path(self.resume)} if other else {}
-        check_outputs(outputs, inputs | resumed)
+        resumed = Path(self.resume) if isinstance(self.resume, str) else None
+        if resumed and resumed != progress.state_path(self.video):
+            inputs = inputs | {"--resume": resumed}
+        check_outputs(outputs, inputs)
         progress.check_replaceable(self.video, "--output-path")
         if self.frames:
             check_frames(self.frames)
-
-    def _frame_files(self, others: Iterable[Path]) -> dict[str, Path]:
-        """The frames that are there, and those that another output has the name of: how many are
-        written is not known yet."""
-        names = {path.name for path in (*frames_in(self.frames), *others)} | {"frame_00000.png"}
-        frames = filter(FRAME_NAME.fullmatch, sorted(names))
-        return {f"{name} of --save-frames": self.frames / name for name in frames}
 
     def check_batch(self, prompt: str | None) -> None:
         """Raise UserError for outputs that a batch does not have, or cannot write."""
@@ -119,11 +110,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     engine = Engine(workspace, recorder, options)
     outputs.check(engine.preflight.inputs([job]))
     state = progress.state_path(outputs.video)
-    with (
-        progress.logging_failure(progress.log_path(outputs.video)),
-        progress.keeping_state(state),
-        engine,
-    ):
+    with progress.logging_failure(progress.log_path(outputs.video), state), engine:
         # Once, when `run` has checked the job: what it names is there then.
         identity = cache(partial(run_identity, job, workspace, options))
         engine.on_stage_end = lambda run: progress.save_state(state, run, identity())
@@ -143,9 +130,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         if outputs.tensors:
             progress.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
-    report = make_report(recorder, workspace, job.describe())
-    write_json(outputs.sidecar, sidecar(job, report))
-    show(recorder, report, outputs)
+    show(recorder, write_sidecar(outputs.video, job, recorder, workspace), outputs)
     print(f"video: {outputs.video}")
 
 
@@ -162,8 +147,7 @@ def generate_batch(
     def save(clip: Clip, path: Path) -> None:
         with recorder.phase("encode_mp4"):
             clip.write_mp4(path)
-        report = make_report(recorder, workspace, clip.job.describe())
-        write_json(path.with_suffix(".json"), sidecar(clip.job, report))
+        write_sidecar(path, clip.job, recorder, workspace)
 
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
@@ -219,9 +203,11 @@ def interrupted_run(
 
 def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     """The latency report of all that was recorded so far."""
-    profile, identity = workspace.profile.name, code_identity(workspace)
+    packages = {package: package_version(package) or "absent" for package in _PACKAGES}
+    versions = {"python": platform.python_version(), **packages}
+    identity = code_identity(workspace)
     identity["tuned"] = workspace.tuned_settings and workspace.tuned_settings.describe()
-    return recorder.report(job, profile, workspace.tp, versions(), identity)
+    return recorder.report(job, workspace.profile.name, workspace.tp, versions, identity)
 
 
 def show(recorder: Recorder, report: dict, outputs: Outputs) -> None:
@@ -229,6 +215,13 @@ def show(recorder: Recorder, report: dict, outputs: Outputs) -> None:
     if outputs.report:
         recorder.write(outputs.report)
     print(table.table(report))
+
+
+def write_sidecar(video: Path, job: Job, recorder: Recorder, workspace: Workspace) -> dict:
+    """Write the JSON beside a video; returns the latency report so far."""
+    report = make_report(recorder, workspace, job.describe())
+    write_json(video.with_suffix(".json"), sidecar(job, report))
+    return report
 
 
 def sidecar(job: Job, report: dict) -> dict:
@@ -244,12 +237,6 @@ def sidecar(job: Job, report: dict) -> dict:
         "seconds": seconds,
         "torch_threads": torch.get_num_threads(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a video depends on."""
-    packages = {package: package_version(package) or "absent" for package in _PACKAGES}
-    return {"python": platform.python_version(), **packages}
 
 
 def code_identity(workspace: Workspace) -> dict:

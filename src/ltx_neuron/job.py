@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
+from ltx_neuron.sampling.conditions import Inputs, check_together
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.guidance import (
@@ -20,7 +21,6 @@ from ltx_neuron.sampling.guidance import (
     default_guidance,
     default_steps,
 )
-from ltx_neuron.sampling.inputs import Inputs, check_together
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.res_2s import steps_of_evaluations
 from ltx_neuron.sampling.schedules import (
@@ -152,6 +152,18 @@ class Job(Inputs):
         return f"{stage.key}_audio"
 
     @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """(F, h, w) of the latents that are seen, before --upscale."""
+        stage, longer = self.stages[-1], self.extension
+        shape = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        return (longer.video_latents, *shape[1:]) if longer else shape
+
+    @property
+    def audio_latents(self) -> int:
+        """Latents of the sound that is heard."""
+        return self.extension.audio_latents if self.extension else self.size.audio_frames
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The compiled shapes of all stages."""
         return list(dict.fromkeys(self.bucket(stage) for stage in self.stages))
@@ -166,14 +178,12 @@ class Job(Inputs):
 
     def bucket(self, stage: Stage, timesteps: int | None = None) -> Bucket:
         """The compiled shape a stage needs."""
-        size, sides = self.size, (stage.height, stage.width)
+        frames, *sides = video_latent_shape(stage.height, stage.width, self.size.num_frames)
+        appended = self.appended_tokens(stage.upsampled, *sides)
         references = self.appended_references(stage.upsampled)
-        frames, rows, columns = video_latent_shape(*sides, size.num_frames)
-        tokens = (frames + self.keyframes) * rows * columns
-        tokens += sum(math.prod(r.latent_shape(*sides, size.num_frames)) for r in references)
         return Bucket(
-            video_tokens=tokens,
-            audio_tokens=size.audio_frames,
+            video_tokens=frames * math.prod(sides) + appended,
+            audio_tokens=self.size.audio_frames,
             timesteps=timesteps or self.timesteps(stage.upsampled),
             max_steps=stage.max_steps,
             guided=stage.guided,
@@ -243,7 +253,10 @@ class Job(Inputs):
     def check_shape(self) -> None:
         """Raise UserError for what no graph can be compiled for, which the prompt is no part of."""
         check_fields(self)
-        self.size.check(self.extension and self.extension.legal_window_frames)
+        check_fields(self.size)
+        if self.extension:
+            self.extension.check()
+        self.size.check()
         if self.recipe not in RECIPES:
             raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
         check_upscale(self.upscale, self.size.two_stage)
@@ -262,7 +275,7 @@ class Job(Inputs):
                 f" is in every stage and takes none; type {named} in its place, or leave out"
                 " --video-conditioning"
             )
-        check_together(self.asked | asked)
+        check_together(self.flags | asked)
         if self.recipe == "dev":
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
@@ -294,7 +307,7 @@ class Job(Inputs):
         for name, field in zip(LORAS, LORA_FIELDS, strict=True):
             loras = getattr(self, field)
             values[name] = tuple(LoraFile(str(x.path.absolute()), x.strength) for x in loras)
-        return JobSpec.model_construct(**values, **self.said)
+        return JobSpec.model_construct(**values, **self.spec_fields)
 
     def describe(self) -> dict:
         """The job as JSON: what the sidecar and the report record."""

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class LTXPipeline:
         self.engine, self.recipe = engine, recipe
         self.loras: WeightSet = ()
         self.distilled_loras: WeightSet = ()
-        self._turn = _Turn()
+        self._lock, self._thread = threading.Lock(), None  # the one whose call is under way
 
     @classmethod
     def from_pretrained(
@@ -127,8 +127,23 @@ class LTXPipeline:
         """Free the device; the next call loads again. While another thread's call runs, this waits
         for its end; in a forked process it does nothing."""
         if not self.engine.forked:
-            with self._turn.taken("close"):
+            with self._exclusively("close"):
                 self.engine.close()
+
+    @contextmanager
+    def _exclusively(self, what: str) -> Iterator[None]:
+        """While no other thread is in a "call" or "close"."""
+        if self._thread == threading.get_ident():
+            raise UserError(
+                f"{what} inside a call of the same pipeline, as in its callback: that call is not"
+                " done. Do it after the call; an exception in the callback ends the call"
+            )
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = None
 
     def __call__(
         self,
@@ -180,31 +195,26 @@ class LTXPipeline:
         output_type           "np" frames and waveform, "latent" the latents, "mp4" at output_path
         callback_on_step_end  called with (self, step, sigma, {"stage": name}) after every step
         """
-        said = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
-        said |= dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
-        said["two_stage"] = two_stage
+        size = dict(height=height, width=width, num_frames=num_frames, frame_rate=frame_rate)
+        part = dict(start_time=start_time, end_time=end_time, regenerate=regenerate, extend=extend)
         job = Job(
             prompt,
-            recipe=self.recipe,
             seed=_plain(seed),
             num_inference_steps=_plain(num_inference_steps),
             negative_prompt=negative_prompt,
             guidance=guidance,
             upscale=upscale,
-            images=_conditions(image),
+            images=_several("image", image, ImageCondition, ImageCondition),
+            sound=_condition("audio", audio, SoundCondition),
+            references=_references(reference, ic_loras),
+            attention_mask=_condition("attention_mask", attention_mask, AttentionMask),
             images_as_guides=images_as_guides,
             skip_stage_2=skip_stage_2,
             sampler=sampler,
-            references=_references(reference, ic_loras),
-            **_given(audio, video, attention_mask, said, self._upright),
-            **self._lora_fields(loras, distilled_loras, ic_loras, two_stage),
+            **self._size_and_retake(video, size | part | {"two_stage": two_stage}),
+            **self._recipe_fields(loras, distilled_loras, ic_loras, two_stage),
         )
         return self._generate(job, generator, output_type, output_path, callback_on_step_end)
-
-    @property
-    def _upright(self) -> bool:
-        """Whether images and videos are taken as they are shown."""
-        return not self.engine.compat.as_stored
 
     def _generate(
         self,
@@ -215,7 +225,6 @@ class LTXPipeline:
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None,
     ) -> LTXPipelineOutput:
         self.engine.check_process()
-        job = replace(job, upright=self._upright)
         _check_known("output_type", output_type, ("np", "latent", "mp4"))
         check_type("output_path", output_path, str | Path | None)
         check_type("callback_on_step_end", callback_on_step_end, Callable | None)
@@ -237,49 +246,44 @@ class LTXPipeline:
 
         if output_type == "mp4":
             options["write"] = write
-        with self._turn.taken("call"):
+        with self._exclusively("call"):
             self.engine.on_step_end = callback_on_step_end and on_step_end
             (result,) = self.engine.run([job], **options)
         return _output(result, output_type, output_path)
 
-    def _lora_fields(
+    def _size_and_retake(
+        self, video: str | Path | Retake | None, fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A call's size and retake as a Job's fields; `fields` are a JobSpec's."""
+        check_type("video", video, str | Path | Retake | None)
+        fields = {name: _plain(value) for name, value in fields.items()}
+        check_type("extend", fields["extend"], float | None)
+        if fields["regenerate"] == Retake.regenerate:
+            fields["regenerate"] = None
+        path = str(video) if isinstance(video, str | Path) else None
+        spec = JobSpec.model_construct(video_path=path, **fields)
+        retake = retake_of(spec, _name)
+        if isinstance(video, Retake):
+            own = {"video_path": str(video.path), "extend": video.extend or None}
+            spec, retake = spec.model_copy(update=own), video
+        upright = not self.engine.compat.as_stored
+        return {"size": size_of(spec, upright, _name), "retake": retake, "upright": upright}
+
+    def _recipe_fields(
         self,
         loras: list[tuple] | None,
         distilled: list[tuple] | None,
         ic: list[tuple],
         two_stage: bool,
-    ) -> dict[str, WeightSet]:
-        """A call's LoRAs as a Job's fields; the pipeline's own where it does not say, the distilled
-        ones only where there is a stage for them."""
+    ) -> dict[str, Any]:
+        """The recipe and LoRAs of a call as a Job's fields, else the pipeline's own."""
         own = self.distilled_loras if two_stage else ()
         return {
+            "recipe": self.recipe,
             "loras": self.loras if loras is None else _loras(loras),
             "stage_1_loras": _loras(ic),
             "stage_2_loras": own if distilled is None else _loras(distilled),
         }
-
-
-class _Turn:
-    """Which thread works with a pipeline: the others wait until it is done."""
-
-    def __init__(self):
-        self._lock, self._thread = threading.Lock(), None
-
-    @contextmanager
-    def taken(self, what: str) -> Iterator[None]:
-        """Take a turn for a "call" or "close". UserError for the thread that has the turn: it would
-        wait for itself."""
-        if self._thread == threading.get_ident():
-            raise UserError(
-                f"{what} inside a call of the same pipeline, as in its callback: that call is not"
-                " done. Do it after the call; an exception in the callback ends the call"
-            )
-        with self._lock:
-            self._thread = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._thread = None
 
 
 def _check_known(name: str, value, known: Iterable) -> None:
@@ -306,45 +310,28 @@ def _check_generator(generator: torch.Generator | None) -> None:
         )
 
 
-def _conditions(
-    image: str | Path | ImageCondition | list[ImageCondition] | None,
-) -> tuple[ImageCondition, ...]:
-    if isinstance(image, list | tuple):
-        return tuple(image)
-    if image is None or isinstance(image, ImageCondition):
-        return () if image is None else (image,)
-    check_type("image", image, str | Path | ImageCondition | list | None)
-    return (ImageCondition(str(image)),)
+def _condition(name: str, value: Any, kind: Any) -> Any:
+    """A condition of a kind, which a path stands for as well."""
+    check_type(name, value, str | Path | kind | None)
+    return kind(str(value)) if isinstance(value, str | Path) else value
 
 
-def _given(
-    audio: str | Path | SoundCondition | None,
-    video: str | Path | Retake | None,
-    mask: str | Path | AttentionMask | None,
-    said: dict[str, Any],
-    upright: bool,
-) -> dict[str, Any]:
-    """A Job's size, sound, retake and attention mask; of a video its file says the size.
+def _several(name: str, value: Any, kind: Any, of_path: Callable[[str], Any]) -> tuple:
+    """None, a path, or one or several conditions of a kind, as a tuple of conditions."""
+    check_type(name, value, str | Path | kind | list | tuple | None)
+    if isinstance(value, str | Path):
+        value = of_path(str(value))
+    return (value,) if isinstance(value, kind) else tuple(value or ())
 
-    said  fields of a JobSpec
-    """
-    check_type("audio", audio, str | Path | SoundCondition | None)
-    check_type("video", video, str | Path | Retake | None)
-    check_type("attention_mask", mask, str | Path | AttentionMask | None)
-    said = {name: _plain(value) for name, value in said.items()}
-    check_type("extend", said["extend"], float | None)
-    if said["regenerate"] == Retake.regenerate:
-        said["regenerate"] = None
-    path = str(video) if isinstance(video, str | Path) else None
-    spec = JobSpec.model_construct(video_path=path, **said)
-    retake = retake_of(spec, _name)
-    if isinstance(video, Retake):
-        own = {"video_path": str(video.path), "extend": video.extend or None}
-        spec, retake = spec.model_copy(update=own), video
-    sound = SoundCondition(str(audio)) if isinstance(audio, str | Path) else audio
-    mask = AttentionMask(str(mask), 1.0) if isinstance(mask, str | Path) else mask
-    size = size_of(spec, upright, _name)
-    return {"size": size, "sound": sound, "retake": retake, "attention_mask": mask}
+
+def _references(reference: Any, ic_loras: list[tuple]) -> tuple[ReferenceVideo, ...]:
+    """A Job's references; those of a path are scaled as the LoRAs that take them say."""
+
+    def of_path(path: str) -> ReferenceVideo:
+        frames = footage(path, "reference").num_frames
+        return ReferenceVideo(path, 1.0, frames, *reference_scale(_loras(ic_loras)))
+
+    return _several("reference", reference, ReferenceVideo, of_path)
 
 
 def _name(field: str) -> str:
@@ -352,22 +339,11 @@ def _name(field: str) -> str:
     return {"video_path": "video", "audio_path": "audio"}.get(field, field)
 
 
-def _references(
-    reference: str | Path | ReferenceVideo | list[ReferenceVideo] | None, ic_loras: list[tuple]
-) -> tuple[ReferenceVideo, ...]:
-    """A Job's references, scaled as the LoRAs that take them say."""
-    check_type("reference", reference, str | Path | ReferenceVideo | list | tuple | None)
-    if isinstance(reference, str | Path):
-        frames = footage(reference, "reference").num_frames
-        reference = ReferenceVideo(str(reference), 1.0, frames, *reference_scale(_loras(ic_loras)))
-    if isinstance(reference, ReferenceVideo):
-        reference = (reference,)
-    return tuple(reference or ())
-
-
 def _output(result: Result, output_type: str, output_path: str | Path | None) -> LTXPipelineOutput:
     """What a call returns for a result."""
-    output = LTXPipelineOutput(frame_rate=result.frame_rate, sample_rate=result.sample_rate)
+    output = LTXPipelineOutput(
+        frame_rate=result.job.output_frame_rate, sample_rate=result.sample_rate
+    )
     if output_type == "np":
         output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
     elif output_type == "mp4":

@@ -12,12 +12,11 @@ from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host import conditions
-from ltx_neuron.host.images import check_image
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.profiles import require_runtime
-from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
+from ltx_neuron.sampling.latents import TIME_SCALE
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights import lora
 from ltx_neuron.workspace import Workspace
@@ -63,13 +62,20 @@ class Preflight:
         Raises UserError with what to type. Nothing is loaded.
         """
         workspace = self.workspace
-        self._check_options(jobs)
+        for job in jobs:
+            job.check()
+            if job.recipe == "dev":
+                job.resolved_guidance.check(workspace.transformer.num_layers)
+            for kind, flag in job.upsamplers.items():
+                download = f"Download it: {upsampler_download(kind)}"
+                require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
+        _check_distilled_loras(jobs)
         require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
-            for image in job.images:
-                check_image(image.path, job.size.height, job.size.width, job.upright)
             conditions.check(job)
-        self._check_host_models([name for job in jobs for name in _host_models(job)])
+        models = dict.fromkeys(name for job in jobs for name in _host_models(job))
+        self.host.check([name for name in models if name not in self._checked_models])
+        self._checked_models.update(models)
         self._check_weight_files(jobs)
         try:
             compiled = self._find_artifacts(jobs)
@@ -95,27 +101,8 @@ class Preflight:
         """Whether the ranks decode a sound of so many latents."""
         return spectrogram_program_name(span_sizes(latents)[0]) in self.sound
 
-    def _check_options(self, jobs: list[Job]) -> None:
-        """Refuse jobs and options that do not go together."""
-        workspace = self.workspace
-        for job in jobs:
-            job.check()
-            if job.recipe == "dev":
-                job.resolved_guidance.check(workspace.transformer.num_layers)
-            for kind, flag in job.upsamplers.items():
-                download = f"Download it: {upsampler_download(kind)}"
-                require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
-        _check_distilled_loras(jobs)
-
-    def _check_host_models(self, names: list[str]) -> None:
-        """Compare the files of host models with what their configs describe, once an engine."""
-        unchecked = [name for name in dict.fromkeys(names) if name not in self._checked_models]
-        self.host.check(unchecked)
-        self._checked_models.update(unchecked)
-
     def _check_weight_files(self, jobs: list[Job]) -> None:
-        """Read the headers of the checkpoint, of the LoRAs and of Gemma's files, and the tokenizer,
-        once an engine. Each raises UserError where it is not whole."""
+        """Read the headers of all weight files and the tokenizer, once an engine."""
         workspace = self.workspace
         for loras in {stage.loras: None for job in jobs for stage in job.stages}:
             workspace.source("dit", loras)
@@ -134,31 +121,27 @@ class Preflight:
 
     def _find_artifacts(self, jobs: list[Job]) -> dict[tuple[int, Stage], CompiledStep]:
         """The compiled step of every stage; the weight sets are there as well then."""
-        workspace, compiled = self.workspace, {}
-        for job in jobs:
-            for stage in job.stages:
-                compiled[id(job), stage] = CompiledStep(*workspace.dit_program_for(job, stage))
+        workspace = self.workspace
+        compiled = {
+            (id(job), stage): CompiledStep(*workspace.dit_program_for(job, stage))
+            for job in jobs
+            for stage in job.stages
+        }
         workspace.check_dit_weights(jobs)
         if self.neuron_gemma:
             workspace.weights("gemma3")
             workspace.text_programs(workspace.profile.text_buckets)
         if self.neuron_vae:
             workspace.weights("vae")
-            clips = dict.fromkeys(map(_decoded_latent, jobs))
-            self.tiles = {
-                name: tile for clip in clips for name, tile in workspace.tile_programs(clip).items()
-            }
-            sounds = {}
-            for job in jobs:
-                if not job.sound:
-                    latents = _decoded_sound(job)
-                    sounds[latents] = sounds.get(latents) or _sound_size(job)
-            self.sound = {}
-            if self.sound_on_ranks and sounds:
-                workspace.weights("sound")
-                for latents, size in sounds.items():
-                    if size:
-                        self.sound |= workspace.sound_programs(size, latents)
+            self.tiles, self.sound = {}, {}
+            for latent in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in jobs):
+                self.tiles |= workspace.tile_programs(latent)
+        decoded = [job for job in jobs if not job.sound]  # what is given is not decoded
+        sounds = {job.audio_latents: size for job in decoded if (size := _sound_size(job))}
+        if self.sound_on_ranks and sounds:
+            workspace.weights("sound")
+            for latents, size in sounds.items():
+                self.sound |= workspace.sound_programs(size, latents)
         workspace.say_tuned()
         return compiled
 
@@ -180,26 +163,12 @@ def _check_distilled_loras(jobs: list[Job]) -> None:
         )
 
 
-def _decoded_latent(job: Job) -> tuple[int, int, int]:
-    """(F, h, w) of the video latent that is decoded."""
-    stage = job.stages[-1]
-    latent = video_latent_shape(stage.height, stage.width, job.size.num_frames)
-    if job.extension:
-        latent = (job.extension.video_latents, *latent[1:])
-    return upscaled(latent, job.upscale)
-
-
-def _decoded_sound(job: Job) -> int:
-    """Latents of the sound that is decoded."""
-    return job.extension.audio_latents if job.extension else job.size.audio_frames
-
-
 def _sound_size(job: Job) -> Size | None:
     """The size whose decoders are compiled for the job's sound. None for an extended video that is
     shorter than a span: there may be no size of just as many latents, and the host decodes it."""
     if not job.extension:
         return job.size
-    if job.extension.audio_latents < SPAN_LATENTS:
+    if job.audio_latents < SPAN_LATENTS:
         return None
     frames = job.extension.source_frames + job.extension.made_frames
     return replace(job.size, num_frames=TIME_SCALE * math.ceil(frames / TIME_SCALE) + 1)

@@ -33,15 +33,8 @@ from ltx_neuron.weights.turns import order_of_sets
 SUFFIX, LOG_SUFFIX = ".resume.safetensors", ".failure.log"
 _SIDECAR_KEYS = {"sigmas", "profile", "tp", "versions", "identity"}  # by which one is known
 _IDENTITY, _GENERATOR = "job", "generator_state"
-_STAGE_TENSORS = ("s1_video", "s1_audio", "upsampled", "s2_video", "s2_audio")
 _CONTEXTS = ("video_context", "audio_context")
 _NEGATIVE_CONTEXTS = ("negative_video_context", "negative_audio_context")
-_KEPT = ("attention_mask", *_CONTEXTS, *_STAGE_TENSORS)
-# Of a job that was given its sound: for its second stage and its MP4.
-_GIVEN_SOUND = ("audio_latent", "waveform", "waveform_rate")
-
-# Of a video that is made longer: what its windows go on from, beside each window's own.
-_KNOWN = ("video_latent", "audio_latent")
 
 
 class JobRun:
@@ -87,7 +80,7 @@ class JobRun:
         self.tensors[f"{stage.key}_audio"] = audio
 
 
-class Turn(NamedTuple):
+class StageGroup(NamedTuple):
     """Stages of a job that run one after the other, on one weight set; none where its latents are
     there."""
 
@@ -95,24 +88,24 @@ class Turn(NamedTuple):
     stages: list[Stage]
 
 
-def turns_of(
+def stage_groups(
     runs: list[JobRun], weights_of: Callable[[WeightSet], Path], loaded: Path | None
-) -> list[Turn]:
+) -> list[StageGroup]:
     """The order of work: jobs as they come, but for the fewest swaps of weights.
 
     weights_of  the folder of a weight set
     loaded      the one whose weights are there already
     """
     left = {run: run.stages_left for run in runs}
-    turns = [Turn(run, []) for run in runs if not left[run]]
+    groups = [StageGroup(run, []) for run in runs if not left[run]]
     needed = [[weights_of(stage.loras) for stage in stages] for stages in left.values()]
     for weights in order_of_sets(needed, loaded):
         for run, stages in left.items():
-            turn = Turn(run, [])
+            group = StageGroup(run, [])
             while stages and weights_of(stages[0].loras) == weights:
-                turn.stages.append(stages.pop(0))
-            turns += [turn] if turn.stages else []
-    return turns
+                group.stages.append(stages.pop(0))
+            groups += [group] if group.stages else []
+    return groups
 
 
 def state_path(output_path: Path) -> Path:
@@ -174,19 +167,32 @@ def write_run_tensors(path: Path, tensors: dict[str, Tensor], identity: dict) ->
     write_tensors(path, tensors, {_IDENTITY: json.dumps(identity)})
 
 
+def _latent_shapes(job: Job) -> dict[str, tuple[int, ...]]:
+    """Of the latents that go on in another process, by their names in --save-tensors."""
+    shapes = {}
+    for stage in job.stages:
+        clip = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
+        sound = (1, latents.AUDIO_CHANNELS, job.size.audio_frames, latents.MEL_BINS)
+        shapes[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *clip)
+        shapes[f"{stage.key}_audio"] = sound
+    if job.extension:  # what its windows go on from
+        shapes["video_latent"] = (1, latents.VIDEO_CHANNELS, *job.latent_shape)
+    if job.extension or job.sound:
+        shapes["audio_latent"] = (1, latents.AUDIO_CHANNELS, job.audio_latents, latents.MEL_BINS)
+    return shapes
+
+
 def _kept(job: Job) -> tuple[str, ...]:
     """Names of a job's tensors that go on in another process."""
-    if job.extension:
-        windows = (f"{s.key}_{stream}" for s in job.stages for stream in ("video", "audio"))
-        return (*_KEPT, *_KNOWN, *windows)
-    return (*_KEPT, *_GIVEN_SOUND) if job.sound else _KEPT
+    sound = ("waveform", "waveform_rate") if job.sound else ()  # for its MP4
+    return ("attention_mask", *_CONTEXTS, *sound, *_latent_shapes(job), "upsampled")
 
 
 def save_state(path: Path, run: JobRun, identity: dict) -> None:
     """Write what `restore_state` needs."""
     tensors = {name: run.tensors[name] for name in _kept(run.job) if name in run.tensors}
-    for names, contexts in zip((_CONTEXTS, _NEGATIVE_CONTEXTS), run.contexts, strict=False):
-        tensors |= dict(zip(names, (contexts.video, contexts.audio), strict=True))
+    for negative in run.contexts[1:]:
+        tensors |= dict(zip(_NEGATIVE_CONTEXTS, (negative.video, negative.audio), strict=True))
     write_run_tensors(path, tensors | {_GENERATOR: run.generator.get_state()}, identity)
 
 
@@ -246,32 +252,15 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
 
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
-    """Refuse tensors of other shapes or dtypes than the job's: somebody may have changed them."""
-    wanted, needed = {}, ("attention_mask", *_CONTEXTS)
-    needed += tuple(f"{job.stages[0].key}_{stream}" for stream in ("video", "audio"))
-    frames = job.size.audio_frames
-    audio = (1, latents.AUDIO_CHANNELS, frames, latents.MEL_BINS)
-    for stage in job.stages:
-        shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
-        wanted[f"{stage.key}_video"] = (1, latents.VIDEO_CHANNELS, *shape), dtype
-        wanted[f"{stage.key}_audio"] = audio, dtype
-    if found := job.extension:
-        needed += _KNOWN
-        video = (found.video_latents, *shape[1:])
-        wanted["video_latent"] = (1, latents.VIDEO_CHANNELS, *video), dtype
-        known = (1, latents.AUDIO_CHANNELS, found.audio_latents, latents.MEL_BINS)
-        wanted["audio_latent"] = known, dtype
-    if job.sound:
-        needed += _GIVEN_SOUND
-        samples = tensors["waveform"].numel() // 2 if "waveform" in tensors else 0
-        wanted |= {"audio_latent": (audio, dtype), "waveform": ((2, samples), torch.float32)}
-        wanted["waveform_rate"] = (), torch.int64
+    """Refuse a file that lacks tensors, or whose latents somebody changed."""
+    later = {f"{stage.key}_{stream}" for stage in job.stages[1:] for stream in ("video", "audio")}
+    needed = [name for name in _kept(job) if name not in {*later, "upsampled"}]
     problems = [f"{name}: missing" for name in needed if name not in tensors]
-    for name, (shape, kind) in wanted.items():
+    for name, shape in _latent_shapes(job).items():
         tensor = tensors.get(name)
-        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, kind):
+        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             problems.append(
-                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {kind}"
+                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {dtype}"
             )
     if problems:
         listed = "\n  ".join(problems)
@@ -282,34 +271,29 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torc
 
 
 @contextmanager
-def keeping_state(path: Path) -> Iterator[None]:
-    """While a run keeps its state at `path`: the file goes when all is well; where the run fails,
-    the user is told of it."""
-    before = path.stat().st_mtime_ns if path.is_file() else None
+def logging_failure(log: Path, state: Path | None = None) -> Iterator[None]:
+    """Where the block fails through no mistake of the user's, write to `log` what is known of the
+    failure, and of the machine at that moment; where it leaves a `state`, say so. Where all is
+    well, neither file is left."""
+
+    def written() -> int | None:
+        return state.stat().st_mtime_ns if state and state.is_file() else None
+
+    before = written()
     try:
         yield
-    except BaseException:
-        if path.is_file() and path.stat().st_mtime_ns != before:
-            message = f"kept: {path}; the same command with --resume goes on from there"
+    except BaseException as error:
+        if written() not in (None, before):
+            message = f"kept: {state}; the same command with --resume goes on from there"
             print(message, file=sys.stderr)
+        # A full disk is the user's to mend as well.
+        if isinstance(error, Exception) and not isinstance(error, UserError | OSError):
+            with suppress(OSError):  # the error itself is said all the same
+                _write_log(log, error)
+                print(f"log: {log}", file=sys.stderr)
         raise
-    path.unlink(missing_ok=True)
-
-
-@contextmanager
-def logging_failure(path: Path) -> Iterator[None]:
-    """Where the block fails through no mistake of the user's, write to `path` what is known of the
-    failure, and of the machine at that moment. Where all is well, an earlier log goes."""
-    try:
-        yield
-    except (UserError, OSError):  # a full disk is the user's to mend as well
-        raise
-    except Exception as error:
-        with suppress(OSError):  # the error itself is said all the same
-            _write_log(path, error)
-            print(f"log: {path}", file=sys.stderr)
-        raise
-    path.unlink(missing_ok=True)
+    for path in filter(None, (log, state)):
+        path.unlink(missing_ok=True)
 
 
 def _write_log(path: Path, error: Exception) -> None:

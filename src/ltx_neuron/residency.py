@@ -39,7 +39,7 @@ class Residency:
         self.weights: Path | None = None
         self._programs: frozenset[str] = frozenset()
         self._ran: frozenset[str] = frozenset()  # programs that these ranks have had so far
-        self._tiles: frozenset[str] = frozenset()  # the decoders' programs there
+        self._decoders: frozenset[str] = frozenset()  # the decoders' programs there
         self._decoding = threading.Lock()  # held by who loads decoders, or runs one
         self.decoder_stays = False  # whether it fits beside the transformer
         self._host_tensors: dict[str, Tensor] = {}  # of the weight set that is on the ranks
@@ -53,22 +53,16 @@ class Residency:
         workspace = self.workspace
         with self.recorder.phase("load_gemma3"):
             self._start()
-            if (self.weights or self._tiles) and not workspace.profile.resident:
+            if (self.weights or self._decoders) and not workspace.profile.resident:
                 self._unload()
-            groups = [group for job in prompts for group in inputs.pack_prompts(job)]
             known = workspace.profile.text_buckets
+            groups = (group for job in prompts for group in inputs.pack_prompts(job))
             buckets = tuple({inputs.bucket_for(group, known) for group in groups})
             weights = workspace.weights("gemma3")
             with _remedy(weights):
                 self.ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
-            encoder = RankTextEncoder(
-                self.ranks,
-                weights,
-                workspace.gemma,
-                workspace.transformer,
-                buckets,
-                workspace.dtype,
-            )
+            models = workspace.gemma, workspace.transformer
+            encoder = RankTextEncoder(self.ranks, weights, *models, buckets, workspace.dtype)
         yield encoder
         with self.recorder.phase("unload_gemma3"):
             if not workspace.profile.resident:
@@ -82,18 +76,14 @@ class Residency:
         weights = self.workspace.dit_weights(loras)
         with self.recorder.phase("load_transformer"):
             self._start()
-            if self._tiles and not self.decoder_stays:
+            if self._decoders and not self.decoder_stays:
                 self._unload()
-            with self._swapping(weights), _remedy(weights):
+            with self._swapping(weights):
                 self.ranks.load(weights, programs, self.workspace.dtype)
         self._programs = frozenset(programs)
-        self._say_kept_graphs()
-
-    def _say_kept_graphs(self) -> None:
-        """Say where graphs of other sizes stay in a device's memory: TorchNeuron frees tensors, and
-        never a graph that it has loaded (ModelHandleCache, 2026)."""
         profile, earlier = self.workspace.profile, self._ran - self._programs
         self._ran |= self._programs
+        # TorchNeuron frees tensors, and never a graph that it has loaded (ModelHandleCache, 2026).
         if earlier and profile.device == "neuron" and profile.backend == "torchdist":
             print(
                 f"another size: the graphs of {', '.join(sorted(earlier))} stay in the device's"
@@ -108,7 +98,7 @@ class Residency:
         """
         weights = self.workspace.dit_weights(loras)
         if self.weights != weights:
-            with self.recorder.phase("load_transformer"), self._swapping(weights), _remedy(weights):
+            with self.recorder.phase("load_transformer"), self._swapping(weights):
                 self.ranks.replace_weights(weights)
         if not self._host_tensors:
             file = open_host_file(weights)
@@ -119,7 +109,8 @@ class Residency:
     def _swapping(self, weights: Path) -> Iterator[None]:
         """While a weight set is loaded: counted where it takes another's place."""
         began, swapped = time.perf_counter(), self.weights not in (None, weights)
-        yield
+        with _remedy(weights):
+            yield
         if self.weights != weights:
             self._host_tensors = {}
         if swapped:
@@ -138,13 +129,12 @@ class Residency:
     def sound_decoder(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> RankSound:
         """Mel decoder and vocoder with these programs, as video_decoder."""
         self._load_decoders(tiles, sound)
-        resampling = resampling_filters(self.workspace.vocoder)
-        return RankSound(self.ranks, resampling, self._decoding)
+        return RankSound(self.ranks, resampling_filters(self.workspace.vocoder), self._decoding)
 
     def _load_decoders(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> None:
         # Loading is a phase of its own, also where sound's thread asks for it while it decodes.
         with self.recorder.paused(), self._decoding:
-            if {*tiles, *sound} <= self._tiles:
+            if {*tiles, *sound} <= self._decoders:
                 return
             workspace = self.workspace
             if self.weights and not self.decoder_stays:
@@ -157,7 +147,7 @@ class Residency:
                 if sound:
                     with _remedy(weights := workspace.weights("sound")):
                         self.ranks.load(weights, sound, torch.float32)
-            self._tiles = frozenset({*tiles, *sound})
+            self._decoders = frozenset({*tiles, *sound})
 
     def unload_transformer(self) -> None:
         """Free the device, and the host memory that the ranks take."""
@@ -178,8 +168,8 @@ class Residency:
         self._forget()
 
     def _start(self) -> None:
-        workspace = self.workspace
         if not self.ranks:
+            workspace = self.workspace
             self.ranks = registry.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
 
     def _unload(self) -> None:
@@ -188,7 +178,7 @@ class Residency:
 
     def _forget(self) -> None:
         self.weights, self._programs, self._host_tensors = None, frozenset(), {}
-        self._tiles = frozenset()
+        self._decoders = frozenset()
 
 
 @contextmanager

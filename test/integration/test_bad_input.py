@@ -926,16 +926,14 @@ VIDEO, CUT = "--video-path {bad}/film.mp4", "--start-time 0 --end-time 0.2"
 MEDIA = [
     case("extend nothing", "--extend 1", "--extend goes with --video-path FILE"),
     case("extend in words", f"{VIDEO} --extend much", "--extend: invalid float value"),
-    case(
-        "extend by 0", f"{VIDEO} --extend 0", "type seconds, as in --extend 2", script=COMPILE_DIT
-    ),
+    case("extend by 0", f"{VIDEO} --extend 0", "seconds of a frame or more", script=COMPILE_DIT),
     case("extend by no frame", f"{VIDEO} --extend 0.01", "seconds of a frame or more"),
     case("extend by years", f"{VIDEO} --extend 1e9", "at most 3600"),
     case("extend a part", f"{VIDEO} --extend 1 --end-time 3", "leave out --end-time"),
     case(
         "windows of no frames",
         f"{VIDEO} --extend 1 --num-frames 0",
-        "--num-frames 0 is not of the form 8k+1",
+        "--num-frames 0 with --extend is the length of a window",
     ),
     case(
         "windows too long",

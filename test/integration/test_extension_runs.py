@@ -41,7 +41,6 @@ from ltx_neuron.host import conditions
 from ltx_neuron.host.media import Sound, first_frames, pixels_of, read_sound
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
-from ltx_neuron.preflight import _decoded_latent as decoded_latent
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import SUFFIX, restore_state, save_state
 from ltx_neuron.report.recorder import Recorder
@@ -336,7 +335,7 @@ def test_the_dev_recipe_guides_every_window(engine, film, tmp_path):
 def test_new_frames_decoded_on_the_ranks_are_the_host_decoders(engine, film, after):
     workspace, options = engine.workspace, replace(engine.options, neuron_vae=True)
     workspace.shard("vae")
-    workspace.compile_vae(decoded_latent(after.job))
+    workspace.compile_vae(after.job.latent_shape)
     workspace.compile_sound(after.job.extension.audio_latents)
     with Engine(workspace, Recorder(), options) as on_ranks:
         on_ranks.progress = False

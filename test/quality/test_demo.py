@@ -25,8 +25,10 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling import latents
+from ltx_neuron.sampling.conditioning import LatentState
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import TIME_SCALE
+from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
@@ -223,13 +225,14 @@ def rounded_positions(monkeypatch):
 
 
 def sound_not_noised_again(monkeypatch):
-    noised = denoise.StageRun._noised
+    noised = LatentState.noised
 
-    def kept(self, state, generator):
-        made = noised(self, state, generator)
-        return state.latent if self.stage.upsampled and state is self.states[1] else made
+    def kept(state, generator, scale, *compat):
+        made = noised(state, generator, scale, *compat)
+        is_sound, stage_2 = state.positions.shape[1] == 1, scale == STAGE_2_SIGMAS[0]
+        return state.latent if is_sound and stage_2 else made
 
-    monkeypatch.setattr(denoise.StageRun, "_noised", kept)
+    monkeypatch.setattr(LatentState, "noised", kept)
 
 
 def first_frame_of_eight(monkeypatch):

@@ -6,8 +6,8 @@ import torch
 from helpers import FP32_ROUNDING, STREAMS, furthest, generator, randn
 
 from ltx_neuron.job import Job, Size
-from ltx_neuron.sampling.conditioning import noised, timestep_choice, video_state
-from ltx_neuron.sampling.conditions import ImageCondition, denoise_mask_of, distinct_masks
+from ltx_neuron.sampling.conditioning import LatentState, video_state
+from ltx_neuron.sampling.conditions import ImageCondition, held_mask
 from ltx_neuron.sampling.latents import patchify_audio, patchify_video
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS
 
@@ -62,9 +62,13 @@ def latents(dtype=torch.float32):
 
 
 def our_noised(state, seed=10, scale=1.0, compat=False):
-    return noised(
-        state.latent, generator(seed), scale, state.clean_latent, state.denoise_mask, compat
-    )
+    return state.noised(generator(seed), scale, compat)
+
+
+def noised(tokens, generator, scale, compat=False):
+    """Tokens that are all free."""
+    state = LatentState(tokens, tokens, torch.ones(tokens.shape[1], 1), torch.empty(0))
+    return state.noised(generator, scale, compat)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +82,7 @@ def test_two_stages_draw_video_then_audio_from_one_generator_as_ltx_core_does(dt
         for stream, latent in latents(dtype).items():
             theirs = noiser(ltx_state(latent, stream=stream), scale).latent
             tokens = {"video": patchify_video, "audio": patchify_audio}[stream](latent)
-            got = noised(tokens, ours, scale, compat_1_0_0=compat)
+            got = noised(tokens, ours, scale, compat)
             assert got.dtype == theirs.dtype == dtype
             # bf16: where fp32 sums lie at the edge of two bf16 values the two blends may round
             # apart, by one ulp of 2..4
@@ -198,22 +202,23 @@ def test_conditioning_leaves_the_given_latent_alone():
     assert torch.equal(video, kept)
 
 
-def test_distinct_masks_start_with_1_and_hold_each_strength_once():
+def test_the_masks_of_a_state_start_with_1_and_hold_each_strength_once():
     images = tuple(
         ImageCondition("", index, strength)
         for index, strength in ((0, 1.0), (8, 0.7), (16, 0.7), (24, 0.0))
     )
-    assert distinct_masks(()) == (1.0,)
-    assert distinct_masks(images) == (1.0, 0.0, denoise_mask_of(images[1]))
-    assert denoise_mask_of(images[1]) == torch.tensor(0.3).item()
+    assert Job("").timesteps(False) == 1 and Job("", images=images).timesteps(True) == 3
+    video = latents()["video"]
+    assert video_state(video, FPS, []).masks == (1.0,)
+    state = video_state(video, FPS, [(each, image()[1]) for each in images])
+    assert state.masks == (1.0, 0.0, held_mask(0.7)) and held_mask(0.7) == torch.tensor(0.3).item()
 
 
 @pytest.mark.parametrize("timesteps", [3, 5])
 def test_every_token_chooses_the_one_row_of_its_mask(timesteps):
     images = [image(strength=0.7), image(8, 0.2)]
     state = video_state(latents()["video"], FPS, images)
-    masks = distinct_masks(tuple(i for i, _ in images))
-    rows, choice = timestep_choice(state.denoise_mask, masks, timesteps, torch.bfloat16)
+    rows, choice = state.timestep_choice(timesteps, torch.bfloat16)
     assert rows.shape == (timesteps,) and rows[0] == 1
     assert choice.dtype == torch.bfloat16 and choice.shape == (len(state.denoise_mask), timesteps)
     assert torch.equal(choice.sum(1), torch.ones(len(choice)))

@@ -254,8 +254,7 @@ def decoding(tiny, request):
         host.video_decoder.forward = lambda tile, *more: calls.append(1) or forward(tile, *more)
         run = JobRun(Job("rain"), [Contexts(*4 * [None])])
         run.finish(run.job.stages[-1], video, latent(AUDIO_SHAPE))
-        settings = {"decode": True, "isolate": False, "hand_over": None, "poll": lambda: None}
-        with DecodeQueue(host, Recorder(), overlap=request.param, write=write, **settings) as queue:
+        with DecodeQueue(host, Recorder(), overlap=request.param, write=write) as queue:
             return (*queue.submit(run), *queue.drain())
 
     decode.calls, decode.ahead = calls, request.param

@@ -32,8 +32,8 @@ from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.models import dit
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling.conditioning import timestep_choice, video_state
-from ltx_neuron.sampling.conditions import ImageCondition, distinct_masks
+from ltx_neuron.sampling.conditioning import video_state
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import audio_positions
 from ltx_neuron.sampling.schedules import DISTILLED_SIGMAS, STAGE_2_SIGMAS
 
@@ -68,8 +68,7 @@ def setting(name="4 heads of 8", job="text to video") -> Setting:
         (image, randn(1, 128, 1, *SHAPE[1:], seed=20 + i)) for i, image in enumerate(JOBS[job])
     ]
     state = video_state(torch.zeros(1, 128, *SHAPE), FPS, images)
-    masks = distinct_masks(JOBS[job])
-    rows, choice = timestep_choice(state.denoise_mask, masks, len(masks), torch.float32)
+    rows, choice = state.timestep_choice(len(state.masks), torch.float32)
     return Setting(
         model,
         config,

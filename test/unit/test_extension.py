@@ -18,8 +18,9 @@ from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import weight_sets
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import JobRun
+from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.compat import COMPAT
-from ltx_neuron.sampling.conditioning import audio_state, video_state
+from ltx_neuron.sampling.conditioning import audio_state, initial_states, video_state
 from ltx_neuron.sampling.conditions import Retake
 from ltx_neuron.sampling.extension import OVERLAP, Extension, default_window, joined, start_of
 from ltx_neuron.sampling.latents import (
@@ -29,7 +30,6 @@ from ltx_neuron.sampling.latents import (
     video_positions,
     video_seconds,
 )
-from ltx_neuron.sampling.states import initial_states
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.worker import DENOISED, _percent
 from ltx_neuron.text.encoders import Contexts
@@ -122,11 +122,11 @@ def test_the_new_frames_are_those_next_to_the_files(seconds):
 
 
 def states(extension, window, rows=2, columns=3):
-    video = video_state(
-        torch.zeros(1, 128, extension.window_latents, rows, columns), extension.frame_rate, []
-    )
-    sound = audio_latent_frames(extension.window_frames, extension.frame_rate)
-    return window.states(video, audio_state(torch.zeros(1, 8, sound, 16)), extension.frame_rate)
+    size = Size(32 * rows, 32 * columns, extension.window_frames, extension.frame_rate)
+    retake = Retake("", extend=extension.seconds, source_frames=extension.source_frames)
+    start = latents.zeros(*size.sides, size.num_frames, size.frame_rate, torch.float32)
+    given = {}, start, [], COMPAT[None], torch.float32, window
+    return initial_states(Job("", size, retake=retake), False, *given)
 
 
 @pytest.mark.parametrize("extension", [TINY, Extension(-2.0, 50, 33, 25.0)])
@@ -174,7 +174,7 @@ def test_windows_round_their_times_as_the_first_release_rounded_a_clips(seconds)
         found = [
             [state.positions.float() for state in initial_states(*given, dtype, window)]
             for compat in ("ltx-core-1.0.0", None)
-            for given in [(job, 24.0, False, {}, start, [], COMPAT[compat])]
+            for given in [(job, False, {}, start, [], COMPAT[compat])]
         ]
         (video, audio), (exact, heard) = found
         assert torch.equal(audio, heard) and not torch.equal(video, exact)
@@ -279,7 +279,7 @@ def test_it_is_the_same_again_from_its_line(clip):
 
 WRONG = {
     "--extend goes with --video-path": ("--extend", 1),
-    "--extend 0 adds nothing": (26, "--extend", 0),
+    "--extend 0: wanted seconds of a frame or more": (26, "--extend", 0),
     "--extend 0.01: wanted seconds of a frame or more": (26, "--extend", 0.01),
     "--extend nan: wanted": (26, "--extend", "nan"),
     "--extend inf: wanted": (26, "--extend", "inf"),
@@ -290,12 +290,9 @@ WRONG = {
     "a video of 9 frames or more": (8, "--extend", 1),
     "--num-frames 17 with --extend is the length": (26, "--extend", 1, "--num-frames", 17),
     "which can have 25 to 49 frames here": (26, "--extend", 1, "--num-frames", 57),
-    "--num-frames 24 is not of the form 8k+1; nearest legal: 25.": (
-        *(26, "--extend", 1),
-        *("--num-frames", 24),
-    ),
+    "frames here: 3 latents of it are held": (26, "--extend", 1, "--num-frames", 24),
     "nearest legal: 41 or 49.": (26, "--extend", 1, "--num-frames", 45),
-    "nearest legal: 49.": (26, "--extend", 1, "--num-frames", 60),
+    "new frames. Type --num-frames 49.": (26, "--extend", 1, "--num-frames", 60),
 }
 
 

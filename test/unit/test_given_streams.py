@@ -24,8 +24,7 @@ from ltx_neuron.models import attention
 from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
-from ltx_neuron.sampling.attention_mask import attention_bias
-from ltx_neuron.sampling.conditioning import audio_state, timestep_choice, video_state
+from ltx_neuron.sampling.conditioning import attention_bias, audio_state, video_state
 from ltx_neuron.sampling.latents import audio_positions, audio_seconds, unpatchify_audio
 from ltx_neuron.sampling.schedules import STAGE_2_SIGMAS, sigma_pairs, stream_sigmas
 from ltx_neuron.tiny.config import TinySizes
@@ -45,16 +44,14 @@ def values_of(model, held_audio=None, still=(False, False), bias=None):
     """What the steps take; held_audio is a LatentState of which some tokens are held."""
     _, config, weights = model
     state = video_state(torch.zeros(1, 128, *SHAPE), FPS, [])
-    rows, choice = timestep_choice(state.denoise_mask, (1.0,), 1, torch.float32)
+    rows, choice = state.timestep_choice(1, torch.float32)
     held = Held(state.denoise_mask, state.clean_latent, rows, choice)
     values = step_inputs(config, weights, STAGE_2_SIGMAS, state.positions, AUDIO_TOKENS, held)
     sigmas = stream_sigmas(sigma_pairs(STAGE_2_SIGMAS, STEPS), still)
     own = [sigmas[:, i, 0] * (not frozen) for i, frozen in enumerate(still)]
     masks = torch.ones(1)
     if held_audio is not None:
-        masks, audio_choice = timestep_choice(
-            held_audio.denoise_mask, held_audio.masks, 2, torch.float32
-        )
+        masks, audio_choice = held_audio.timestep_choice(2, torch.float32)
         values |= {
             "audio_timestep_mask": audio_choice,
             "audio_denoise_mask": held_audio.denoise_mask,

@@ -33,8 +33,8 @@ from ltx_neuron.models.guided import Guide
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import dit_program
 from ltx_neuron.models.signatures import PASSES, GuideInputs
-from ltx_neuron.sampling.conditioning import timestep_choice, video_state
-from ltx_neuron.sampling.conditions import ImageCondition, distinct_masks
+from ltx_neuron.sampling.conditioning import video_state
+from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import (
     DEFAULT_STEPS,
     DEFAULTS,
@@ -95,11 +95,10 @@ def state():
     timesteps."""
     images = [(image, randn(1, 128, 1, *SHAPE[1:], seed=20 + i)) for i, image in enumerate(IMAGES)]
     video = video_state(torch.zeros(1, 128, *SHAPE), FPS, images)
-    masks = distinct_masks(IMAGES)
     return video, Held(
         video.denoise_mask,
         video.clean_latent,
-        *timestep_choice(video.denoise_mask, masks, len(masks), torch.float32),
+        *video.timestep_choice(len(video.masks), torch.float32),
     )
 
 

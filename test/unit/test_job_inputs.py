@@ -21,7 +21,6 @@ from ltx_neuron.generate import run_identity
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.preflight import _decoded_latent as decoded_latent
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -575,8 +574,8 @@ def test_no_output_may_lie_on_what_any_job_of_a_run_reads(tiny, tmp_path):
 
 
 def test_without_stage_2_half_the_size_is_decoded():
-    assert decoded_latent(job(TWO)) == (3, 4, 6)
-    assert decoded_latent(job(TWO, skip_stage_2=True)) == (3, 2, 3)
+    assert job(TWO).latent_shape == (3, 4, 6)
+    assert job(TWO, skip_stage_2=True).latent_shape == (3, 2, 3)
 
 
 def test_compat_of_the_pipelines_1_2_0_is_the_noise_of_what_a_retake_keeps():

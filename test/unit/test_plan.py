@@ -3,6 +3,7 @@ documented peaks."""
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import Clip
-from ltx_neuron.plan.given import encode_bytes, given_clips
 from ltx_neuron.plan.table import clip_table, table
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, PROFILES, Chip, resolve
 from ltx_neuron.report.recorder import PHASES, Recorder
@@ -41,6 +41,7 @@ from ltx_neuron.workspace import Workspace
 BLOCK_BYTES, TOLERANCE = 9.26e9, 0.03
 IDEAL_MS = {(512, 768, 121): 298.0, (384, 512, 25): 37.8}
 TRN2 = PROFILES["trn2.3xlarge"]
+IN_FLOAT32 = dataclasses.replace(TRN2, host_dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -401,9 +402,9 @@ def test_given_sound_and_video_are_encoded_and_a_given_sound_is_not_decoded(clip
 
 
 def encoded(pixels: tuple[int, int, int], whole: bool = False) -> int:
-    """Bytes of the host that one such clip takes, of a run in bfloat16 in float32 on two cores."""
-    config = released_config()
-    return vae_memory.encode_bytes(config, pixels, 2, FLOAT32, torch.bfloat16, whole)
+    """Bytes of the host that one such clip takes, of a run in bfloat16 in float32."""
+    config, threads = released_config(), IN_FLOAT32.host_threads
+    return vae_memory.encode_bytes(config, pixels, threads, FLOAT32, torch.bfloat16, whole)
 
 
 def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded():
@@ -417,7 +418,9 @@ def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(
         (Job("", Size(512, 768, 121), retake=retake), encoded((121, 512, 768))),
         (Job("", size, references=(reference,)), encoded((121, 256, 384), whole=True)),
     ):
-        assert encode_bytes(released_config(), job, 2, FLOAT32, torch.bfloat16) == wanted
+        checkpoint = SimpleNamespace(config=released_config())
+        host = plan._on_the_host(checkpoint, IN_FLOAT32, job, torch.bfloat16)
+        assert host["host_bytes_to_encode"] == wanted
     assert encoded((121, 512, 768)) < encoded((121, 512, 768), whole=True)
 
 
@@ -425,7 +428,7 @@ def test_the_host_s_memory_is_that_of_the_largest_clip_or_image_that_is_encoded(
 def test_of_a_video_that_is_made_longer_what_the_windows_see_is_encoded(extend):
     retake = Retake("v.mp4", extend=extend, source_frames=241)
     job = Job("", Size(512, 768, 41), retake=retake)
-    (clip,) = given_clips(job)
+    (clip,) = job.encoded_clips
     # Behind a frame more where it is the end of the clip.
     frames = job.extension.known_frames + (extend < 0)
     assert clip == ((frames, 512, 768), False) and frames < 41 and frames % 8 == 1

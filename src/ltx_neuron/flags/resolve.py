@@ -99,11 +99,6 @@ def retake_of(spec: JobSpec, name: Callable[[str], str] = flag_of) -> Retake | N
                 f"{excluded} does not go with {extend}, which adds to the video and keeps all that"
                 f" is there; leave out {excluded}"
             )
-        if spec.extend == 0:
-            raise UserError(
-                f"{extend} 0 adds nothing; type seconds, as in {extend} 2, or {extend} -2 before"
-                " the beginning"
-            )
         frames = footage(spec.video_path, name("video_path")).num_frames
         return Retake(spec.video_path, extend=spec.extend, source_frames=frames)
     if missing := [each for each in part[:2] if getattr(spec, each) is None]:

@@ -1,5 +1,5 @@
-"""A job's sound and videos as tensors, under the names that --save-tensors has for them: encoded on
-the host once a job, before its first stage.
+"""A job's sound, videos and images as tensors. Sound and videos are encoded on the host once a job,
+before its first stage, under the names that --save-tensors has for them.
 
 Sources: ltx-pipelines 1.2.0, a2vid_two_stage.py, retake.py, iclora_utils.py and utils/helpers.py.
 What a file lacks for its job is a UserError, which the checks raise before a model is loaded.
@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.host.images import check_filling
+from ltx_neuron.host.images import check_filling, check_image, load_image
 from ltx_neuron.host.media import (
-    Footage,
     Sound,
     first_frames,
     footage,
@@ -31,9 +30,7 @@ from ltx_neuron.host.media import (
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.host.spectrogram import can_resample
 from ltx_neuron.host.video import aac_rate
-from ltx_neuron.sampling.attention_mask import mask_divides, token_weights
-from ltx_neuron.sampling.conditions import ReferenceVideo
-from ltx_neuron.sampling.inputs import Inputs
+from ltx_neuron.sampling.conditions import ImageCondition, Inputs, ReferenceVideo
 from ltx_neuron.sampling.latents import (
     SAMPLE_RATE,
     TIME_SCALE,
@@ -48,18 +45,30 @@ CHANNELS = 2  # of the sound that is encoded
 _TOO_SHORT = 512 / SAMPLE_RATE  # seconds: half a frame of the spectrogram, which is reflected
 
 
-def check(given: Inputs) -> None:
-    """Raise UserError where `encode` would for what a file is: of videos only headers are read."""
-    if given.sound:
-        check_sound(given)
-    if given.extension:
-        check_extension(given)
-    elif given.retake:
-        check_retake(given)
-    check_references(given)
+def check(inputs: Inputs) -> None:
+    """Raise UserError where a file is none that can be encoded: of videos only headers are read."""
+    for image in inputs.images:
+        check_image(image.path, *inputs.size.sides, inputs.upright)
+    if inputs.sound:
+        rate = _read_sound_condition(inputs).rate
+        _check_rate(inputs.sound.path, SOUND, rate, aac_rate(rate))
+    if inputs.retake:
+        _check_source(inputs)
+    _check_references(inputs)
 
 
-def encode(host: HostModels, given: Inputs) -> dict[str, Tensor]:
+def encode_images(
+    host: HostModels, inputs: Inputs, height: int, width: int
+) -> list[tuple[ImageCondition, Tensor]]:
+    """The images with their latents (1, 128, 1, h, w) at a stage's size."""
+    encoded = []
+    for image in inputs.images:
+        pixels = load_image(image.path, height, width, image.crf, host.dtype, inputs.upright)
+        encoded.append((image, host.encode_image(pixels)))
+    return encoded
+
+
+def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     """A job's given sound and videos by name; what it was not given is not there.
 
     mel               (1, 2, frames, 64) float32; of a retake only where its file has sound
@@ -71,44 +80,38 @@ def encode(host: HostModels, given: Inputs) -> dict[str, Tensor]:
     reference_attention  (1, M), a weight for each token of all references, where there is a mask
     """
     tensors = {}
-    if given.sound:
-        tensors |= _encode_sound(host, given)
-    if given.extension:
-        tensors |= _encode_extension(host, given)
-    elif given.retake:
-        tensors |= _encode_retake(host, given)
-    for number, reference in enumerate(given.references):
+    if inputs.sound:
+        tensors |= _encode_sound(host, inputs)
+    if inputs.extension:
+        tensors |= _encode_extension(host, inputs)
+    elif inputs.retake:
+        tensors |= _encode_retake(host, inputs)
+    for number, reference in enumerate(inputs.references):
         name = f"reference_latent_{number}" if number else "reference_latent"
-        tensors[name] = _encode_reference(host, given, reference)
-    if given.attention_mask:
-        tensors["reference_attention"] = _reference_attention(given, host.dtype)
+        tensors[name] = _encode_reference(host, inputs, reference)
+    if inputs.attention_mask:
+        tensors["reference_attention"] = _reference_attention(inputs, host.dtype)
     return tensors
 
 
 # --- sound ----------------------------------------------------------------------------------------
 
 
-def check_sound(given: Inputs) -> None:
-    """Raise UserError unless the sound is there, in one or two channels, and long enough."""
-    rate = _read_given(given).rate
-    _check_rate(given.sound.path, SOUND, rate, aac_rate(rate))
-
-
-def _encode_sound(host: HostModels, given: Inputs) -> dict[str, Tensor]:
-    sound = _stereo(_read_given(given), f"{SOUND} {given.sound.path}")
+def _encode_sound(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+    sound = _stereo(_read_sound_condition(inputs), f"{SOUND} {inputs.sound.path}")
     mel, latent = host.encode_audio(sound)
     return {
         "mel": mel,
-        "audio_latent": latent[:, :, : given.size.audio_frames].contiguous(),
+        "audio_latent": _fitted(latent, inputs.size.audio_frames),
         "waveform": sound.samples,
         "waveform_rate": torch.tensor(sound.rate),
     }
 
 
-def _read_given(given: Inputs) -> Sound:
+def _read_sound_condition(inputs: Inputs) -> Sound:
     """The samples that a sound condition asks for, in one or two channels."""
-    path, start, duration = given.sound.path, given.sound.start_time, given.sound.max_duration
-    duration = given.size.seconds if duration is None else duration
+    path, start, duration = inputs.sound.path, inputs.sound.start_time, inputs.sound.max_duration
+    duration = inputs.size.seconds if duration is None else duration
     sound = read_sound(path, SOUND, start, duration)
     if sound is None:
         if read_sound(path, SOUND) is None:
@@ -117,15 +120,15 @@ def _read_given(given: Inputs) -> Sound:
             f"{SOUND} {path} ends before --audio-start-time {start:g}: type a smaller one"
         )
     frames = sound_latent_frames(sound.samples.shape[1], sound.rate)
-    if frames < given.size.audio_frames or _is_too_short(sound):
-        raise _too_short(given, sound, frames)
+    if frames < inputs.size.audio_frames or _is_too_short(sound):
+        raise _too_short(inputs, sound, frames)
     _check_format(sound, path, SOUND)
     return sound
 
 
-def _too_short(given: Inputs, sound: Sound, audio_frames: int) -> UserError:
+def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
     """audio_frames  latents that the sound is encoded as"""
-    asked, size, where, advice = given.sound, given.size, "", "pass a longer sound"
+    asked, size, where, advice = inputs.sound, inputs.size, "", "pass a longer sound"
     if asked.start_time:
         where += f" from --audio-start-time {asked.start_time:g} on"
         advice += ", or type a smaller --audio-start-time"
@@ -180,27 +183,33 @@ def _stereo(sound: Sound, typed: str) -> Sound:
 # --- retake ---------------------------------------------------------------------------------------
 
 
-def check_retake(given: Inputs) -> None:
-    """Raise UserError unless every frame of the video is there by its time, and its sound, where it
-    has any, is one that can be encoded."""
-    path = given.retake.path
-    timed = timed_frames(path, RETAKE, 0.0, given.size.seconds)
+def _check_source(inputs: Inputs) -> None:
+    """Raise UserError unless every frame of the video is there by its time, with a usable sound."""
+    path, size, extension = inputs.retake.path, inputs.size, inputs.extension
+    frames, seconds, times = size.num_frames, size.seconds, size.seconds
+    if extension:
+        frames, seconds, times = extension.source_frames, extension.source_seconds, math.inf
+    timed = timed_frames(path, RETAKE, 0.0, times)
     if timed is not None:
-        _check_number(path, RETAKE, timed, given.size.num_frames)
-    _retaken_sound(path, given.size.seconds)
+        _check_number(path, RETAKE, timed, frames)
+    _retaken_sound(path, seconds)
 
 
-def _encode_retake(host: HostModels, given: Inputs) -> dict[str, Tensor]:
-    path, frames = given.retake.path, given.size.audio_frames
-    timed = frames_between(path, RETAKE, 0.0, given.size.seconds, given.upright)
-    pixels = pixels_of(_exactly(given.size.num_frames, timed, path, RETAKE), *given.size.sides)
+def _encode_retake(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+    path = inputs.retake.path
+    timed = frames_between(path, RETAKE, 0.0, inputs.size.seconds, inputs.upright)
+    pixels = pixels_of(_exactly(inputs.size.num_frames, timed, path, RETAKE), *inputs.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype))}
-    if sound := _retaken_sound(path, given.size.seconds):
+    if sound := _retaken_sound(path, inputs.size.seconds):
         mel, latent = host.encode_audio(_stereo(sound, f"{RETAKE} {path}"))
-        # What the sound is too short for is zeros, which are no encoded silence: upstream's rule.
-        padded = F.pad(latent, (0, 0, 0, max(0, frames - latent.shape[2])))
-        tensors |= {"mel": mel, "audio_latent": padded[:, :, :frames].contiguous()}
+        tensors |= {"mel": mel, "audio_latent": _fitted(latent, inputs.size.audio_frames)}
     return tensors
+
+
+def _fitted(latent: Tensor, frames: int) -> Tensor:
+    """A sound's latent with so many frames. What the sound is too short for is zeros, which are no
+    encoded silence: upstream's rule."""
+    return F.pad(latent, (0, 0, 0, frames - latent.shape[2])).contiguous()
 
 
 def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
@@ -215,33 +224,22 @@ def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
 # --- a video that is made longer ------------------------------------------------------------------
 
 
-def check_extension(given: Inputs) -> None:
-    """Raise UserError unless every frame of the video is there, and its sound, where it has any, is
-    one that can be encoded."""
-    path, extension = given.retake.path, given.extension
-    timed = timed_frames(path, RETAKE, 0.0, math.inf)
-    if timed is not None:
-        _check_number(path, RETAKE, timed, extension.source_frames)
-    _retaken_sound(path, extension.source_seconds)
-
-
-def _encode_extension(host: HostModels, given: Inputs) -> dict[str, Tensor]:
-    extension, dtype = given.extension, host.dtype
-    pixels = pixels_of(_known_frames(given), *given.size.sides)
+def _encode_extension(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+    extension, dtype = inputs.extension, host.dtype
+    pixels = pixels_of(_known_frames(inputs), *inputs.size.sides)
     known = host.encode_video(pixels.to(dtype))[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
     video[:, :, extension.known_video] = known
-    mel, latent = host.encode_audio(_extended_sound(given))
-    missing = max(0, extension.audio_latents - latent.shape[2])
-    latent = F.pad(latent, (0, 0, 0, missing))[:, :, : extension.audio_latents]
+    mel, latent = host.encode_audio(_extended_sound(inputs))
+    latent = _fitted(latent, extension.audio_latents)
     audio = torch.zeros_like(latent)
     audio[:, :, extension.known_audio] = latent[:, :, extension.known_audio]
     return {"mel": mel, "video_latent": video, "audio_latent": audio}
 
 
-def _known_frames(given: Inputs) -> Iterator[np.ndarray]:
+def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
     """The file's frames that the windows see."""
-    extension, frames = given.extension, _source_frames(given)
+    extension, frames = inputs.extension, _source_frames(inputs)
     if not extension.before:
         return islice(frames, extension.source_frames - extension.known_frames, None)
     # A latent of its own for one frame: the file's are behind the first latent of the clip. Nothing
@@ -250,123 +248,121 @@ def _known_frames(given: Inputs) -> Iterator[np.ndarray]:
     return chain([first, first], islice(frames, extension.known_frames - 1))
 
 
-def _extended_sound(given: Inputs) -> Sound:
-    """The file's sound as long as its video, behind as much silence as is made before it. A file
-    without sound is silent."""
-    extension, path = given.extension, given.retake.path
+def _extended_sound(inputs: Inputs) -> Sound:
+    """The file's sound as long as its video, behind as much silence as is made before it."""
+    extension, path = inputs.extension, inputs.retake.path
     sound = _retaken_sound(path, extension.source_seconds)
     if sound is None:
         print(f"{RETAKE} {path} has no sound: what is added goes on from silence")
         sound = Sound(torch.zeros(CHANNELS, 0), SAMPLE_RATE)
     samples, rate = _stereo(sound, f"{RETAKE} {path}")
-    before, whole = (
-        round(seconds * rate)
-        for seconds in (extension.silence, extension.silence + extension.source_seconds)
-    )
+    before = round(extension.silence * rate)
+    whole = round((extension.silence + extension.source_seconds) * rate)
     return Sound(F.pad(samples, (before, whole - before - samples.shape[1])), rate)
 
 
-def _source_frames(given: Inputs) -> Iterator[np.ndarray]:
-    path = given.retake.path
-    frames = first_frames(path, RETAKE, given.upright)
-    return _exactly(given.extension.source_frames, frames, path, RETAKE)
+def _source_frames(inputs: Inputs) -> Iterator[np.ndarray]:
+    path = inputs.retake.path
+    frames = first_frames(path, RETAKE, inputs.upright)
+    return _exactly(inputs.extension.source_frames, frames, path, RETAKE)
 
 
-def with_source(given: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
+def with_source(inputs: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
     """The frames of a video that is made longer, in chunks, uint8 (N, H, W, 3): the file's own, bit
-    for bit, and the new ones of those that are decoded."""
-    kept, new = _in_chunks(_source_frames(given)), _taken(decoded, given.extension.decoded)
+    for bit, and the new ones of those that are decoded; later ones are not asked for."""
+    taken, kept = inputs.extension.decoded, map(torch.from_numpy, _source_frames(inputs))
+    new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
+    frames = chain(new, kept) if inputs.extension.before else chain(kept, new)
     with closing(decoded):
-        yield from chain(new, kept) if given.extension.before else chain(kept, new)
-
-
-def _in_chunks(frames: Iterator[np.ndarray]) -> Iterator[Tensor]:
-    while some := list(islice(frames, TIME_SCALE)):
-        yield torch.from_numpy(np.stack(some))
-
-
-def _taken(chunks: Iterator[Tensor], wanted: slice) -> Iterator[Tensor]:
-    """Those frames of the chunks; later ones are not asked for."""
-    at = 0
-    for chunk in chunks:
-        part = chunk[max(0, wanted.start - at) : max(0, wanted.stop - at)]
-        at += len(chunk)
-        if len(part):
-            yield part
-        if at >= wanted.stop:
-            return
+        while chunk := list(islice(frames, TIME_SCALE)):
+            yield torch.stack(chunk)
 
 
 # --- references -----------------------------------------------------------------------------------
 
 
-def check_references(given: Inputs) -> None:
-    """Raise UserError unless the reference videos and their mask are videos that can be scaled to
-    fill the clip, and the mask has frames for each latent frame of the references."""
-    for reference in given.references:
-        sides = reference.sides(*given.size.first.sides)
-        there = _checked_footage(reference.path, REFERENCE, *sides, given.upright)
-        _check_number(reference.path, REFERENCE, there.num_frames, reference.num_frames)
-    if given.attention_mask:
-        _checked_footage(given.attention_mask.path, MASK, *given.size.first.sides, given.upright)
-        _mask_frames(given)
+def _check_references(inputs: Inputs) -> None:
+    """Raise UserError unless references and mask can fill the clip and divide among latents."""
+    for reference in inputs.references:
+        _, *sides = reference.pixels(inputs.size.first)
+        _check_footage(reference.path, REFERENCE, reference.num_frames, *sides, inputs.upright)
+    if mask := inputs.attention_mask:
+        _check_footage(mask.path, MASK, 1, *inputs.size.first.sides, inputs.upright)
+        _mask_frames(inputs)
 
 
-def _encode_reference(host: HostModels, given: Inputs, reference: ReferenceVideo) -> Tensor:
-    """The latent of the first frames by their number, of which every time_scale-th is taken after
-    frame 0; never in tiles."""
-    path, there = reference.path, min(reference.num_frames, given.size.num_frames)
-    frames = _exactly(there, first_frames(path, REFERENCE, given.upright), path, REFERENCE)
+def _encode_reference(host: HostModels, inputs: Inputs, reference: ReferenceVideo) -> Tensor:
+    """The latent of every time_scale-th frame after frame 0; never in tiles."""
+    path, there = reference.path, min(reference.num_frames, inputs.size.num_frames)
+    frames = _exactly(there, first_frames(path, REFERENCE, inputs.upright), path, REFERENCE)
     taken = chain(islice(frames, 1), islice(frames, 0, None, reference.time_scale))
-    pixels = pixels_of(taken, *reference.sides(*given.size.first.sides))
+    count, *sides = reference.pixels(inputs.size.first)
     # The encoder takes 8k+1 frames: upstream's leaves the last ones out, too.
-    pixels = pixels[:, :, : reference.taken_frames(given.size.num_frames)]
+    pixels = pixels_of(taken, *sides)[:, :, :count]
     return host.encode_video(pixels.to(host.dtype), whole=True)
 
 
-def _reference_attention(given: Inputs, dtype: torch.dtype) -> Tensor:
+def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """(1, M): the mask's weight of each reference's token, times its strength."""
-    mask = given.attention_mask
-    frames = first_frames(mask.path, MASK, given.upright)
-    frames = _exactly(_mask_frames(given), frames, mask.path, MASK)
+    mask = inputs.attention_mask
+    frames = first_frames(mask.path, MASK, inputs.upright)
+    frames = _exactly(_mask_frames(inputs), frames, mask.path, MASK)
     # At the size of the stage, not of the references.
-    pixels = pixels_of(frames, *given.size.first.sides).to(dtype)
-    weights = [token_weights(pixels, _latent_shape(given, each)) for each in given.references]
+    pixels = pixels_of(frames, *inputs.size.first.sides).to(dtype)
+    shapes = (reference.latent_shape(inputs.size.first) for reference in inputs.references)
+    weights = [token_weights(pixels, shape) for shape in shapes]
     return torch.cat(weights, dim=1) * mask.strength
 
 
-def _latent_shape(given: Inputs, reference: ReferenceVideo) -> tuple[int, int, int]:
-    """(F, h, w) of a reference's latent."""
-    return reference.latent_shape(*given.size.first.sides, given.size.num_frames)
-
-
-def _mask_frames(given: Inputs) -> int:
-    """How many frames of the mask are taken. UserError where they do not divide among the latent
-    frames of a reference."""
-    mask = given.attention_mask
-    frames = min(footage(mask.path, MASK).num_frames, given.size.num_frames)
-    for reference in given.references:
-        latent_frames, _, _ = _latent_shape(given, reference)
+def _mask_frames(inputs: Inputs) -> int:
+    """How many frames of the mask are taken: UserError where they do not divide."""
+    mask = inputs.attention_mask
+    frames = min(footage(mask.path, MASK).num_frames, inputs.size.num_frames)
+    for reference in inputs.references:
+        latent_frames, _, _ = reference.latent_shape(inputs.size.first)
         if not mask_divides(frames, latent_frames):
             raise UserError(
                 f"{MASK} {mask.path}: its first {frames} frames do not divide among the"
                 f" {latent_frames} latent frames of the reference {reference.path}: wanted 1 + a"
                 f" multiple of {latent_frames - 1}; pass a mask and a reference of"
-                f" {given.size.num_frames} frames each"
+                f" {inputs.size.num_frames} frames each"
             )
     return frames
+
+
+def mask_divides(frames: int, latent_frames: int) -> bool:
+    """Whether a mask of so many frames has equally many for each latent frame after the first."""
+    if latent_frames == 1:
+        return True
+    return frames >= latent_frames and (frames - 1) % (latent_frames - 1) == 0
+
+
+def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
+    """Weights (1, F*h*w) in [0, 1] of a reference's tokens, from a mask's pixels (1, 3, frames, H,
+    W) in [-1, 1]; computed in their dtype.
+
+    A token's weight is the mean grey of its area: for the first latent frame of the first frame,
+    for each later one of as many frames as `mask_divides` has found.
+    """
+    frames, rows, columns = latent_shape
+    grey = ((pixels.mean(dim=1) + 1) / 2).clamp(0, 1)  # (1, frames, H, W)
+    areas = F.interpolate(grey.transpose(0, 1), size=(rows, columns), mode="area")[:, 0]
+    first, later = areas[:1], areas[1:]
+    if frames == 1:
+        return first.reshape(1, -1)
+    later = later.unflatten(0, (frames - 1, -1)).mean(dim=1)
+    return torch.cat([first, later]).reshape(1, -1)
 
 
 # --- frames of files ------------------------------------------------------------------------------
 
 
-def _checked_footage(
-    path: str | Path, flag: str, height: int, width: int, upright: bool
-) -> Footage:
+def _check_footage(
+    path: str | Path, flag: str, num_frames: int, height: int, width: int, upright: bool
+) -> None:
     found = footage(path, flag, upright)
-    _check_number(path, flag, found.num_frames, 1)
+    _check_number(path, flag, found.num_frames, max(1, num_frames))
     check_filling(path, (found.height, found.width), height, width, flag)
-    return found
 
 
 def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:

@@ -174,7 +174,7 @@ class Modulation:
     def per_step(self, table: Tensor, group: AdaLNRows) -> Tensor:
         """The group's rows plus the entries of a learned table (entries, D) for the step's own
         sigma, whatever a token's timestep: (count, D)."""
-        # The first timestep is that of mask 1 (sampling.conditioning.distinct_masks).
+        # The first timestep is that of mask 1 (sampling.conditioning.LatentState.masks).
         return table[group.entries] + self.rows[0, group.rows]
 
     def _select(self, values: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ from ltx_neuron.models.programs import (
 )
 from ltx_neuron.models.signatures import LATENTS
 from ltx_neuron.plan.forecast import Forecast, forecast
-from ltx_neuron.plan.given import encode_bytes
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, NKI_KERNELS, Profile
+from ltx_neuron.sampling.conditions import EncodedClip
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.sampling.upscaling import upscaled
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
@@ -323,24 +323,25 @@ def weight_sets(job: Job) -> int:
     return 2 if refined else len({stage.loras for stage in job.stages})
 
 
-def final_latent(job: Job) -> tuple[int, int, int]:
-    """(F, h, w) of the video that the last stage leaves."""
-    last, longer = job.stages[-1], job.extension
-    frames, *sides = video_latent_shape(last.height, last.width, job.size.num_frames)
-    return (longer.video_latents if longer else frames, *sides)
-
-
 def _on_the_host(checkpoint: Checkpoint, profile: Profile, job: Job, dtype: torch.dtype) -> dict:
     """What the host encodes and decodes videos in, and its memory for each."""
     from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
-    from ltx_neuron.host.vae_memory import decode_bytes
+    from ltx_neuron.host.vae_memory import decode_bytes, encode_bytes
 
     config, threads = checkpoint.config, profile.host_threads
-    computes, tiling = arithmetic(profile.host_dtype, dtype), tiles.tiling(profile)
-    latent = upscaled(final_latent(job), job.upscale)
+    latent = upscaled(job.latent_shape, job.upscale)
+    computes, clips = arithmetic(profile.host_dtype, dtype), job.encoded_clips
+    if job.images:  # one at a time, at the size of their stage
+        clips += [EncodedClip((1, stage.height, stage.width)) for stage in job.stages]
+    encoded = (
+        encode_bytes(config, clip.pixels, threads, computes.of_latents(dtype), dtype, clip.whole)
+        for clip in clips
+    )
     return {
-        "host_bytes_to_encode": encode_bytes(config, job, threads, computes, dtype),
-        "host_bytes_to_decode": decode_bytes(config, latent, threads, computes, tiling),
+        "host_bytes_to_encode": max(encoded, default=0),
+        "host_bytes_to_decode": decode_bytes(
+            config, latent, threads, computes, tiles.tiling(profile)
+        ),
         "host_dtype": computes.describe()["host_dtype"],
     }
 

@@ -19,13 +19,13 @@ from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_size
 from ltx_neuron.format import format_bytes, format_flops
 from ltx_neuron.host import tiles
 from ltx_neuron.host.arithmetic import Arithmetic
+from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.sound import cut
 from ltx_neuron.host.spectrogram import mel_sizes
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
-from ltx_neuron.plan import Plan, StagePlan, final_latent, weight_sets
-from ltx_neuron.plan.given import given_clips
+from ltx_neuron.plan import Plan, StagePlan, weight_sets
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
 from ltx_neuron.sampling.upscaling import UPSCALES, upsampled, upscaled
@@ -169,9 +169,10 @@ class Clip:
     def _given(self) -> list[Row]:
         """What a sound and videos are encoded in, before the first stage."""
         size, rows = self.job.size, []
-        for clip in given_clips(self.job):
-            flops = sum(count * self._encoder_flops(*t) for t, count in clip.tiles.items())
-            shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in clip.tiles.items())
+        for clip in self.job.encoded_clips:
+            counts = Counter([clip.pixels]) if clip.whole else tile_counts(clip.pixels)
+            flops = sum(count * self._encoder_flops(*t) for t, count in counts.items())
+            shapes = " + ".join(f"{n} x {'x'.join(map(str, t))}" for t, n in counts.items())
             what, rate = f"video, {format_flops(flops)}, {shapes}", f"encode_video {self._dtype}"
             rows.append(self._host("encode_inputs", flops, rate, what))
         if self.job.sound or self.job.retake:
@@ -210,7 +211,7 @@ class Clip:
                     rows.append(self._transformer("stage 2's set in stage 1's place"))
                 rows.append(self._upsampling(latent, "spatial"))
             rows += [*self._images(stage), self._steps(stage)]
-        latent = final_latent(self.job)
+        latent = self.job.latent_shape
         for kind in UPSCALES.get(self.job.upscale, ()):
             rows.append(self._upsampling(latent, kind))
             latent = upsampled(latent, kind)
@@ -245,7 +246,7 @@ class Clip:
     @property
     def _latent(self) -> tuple[int, int, int]:
         """(F, h, w) of the video latent that is decoded."""
-        return upscaled(final_latent(self.job), self.job.upscale)
+        return upscaled(self.job.latent_shape, self.job.upscale)
 
     def _video(self) -> list[Row]:
         clip, tp = self._latent, self.plan.tp
@@ -270,8 +271,7 @@ class Clip:
         text = f"{seconds:.1f} s of sound"
         if not self.neuron_vae:
             return self._host("decode_audio", seconds, "decode_audio", text)
-        latents = longer.audio_latents if longer else size.audio_frames
-        total = _sound_flops(self.config, latents, self.plan.tp)
+        total = _sound_flops(self.config, self.job.audio_latents, self.plan.tp)
         text = f"{format_flops(total)} in float32, {text}"
         return self._at_peak("decode_audio", total * _FLOAT32_COST, text)
 

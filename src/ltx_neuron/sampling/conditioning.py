@@ -1,31 +1,31 @@
-"""The state a stage starts from: noise, latents of an earlier stage, and images held at some
-strength.
+"""The tokens that a stage starts from: noise, latents of an earlier stage or of a file, images and
+references; where each token is, and how much of it is kept.
 
-Sources: ltx-core conditioning/types, components/noisers.py; the later behaviour of both (1.1.2,
-1.1.6) is the default.
+Sources: ltx-core conditioning/types, components/noisers.py, the later behaviour of both (1.1.2,
+1.1.6) by default; conditioning/mask_utils.py and transformer_args.py.
 
 Shapes (the batch is always 1): C latent channels (128), F latent frames, h, w latent rows and
 columns, T video tokens: F h w of the clip, then h w for each keyframe; U distinct denoise masks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ltx_neuron.sampling.conditions import (
-    ImageCondition,
-    ReferenceVideo,
-    denoise_mask_of,
-    held_mask,
-)
+from ltx_neuron.sampling.compat import Compat
+from ltx_neuron.sampling.conditions import ImageCondition, Inputs, held_mask
+from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.latents import (
     audio_positions,
+    audio_seconds,
     keyframe_positions,
     patchify_audio,
     patchify_video,
     reference_positions,
     video_positions,
+    video_seconds,
 )
 
 
@@ -61,10 +61,20 @@ class LatentState:
 
         seconds  where each latent frame begins, and the last one ends
         """
-        inside = (seconds[1:] > start) & (seconds[:-1] < end)
-        per_frame = len(self.denoise_mask) // len(inside)
-        mask = inside.float().repeat_interleave(per_frame)[:, None]
-        return replace(self, denoise_mask=mask)
+        return self._free((seconds[1:] > start) & (seconds[:-1] < end))
+
+    def at_times(self, seconds: Tensor, new: tuple[int, int]) -> "LatentState":
+        """At other times, as `retake` has them, with tokens kept but those of the new frames."""
+        free, positions = torch.zeros(len(seconds) - 1, dtype=torch.bool), self.positions.clone()
+        free[slice(*new)] = True
+        middles = (seconds[:-1] + seconds[1:]) / 2
+        positions[:, 0] = middles.repeat_interleave(len(self.denoise_mask) // len(free))
+        return replace(self._free(free), positions=positions)
+
+    def _free(self, frames: Tensor) -> "LatentState":
+        """With all frames kept but those, (F,) of truth values."""
+        per_frame = len(self.denoise_mask) // len(frames)
+        return replace(self, denoise_mask=frames.float().repeat_interleave(per_frame)[:, None])
 
     def freeze(self, noise: float = 0.0) -> "LatentState":
         """The same, all of it kept."""
@@ -86,21 +96,86 @@ class LatentState:
             positions=torch.cat([self.positions, positions], dim=2),
         )
 
+    def noised(
+        self, generator: torch.Generator, scale: float, compat_1_0_0: bool = False
+    ) -> Tensor:
+        """Draw noise in the latent's dtype and shape (1, T, C), appended tokens included, and mix
+        it in by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype.
+
+        Noise is drawn for a frozen stream as well: what is drawn next depends on it.
+        """
+        latent, clean_latent, mask = self.latent, self.clean_latent, self.denoise_mask
+        if self.frozen:
+            scale, clean_latent, mask = self.frozen_noise, latent, torch.ones_like(mask)
+        noise = torch.randn(latent.shape, dtype=latent.dtype, generator=generator)
+        scale = torch.tensor(scale, dtype=torch.float32)
+        if compat_1_0_0:
+            # One blend by mask * scale: a held token keeps what it started from, the image.
+            mixed = noise * (mask * scale) + latent * (1 - mask * scale)
+        else:
+            # Noise first, by scale, then the image over it, by the mask (since 1.1.6).
+            noisy = torch.lerp(latent.float(), noise.float(), scale)
+            mixed = torch.lerp(clean_latent.float(), noisy, mask)
+        return mixed.to(latent.dtype)
+
+    def timestep_choice(self, timesteps: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """For a graph with U = `timesteps` rows of modulation: the rows' masks (U,) fp32, and each
+        token's row (T, U), one-hot. Graphs may have more rows than there are distinct masks: the
+        others repeat mask 1, and no token takes them. With one row all tokens take it."""
+        masks = self.masks if timesteps > 1 else (1.0,)
+        rows = torch.tensor([*masks, *[1.0] * (timesteps - len(masks))], dtype=torch.float32)
+        timestep_mask = torch.zeros(len(self.denoise_mask), timesteps)
+        row_of_token = (self.denoise_mask == rows[: len(masks)]).int().argmax(dim=1)
+        timestep_mask[torch.arange(len(self.denoise_mask)), row_of_token] = 1
+        return rows, timestep_mask.to(dtype)
+
+
+def initial_states(
+    inputs: Inputs,
+    upsampled: bool,
+    tensors: Mapping[str, Tensor],
+    start: tuple[Tensor, Tensor],
+    images: list[tuple[ImageCondition, Tensor]],
+    compat: Compat,
+    dtype: torch.dtype,
+    window: Window | None = None,
+) -> tuple[LatentState, LatentState]:
+    """What video and audio of a stage begin with, and what of them is held.
+
+    upsampled  of the second stage, which has no references
+    tensors  the inputs as encoded, by their names in --save-tensors
+    start    (1, 128, F, h, w) and (1, 8, Ta, 16): zeros, a file's, or the stage before's latents
+    images   each with its latent (1, 128, 1, h, w) at this stage's size
+    window   of a video that is made longer
+    """
+    frame_rate, frames = inputs.size.frame_rate, start[0].shape[2]
+    # fp32 positions since ltx-core 1.1.3: bf16 ones put sound up to 28 ms off the picture.
+    positions_dtype = dtype if compat.positions else torch.float32
+    video = video_state(
+        start[0], frame_rate, images, compat.conditioning, positions_dtype, inputs.images_as_guides
+    )
+    audio = audio_state(start[1])
+    if inputs.references and not upsampled:
+        video = _with_references(video, inputs, start[0].shape[2:].numel(), tensors)
+    if window:
+        return _of_window(window, video, audio, frames, frame_rate, positions_dtype)
+    if retake := inputs.retake:
+        times, noise = (retake.start_time, retake.end_time), float(compat.retake_noise)
+        video = video.retake(video_seconds(frames, frame_rate), *times)
+        if retake.regenerate == "audio":
+            video = video.freeze(noise)
+        if "audio_latent" in tensors:  # without sound in the file, all of it is new
+            audio = audio.retake(audio_seconds(start[1].shape[2]), *times)
+            if retake.regenerate == "video":
+                audio = audio.freeze(noise)
+    return video, audio.freeze() if inputs.sound else audio
+
 
 def audio_state(latent: Tensor) -> LatentState:
     """State of a stage from its initial latent (1, 8, Ta, 16)."""
     tokens = patchify_audio(latent)
     mask = torch.ones(tokens.shape[1], 1)
     return LatentState(tokens, tokens.clone(), mask, audio_positions(tokens.shape[1]))
-
-
-def with_reference(
-    state: LatentState, reference: ReferenceVideo, latent: Tensor, frame_rate: float
-) -> LatentState:
-    """A state with a reference's tokens, of its latent (1, C, F, h, w), appended."""
-    scales = reference.space_scale, reference.time_scale
-    positions = reference_positions(tuple(latent.shape[2:]), frame_rate, *scales)
-    return state.append(patchify_video(latent), positions, held_mask(reference.strength))
 
 
 def video_state(
@@ -127,7 +202,7 @@ def video_state(
     state = LatentState(tokens, tokens.clone(), torch.ones(tokens.shape[1], 1), positions)
     per_frame = rows * columns
     for image, encoded in images:
-        image_tokens, mask = patchify_video(encoded), denoise_mask_of(image)  # (1, h w, C)
+        image_tokens, mask = patchify_video(encoded), held_mask(image.strength)  # (1, h w, C)
         # Later releases leave the latent: what an image holds is in clean_latent alone.
         if image.frame_index == 0 and not images_as_guides:
             state.clean_latent[:, :per_frame] = image_tokens
@@ -141,41 +216,80 @@ def video_state(
     return state
 
 
-def noised(
-    latent: Tensor,
-    generator: torch.Generator,
-    scale: float,
-    clean_latent: Tensor | None = None,
-    denoise_mask: Tensor | None = None,
-    compat_1_0_0: bool = False,
+def _with_references(
+    video: LatentState, inputs: Inputs, own_tokens: int, tensors: Mapping[str, Tensor]
+) -> LatentState:
+    """With the references appended, and their mask as a bias; own_tokens: of the clip."""
+    groups = [(len(video.denoise_mask) - own_tokens, None)]
+    weights = tensors.get("reference_attention")
+    for number, reference in enumerate(inputs.references):
+        latent = tensors[f"reference_latent_{number}" if number else "reference_latent"]
+        positions = reference_positions(
+            tuple(latent.shape[2:]),
+            inputs.size.frame_rate,
+            reference.space_scale,
+            reference.time_scale,
+        )
+        tokens = patchify_video(latent)
+        video = video.append(tokens, positions, held_mask(reference.strength))
+        if weights is not None:
+            count = tokens.shape[1]
+            groups.append((count, weights[0, :count]))
+            weights = weights[:, count:]
+    if weights is None:
+        return video
+    return replace(video, bias=attention_bias(own_tokens, groups, video.latent.dtype))
+
+
+def _of_window(
+    window: Window,
+    video: LatentState,
+    audio: LatentState,
+    frames: int,
+    frame_rate: float,
+    positions_dtype: torch.dtype,
+) -> tuple[LatentState, LatentState]:
+    """A window's `frames` latents at the clip's times, held but for the new ones."""
+    bounds = video_seconds(window.video + frames, frame_rate)
+    origin = bounds[window.video].item()
+    seen = (bounds[window.video :] - origin).to(positions_dtype)
+    sound = audio_seconds(window.audio + len(audio.denoise_mask)) - window.sound_offset
+    return (
+        video.at_times(seen, window.new_video),
+        audio.at_times(sound[window.audio :] - origin, window.new_audio),
+    )
+
+
+def attention_bias(
+    target_tokens: int, groups: list[tuple[int, Tensor | None]], dtype: torch.dtype
 ) -> Tensor:
-    """Draw noise in the latent's dtype and shape (1, T, C), keyframe tokens included, and mix it in
-    by `scale` (1: noise only). Returns (1, T, C) in the latent's dtype.
+    """The bias (T, T) of the video's self-attention, the same for all heads: the logarithm of how
+    much each token attends to each, the least number of the dtype where it does not.
 
-    Without a denoise_mask (T, 1) all tokens are free, as the audio's are.
+    target_tokens  of the clip itself, which come first
+    groups  what is appended behind it, in order: how many tokens, and their weights (count,), or
+            None for images and for references without a mask
+
+    Tokens of a weight w attend to the clip's, and are attended to by them, as much as w. From the
+    first group with weights on, groups do not see the ones before them.
     """
-    noise = torch.randn(latent.shape, dtype=latent.dtype, generator=generator)
-    scale = torch.tensor(scale, dtype=torch.float32)
-    if denoise_mask is None:
-        denoise_mask, clean_latent = torch.ones(latent.shape[1], 1), latent
-    if compat_1_0_0:
-        # One blend by mask * scale: a held token keeps what it started from, which is the image.
-        mixed = noise * (denoise_mask * scale) + latent * (1 - denoise_mask * scale)
-    else:
-        # Noise first, by scale, then the image over it, by the mask (since 1.1.6).
-        noisy = torch.lerp(latent.float(), noise.float(), scale)
-        mixed = torch.lerp(clean_latent.float(), noisy, denoise_mask)
-    return mixed.to(latent.dtype)
+    total = target_tokens + sum(count for count, _ in groups)
+    bias = torch.full((total, total), torch.finfo(dtype).min, dtype=dtype)
+    end, masked = target_tokens, False
+    bias[:end, :end] = 0
+    for count, weights in groups:
+        start, end = end, end + count
+        masked = masked or weights is not None
+        if not masked:
+            bias[:end, :end] = 0
+            continue
+        bias[start:end, start:end] = 0
+        between = torch.zeros(count) if weights is None else _logarithms(weights.to(dtype))
+        bias[:target_tokens, start:end] = between
+        bias[start:end, :target_tokens] = between[:, None]
+    return bias
 
 
-def timestep_choice(
-    denoise_mask: Tensor, masks: tuple[float, ...], timesteps: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """For a graph with U = `timesteps` rows of modulation: the rows' masks (U,) fp32, and each
-    token's row (T, U), one-hot, from denoise_mask (T, 1). Graphs may have more rows than a job has
-    distinct masks: the others repeat mask 1, and no token takes them."""
-    rows = torch.tensor([*masks, *[1.0] * (timesteps - len(masks))], dtype=torch.float32)
-    timestep_mask = torch.zeros(len(denoise_mask), timesteps)
-    row_of_token = (denoise_mask == rows[: len(masks)]).int().argmax(dim=1)
-    timestep_mask[torch.arange(len(denoise_mask)), row_of_token] = 1
-    return rows, timestep_mask.to(dtype)
+def _logarithms(weights: Tensor) -> Tensor:
+    limits = torch.finfo(weights.dtype)
+    return weights.clamp(min=limits.tiny).log().masked_fill(weights <= 0, limits.min)

@@ -1,14 +1,69 @@
-"""What a video may be conditioned on besides its prompt: images, a sound, videos.
+"""What a video may be made from besides its prompt: images, a sound, a video to change, references.
+What follows from it for the graphs, what is wrong before a model loads, and the flags for it.
 
 Shapes: F latent frames, h, w latent rows and columns.
 """
 
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_readable
+from ltx_neuron.sampling.extension import Extension
+from ltx_neuron.sampling.fields import check_fields
+from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
+from ltx_neuron.sampling.res_2s import SAMPLERS
+from ltx_neuron.sampling.size import Size
+
+REGENERATE = ("both", "video", "audio")
+# Field -> its flag, what that takes, and the flag's values.
+_FILES = {
+    "images": ("--image", "an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
+    "references": ("--video-conditioning", "a video", "FILE STRENGTH"),
+    "sound": ("--audio-path", "a sound", "FILE"),
+    "retake": ("--video-path", "a video", "FILE"),
+    "attention_mask": ("--conditioning-attention-mask", "a video", "FILE STRENGTH"),
+}
+# Flag -> those that it goes with.
+_NEEDS = {
+    "--ic-lora": ("--video-conditioning", "--two-stage", "--recipe distilled"),
+    "--video-conditioning": ("--ic-lora", "--two-stage", "--recipe distilled"),
+    "--conditioning-attention-mask": ("--video-conditioning",),
+    "--images-as-guides": ("--two-stage", "--recipe dev"),
+    "--sampler res_2s": ("--two-stage", "--recipe dev"),
+    "--skip-stage-2": ("--two-stage",),
+}
+# Flag -> those that it does not go with.
+_EXCLUDES = {
+    "--video-path": (
+        "--audio-path",
+        "--image",
+        "--two-stage",
+        "--upscale",
+        # They need what it excludes.
+        "--ic-lora",
+        "--video-conditioning",
+        "--conditioning-attention-mask",
+        "--skip-stage-2",
+        "--images-as-guides",
+        "--sampler res_2s",
+    ),
+    "--sampler res_2s": ("--audio-path",),
+}
+
+
+class WeightedFile(NamedTuple):
+    """PATH STRENGTH: a reference video, or the mask of all."""
+
+    path: str
+    strength: float
 
 
 @dataclass(frozen=True)
@@ -21,6 +76,19 @@ class ImageCondition:
     strength: float = 1.0
     crf: int = 33
 
+    def check(self, num_frames: int) -> None:
+        """Raise UserError for what a clip of so many frames cannot hold."""
+        flag = f"--image {self.path}"
+        if not 0 <= self.frame_index < num_frames:
+            raise UserError(
+                f"{flag}: frame {self.frame_index} is outside the clip's 0..{num_frames - 1}"
+            )
+        _check_strength(flag, self.strength, "1 keeps the image, 0 ignores it")
+        if not 0 <= self.crf <= 51:
+            raise UserError(
+                f"{flag}: crf {self.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
+            )
+
 
 @dataclass(frozen=True)
 class SoundCondition:
@@ -30,6 +98,18 @@ class SoundCondition:
     path: str | Path
     start_time: float = 0.0
     max_duration: float | None = None
+
+    def check(self) -> None:
+        if not 0 <= self.start_time < math.inf:
+            raise UserError(
+                f"--audio-start-time {self.start_time:g}: wanted seconds from 0 on, as in"
+                " --audio-start-time 0"
+            )
+        if self.max_duration is not None and not 0 < self.max_duration < math.inf:
+            raise UserError(
+                f"--audio-max-duration {self.max_duration:g}: wanted seconds above 0; left out, it"
+                " is as long as the video"
+            )
 
 
 @dataclass(frozen=True)
@@ -48,6 +128,31 @@ class Retake:
     extend: float = 0.0
     source_frames: int = 0
 
+    def check(self, seconds: float) -> None:
+        """Raise UserError for what cannot be made of a file of so many seconds."""
+        start, end = self.start_time, self.end_time
+        if self.extend:
+            if (start, end, self.regenerate) != (0, 0, "both"):
+                raise UserError(
+                    "--extend does not go with --start-time, --end-time and --regenerate: both"
+                    " streams of what is added are made; leave them out"
+                )
+            return
+        if not 0 <= start < end:
+            raise UserError(
+                f"--start-time {start:g} --end-time {end:g}: wanted seconds of which the first"
+                " comes before the second, as in --start-time 0.5 --end-time 1"
+            )
+        if end > seconds:
+            last = math.floor(seconds * 1000) / 1000
+            raise UserError(
+                f"--start-time {start:g} --end-time {end:g} reaches beyond the {last:g} s of"
+                f" {self.path}; type at most --end-time {last:g}"
+            )
+        if self.regenerate not in REGENERATE:
+            known = ", ".join(REGENERATE)
+            raise UserError(f"--regenerate {self.regenerate!r} is not known; known: {known}")
+
 
 @dataclass(frozen=True)
 class ReferenceVideo:
@@ -65,20 +170,39 @@ class ReferenceVideo:
     space_scale: int = 1
     time_scale: int = 1
 
-    def taken_frames(self, num_frames: int) -> int:
-        """How many of its frames are encoded for a clip of so many: 8k+1 of those that are there,
-        frame 0, 1, 1 + time_scale, 1 + 2 time_scale, ..."""
-        there = min(self.num_frames, num_frames)
+    def pixels(self, size: Size) -> tuple[int, int, int]:
+        """Frames, height and width that are encoded beside a clip of a size: 8k+1 of the frames
+        that are there, frame 0, 1, 1 + time_scale, 1 + 2 time_scale, ..."""
+        there = min(self.num_frames, size.num_frames)
         taken = 1 + -(-(there - 1) // self.time_scale)
-        return (taken - 1) // TIME_SCALE * TIME_SCALE + 1
+        frames = (taken - 1) // TIME_SCALE * TIME_SCALE + 1
+        return frames, size.height // self.space_scale, size.width // self.space_scale
 
-    def sides(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width in which it is encoded for a clip of so many pixels."""
-        return height // self.space_scale, width // self.space_scale
+    def latent_shape(self, size: Size) -> tuple[int, int, int]:
+        """(F, h, w) of its latent beside a clip of a size."""
+        frames, height, width = self.pixels(size)
+        return video_latent_shape(height, width, frames)
 
-    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int]:
-        """(F, h, w) of its latent beside a clip of so many pixels and frames."""
-        return video_latent_shape(*self.sides(height, width), self.taken_frames(num_frames))
+    def check(self, stage_1: Size) -> None:
+        """Raise UserError for a reference that cannot stand beside stage 1."""
+        flag = f"--video-conditioning {self.path}"
+        _check_strength(flag, self.strength, "1 shows the reference as it is, 0 as noise")
+        counts = self.num_frames, self.space_scale, self.time_scale
+        if min(counts) < 1:
+            raise UserError(
+                f"{flag}: num_frames, space_scale and time_scale are {counts}, wanted 1 or more"
+            )
+        unit = SPACE_SCALE * self.space_scale
+        if any(side % unit for side in stage_1.sides):
+            lower, upper = (
+                "x".join(str(2 * round_to(side / unit) * unit) for side in stage_1.sides)
+                for round_to in (lambda count: max(1, math.floor(count)), math.ceil)
+            )
+            raise UserError(
+                f"{flag}: the IC-LoRA takes references of 1/{self.space_scale} of stage 1's size,"
+                f" {stage_1.height}x{stage_1.width}, whose sides must be multiples of {unit}; type"
+                f" a --height and --width that are multiples of {2 * unit}: {lower} or {upper}"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,19 +211,197 @@ class AttentionMask:
     times `strength`."""
 
     path: str | Path
-    strength: float
+    strength: float = 1.0
 
 
-def distinct_masks(images: tuple[ImageCondition, ...]) -> tuple[float, ...]:
-    """The denoise masks that occur among the tokens, 1 first: each has its own timestep at every
-    step."""
-    of_images = {denoise_mask_of(image) for image in images} - {1.0}
-    return (1.0, *sorted(of_images))
+Condition = ImageCondition | SoundCondition | Retake | ReferenceVideo | AttentionMask
 
 
-def denoise_mask_of(image: ImageCondition) -> float:
-    """1 - strength of an image's tokens, as fp32 has it."""
-    return held_mask(image.strength)
+class EncodedClip(NamedTuple):
+    """A video as it is encoded: 8k+1 frames of so many rows and columns, `whole` or in tiles."""
+
+    pixels: tuple[int, int, int]
+    whole: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(ABC):
+    """What a video is made from besides its prompt, and how it is taken.
+
+    skip_stage_2      of a two-stage run: the half-size result is decoded
+    images_as_guides  an image at frame 0 is a keyframe as the others are
+    sampler           "euler" or "res_2s", which HQ uses
+    upright           images and videos are taken as they are shown, not as they are stored
+    """
+
+    images: tuple[ImageCondition, ...] = ()
+    sound: SoundCondition | None = None
+    retake: Retake | None = None
+    references: tuple[ReferenceVideo, ...] = ()
+    attention_mask: AttentionMask | None = None
+    skip_stage_2: bool = False
+    images_as_guides: bool = False
+    sampler: str = "euler"
+    upright: bool = True
+
+    @property
+    @abstractmethod
+    def size(self) -> Size:
+        """Of the video that is made."""
+
+    # --- what follows from them -------------------------------------------------------------------
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there is a sound or a video among them."""
+        return bool(self.sound or self.retake or self.references)
+
+    def appended_references(self, upsampled: bool) -> tuple[ReferenceVideo, ...]:
+        """The references whose tokens a stage appends: stage 1 alone has them."""
+        return () if upsampled else self.references
+
+    def appended_tokens(self, upsampled: bool, rows: int, columns: int) -> int:
+        """Tokens of a stage, of so many latent rows and columns, behind the clip's own: those of
+        images that do not take a frame's place, and of references."""
+        guides = sum(self.images_as_guides or image.frame_index != 0 for image in self.images)
+        references = self.appended_references(upsampled)
+        shapes = (reference.latent_shape(self.size.first) for reference in references)
+        return guides * rows * columns + sum(map(math.prod, shapes))
+
+    def timesteps(self, upsampled: bool) -> int:
+        """Distinct timesteps among a stage's video tokens, one for each denoise mask and one for
+        what is free. Of a retake tokens are made anew or kept: 2, whatever is asked for."""
+        if self.retake:
+            return 2
+        conditions = (*self.images, *self.appended_references(upsampled))
+        return len({1.0, *(held_mask(each.strength) for each in conditions)})
+
+    @property
+    def fixes_timesteps(self) -> bool:
+        """Whether a graph is compiled for these inputs alone; else it is text to video's, and
+        another one of an image at frame 0."""
+        return bool(self.images or self.references or self.retake)
+
+    @property
+    def extension(self) -> Extension | None:
+        """How the retaken video is made longer, where it is; the size is that of a window."""
+        if self.retake is None or not self.retake.extend:
+            return None
+        frames, rate = self.size.num_frames, self.size.frame_rate
+        return Extension(self.retake.extend, self.retake.source_frames, frames, rate)
+
+    @property
+    def encoded_clips(self) -> list[EncodedClip]:
+        """The videos that are encoded before the first stage, see host.conditions."""
+        stage_1, clips = self.size.first, []
+        if self.retake:
+            frames = self.size.num_frames
+            if longer := self.extension:  # what windows see, and a frame where they are before it
+                frames = TIME_SCALE * (longer.known_latents + longer.before - 1) + 1
+            clips.append(EncodedClip((frames, *stage_1.sides)))
+        return clips + [EncodedClip(each.pixels(stage_1), whole=True) for each in self.references]
+
+    # --- the files and flags ----------------------------------------------------------------------
+
+    def _conditions(self) -> list[tuple[str, str, Condition]]:
+        """Each condition with its field, and its name: numbered where there may be several."""
+        found = []
+        for field in _FILES:
+            value = getattr(self, field)
+            if isinstance(value, tuple):
+                found += [(field, f"{field}[{index}]", each) for index, each in enumerate(value)]
+            elif value:
+                found.append((field, field, value))
+        return found
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What is read, by flag."""
+        paths = [(_FILES[field][0], each.path) for field, _, each in self._conditions()]
+        return {f"{flag} {path}": Path(path) for flag, path in paths}
+
+    def with_paths(self, rename: Callable[[Path], str]) -> Self:
+        """The same with every file under another name."""
+
+        def renamed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(renamed, value))
+            return value and dataclasses.replace(value, path=rename(Path(value.path)))
+
+        renamed_fields = {field: renamed(getattr(self, field)) for field in _FILES}
+        return dataclasses.replace(self, **renamed_fields)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Whether each flag is given."""
+        return {_FILES[field][0]: True for field, _, _ in self._conditions()} | {
+            "--images-as-guides": self.images_as_guides,
+            "--skip-stage-2": self.skip_stage_2,
+            f"--sampler {self.sampler}": True,
+        }
+
+    @property
+    def spec_fields(self) -> dict[str, Any]:
+        """The fields of a JobSpec that ask for the files."""
+        fields: dict[str, Any] = {
+            "image": self.images,
+            "video_conditioning": tuple(
+                WeightedFile(str(each.path), each.strength) for each in self.references
+            ),
+        }
+        if sound := self.sound:
+            fields |= {"audio_path": str(sound.path), "audio_start_time": sound.start_time}
+            fields["audio_max_duration"] = sound.max_duration
+        if retake := self.retake:
+            fields["video_path"] = str(retake.path)
+            names = ("extend",) if retake.extend else ("start_time", "end_time", "regenerate")
+            fields |= {name: getattr(retake, name) for name in names}
+        if mask := self.attention_mask:
+            masks = (WeightedFile(str(mask.path), mask.strength),)
+            fields["conditioning_attention_mask"] = masks
+        return fields
+
+    # --- what is wrong ----------------------------------------------------------------------------
+
+    def check_inputs(self) -> None:
+        """Raise UserError for a file that is not there and for what cannot be made of it."""
+        for field, name, condition in self._conditions():
+            check_fields(condition, f"{name}.")
+            flag, what, values = _FILES[field]
+            check_readable(condition.path, flag, f"; pass {what} as {flag} {values}")
+        for image in self.images:
+            image.check(self.size.num_frames)
+        for reference in self.references:
+            reference.check(self.size.first)
+        if self.sound:
+            self.sound.check()
+        if self.retake:
+            self.retake.check(self.size.seconds)
+        if mask := self.attention_mask:
+            ends = "1 takes it as it is, 0 hides the reference"
+            _check_strength(f"--conditioning-attention-mask {mask.path}", mask.strength, ends)
+        if self.sampler not in SAMPLERS:
+            raise UserError(f"sampler {self.sampler!r} is not known; known: {', '.join(SAMPLERS)}")
+
+
+def check_together(given: dict[str, bool]) -> None:
+    """Raise UserError for flags that need or exclude others; `given`: whether each is there."""
+    for flag, excluded in _EXCLUDES.items():
+        wrong = [other for other in excluded if given.get(other)]
+        if given.get(flag) and wrong:
+            raise UserError(f"{flag} does not go with {' '.join(wrong)}; leave one of them out")
+    for flag, needed in _NEEDS.items():
+        missing = [other for other in needed if not given.get(other)]
+        if given.get(flag) and missing:
+            raise UserError(
+                f"{flag} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
+                f" {' '.join(missing)} as well, or leave out {flag}"
+            )
+
+
+def _check_strength(flag: str, strength: float, ends: str) -> None:
+    if not 0 <= strength <= 1:  # NaN is refused as well
+        raise UserError(f"{flag}: strength {strength:g} is outside 0..1 ({ends})")
 
 
 def held_mask(strength: float) -> float:

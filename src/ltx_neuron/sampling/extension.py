@@ -11,21 +11,13 @@ Its sound is all of the file's, with what is made: it is decoded as a whole.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.sampling.conditioning import LatentState
-from ltx_neuron.sampling.conditions import Retake
-from ltx_neuron.sampling.latents import (
-    TIME_SCALE,
-    audio_latent_frames,
-    audio_seconds,
-    video_seconds,
-)
+from ltx_neuron.sampling.latents import TIME_SCALE, audio_latent_frames, audio_seconds
 
 # Latents that a window holds of the one before it: 24 frames, a second at 24 fps, from which motion
 # and voices can go on. More of them are more windows for the same seconds.
@@ -60,44 +52,6 @@ class Window(NamedTuple):
     @property
     def title(self) -> str:
         return f"window {self.number} of {self.count}"
-
-    def states(
-        self,
-        video: LatentState,
-        audio: LatentState,
-        frame_rate: float,
-        positions_dtype: torch.dtype = torch.float32,
-    ) -> tuple[LatentState, LatentState]:
-        """The states of its latents, at their times and with all held but the new ones.
-
-        positions_dtype  what the video's times are rounded to: see compat.Compat.positions
-        """
-        per_frame = _per_frame(video, frame_rate)
-        bounds = video_seconds(self.video + len(video.denoise_mask) // per_frame, frame_rate)
-        origin = bounds[self.video].item()
-        seen = (bounds[self.video :] - origin).to(positions_dtype)
-        sound = audio_seconds(self.audio + len(audio.denoise_mask)) - self.sound_offset
-        return (
-            _held(video, seen, self.new_video, per_frame),
-            _held(audio, sound[self.audio :] - origin, self.new_audio, 1),
-        )
-
-
-def _per_frame(video: LatentState, frame_rate: float) -> int:
-    """Tokens of a latent frame: those at the time of the first."""
-    times = video.positions[0, 0]
-    return int((times == times[0]).sum())
-
-
-def _held(state: LatentState, bounds: Tensor, new: tuple[int, int], per_frame: int) -> LatentState:
-    """A state at other times, held but for its new latents."""
-    mask, positions = torch.zeros(len(bounds) - 1), state.positions.clone()
-    mask[slice(*new)] = 1
-    middles = (bounds[:-1] + bounds[1:]) / 2
-    positions[:, 0] = middles.repeat_interleave(per_frame)
-    return replace(
-        state, denoise_mask=mask.repeat_interleave(per_frame)[:, None], positions=positions
-    )
 
 
 @dataclass(frozen=True)
@@ -254,15 +208,25 @@ class Extension:
             return min(max(near, made_to - length), most)
         return min(max(near - length, 0), made_to, most)
 
-    def check(self) -> None:
-        """Raise UserError for what cannot be made."""
-        if not self._is_some_seconds:
+    @property
+    def window_range(self) -> tuple[int, int]:
+        """The least and the most frames that a window can have."""
+        most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
+        return min(most, TIME_SCALE * OVERLAP + 1), most
+
+    def check_source(self) -> None:
+        """Raise UserError for a file or for seconds that nothing can be made of."""
+        if not 0 < abs(self.seconds) <= _MOST_SECONDS or self.new_frames < 1:
             raise UserError(
                 f"--extend {self.seconds:g}: wanted seconds of a frame or more and at most"
                 f" {_MOST_SECONDS:g}, as in --extend 2, or --extend -2 before the beginning"
             )
         check_source(self.source_frames)
-        least, most = self.legal_window_frames
+
+    def check(self) -> None:
+        """Raise UserError for what cannot be made."""
+        self.check_source()
+        least, most = self.window_range
         if not least <= self.window_frames <= most:
             raise UserError(
                 f"--num-frames {self.window_frames} with --extend is the length of a window, which"
@@ -270,18 +234,6 @@ class Extension:
                 f" there are {self.source_frames} known and {self.new_frames} new frames. Type"
                 f" --num-frames {min(WINDOW_FRAMES, most)}"
             )
-
-    @property
-    def _is_some_seconds(self) -> bool:
-        return 0 < abs(self.seconds) <= _MOST_SECONDS and self.new_frames >= 1
-
-    @property
-    def legal_window_frames(self) -> tuple[int, int] | None:
-        """The least and the most frames that a window can have; None where the rest is refused."""
-        if not self._is_some_seconds or self.source_frames < LEAST_SOURCE:
-            return None
-        most = TIME_SCALE * (self._available + self.new_latents - 1) + 1
-        return min(most, TIME_SCALE * OVERLAP + 1), most
 
 
 def check_source(frames: int) -> None:
@@ -295,16 +247,9 @@ def check_source(frames: int) -> None:
 
 def default_window(seconds: float, source_frames: int, frame_rate: float) -> int:
     """A window's frames where none are typed: as many as every clip has, or all that there are."""
-    whole = Extension(seconds, source_frames, WINDOW_FRAMES, frame_rate)
-    _, most = whole.legal_window_frames or (None, WINDOW_FRAMES)
-    return min(WINDOW_FRAMES, most)
-
-
-def extension_of(retake: Retake | None, window_frames: int, frame_rate: float) -> Extension | None:
-    """What a retake that makes its file longer asks for; None of another."""
-    if retake is None or not retake.extend:
-        return None
-    return Extension(retake.extend, retake.source_frames, window_frames, frame_rate)
+    extension = Extension(seconds, source_frames, WINDOW_FRAMES, frame_rate)
+    extension.check_source()
+    return min(WINDOW_FRAMES, extension.window_range[1])
 
 
 def joined(extension: Extension, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,10 @@ own, and a last evaluation near sigma 0 whose prediction is the result.
 
 Source: ltx-pipelines utils/{samplers,res2s}.py, ltx-core components/diffusion_steps.py.
 
-Between the evaluations everything is float64 on the host, as upstream has it: the same operations
-in the same order, so that results are equal bit for bit. Pairs of fp32 numbers on the device would
-come near, not there, since their sums and products round otherwise; they would want graphs of their
-own, and the noise of every step sent in their place, 67 MB of it. What the host costs instead is
-little. At 1088x1920 and 121 frames a step of stage 2 sends each rank 17 MB of bf16 latents and
-reads 17 MB of predictions. The arithmetic moves 3.7 GB in the host's memory, and up to 10 GB where
-it refines: 1.8 s and 3.2 s on one thread, measured on a busy machine, beside two evaluations of 1.7
-PFLOP, which take 5.1 s at the documented peak of a Trainium2.
+Between the evaluations everything is float64 on the host: upstream's operations in its order, so
+that results are equal bit for bit. At 1088x1920 and 121 frames a step of stage 2 takes 1.8 to 3.2 s
+of one host thread, sends each rank 17 MB of bf16 latents and reads 17 MB of predictions, beside two
+evaluations of 1.7 PFLOP.
 
 Shapes: T tokens of a stream, (1, T, C) latents.
 """
@@ -42,12 +38,10 @@ def evaluation_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
     """(max_steps, 2) fp32: the sigma of each of the 2n + 1 evaluations, in order, and 0. Rows
     beyond them repeat the last one, and are never chosen.
 
-    A graph that is not guided returns no prediction, only the latents after an Euler step; after
-    one to 0 they are the prediction, but for the velocity's rounding to their dtype. In fp32 that
-    is 1e-7 of the latents; in bf16 .8 % of them at sigma 1 and .01 % at the end, which leaves the
-    result's distance to that of fp32 as it was (.2 and .4 % of video and sound, with and without).
-
-    A substep's sigma is rounded to fp32 for the graphs; upstream's reaches the model in float64.
+    After an Euler step to 0 the latents are the prediction, which a graph that is not guided does
+    not return, but for the velocity's rounding to their dtype: 1e-7 of the latents in fp32; in bf16
+    .8 % at sigma 1 and .01 % at the end. A substep's sigma is rounded to fp32 for the graphs;
+    upstream's reaches the model in float64.
     """
     levels = extended(sigmas)[:-1].double()
     between = (levels[:-1] * levels[1:]).sqrt()

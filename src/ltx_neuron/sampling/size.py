@@ -42,12 +42,8 @@ class Size:
         """Latents of a sound as long as the video."""
         return audio_latent_frames(self.num_frames, self.frame_rate)
 
-    def check(self, frames: tuple[int, int] | None = None) -> None:
-        """Raise UserError for a size the model cannot have, naming the nearest one it can.
-
-        frames  the least and the most that num_frames can be, of the form 8k+1, where what it is
-                used for has such bounds: who checks them is whoever knows them
-        """
+    def check(self) -> None:
+        """Raise UserError for a size the model cannot have, naming the nearest one it can."""
         check_fields(self)
         unit = SPACE_SCALE * (2 if self.two_stage else 1)
         for name in ("height", "width"):
@@ -62,11 +58,9 @@ class Size:
                 )
         if self.num_frames < 1 or self.num_frames % TIME_SCALE != 1:
             below = max(1, (self.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
-            least, most = frames or (1, below + TIME_SCALE)
-            nearest = {min(max(n, least), most) for n in (below, below + TIME_SCALE)}
             raise UserError(
                 f"--num-frames {self.num_frames} is not of the form 8k+1; nearest legal:"
-                f" {' or '.join(map(str, sorted(nearest)))}"
+                f" {below} or {below + TIME_SCALE}"
             )
         if not FRAME_RATES[0] <= self.frame_rate <= FRAME_RATES[1]:  # NaN is refused as well
             raise UserError(

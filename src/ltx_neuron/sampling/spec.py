@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import ArgsKwargs
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.conditions import ImageCondition, WeightedFile
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.upscaling import UPSCALES
@@ -51,13 +51,6 @@ def _option(
     """
     alias = AliasChoices(*names) if names else None
     return Field(default, description=help, title=value, validation_alias=alias, **limits)
-
-
-class WeightedFile(NamedTuple):
-    """PATH STRENGTH: a reference video, or the mask of all."""
-
-    path: str
-    strength: float
 
 
 class LoraFile(NamedTuple):

@@ -21,8 +21,8 @@ from ltx_neuron import progress
 from ltx_neuron.decode_queue import Clip, Failure, Result
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
-from ltx_neuron.files import whole_file, write_json
-from ltx_neuron.generate import code_identity, make_report, run_identity, sidecar
+from ltx_neuron.files import whole_file
+from ltx_neuron.generate import code_identity, make_report, run_identity, write_sidecar
 from ltx_neuron.host import calibration
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
@@ -213,8 +213,7 @@ class Worker:
         clip.chunks = with_thumbnail(chunks, clip.job, folder / THUMBNAIL)
         with recorder.phase("encode_mp4"):
             clip.write_mp4(folder / VIDEO)
-        report = make_report(recorder, self.engine.workspace, clip.job.describe())
-        write_json((folder / VIDEO).with_suffix(".json"), sidecar(clip.job, report))
+        write_sidecar(folder / VIDEO, clip.job, recorder, self.engine.workspace)
 
     def _while_owned(self, entry: Entry, chunks: Iterator[Tensor]) -> Iterator[Tensor]:
         """A clip's chunks; raises Gone once its job is not this worker's any more."""
