@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ltx_neuron.config import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
-from ltx_neuron.host.workers import Workers
+from ltx_neuron.host.background import Workers
 from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import arrangement, resampling_filters
 

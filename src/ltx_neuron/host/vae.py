@@ -8,10 +8,10 @@ from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from ltx_core.model.video_vae.sampling import DepthToSpaceUpsample
 from torch import Tensor
 
+from ltx_neuron.host.background import Workers
 from ltx_neuron.host.tiles import EagerDecoder
 from ltx_neuron.host.vae_stages import KNOWN, Stage, TakenOver, activate
 from ltx_neuron.host.winograd import LARGEST_FILTERS
-from ltx_neuron.host.workers import Workers
 
 
 class FastVideoDecoder(TakenOver, EagerDecoder):

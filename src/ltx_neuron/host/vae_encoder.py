@@ -12,9 +12,9 @@ from ltx_core.model.video_vae.resnet import UNetMidBlock3D
 from ltx_core.model.video_vae.sampling import SpaceToDepthDownsample
 from torch import Tensor
 
+from ltx_neuron.host.background import Workers
 from ltx_neuron.host.vae_stages import KNOWN, Stage, TakenOver, activate
 from ltx_neuron.host.winograd import NUMBERS_IN_CACHE
-from ltx_neuron.host.workers import Workers
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 
 

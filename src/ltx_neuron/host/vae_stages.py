@@ -18,8 +18,8 @@ from ltx_core.model.video_vae.resnet import ResnetBlock3D, UNetMidBlock3D
 from torch import Tensor, nn
 
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.host.background import Workers
 from ltx_neuron.host.winograd import FeatureMap, WritePiece, convolve
-from ltx_neuron.host.workers import Workers
 
 EPS = 1e-8  # of PixelNorm
 # Latents that are computed before freed memory is given back once more, with every stage of a tile.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, add, sub
 
 from ltx_neuron.host.arithmetic import ONEDNN, multiply
-from ltx_neuron.host.workers import Workers
+from ltx_neuron.host.background import Workers
 
 TILE = 4  # outputs of a tile along an axis: the paper's m
 POINTS = 6**3  # products of a tile: the paper's (m + r - 1)^3 with r = 3 taps
