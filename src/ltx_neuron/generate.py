@@ -145,7 +145,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
             write(result.clip())
     report = make_report(recorder, workspace, job.describe())
     write_json(outputs.sidecar, sidecar(job, report))
-    show(recorder, report, outputs)
+    show(report, outputs)
     print(f"video: {outputs.video}")
 
 
@@ -174,7 +174,7 @@ def generate_batch(
             lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
         )
     described = {"prompts_file": str(prompts_file), "lines": len(lines)}
-    show(recorder, make_report(recorder, workspace, described), outputs)
+    show(make_report(recorder, workspace, described), outputs)
     failed = sum(entry["status"] != "done" for entry in entries)
     counts = f"{len(entries) - failed} done, {failed} failed"
     print(f"videos: {outputs.folder} ({counts}; {batch.RESULTS})")
@@ -224,10 +224,10 @@ def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     return recorder.report(job, profile, workspace.tp, versions(), identity)
 
 
-def show(recorder: Recorder, report: dict, outputs: Outputs) -> None:
+def show(report: dict, outputs: Outputs) -> None:
     """Print the latency table, and write the report where it was asked for."""
     if outputs.report:
-        recorder.write(outputs.report)
+        write_json(outputs.report, report)
     print(table.table(report))
 
 
