@@ -200,18 +200,15 @@ def _products(kind: str) -> dict[str, Callable[[], object]]:
     rows, inputs, outputs = _TIMED_PRODUCTS[kind]
     x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
     weight = torch.ones(outputs, inputs)
-    if kind == "tile":
-
-        def multiply_tiles(library: str) -> None:
-            for _ in range(_TILES):
-                multiply(x, weight, out, library)
-
-        return {library: partial(multiply_tiles, library) for library in (BLAS, ONEDNN)}
-    weight = weight.bfloat16()
-    return {
-        library: partial(StoredProducts(Libraries(library, library)).multiply, x, weight, out)
-        for library in (BLAS, ONEDNN)
-    }
+    found = {}
+    for library in (BLAS, ONEDNN):
+        if kind == "tile":
+            product = partial(multiply, x, weight, out, library)
+            found[library] = lambda product=product: [product() for _ in range(_TILES)]
+        else:
+            products = StoredProducts(Libraries(library, library))
+            found[library] = partial(products.multiply, x, weight.bfloat16(), out)
+    return found
 
 
 def _on_one_core(measure: Callable[[], Any]) -> Any:

@@ -1,12 +1,13 @@
 """Threads: a function in one of its own, which can be cancelled (how decoding runs while the ranks
 denoise the next video), and workers that compute pieces of a result, each on one core."""
 
+import itertools
 import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -123,14 +124,25 @@ def ahead(items: Iterator[Item]) -> Iterator[Iterator[Item]]:
 
     def make() -> None:
         with closing(items):
-            for item in items:
-                _put(made, item)
+            for item in itertools.chain(items, [end]):
+                put = False
+                while not put:
+                    check_cancelled()
+                    with suppress(queue.Full):
+                        made.put(item, timeout=POLL_SECONDS)
+                        put = True
                 del item  # not kept while the next one is made
-            _put(made, end)
 
     def taken() -> Iterator[Item]:
         while True:
-            item = _get(made, task)
+            check_cancelled()
+            over = task.done  # asked first: what it made last is in the queue then
+            try:
+                item = made.get(timeout=0 if over else POLL_SECONDS)
+            except queue.Empty:
+                if over:
+                    task.result()  # raises its error
+                continue
             if item is end:
                 return
             yield item
@@ -141,28 +153,6 @@ def ahead(items: Iterator[Item]) -> Iterator[Iterator[Item]]:
         yield taken()
     finally:
         task.cancel()
-
-
-def _put(made: queue.Queue, item: Item) -> None:
-    """Add to a queue as soon as there is room."""
-    while True:
-        check_cancelled()
-        try:
-            return made.put(item, timeout=POLL_SECONDS)
-        except queue.Full:
-            pass
-
-
-def _get(made: queue.Queue, maker: BackgroundTask) -> Item:
-    """Take from a queue as soon as there is something; raises the error of the one who fills it."""
-    while True:
-        check_cancelled()
-        over = maker.done  # asked first: what it made last is in the queue then
-        try:
-            return made.get(timeout=0 if over else POLL_SECONDS)
-        except queue.Empty:
-            if over:
-                maker.result()
 
 
 class Workers:

@@ -19,7 +19,6 @@ from torch import Tensor
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.images import check_filling
 from ltx_neuron.host.media import (
-    Footage,
     Sound,
     first_frames,
     footage,
@@ -40,6 +39,7 @@ from ltx_neuron.sampling.latents import (
     audio_latent_frames,
     sound_latent_frames,
 )
+from ltx_neuron.sampling.size import Size
 from ltx_neuron.weights.finite import finite
 
 SOUND, RETAKE = "--audio-path", "--video-path"
@@ -360,12 +360,10 @@ def _mask_frames(given: Inputs) -> int:
 # --- frames of files ------------------------------------------------------------------------------
 
 
-def _checked_footage(
-    path: str | Path, flag: str, height: int, width: int, upright: bool
-) -> Footage:
+def _checked_footage(path: str | Path, flag: str, height: int, width: int, upright: bool) -> Size:
     found = footage(path, flag, upright)
     _check_number(path, flag, found.num_frames, 1)
-    check_filling(path, (found.height, found.width), height, width, flag)
+    check_filling(path, found.sides, height, width, flag)
     return found
 
 

@@ -71,14 +71,16 @@ def join(
     return torch.cat(kept, dim=axis)
 
 
-def spectrogram(latent: Tensor, spans: list[Span], decode: Decode) -> Tensor:
-    """The mel spectrogram (1, 2, 4T - 3, 64) of latents (1, 8, T, 16)."""
+def spectrogram(latent: Tensor, window: int, reach: tuple[int, int], decode: Decode) -> Tensor:
+    """The mel spectrogram (1, 2, 4T - 3, 64) of latents (1, 8, T, 16), in windows of so many."""
+    spans = cut(latent.shape[2], window, reach)
     parts = decode([latent[:, :, span.start : span.stop] for span in spans])
     return join(parts, spans, AUDIO_SCALE, AUDIO_SCALE - 1)
 
 
-def waveform(mel: Tensor, spans: list[Span], decode: Decode) -> Tensor:
-    """The waveform (1, 2, samples) of a mel spectrogram (1, 2, T, 64)."""
+def waveform(mel: Tensor, window: int, reach: tuple[int, int], decode: Decode) -> Tensor:
+    """The waveform (1, 2, samples) of a mel spectrogram (1, 2, T, 64), in windows of so many."""
+    spans = cut(mel.shape[2], window, reach)
     parts = decode([mel[:, :, span.start : span.stop] for span in spans])
     return join(parts, spans, parts[0].shape[2] // (spans[0].stop - spans[0].start))
 
@@ -147,8 +149,7 @@ class HostSpectrogram(_OnHost):
     @torch.no_grad()
     def forward(self, latent: Tensor) -> Tensor:
         """Latents (1, 8, T, 16) to a mel spectrogram (1, 2, 4T - 3, 64)."""
-        spans = cut(latent.shape[2], WINDOW // AUDIO_SCALE, self.reach)
-        return spectrogram(latent, spans, self._decode)
+        return spectrogram(latent, WINDOW // AUDIO_SCALE, self.reach, self._decode)
 
 
 class HostVocoder(_OnHost):
@@ -156,10 +157,11 @@ class HostVocoder(_OnHost):
 
     def __init__(self, config: VocoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's vocoder, under ltx-core's names."""
-        named = {vocoder_name(name): weight for name, weight in weights.items()}
-        for name, weight in named.items():
-            if arrange := arrangement(name, config):
-                named[name] = arrange(weight)
+        named = {}
+        for name, weight in weights.items():
+            name = f"bwe_generator.{name}" if name.startswith("mel_stft.") else name
+            arrange = arrangement(name, config)
+            named[name] = arrange(weight) if arrange else weight
         constants = {"resampling": resampling_filters(config)}
         super().__init__(waveform_program(config, 1), 3, named, **constants)
         self.reach = config.reach
@@ -167,9 +169,4 @@ class HostVocoder(_OnHost):
     @torch.no_grad()
     def forward(self, mel: Tensor) -> Tensor:
         """A mel spectrogram (1, 2, T, 64) to a waveform (1, 2, samples)."""
-        return waveform(mel, cut(mel.shape[2], WINDOW, self.reach), self._decode)
-
-
-def vocoder_name(name: str) -> str:
-    """The name in our graphs of a vocoder's tensor."""
-    return f"bwe_generator.{name}" if name.startswith("mel_stft.") else name
+        return waveform(mel, WINDOW, self.reach, self._decode)

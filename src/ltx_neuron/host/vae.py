@@ -113,7 +113,7 @@ class Stage:
 
     def __init__(self, shape: tuple[int, ...], workers: Workers, arithmetic: Arithmetic):
         self.features, self.active, self.middle = (
-            FeatureMap(*shape, arithmetic.dtype, self.causal) for _ in range(3)
+            FeatureMap(shape, arithmetic.dtype, self.causal) for _ in range(3)
         )
         self.workers, self.arithmetic = workers, arithmetic
 
@@ -124,7 +124,7 @@ class Stage:
         """The first stage: its features are the convolution of what the model is given, (C, F, H,
         W)."""
         channels, *size = given.shape
-        source = FeatureMap(*size, channels, arithmetic.dtype, cls.causal)
+        source = FeatureMap((*size, channels), arithmetic.dtype, cls.causal)
         source.inner.copy_(given.permute(1, 2, 3, 0))
         source.repeat_end_frames()
         stage = cls((*size, conv.out_channels), workers, arithmetic)
@@ -169,8 +169,7 @@ class Stage:
         return result
 
     def convolve(self, source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece) -> None:
-        _, speed, libraries = self.arithmetic
-        convolve(source, weight, bias, write, self.workers, speed, libraries.tile)
+        convolve(source, weight, bias, write, self.workers, self.arithmetic)
 
     def repeat_end_frames(self) -> None:
         self.features.repeat_end_frames()
