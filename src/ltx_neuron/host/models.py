@@ -171,11 +171,12 @@ class HostModels:
     def _decode_audio_on(self, rank_sound, latent: torch.Tensor) -> torch.Tensor:
         from ltx_neuron.host import sound
 
-        reach = audio_decoder_config(self.config).reach
-        mel = sound.spectrogram(latent, SPAN_LATENTS, reach, rank_sound.spectrogram)
+        reach = audio_decoder_config(self.config).reach, vocoder_config(self.config).reach
+        spans = sound.cut(latent.shape[2], SPAN_LATENTS, reach[0])
+        mel = sound.spectrogram(latent, spans, rank_sound.spectrogram)
         self._spec("audio_decoder").check_output(None, (latent,), mel)
-        reach = vocoder_config(self.config).reach
-        waveform = sound.waveform(mel, SPAN_ROWS, reach, rank_sound.waveform)
+        spans = sound.cut(mel.shape[2], SPAN_ROWS, reach[1])
+        waveform = sound.waveform(mel, spans, rank_sound.waveform)
         self._spec("vocoder").check_output(None, (mel,), waveform)
         return waveform[0]
 

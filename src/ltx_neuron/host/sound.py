@@ -71,16 +71,14 @@ def join(
     return torch.cat(kept, dim=axis)
 
 
-def spectrogram(latent: Tensor, window: int, reach: tuple[int, int], decode: Decode) -> Tensor:
-    """The mel spectrogram (1, 2, 4T - 3, 64) of latents (1, 8, T, 16), in windows of so many."""
-    spans = cut(latent.shape[2], window, reach)
+def spectrogram(latent: Tensor, spans: list[Span], decode: Decode) -> Tensor:
+    """The mel spectrogram (1, 2, 4T - 3, 64) of latents (1, 8, T, 16)."""
     parts = decode([latent[:, :, span.start : span.stop] for span in spans])
     return join(parts, spans, AUDIO_SCALE, AUDIO_SCALE - 1)
 
 
-def waveform(mel: Tensor, window: int, reach: tuple[int, int], decode: Decode) -> Tensor:
-    """The waveform (1, 2, samples) of a mel spectrogram (1, 2, T, 64), in windows of so many."""
-    spans = cut(mel.shape[2], window, reach)
+def waveform(mel: Tensor, spans: list[Span], decode: Decode) -> Tensor:
+    """The waveform (1, 2, samples) of a mel spectrogram (1, 2, T, 64)."""
     parts = decode([mel[:, :, span.start : span.stop] for span in spans])
     return join(parts, spans, parts[0].shape[2] // (spans[0].stop - spans[0].start))
 
@@ -149,7 +147,8 @@ class HostSpectrogram(_OnHost):
     @torch.no_grad()
     def forward(self, latent: Tensor) -> Tensor:
         """Latents (1, 8, T, 16) to a mel spectrogram (1, 2, 4T - 3, 64)."""
-        return spectrogram(latent, WINDOW // AUDIO_SCALE, self.reach, self._decode)
+        spans = cut(latent.shape[2], WINDOW // AUDIO_SCALE, self.reach)
+        return spectrogram(latent, spans, self._decode)
 
 
 class HostVocoder(_OnHost):
@@ -157,11 +156,10 @@ class HostVocoder(_OnHost):
 
     def __init__(self, config: VocoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's vocoder, under ltx-core's names."""
-        named = {}
-        for name, weight in weights.items():
-            name = f"bwe_generator.{name}" if name.startswith("mel_stft.") else name
-            arrange = arrangement(name, config)
-            named[name] = arrange(weight) if arrange else weight
+        named = {vocoder_name(name): weight for name, weight in weights.items()}
+        for name, weight in named.items():
+            if arrange := arrangement(name, config):
+                named[name] = arrange(weight)
         constants = {"resampling": resampling_filters(config)}
         super().__init__(waveform_program(config, 1), 3, named, **constants)
         self.reach = config.reach
@@ -169,4 +167,9 @@ class HostVocoder(_OnHost):
     @torch.no_grad()
     def forward(self, mel: Tensor) -> Tensor:
         """A mel spectrogram (1, 2, T, 64) to a waveform (1, 2, samples)."""
-        return waveform(mel, WINDOW, self.reach, self._decode)
+        return waveform(mel, cut(mel.shape[2], WINDOW, self.reach), self._decode)
+
+
+def vocoder_name(name: str) -> str:
+    """The name in our graphs of a vocoder's tensor."""
+    return f"bwe_generator.{name}" if name.startswith("mel_stft.") else name
