@@ -18,7 +18,8 @@ from tqdm import tqdm
 from ltx_neuron.decode_queue import Clip, DecodeQueue, Failure, Result, isolated
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.errors import UserError
-from ltx_neuron.host import calibration, conditions
+from ltx_neuron.host import conditions
+from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.host.background import BackgroundTask
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
@@ -159,7 +160,7 @@ class Engine:
                     programs = {step.bucket.name: step.manifest for step in compiled.values()}
                     self.residency.load_transformer(programs, first.loras)
                 # Not before: a run that is refused leaves the folder as it was.
-                calibration.store(self.workspace.artifacts)
+                store_choices(self.workspace.artifacts)
                 yield from self._denoise(groups, compiled, queue, isolate, keep)
                 # The ranks decode before other jobs are looked at; the host meanwhile.
                 yield from queue.drain(wait=bool(queue.on_ranks))

@@ -13,9 +13,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -259,91 +257,36 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 def check_outputs(outputs: dict[str, Path], inputs: dict[str, Path]) -> None:
     """Raise UserError where an output is an input, lies in a folder that is an input, or is another
-    output: however it is spelled, and through links.
+    output: however it is spelled, and through symbolic links.
 
     outputs  files that are written, by what they are; the last word is the flag that moves them
     inputs   files and folders that are read, by flag
     """
-    at = {_real(path): name for name, path in inputs.items()}
-    roots = {_number(path): name for name, path in inputs.items()}
-    roots.pop(None, None)  # of inputs that are not there
-    held: dict[_Number, str] = {}  # all that is in the inputs; filled when an output exists
-    files = [_File(name, path, _real(path), _number(path)) for name, path in outputs.items()]
-
-    @cache  # outputs share their folders
-    def input_around(folder: Path) -> str | None:
-        places = (folder, *folder.parents)
-        return next((n for p in places if (n := at.get(p) or roots.get(_number(p)))), None)
-
-    for file in files:
+    read = {_real(path): name for name, path in inputs.items()}
+    for name, folder in inputs.items():  # that may hold links, as Hugging Face's cache does
+        read |= {_real(path): name for path in Path(folder).rglob("*") if path.is_symlink()}
+    files: dict[Path, str] = {}
+    folders: dict[Path, str] = {}  # around an output
+    for name, path in outputs.items():
+        real, advice = _real(path), f"pass another {name.split()[-1]}"
         # A link is replaced where it lies, and not what it leads to.
-        if around := input_around(file.real.parent) or input_around(_real(file.path.parent)):
+        around = {*real.parents, *(_real(path.parent) / path.name).parents}
+        if other := next((read[folder] for folder in around if folder in read), None):
             raise UserError(
-                f"{file.name}: {file.path} lies in the folder of {around}, which is read;"
-                f" {file.advice}"
+                f"{name}: {path} lies in the folder of {other}, which is read; {advice}"
             )
-        if file.number and not held:
-            held = {each: name for name, path in inputs.items() for each in _numbers(path)}
-        if other := at.get(file.real) or held.get(file.number):
-            raise UserError(f"{other} and {file.name} are the same file {file.path}; {file.advice}")
-    _check_apart(files)
-
-
-_Number = tuple[int, int]
-
-
-class _File(NamedTuple):
-    """An output: what it is, its path as typed and without links, its number if it exists."""
-
-    name: str
-    path: Path
-    real: Path
-    number: _Number | None
-
-    @property
-    def advice(self) -> str:
-        return f"pass another {self.name.split()[-1]}"
-
-
-def _check_apart(outputs: list[_File]) -> None:
-    """Raise UserError where two outputs are one file, or one lies in the other."""
-    files: dict[Path | _Number, str] = {}  # by path and, where it exists, by number
-    folders: dict[Path, str] = {}  # by path: an output that lies in it
-    for file in outputs:
-        if other := files.get(file.real) or files.get(file.number):
-            raise UserError(f"{other} and {file.name} are the same file {file.path}; {file.advice}")
-        above = next((folder for folder in file.real.parents if folder in files), file.real)
+        if other := read.get(real) or files.get(real):
+            raise UserError(f"{other} and {name} are the same file {path}; {advice}")
+        above = next((folder for folder in real.parents if folder in files), real)
         if other := files.get(above) or folders.get(above):
             raise UserError(
-                f"{above} is a file for one and a folder for the other of {other} and {file.name};"
-                f" {file.advice}"
+                f"{above} is a file for one and a folder for the other of {other} and {name};"
+                f" {advice}"
             )
-        files |= dict.fromkeys(filter(None, (file.real, file.number)), file.name)
-        folders |= dict.fromkeys(file.real.parents, file.name)
+        files[real] = name
+        folders |= dict.fromkeys(real.parents, name)
 
 
 def _real(path: Path) -> Path:
     """A path without links and "..", of which the end may be missing."""
     return Path(os.path.realpath(path))
-
-
-def _number(path: Path | str) -> _Number | None:
-    """What a file or a folder is known by under all its names; None where it is not there."""
-    with suppress(OSError):
-        status = os.stat(path)
-        return status.st_dev, status.st_ino
-    return None
-
-
-def _numbers(path: Path) -> set[_Number]:
-    """The numbers of a file, or of a folder and of all that is in it; links are followed."""
-    found: set[_Number] = set()
-    waiting = [os.fspath(path)]
-    while waiting:
-        place = waiting.pop()
-        number = _number(place)
-        if number and number not in found:
-            found.add(number)
-            with suppress(NotADirectoryError, PermissionError):
-                waiting += [entry.path for entry in os.scandir(place)]
-    return found

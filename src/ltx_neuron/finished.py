@@ -31,12 +31,7 @@ from ltx_neuron.models.programs import (
 from ltx_neuron.profiles import Profile
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import ConditionFields, SizeFields
-from ltx_neuron.text.cache import (
-    HOST_ENCODER_CODE,
-    RANK_ENCODER_CODE,
-    PromptCache,
-    encoder_identity,
-)
+from ltx_neuron.text.cache import HOST_ENCODER_CODE, RANK_ENCODER_CODE, PromptCache
 from ltx_neuron.text.host_encoder import HostTextEncoder
 from ltx_neuron.text.inputs import gemma3_program_name, load_tokenizer
 from ltx_neuron.tune import tuned_settings
@@ -178,17 +173,19 @@ class Finished:
             graphs = registry.identity(profile, "gemma3")
             device = {"device": "ranks", "tp": self.tp, "profile": profile.name, **graphs}
         code = RANK_ENCODER_CODE if neuron_gemma else HOST_ENCODER_CODE
-        identity = encoder_identity(
-            weights=self.source("gemma3").fingerprint,
-            gemma_config=self.gemma.digest,
-            transformer_config=self.transformer.digest,
-            dtype=self.dtype_name,
-            code=artifacts.code_digest(profile.backend, *code),
-            threads=(profile.host_threads, profile.rank_threads(self.tp)),
-            device=device | {"profile_set": list(profile.settings)},
-        )
-        widths = self.transformer.video.inner, self.transformer.audio.inner
-        return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)
+        identity = {
+            "weights": self.source("gemma3").fingerprint,
+            "gemma_config": self.gemma.digest,
+            "transformer_config": self.transformer.digest,
+            "dtype": self.dtype_name,
+            "code": artifacts.code_digest(profile.backend, *code),
+            # They decide how sums are divided.
+            "threads": [profile.host_threads, profile.rank_threads(self.tp)],
+            "torch": torch.__version__,
+            **device,
+            "profile_set": list(profile.settings),
+        }
+        return PromptCache(self.artifacts / "prompts", identity)
 
     # --- identities -------------------------------------------------------------------------------
 
@@ -402,10 +399,12 @@ class Finished:
         return shlex.join(map(str, words)) + (f"\n{tuned}" if tuned else "")
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-        """The shapes of the tiles in which the ranks decode a clip's latent (F, h, w)."""
+        """The different shapes of the tiles in which the ranks decode a clip's latent (F, h, w):
+        each has graphs of its own."""
         from ltx_neuron.host import tiles  # imports ltx-core: not needed for flags
 
-        return tiles.tile_shapes(clip, tiles.tiling_for_ranks(self.profile, clip, self.tp))
+        cut = tiles.cut(clip, tiles.tiling_for_ranks(self.profile, clip, self.tp))
+        return list(dict.fromkeys(map(tiles.tile_shape, cut)))
 
 
 def _from_here(path: Path) -> Path:

@@ -130,7 +130,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
         if outputs.tensors:
             progress.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
-    show(recorder, write_sidecar(outputs.video, job, recorder, workspace), outputs)
+    show(write_sidecar(outputs.video, job, recorder, workspace), outputs)
     print(f"video: {outputs.video}")
 
 
@@ -158,7 +158,7 @@ def generate_batch(
             lines, engine, outputs.folder, save, lambda job: run_identity(job, workspace, options)
         )
     described = {"prompts_file": str(prompts_file), "lines": len(lines)}
-    show(recorder, make_report(recorder, workspace, described), outputs)
+    show(make_report(recorder, workspace, described), outputs)
     failed = sum(entry["status"] != "done" for entry in entries)
     counts = f"{len(entries) - failed} done, {failed} failed"
     print(f"videos: {outputs.folder} ({counts}; {batch.RESULTS})")
@@ -210,10 +210,10 @@ def make_report(recorder: Recorder, workspace: Workspace, job: dict) -> dict:
     return recorder.report(job, workspace.profile.name, workspace.tp, versions, identity)
 
 
-def show(recorder: Recorder, report: dict, outputs: Outputs) -> None:
+def show(report: dict, outputs: Outputs) -> None:
     """Print the latency table, and write the report where it was asked for."""
     if outputs.report:
-        recorder.write(outputs.report)
+        write_json(outputs.report, report)
     print(table.table(report))
 
 

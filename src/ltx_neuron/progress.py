@@ -22,7 +22,7 @@ from torch import Tensor
 from ltx_neuron import artifacts, machine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, first_bytes, read_json, whole_file, write_tensors
-from ltx_neuron.host.calibration import CHOSEN_FIELDS
+from ltx_neuron.host.arithmetic import CHOSEN_FIELDS
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts

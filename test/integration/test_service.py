@@ -29,7 +29,7 @@ from openai.types import Video
 from pydantic import TypeAdapter, ValidationError
 
 from ltx_neuron.engine import Engine, RunOptions
-from ltx_neuron.host import calibration
+from ltx_neuron.host.arithmetic import choices_file
 from ltx_neuron.job import Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -387,8 +387,8 @@ def test_a_worker_stores_what_it_measured_before_its_first_job(tiny, tmp_path):
         working.stop.set()
         working.run()
     # Else another process could choose otherwise, and the next worker go on to other bits.
-    assert calibration.file_of(artifacts).is_file()
-    assert "float32_products" in calibration.read(artifacts)["choices"]
+    assert choices_file(artifacts).is_file()
+    assert "float32_products" in choices_file(artifacts).read_text()
 
 
 def stop_after(working, *entries) -> threading.Thread:

@@ -9,8 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ltx_neuron.host.background import BackgroundTask, ahead, check_cancelled
-from ltx_neuron.host.workers import Workers
+from ltx_neuron.host.background import BackgroundTask, Workers, ahead, check_cancelled
 
 SOON = 2  # seconds; a function here is at its next check_cancelled within milliseconds
 

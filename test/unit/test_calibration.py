@@ -1,26 +1,39 @@
 """What was measured of this machine is stored once, in the artifacts, and decides from then on."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import os
 
 import pytest
 import torch
 
 from ltx_neuron import progress
 from ltx_neuron.errors import UserError
+from ltx_neuron.files import write_json
 from ltx_neuron.host import arithmetic as arithmetic_module
-from ltx_neuron.host import calibration
 from ltx_neuron.host.arithmetic import (
     FLOAT32,
     Arithmetic,
     arithmetic,
     bfloat16_speed,
+    choices_file,
     fastest_libraries,
+    store_choices,
+    this_machine,
 )
-from ltx_neuron.host.calibration import choice, file_of, read, store, update
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import PROFILES
 from ltx_neuron.workspace import Workspace
+
+
+def choice(folder, key: str, measure):
+    return arithmetic_module._choice(folder, key, measure, [1, 2, 8])
+
+
+def read(folder) -> dict:
+    return arithmetic_module._stored_choices(choices_file(folder))
+
+
+def write(folder, **choices) -> None:
+    write_json(choices_file(folder), {"machine": this_machine(), "choices": choices})
 
 
 @pytest.fixture
@@ -28,10 +41,9 @@ def another_process(monkeypatch):
     """Called: what a process holds in memory is forgotten."""
 
     def forget():
-        monkeypatch.setattr(calibration, "_choices", {})
-        monkeypatch.setattr(calibration, "_said", set())
-        for function in (bfloat16_speed, fastest_libraries):
-            function.cache_clear()
+        monkeypatch.setattr(arithmetic_module, "_choices", {})
+        for name in ("_print_once", "_measured_speed", "_measured_libraries"):
+            getattr(arithmetic_module, name).cache_clear()
 
     return forget
 
@@ -48,19 +60,17 @@ def fail():
     raise AssertionError("measured again")
 
 
-def test_what_was_measured_is_not_measured_again_and_sections_do_not_disturb_each_other(
-    tmp_path, another_process
-):
+def test_what_was_measured_is_not_measured_again(tmp_path, another_process):
     assert read(tmp_path) == {}
     assert choice(tmp_path, "speed", lambda: 8) == 8
-    store(tmp_path)
-    update(tmp_path, "rates", {"decode": 1.5})
-    update(tmp_path, "rates", {"encode": 2.5})
+    store_choices(tmp_path)
     another_process()
     assert choice(tmp_path, "speed", fail) == 8
-    assert read(tmp_path) == {"choices": {"speed": 8}, "rates": {"decode": 1.5, "encode": 2.5}}
+    assert choice(tmp_path, "other", lambda: 1) == 1
+    store_choices(tmp_path)
+    assert read(tmp_path) == {"speed": 8, "other": 1}
     (path,) = (tmp_path / "calibration").iterdir()
-    assert path == file_of(tmp_path) and '"processor"' in path.read_text()
+    assert path == choices_file(tmp_path) and '"processor"' in path.read_text()
 
 
 def test_nothing_is_written_before_a_run_is_accepted(tmp_path, another_process):
@@ -69,44 +79,47 @@ def test_nothing_is_written_before_a_run_is_accepted(tmp_path, another_process):
     assert list(tmp_path.iterdir()) == []
     another_process()
     assert choice(tmp_path, "speed", lambda: 2) == 2
-    store(tmp_path)
+    store_choices(tmp_path)
     another_process()
-    assert read(tmp_path) == {"choices": {"speed": 2}}
+    assert read(tmp_path) == {"speed": 2}
 
 
 def test_of_two_that_measure_at_a_time_later_runs_take_the_first_ones_choice(
     tmp_path, another_process
 ):
     assert choice(tmp_path, "speed", lambda: 8) == 8
-    first = dict(calibration._choices)
+    assert choice(tmp_path, "other", lambda: 1) == 1
+    first = dict(arithmetic_module._choices)
     another_process()
     assert choice(tmp_path, "speed", lambda: 2) == 2
-    store(tmp_path)
-    calibration._choices.update(first)
-    store(tmp_path)
+    store_choices(tmp_path)
+    arithmetic_module._choices.update(first)
+    store_choices(tmp_path)
     another_process()
-    assert choice(tmp_path, "speed", fail) == 2
+    assert choice(tmp_path, "speed", fail) == 2 and choice(tmp_path, "other", fail) == 1
 
 
 def test_a_limit_on_instructions_and_another_cpu_are_other_machines(tmp_path, monkeypatch):
-    update(tmp_path, "choices", {"speed": 8})
+    write(tmp_path, speed=8)
     with monkeypatch.context() as limited:
         limited.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
         assert read(tmp_path) == {}
     with monkeypatch.context() as moved:
-        moved.setattr(calibration.machine, "processor", lambda: "another CPU")
+        moved.setattr(arithmetic_module.machine, "processor", lambda: "another CPU")
         assert read(tmp_path) == {}
-    assert read(tmp_path) == {"choices": {"speed": 8}}
+    assert read(tmp_path) == {"speed": 8}
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[1, 2", "[]", '{"choices": {"speed": 2}}', "a named pipe"], ids=str
+    "content", ["", "[1, 2", "[]", '{"choices": {"speed": 2}}', "a list", "a named pipe"], ids=str
 )
 def test_a_damaged_file_is_said_and_measured_anew(tmp_path, capsys, content):
-    path = file_of(tmp_path)
+    path = choices_file(tmp_path)
     path.parent.mkdir()
     if content == "a named pipe":
-        calibration.os.mkfifo(path)
+        os.mkfifo(path)
+    elif content == "a list":
+        write_json(path, {"machine": this_machine(), "choices": [1]})
     else:
         path.write_text(content)
     assert choice(tmp_path, "speed", lambda: 8) == 8
@@ -119,35 +132,23 @@ def test_where_nothing_can_be_written_it_is_measured_once_a_process(tmp_path, ca
     # A file where the folder would be: this process may be root, whom no permission stops.
     (tmp_path / "calibration").write_text("")
     assert choice(tmp_path, "speed", lambda: 8) == 8
-    store(tmp_path)
+    store_choices(tmp_path)
+    store_choices(tmp_path)
     assert choice(tmp_path, "speed", fail) == 8
-    update(tmp_path, "rates", {"decode": 1.5})
     assert read(tmp_path) == {}
     assert capsys.readouterr().out.count("what was measured is not kept") == 1
 
 
 def test_no_artifacts_folder_is_made_to_store_a_choice(tmp_path):
     assert choice(tmp_path / "typo", "speed", lambda: 8) == 8
-    store(tmp_path / "typo")
+    store_choices(tmp_path / "typo")
     assert choice(tmp_path / "typo", "speed", fail) == 8
     assert not (tmp_path / "typo").exists()
 
 
-def test_many_at_once_lose_nothing(tmp_path):
-    begin = threading.Barrier(8)
-
-    def work(index):
-        begin.wait()
-        update(tmp_path, f"section {index}", {"a": index})
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(work, range(8)))
-    assert read(tmp_path) == {f"section {index}": {"a": index} for index in range(8)}
-
-
 @pytest.mark.parametrize(("stored", "speed"), [(1, 1), (2, 2), (8, 8), (3, None), ("8", None)])
 def test_the_stored_choice_of_dtype_is_taken_and_no_other_value(tmp_path, stored, speed):
-    update(tmp_path, "choices", {"bfloat16_speed": stored})
+    write(tmp_path, bfloat16_speed=stored)
     speed = speed or bfloat16_speed()
     wanted = FLOAT32 if speed == 1 else Arithmetic(torch.bfloat16, speed)
     assert arithmetic("auto", torch.bfloat16, tmp_path) == wanted
@@ -155,11 +156,11 @@ def test_the_stored_choice_of_dtype_is_taken_and_no_other_value(tmp_path, stored
 
 def test_the_choice_of_dtype_is_stored_by_the_first_run_that_needs_it(tmp_path):
     arithmetic("auto", torch.float32, tmp_path)
-    store(tmp_path)
+    store_choices(tmp_path)
     assert read(tmp_path) == {}
     chosen = arithmetic("auto", torch.bfloat16, tmp_path)
-    store(tmp_path)
-    assert read(tmp_path) == {"choices": {"bfloat16_speed": chosen.speed}}
+    store_choices(tmp_path)
+    assert read(tmp_path) == {"bfloat16_speed": chosen.speed}
 
 
 OTHERS = {"few": "onednn", "many": "blas", "tile": "onednn"}
@@ -169,10 +170,10 @@ def test_the_libraries_of_products_are_measured_once_a_machine_and_stored(
     tmp_path, another_process
 ):
     measured = fastest_libraries(tmp_path)
-    store(tmp_path)
-    assert read(tmp_path) == {"choices": {"float32_products": measured._asdict()}}
+    store_choices(tmp_path)
+    assert read(tmp_path) == {"float32_products": measured._asdict()}
     assert {*measured} <= {"blas", "onednn"}
-    update(tmp_path, "choices", {"float32_products": OTHERS})
+    write(tmp_path, float32_products=OTHERS)
     assert fastest_libraries(tmp_path) == measured  # of this process, to its end
     another_process()
     assert fastest_libraries(tmp_path)._asdict() == OTHERS
@@ -209,12 +210,12 @@ def test_on_a_machine_that_stays_busy_the_least_times_decide(monkeypatch):
     "stored", [5, {"few": "blas", "more": 1}, OTHERS | {"few": ["blas"]}, OTHERS | {"few": "amx"}]
 )
 def test_libraries_that_nobody_stores_are_not_taken(tmp_path, stored):
-    update(tmp_path, "choices", {"float32_products": stored})
+    write(tmp_path, float32_products=stored)
     assert fastest_libraries(tmp_path) == fastest_libraries()
 
 
 def test_a_runs_identity_and_its_prompt_cache_name_the_libraries(tiny, tmp_path):
-    update(tmp_path, "choices", {"float32_products": OTHERS})
+    write(tmp_path, float32_products=OTHERS)
     workspace = Workspace(
         tiny.checkpoint, PROFILES["cpu"], tmp_path, 1, "float32", gemma_root=tiny.gemma_root
     )

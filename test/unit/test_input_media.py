@@ -17,6 +17,7 @@ from ltx_neuron.host.encoding import encode_tiled, parts
 from ltx_neuron.host.media import first_frames, footage, frames_between, pixels_of, read_sound
 from ltx_neuron.host.spectrogram import MelSizes, log_mel, mel_filters, resample
 from ltx_neuron.host.video import write_video
+from ltx_neuron.sampling.size import Size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,7 +212,7 @@ def test_a_file_without_sound_or_none_at_that_time_gives_none(film, tmp_path):
 
 
 def test_a_film_says_its_size_length_and_rate(film):
-    assert footage(film, "--video-path") == (25, 64, 96, 24.0)
+    assert footage(film, "--video-path") == Size(64, 96, 25, 24.0)
 
 
 # The first four numbers of an MP4's display matrix, in 16.16 fixed point -> quarter turns
@@ -236,10 +237,10 @@ def test_a_video_is_taken_as_it_is_shown_and_as_it_is_stored_on_request(film, tm
     stored, turns = list(first_frames(film, FLAG)), MATRICES[matrix]
     wanted = [np.rot90(frame, turns) for frame in stored]
     sides = (96, 64) if turns % 2 else (64, 96)
-    assert footage(path, FLAG) == (25, *sides, 24.0)
+    assert footage(path, FLAG) == Size(*sides, 25, 24.0)
     assert all(map(np.array_equal, first_frames(path, FLAG), wanted))
     assert all(map(np.array_equal, frames_between(path, FLAG, 0.0, 9.0), wanted))
-    assert footage(path, FLAG, upright=False) == (25, 64, 96, 24.0)
+    assert footage(path, FLAG, upright=False) == Size(64, 96, 25, 24.0)
     assert all(map(np.array_equal, first_frames(path, FLAG, upright=False), stored))
     assert all(map(np.array_equal, frames_between(path, FLAG, 0.0, 9.0, upright=False), stored))
 

@@ -55,11 +55,10 @@ def write_state(path: Path) -> None:
 # --- an output is an input ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("link", [os.link, os.symlink])
-def test_an_output_that_is_linked_with_an_input_is_refused(tmp_path, link):
+def test_an_output_that_is_linked_with_an_input_is_refused(tmp_path):
     image = tmp_path / "image.png"
     image.write_bytes(b"an image")
-    link(image, tmp_path / "out.mp4")
+    (tmp_path / "out.mp4").symlink_to(image)
     said = refused(Outputs(video=tmp_path / "out.mp4"), image=image)
     assert said == (
         f"--image and --output-path are the same file {tmp_path}/out.mp4; pass another"
@@ -91,14 +90,6 @@ def test_a_link_in_a_folder_that_is_read_is_not_replaced(tmp_path):
     link = tmp_path / "artifacts" / "out.mp4"
     link.symlink_to(tmp_path / "elsewhere.mp4")
     assert "lies in" in refused(Outputs(video=link), artifacts=tmp_path / "artifacts")
-
-
-def test_folders_that_lead_to_one_another_are_looked_into_once(tmp_path):
-    (tmp_path / "artifacts").mkdir()
-    (tmp_path / "artifacts" / "above").symlink_to("..")
-    (tmp_path / "out.mp4").write_bytes(b"an earlier video")
-    said = refused(Outputs(video=tmp_path / "out.mp4"), artifacts=tmp_path / "artifacts")
-    assert "the same file" in said  # artifacts/above/out.mp4
 
 
 def test_two_outputs_in_one_file_or_one_in_the_other_are_refused(tmp_path):
@@ -176,11 +167,9 @@ def test_a_sidecar_is_replaced_and_another_file_of_its_name_is_not(tmp_path):
 
 def test_a_sidecar_that_a_run_writes_is_known_again(tmp_path):
     job, recorder = Job("rain"), Recorder()
-    write_json(
-        tmp_path / "out.json",
-        sidecar(job, recorder.report(job.describe(), "cpu", 1, {}, {"code": ""})),
-    )
-    recorder.write(tmp_path / "report.json")
+    report = recorder.report(job.describe(), "cpu", 1, {}, {"code": ""})
+    write_json(tmp_path / "out.json", sidecar(job, report))
+    write_json(tmp_path / "report.json", report)
     assert progress.is_sidecar(tmp_path / "out.json") and not progress.is_sidecar(
         tmp_path / "report.json"
     )
@@ -218,9 +207,8 @@ def test_what_is_no_file_is_not_replaced(tmp_path, make):
 
 def test_an_image_in_the_folder_of_frames_is_refused(tmp_path):
     list(write_frames(tmp_path / "fr", [TWO_FRAMES]))
-    os.link(tmp_path / "fr" / "frame_00001.png", tmp_path / "hard.png")
     (tmp_path / "soft.png").symlink_to("fr/frame_00001.png")
-    for image in ("fr/frame_00001.png", "fr/../fr/frame_00001.png", "hard.png", "soft.png"):
+    for image in ("fr/frame_00001.png", "fr/../fr/frame_00001.png", "soft.png"):
         said = refused(
             Outputs(tmp_path / "out.mp4", frames=tmp_path / "fr"), image=tmp_path / image
         )

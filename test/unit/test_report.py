@@ -367,12 +367,8 @@ def test_a_stage_without_a_warm_step_has_null_numbers(steps):
     latency.validate(report)
 
 
-def test_impossible_steps_and_misspelt_counters_are_refused():
+def test_misspelt_counters_are_refused():
     recorder = Recorder()
-    with pytest.raises(ValueError, match="unknown stage 'stage_3'"):
-        recorder.step("stage_3", 1.0, 1.0)
-    with pytest.raises(ValueError, match="5 ms, 6 ms of it on the device"):
-        recorder.step("stage_1", 5, 6)
     with pytest.raises(AttributeError):
         recorder.counters.flops = 1
 
@@ -384,20 +380,6 @@ def test_percent_of_peak_is_that_of_the_last_stage_and_null_without_a_peak():
     assert one_stage["flops_per_step"] == 1e10
     assert one_stage["percent_of_peak"] == pytest.approx(100 * 1e10 / 0.110 / 1e12)
     assert recorded(peak_flops=None)["percent_of_peak"] is None
-
-
-def test_the_report_is_written_whole_or_not_at_all(tmp_path):
-    recorder = Recorder()
-    with pytest.raises(RuntimeError, match="call report"):
-        recorder.write(tmp_path / "run.json")
-    report = recorder.report(JOB, "cpu", 4, {}, {})
-    recorder.write(tmp_path / "new" / "run.json")
-    assert latency.load(tmp_path / "new" / "run.json") == report
-    recorder.report({("not", "a", "key"): 1}, "cpu", 4, {}, {})
-    with pytest.raises(TypeError):
-        recorder.write(tmp_path / "new" / "run.json")
-    assert os.listdir(tmp_path / "new") == ["run.json"]
-    assert latency.load(tmp_path / "new" / "run.json") == report
 
 
 def test_the_table_shows_every_part_within_100_columns():

@@ -8,7 +8,7 @@ from torch import nn
 from ltx_neuron.host import winograd
 from ltx_neuron.host.arithmetic import Arithmetic
 from ltx_neuron.host.encoding import encode_tiled
-from ltx_neuron.host.vae_encoder import FastVideoEncoder
+from ltx_neuron.host.vae import FastVideoEncoder
 from ltx_neuron.tiny import TinySizes
 from ltx_neuron.tiny.config import merge, released_config, tiny_config
 
@@ -81,7 +81,7 @@ def test_every_border_of_a_latent_equals_ltx_cores(method):
 
 @pytest.mark.parametrize("frames", [1, 3])
 def test_another_order_of_blocks_is_followed(method, monkeypatch, frames):
-    monkeypatch.setattr("ltx_neuron.host.vae_encoder.NUMBERS_IN_CACHE", 3000)  # uneven pieces
+    monkeypatch.setattr("ltx_neuron.host.vae.NUMBERS_IN_CACHE", 3000)  # uneven pieces
     encoder = ltx_encoder(encoder_blocks=OTHER_ORDER)
     clip = pixels(frames, 2, 3)
     assert rel(FastVideoEncoder(encoder)(clip), encoder(clip)) < BOUND

@@ -86,7 +86,7 @@ from ltx_neuron.host.media import pixels_of
 from ltx_core.model.video_vae import VideoEncoderConfigurator
 from ltx_neuron.tiny.config import merge, released_config
 from ltx_neuron.host.arithmetic import Arithmetic
-from ltx_neuron.host.vae_encoder import FastVideoEncoder
+from ltx_neuron.host.vae import FastVideoEncoder
 {STATUS}
 torch.set_num_threads({THREADS})
 config = merge(released_config(), {{"vae": {{"latent_channels": 32}}}})

@@ -44,7 +44,7 @@ def convolved(source: FeatureMap, weight, bias, method, workers):
 
 
 def filled(*shape: int, dtype: torch.dtype = torch.float32) -> FeatureMap:
-    source = FeatureMap(*shape, dtype)
+    source = FeatureMap(shape, dtype)
     source.inner.copy_(randn(*shape))
     source.repeat_end_frames()
     return source

@@ -5,13 +5,16 @@ faster than float32, some compute it at a third of float32's rate, and AMX at te
 multiplies float32 matrices by its BLAS, which is MKL on x86; oneDNN is in torch too. On CPUs that
 are not Intel's MKL has half of oneDNN's rate or less; on Intel's it has up to 1.5 times as much.
 
-So both are timed. Outputs' bits depend on what is chosen: it is stored (host/calibration.py).
+So both are timed. Outputs' bits depend on what is chosen, so it is measured once per machine and
+stored in <artifacts-dir>/calibration/. Another CPU, number of cores, version of torch or limit on
+instructions is another machine, with a file of its own.
 Figures: benchmarks/text_encode.md and vae_decode.md.
 """
 
+import itertools
+import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ltx_neuron.host import calibration
-from ltx_neuron.host.workers import Workers
+from ltx_neuron import machine
+from ltx_neuron.config.common import digest
+from ltx_neuron.errors import UserError, reason
+from ltx_neuron.files import exclusive, read_json, write_json
+from ltx_neuron.host.background import Workers
 
 BLAS, ONEDNN = "blas", "onednn"
 MANY_ROWS = 256  # of activations, from which on they are many
@@ -45,6 +51,21 @@ _REPEATS = 10
 # Measured ratio from which on -> what it counts as. The steps are wide apart: 0.3, 1 and 2 without
 # AMX, 6 to 10 with it.
 _SPEEDS = {4.0: 8, 1.4: 2}
+
+# Environment variables that limit which instructions torch, oneDNN and MKL use.
+_LIMITS = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+)
+# Fields of a run's identity that are measured choices: results depend on them in rounding alone.
+CHOSEN_FIELDS = ("host_dtype", "host_dtype_speed", "host_products")
+# By file, the choices of this process, which hold to its end.
+_choices: dict[Path, dict[str, Any]] = {}
 
 
 class Libraries(NamedTuple):
@@ -145,12 +166,21 @@ def arithmetic(
     return Arithmetic(torch.bfloat16, speed)
 
 
-@cache
 def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
     """How many times as fast as in float32 this CPU convolves in bfloat16: 1, 2 or 8."""
-    if artifacts_dir:
-        speed = calibration.choice(artifacts_dir, "bfloat16_speed", bfloat16_speed)
-        return speed if speed in (1, *_SPEEDS.values()) else bfloat16_speed()
+    speeds = (1, *_SPEEDS.values())
+    return _choice(artifacts_dir, "bfloat16_speed", _measured_speed, speeds)
+
+
+def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
+    """Which library is faster on this CPU, for each kind of product."""
+    all_libraries = itertools.product((BLAS, ONEDNN), repeat=len(Libraries._fields))
+    values = [Libraries(*each)._asdict() for each in all_libraries]
+    return Libraries(**_choice(artifacts_dir, "float32_products", _measured_libraries, values))
+
+
+@cache
+def _measured_speed() -> int:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 1
     turns = _on_one_core(lambda: _in_turns(_convolutions(), _REPEATS))
@@ -160,46 +190,25 @@ def bfloat16_speed(artifacts_dir: Path | None = None) -> int:
 
 
 @cache
-def fastest_libraries(artifacts_dir: Path | None = None) -> Libraries:
-    """Which library is faster on this CPU, for each kind of product."""
-    if artifacts_dir:
-        stored = calibration.choice(
-            artifacts_dir, "float32_products", lambda: fastest_libraries()._asdict()
-        )
-        with suppress(TypeError):  # not what this function stores
-            found = Libraries(**stored)
-            if all(library in (BLAS, ONEDNN) for library in found):
-                return found
-        return fastest_libraries()
-    products = _stored_products("few"), _stored_products("many"), _tile_products()
-    return _on_one_core(lambda: Libraries(*map(_fastest, products)))
+def _measured_libraries() -> dict[str, str]:
+    products = {kind: _products(kind) for kind in Libraries._fields}
+    return _on_one_core(lambda: {kind: _fastest(each) for kind, each in products.items()})
 
 
-def _stored_products(kind: str) -> dict[str, Callable[[], object]]:
-    """The product of a kind by each library, as the text encoder makes it."""
+def _products(kind: str) -> dict[str, Callable[[], object]]:
+    """The product of a kind by each library, as text encoder and video decoder make it."""
     rows, inputs, outputs = _TIMED_PRODUCTS[kind]
     x, out = torch.ones(rows, inputs), torch.ones(rows, outputs)
-    weight = torch.ones(outputs, inputs, dtype=torch.bfloat16)
-    return {
-        library: partial(StoredProducts(Libraries(library, library)).multiply, x, weight, out)
-        for library in (BLAS, ONEDNN)
-    }
-
-
-def _tile_products() -> dict[str, Callable[[], object]]:
-    """Products of a tile by each library, as the video decoder makes them."""
-    rows, inputs, outputs = _TIMED_PRODUCTS["tile"]
-    x, weight, out = (
-        torch.ones(rows, inputs),
-        torch.ones(outputs, inputs),
-        torch.ones(rows, outputs),
-    )
-
-    def multiply_tiles(library: str) -> None:
-        for _ in range(_TILES):
-            multiply(x, weight, out, library)
-
-    return {library: partial(multiply_tiles, library) for library in (BLAS, ONEDNN)}
+    weight = torch.ones(outputs, inputs)
+    found = {}
+    for library in (BLAS, ONEDNN):
+        if kind == "tile":
+            product = partial(multiply, x, weight, out, library)
+            found[library] = lambda product=product: [product() for _ in range(_TILES)]
+        else:
+            products = StoredProducts(Libraries(library, library))
+            found[library] = partial(products.multiply, x, weight.bfloat16(), out)
+    return found
 
 
 def _on_one_core(measure: Callable[[], Any]) -> Any:
@@ -251,3 +260,74 @@ def _convolutions() -> dict[torch.dtype, Callable[[], object]]:
         )
         convolutions[dtype] = partial(F.conv3d, *operands)
     return convolutions
+
+
+# --- choices that are stored ----------------------------------------------------------------------
+
+
+def this_machine() -> dict:
+    """What measurements hold for, for a person to read."""
+    return {
+        "processor": machine.processor(),
+        "instructions": machine.instructions(),
+        "cpus": os.cpu_count(),
+        "cpus_allowed": machine.cpus(),
+        "torch": torch.__version__,
+        "limits": {name: os.environ[name] for name in _LIMITS if name in os.environ},
+    }
+
+
+def choices_file(artifacts_dir: Path) -> Path:
+    """<artifacts-dir>/calibration/<digest of this machine>.json"""
+    return Path(artifacts_dir) / "calibration" / f"{digest(this_machine())[:8]}.json"
+
+
+def _choice(
+    artifacts_dir: Path | None, key: str, measure: Callable[[], Any], values: Sequence
+) -> Any:
+    """The stored choice of this machine, one of some JSON values. Where there is none it is
+    measured, and `store_choices` writes it later: a run that is refused writes nothing."""
+    if not artifacts_dir:
+        return measure()
+    path = choices_file(artifacts_dir)
+    choices = _choices.setdefault(path, {})
+    if key not in choices:
+        stored = _stored_choices(path).get(key)
+        choices[key] = stored if stored in values else measure()
+    return choices[key]
+
+
+def store_choices(artifacts_dir: Path) -> None:
+    """Write the choices of this process. What another process wrote first stays: later runs take
+    that. No artifacts folder is made for it."""
+    path = choices_file(artifacts_dir)
+    own = _choices.get(path, {})
+    if not os.path.isdir(artifacts_dir) or own.keys() <= _stored_choices(path).keys():
+        return
+    try:
+        with exclusive(path, "storing measurements in"):
+            choices = own | _stored_choices(path)
+            write_json(path, {"machine": this_machine(), "choices": choices})
+    except OSError as error:
+        _print_once(f"{path} cannot be written ({reason(error)}): what was measured is not kept")
+
+
+def _stored_choices(path: Path) -> dict[str, Any]:
+    """This machine's choices; empty where there are none. A file that is damaged or cannot be read
+    is reported, and counts as none."""
+    if not os.path.lexists(path):
+        return {}
+    try:
+        content = read_json(path)
+        choices = content.get("choices", {})
+        if content.get("machine") != this_machine() or not isinstance(choices, dict):
+            raise UserError(f"{path} is not of this machine")
+    except UserError as error:
+        _print_once(f"{error}; this machine is measured anew")
+        return {}
+    return choices
+
+
+@cache
+def _print_once(line: str) -> None:
+    print(line, flush=True)

@@ -1,13 +1,17 @@
-"""A function in a thread of its own, which can be cancelled: how decoding runs while the ranks
-denoise the next video."""
+"""Threads: a function in one of its own, which can be cancelled (how decoding runs while the ranks
+denoise the next video), and workers that compute pieces of a result, each on one core."""
 
+import itertools
+import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 POLL_SECONDS = 0.1  # how often `BackgroundTask.result` calls `poll`
 Item = TypeVar("Item")
@@ -53,7 +57,7 @@ class BackgroundTask:
     def _run(self, ready: threading.Event) -> None:
         _current.task = self
         # A thread takes its number of threads for an operation from the default at its first one,
-        # and winograd.Workers change that for a moment: with another number, sums have other bits.
+        # and Workers change that for a moment: with another number, sums have other bits.
         torch.get_num_threads()
         ready.set()
         try:
@@ -120,14 +124,25 @@ def ahead(items: Iterator[Item]) -> Iterator[Iterator[Item]]:
 
     def make() -> None:
         with closing(items):
-            for item in items:
-                _put(made, item)
+            for item in itertools.chain(items, [end]):
+                put = False
+                while not put:
+                    check_cancelled()
+                    with suppress(queue.Full):
+                        made.put(item, timeout=POLL_SECONDS)
+                        put = True
                 del item  # not kept while the next one is made
-            _put(made, end)
 
     def taken() -> Iterator[Item]:
         while True:
-            item = _get(made, task)
+            check_cancelled()
+            over = task.done  # asked first: what it made last is in the queue then
+            try:
+                item = made.get(timeout=0 if over else POLL_SECONDS)
+            except queue.Empty:
+                if over:
+                    task.result()  # raises its error
+                continue
             if item is end:
                 return
             yield item
@@ -140,23 +155,59 @@ def ahead(items: Iterator[Item]) -> Iterator[Iterator[Item]]:
         task.cancel()
 
 
-def _put(made: queue.Queue, item: Item) -> None:
-    """Add to a queue as soon as there is room."""
-    while True:
-        check_cancelled()
-        try:
-            return made.put(item, timeout=POLL_SECONDS)
-        except queue.Full:
-            pass
+class Workers:
+    """One thread per core, each with scratch memory that is used again and again: fresh pages cost
+    more than the sums written to them.
 
+    Each thread computes pieces of a result on one core, from that core's cache. torch's own way,
+    which shares each operation out between the cores, takes several times as long on a busy
+    machine, as every operation waits for the slowest core.
+    """
 
-def _get(made: queue.Queue, maker: BackgroundTask) -> Item:
-    """Take from a queue as soon as there is something; raises the error of the one who fills it."""
-    while True:
-        check_cancelled()
-        over = maker.done  # asked first: what it made last is in the queue then
+    def __init__(self, count: int | None = None):
+        """count: of threads; without it, torch's."""
+        default = torch.get_num_threads()
+        self.count = count or default
+        self._memory = threading.local()
+        self._threads = ThreadPoolExecutor(self.count)
+        all_started = threading.Barrier(self.count)
+
+        def start() -> None:
+            # The first call in a thread sets that thread's number to the default, which would undo
+            # the next line if it came later.
+            torch.get_num_threads()
+            torch.set_num_threads(1)
+            all_started.wait()
+
         try:
-            return made.get(timeout=0 if over else POLL_SECONDS)
-        except queue.Empty:
-            if over:
-                maker.result()
+            for started in [self._threads.submit(start) for _ in range(self.count)]:
+                started.result()
+        except BaseException:  # Ctrl-C, or a thread that could not be started
+            all_started.abort()
+            self._threads.shutdown()
+            raise
+        finally:
+            # What a worker sets is also the default of threads that start later.
+            torch.set_num_threads(default)
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def run(self, function: Callable, items: Iterable) -> None:
+        """Call the function with every item. Raises the first error of a call, or Cancelled."""
+        for _ in self._threads.map(torch.no_grad()(function), items):
+            check_cancelled()
+
+    def scratch(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised float32 tensor of the calling thread.
+
+        It lies where the thread's tensor of the same name lay before.
+        """
+        buffers, size = vars(self._memory), math.prod(shape)
+        if name not in buffers or buffers[name].numel() < size:
+            buffers.pop(name, None)  # freed first, so that both never exist
+            buffers[name] = torch.empty(size)
+        return buffers[name][:size].view(shape)

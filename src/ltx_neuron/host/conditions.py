@@ -362,7 +362,7 @@ def _check_footage(
 ) -> None:
     found = footage(path, flag, upright)
     _check_number(path, flag, found.num_frames, max(1, num_frames))
-    check_filling(path, (found.height, found.width), height, width, flag)
+    check_filling(path, found.sides, height, width, flag)
 
 
 def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:

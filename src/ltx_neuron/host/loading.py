@@ -4,6 +4,7 @@ upsampler's file."""
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -38,24 +39,21 @@ def import_ltx_core() -> None:
 class ModelSpec(NamedTuple):
     """Where one model comes from: its file, how it is built, and the names of its tensors there.
 
-    name         of the model, for messages of errors
-    path         the safetensors file
-    flag         the command line's flag that names the file, for messages of errors
-    download     the command that downloads the file, for messages of errors
-    from_config  builds the module from `config`
-    config       the parsed metadata of the file
-    prefixes     start of a tensor's name in the module -> its start in the file. The first entry is
-                 the model's own part of the file, which must hold nothing else. The entry of the
-                 per-channel statistics may: a checkpoint has statistics that no model reads
-    dtype        of every tensor; None leaves each as it is stored
+    name, flag, download  for messages: of the model, the command line's flag that names the file,
+                          the command that downloads it
+    path      the safetensors file
+    build     makes the module
+    prefixes  start of a tensor's name in the module -> its start in the file. The first entry is
+              the model's own part of the file, which must hold nothing else. The entry of the
+              per-channel statistics may: a checkpoint has statistics that no model reads
+    dtype     of every tensor; None leaves each as it is stored
     """
 
     name: str
     path: str | Path
     flag: str
     download: str
-    from_config: Callable[[dict], torch.nn.Module]
-    config: dict
+    build: Callable[[], torch.nn.Module]
     prefixes: dict[str, str]
     dtype: torch.dtype | None
 
@@ -66,7 +64,7 @@ class ModelSpec(NamedTuple):
         """
         try:
             with torch.device("meta"):
-                module = self.from_config(self.config)
+                module = self.build()
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"the config in {self.path} describes no such model: {type(error).__name__}:"
@@ -126,25 +124,19 @@ class ModelSpec(NamedTuple):
         """What is wrong with the file's tensors, a line each, given the shapes by name expected."""
         file = self._file()
         shapes = file.shapes
-        if not any(name in shapes for name in expected):
+        if shapes.keys().isdisjoint(expected):
             return [f"none of its {len(expected)} tensors is there"]
-        own_prefix = next(iter(self.prefixes.values()))
-        problems = [f"missing {name}" for name in expected if name not in shapes]
-        problems += [
-            f"unexpected {name}"
-            for name in shapes
-            if name.startswith(own_prefix) and name not in expected
-        ]
-        problems += [
-            f"wrong shape {name}: got {shapes[name]}, wanted {shape}"
-            for name, shape in expected.items()
-            if name in shapes and shapes[name] != shape
-        ]
-        problems += [
-            f"{name}: {problem}"
-            for name in expected
-            if name in shapes and (problem := file.weight_problem(name))
-        ]
+        own_prefix, problems = next(iter(self.prefixes.values())), []
+        for name in shapes:
+            if name.startswith(own_prefix) and name not in expected:
+                problems.append(f"unexpected {name}")
+        for name, shape in expected.items():
+            if name not in shapes:
+                problems.append(f"missing {name}")
+            elif shapes[name] != shape:
+                problems.append(f"wrong shape {name}: got {shapes[name]}, wanted {shape}")
+            elif problem := file.weight_problem(name):
+                problems.append(f"{name}: {problem}")
         return problems
 
     def _name_in_file(self, name: str) -> str:
@@ -179,8 +171,7 @@ def checkpoint_spec(
         path=path,
         flag="--checkpoint-path",
         download=CHECKPOINT_DOWNLOAD,
-        from_config=from_config,
-        config=config,
+        build=partial(from_config, config),
         prefixes={"": prefix, "per_channel_statistics.": shared},
         dtype=dtype,
     )
@@ -197,8 +188,9 @@ def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> Mo
         path=path,
         flag=f"--{kind}-upsampler-path",
         download=upsampler_download(kind),
-        from_config=upsampler.LatentUpsamplerConfigurator.from_config,
-        config=_upsampler_config(kind, path),
+        build=partial(
+            upsampler.LatentUpsamplerConfigurator.from_config, _upsampler_config(kind, path)
+        ),
         prefixes={"": ""},
         dtype=dtype,
     )

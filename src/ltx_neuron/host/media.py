@@ -7,6 +7,7 @@ UserError that names the file and its flag.
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -24,15 +25,6 @@ from ltx_neuron.sampling.size import Size
 
 # What a number of full scale is in formats of whole numbers.
 _FULL_SCALE = {"u8": 2**7, "s16": 2**15, "s32": 2**31}
-
-
-class Footage(NamedTuple):
-    """What a video file says of itself."""
-
-    num_frames: int
-    height: int
-    width: int
-    frame_rate: float
 
 
 class Sound(NamedTuple):
@@ -107,8 +99,8 @@ def _samples(frame) -> np.ndarray:
     return samples
 
 
-def footage(path: str | Path, flag: str, upright: bool = True) -> Footage:
-    """What a video file says of itself; its frames are counted where it does not say how many.
+def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
+    """What a video file says of its size; its frames are counted where it does not say how many.
     UserError where its frame rate varies, with the command that makes it constant.
 
     upright  its sides as they are shown: a phone stores a video as its sensor lies
@@ -123,7 +115,7 @@ def footage(path: str | Path, flag: str, upright: bool = True) -> Footage:
     _check_constant_rate(path, flag)
     if upright and _quarter_turns(next(first_frames_as_stored(path, flag)), path) % 2:
         sides = sides[::-1]
-    return Footage(number, *sides, rate)
+    return Size(*sides, number, rate)
 
 
 # Of the mean time between two frames: how much the shortest and the longest may differ. Containers
@@ -136,13 +128,12 @@ def _check_constant_rate(path: str | Path, flag: str) -> None:
     taken by their numbers, and would be shown faster or slower than they were filmed."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
-        times = [packet.pts for packet in container.demux(stream) if packet.size]
+        times = _packet_times(container, stream)
         base, said = float(stream.time_base), float(stream.average_rate)
         expected = max(3, stream.frames)
     if len(times) < expected or None in times:
         return  # too few to tell, or a file that is cut off, which decoding says
-    times.sort()
-    steps = [base * (after - before) for before, after in pairwise(times)]
+    steps = [after - before for before, after in pairwise(sorted(times))]
     mean = sum(steps) / len(steps)
     if mean <= 0:
         return
@@ -182,11 +173,16 @@ def timed_frames(path: str | Path, flag: str, start: float, duration: float) -> 
     """How many frames `frames_between` gives, by the file's packets; None where it has no times."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
-        times = [packet.pts for packet in container.demux(stream) if packet.size]
-        if not times or None in times:
-            return None
-        base = float(stream.time_base)
-        return sum(start <= time * base < start + duration for time in times)
+        times = _packet_times(container, stream)
+    if not times or None in times:
+        return None
+    return sum(start <= time < start + duration for time in times)
+
+
+def _packet_times(container, stream) -> list[float | None]:
+    """Seconds at which a video's frames begin, by its packets; None for one without."""
+    packets = (packet for packet in container.demux(stream) if packet.size)
+    return [packet.pts and float(packet.pts * stream.time_base) for packet in packets]
 
 
 def video_size(
@@ -199,26 +195,26 @@ def video_size(
     """A video file's, whose seconds are made anew; of one that is made longer, of each window.
     UserError with the command that cuts and scales one of which the model cannot have the size."""
     check_readable(path, flag, f"; pass a video as {flag} FILE")
-    num_frames, height, width, frame_rate = footage(path, flag, upright)
-    frames = num_frames
+    size = footage(path, flag, upright)
+    frames = size.num_frames
     if extend is None:
-        frames = max(1, (num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
+        frames = max(1, (frames - 1) // TIME_SCALE * TIME_SCALE + 1)
     else:
-        check_source(num_frames)
-    sides = [max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in (height, width)]
-    if [num_frames, height, width] != [frames, *sides]:
+        check_source(frames)
+    sides = tuple(max(SPACE_SCALE, side // SPACE_SCALE * SPACE_SCALE) for side in size.sides)
+    if (size.num_frames, size.sides) != (frames, sides):
         name = f"{Path(path).stem}-{sides[0]}x{sides[1]}x{frames}.mp4"
         scaled = ("ffmpeg", "-i", path, "-vf", f"scale={sides[1]}:{sides[0]}")
         command = shlex.join(map(str, (*scaled, "-frames:v", frames, name)))
         counted = "8k+1 frames and " if extend is None else ""
         raise UserError(
-            f"{flag} {path} has {num_frames} frames of {height}x{width}; wanted {counted}sides that"
-            f" are multiples of {SPACE_SCALE}.\nType: {command}"
+            f"{flag} {path} has {size.num_frames} frames of {size.height}x{size.width}; wanted"
+            f" {counted}sides that are multiples of {SPACE_SCALE}.\nType: {command}"
         )
-    if extend is not None:
-        window = default_window(extend, num_frames, frame_rate)
-        num_frames = window if window_frames is None else window_frames
-    return Size(height, width, num_frames, frame_rate)
+    if extend is None:
+        return size
+    window = default_window(extend, frames, size.frame_rate)
+    return replace(size, num_frames=window if window_frames is None else window_frames)
 
 
 def frames_between(

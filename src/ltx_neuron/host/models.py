@@ -202,7 +202,7 @@ class HostModels:
         """A FastVideoEncoder where there is an arithmetic and the checkpoint's encoder is built as
         the released one, else ltx-core's own."""
         encoder = self._spec("video_encoder").load()
-        from ltx_neuron.host.vae_encoder import FastVideoEncoder
+        from ltx_neuron.host.vae import FastVideoEncoder
 
         if self.arithmetic is None or FastVideoEncoder.unknown_modules(encoder):
             return self._laid_out(encoder.to(self.latent_dtype))

@@ -81,11 +81,6 @@ def tile_shape(tile: Tile) -> Shape:
     return tuple(part.stop - part.start for part in tile.in_coords[2:])
 
 
-def tile_shapes(clip: Shape, config: TilingConfig) -> list[Shape]:
-    """The different shapes among a clip's tiles: each has graphs of its own."""
-    return list(dict.fromkeys(map(tile_shape, cut(clip, config))))
-
-
 class EagerDecoder(VideoDecoder):
     """A decoder whose tiled decoding hands frames over as soon as no later tile changes them.
     ltx-core's keeps all of a span of time until the next one is decoded."""

@@ -1,7 +1,6 @@
 """Results as files: an MP4 with H.264 video and AAC sound, and frames as PNG pictures."""
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
@@ -159,9 +158,8 @@ def write_frames(folder: str | Path, chunks: Iterable[torch.Tensor]) -> Iterator
 
 def frames_in(folder: Path) -> list[Path]:
     """What `write_frames` would find under a frame's name in a folder, which may be missing."""
-    names = {name.lower() for name in os.listdir(folder)} if folder.is_dir() else set()
-    frames = (folder / name for name in sorted(names) if FRAME_NAME.fullmatch(name))
-    return [path for path in frames if os.path.lexists(path)]  # FRAME_00000.PNG may be another file
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if FRAME_NAME.fullmatch(path.name)]
 
 
 def check_frames(folder: Path) -> None:

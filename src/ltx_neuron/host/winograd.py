@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, add, sub
 
-from ltx_neuron.host.arithmetic import ONEDNN, multiply
-from ltx_neuron.host.workers import Workers
+from ltx_neuron.host.arithmetic import FLOAT32, ONEDNN, Arithmetic, multiply
+from ltx_neuron.host.background import Workers
 
 TILE = 4  # outputs of a tile along an axis: the paper's m
 POINTS = 6**3  # products of a tile: the paper's (m + r - 1)^3 with r = 3 taps
@@ -58,16 +58,8 @@ class FeatureMap:
             and room for whole tiles; in bfloat16 without, as oneDNN's convolutions are faster then
     """
 
-    def __init__(
-        self,
-        frames: int,
-        height: int,
-        width: int,
-        channels: int,
-        dtype: torch.dtype = torch.float32,
-        causal: bool = False,
-    ):
-        self.shape = (frames, height, width, channels)
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, causal: bool = False):
+        frames, height, width, channels = self.shape = tuple(shape)
         self.bordered = dtype == torch.float32
         self.before = 2 if causal else 1  # frames of the border before the map
         own = slice(self.before, self.before + frames)
@@ -107,21 +99,15 @@ def convolve(
     bias: Tensor,
     write: WritePiece,
     workers: Workers,
-    speed: int = 1,
-    library: str = ONEDNN,
+    arithmetic: Arithmetic = FLOAT32,
 ) -> None:
     """Convolve a map (F, H, W, Cin) with weight (Cout, Cin, 3, 3, 3) and bias (Cout).
 
     The result (F, H, W, Cout) is handed to `write` piece by piece, in any order, each piece once,
-    while it is in cache. Chooses the fastest of the methods below.
-
-    speed    how many times as fast as in float32 a direct convolution is in the map's dtype
-    library  that multiplies float32 matrices (host.arithmetic)
-    """
-    if source.shape[0] == 1 and source.bordered:
-        convolve_frame(source, weight, bias, write, workers)
-    elif winograd_is_faster(source.shape, weight.shape[0], speed):
-        convolve_winograd(source, weight, bias, write, workers, library)
+    while it is in cache. Chooses the fastest of the methods below."""
+    one_frame = source.shape[0] == 1 and source.bordered
+    if not one_frame and winograd_is_faster(source.shape, len(weight), arithmetic.speed):
+        convolve_winograd(source, weight, bias, write, workers, arithmetic.libraries.tile)
     else:
         method = convolve_direct if source.bordered else convolve_bfloat16
         method(source, weight, bias, write, workers)
@@ -143,41 +129,30 @@ def winograd_is_faster(shape: Sequence[int], outputs: int, speed: int = 1) -> bo
     return not narrow and not large and speed * cost < 27 * pairs * math.prod(sizes)
 
 
-def convolve_frame(
-    source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
-) -> None:
-    """`convolve` by torch's conv2d, of a map of one frame in float32: its border repeats that
-    frame, so the three taps in time are one filter, their sum. In bfloat16 to sum them takes longer
-    than it saves."""
-    _, height, width, _ = source.shape
-    image, outputs = source.inner.permute(0, 3, 1, 2).contiguous(), len(weight)
-    taps = weight.sum(2, dtype=torch.float32)
-    result = F.conv2d(image, taps, bias.float(), padding=1).permute(0, 2, 3, 1)
-    rows_at_once = max(1, NUMBERS_IN_CACHE // (width * outputs))
-
-    def write_rows(row: int) -> None:
-        rows = slice(row, min(height, row + rows_at_once))
-        piece = workers.scratch("piece", 1, rows.stop - row, width, outputs)
-        write(slice(0, 1), rows, piece.copy_(result[:, rows]))
-
-    workers.run(write_rows, range(0, height, rows_at_once))
-
-
 def convolve_direct(
     source: FeatureMap, weight: Tensor, bias: Tensor, write: WritePiece, workers: Workers
 ) -> None:
-    """`convolve` by torch's conv3d, of a map in float32; the workers share the result's frames."""
+    """`convolve` by torch's own convolutions, of a map in float32."""
     frames, height, width, _ = source.shape
+    if frames == 1:
+        # The border repeats that frame, so the three taps in time are one filter, their sum. In
+        # bfloat16 to sum them takes longer than it saves.
+        image = source.inner.permute(0, 3, 1, 2).contiguous()
+        taps = weight.sum(2, dtype=torch.float32)
+        result = F.conv2d(image, taps, bias.float(), padding=1).permute(0, 2, 3, 1)
+        _write_sum([result], 0, write, workers)
+        return
     # Channels first and without the zeros: few positions under many channels are 3 times slower the
     # other way.
     inputs = source.padded[: frames + 2, 1 : 1 + height, 1 : 1 + width]
     inputs = inputs.permute(3, 0, 1, 2).contiguous()  # (Cin, F + 2, H, W)
-    outputs = F.conv3d(inputs[None], weight.float(), bias.float(), padding=(0, 1, 1))[0]
-    outputs = outputs.permute(1, 2, 3, 0)
+    result = F.conv3d(inputs[None], weight.float(), bias.float(), padding=(0, 1, 1))[0]
+    result = result.permute(1, 2, 3, 0)
 
     def write_frame(index: int) -> None:
         frame = slice(index, index + 1)
-        write(frame, slice(0, height), outputs[frame])
+        # Not copied, as channels last: sums over channels would have other bits.
+        write(frame, slice(0, height), result[frame])
 
     workers.run(write_frame, range(frames))
 
@@ -195,27 +170,33 @@ def convolve_bfloat16(
     taps = weight.to(images.dtype).unbind(2)
     taps = [tap.contiguous(memory_format=torch.channels_last) for tap in taps]
     biases = bias.to(images.dtype), None, None
-    outputs = len(weight)
-    frames_at_once = max(1, NUMBERS_AT_ONCE // (height * width * outputs))
-    rows_at_once = max(1, NUMBERS_IN_CACHE // (width * outputs))
+    frames_at_once = max(1, NUMBERS_AT_ONCE // (height * width * len(weight)))
     for start in range(0, frames, frames_at_once):
         stop = min(frames, start + frames_at_once)
         results = [
             F.conv2d(images[start + i : stop + i], tap, bias, padding=1).permute(0, 2, 3, 1)
             for i, (tap, bias) in enumerate(zip(taps, biases, strict=True))
         ]
+        _write_sum(results, start, write, workers)
+        del results  # before the next ones are computed: both would be alive
 
-        def write_rows(corner: tuple[int, int], start: int = start, results: list = results):
-            frame, row = corner
-            rows = slice(row, min(height, row + rows_at_once))
-            piece = workers.scratch("piece", 1, rows.stop - row, width, outputs)
-            first, second, third = (result[frame, rows] for result in results)
-            piece.copy_(first).add_(second).add_(third)
-            write(slice(start + frame, start + frame + 1), rows, piece)
 
-        corners = itertools.product(range(stop - start), range(0, height, rows_at_once))
-        workers.run(write_rows, corners)
-        del results, write_rows  # before the next ones are computed: both would be alive
+def _write_sum(results: list[Tensor], start: int, write: WritePiece, workers: Workers) -> None:
+    """Hand over the sum of results (frames, H, W, C), whose first frame is frame `start` of the
+    map's, in pieces that fit a core's cache."""
+    frames, height, width, outputs = results[0].shape
+    rows_at_once = max(1, NUMBERS_IN_CACHE // (width * outputs))
+
+    def write_rows(corner: tuple[int, int]) -> None:
+        frame, row = corner
+        rows = slice(row, min(height, row + rows_at_once))
+        piece = workers.scratch("piece", 1, rows.stop - row, width, outputs)
+        piece.copy_(results[0][frame, rows])
+        for result in results[1:]:
+            piece.add_(result[frame, rows])
+        write(slice(start + frame, start + frame + 1), rows, piece)
+
+    workers.run(write_rows, itertools.product(range(frames), range(0, height, rows_at_once)))
 
 
 def convolve_winograd(

@@ -23,7 +23,7 @@ from ltx_neuron.engine import Engine
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.generate import code_identity, make_report, run_identity, write_sidecar
-from ltx_neuron.host import calibration
+from ltx_neuron.host.arithmetic import store_choices
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.progress import JobRun
 from ltx_neuron.report.recorder import Recorder
@@ -74,7 +74,7 @@ class Worker:
         workspace = self.engine.workspace
         # Before the first job: whoever goes on with it computes with what is chosen here.
         _ = workspace.arithmetic
-        calibration.store(workspace.artifacts)
+        store_choices(workspace.artifacts)
         self._state["identity"] = code_identity(workspace)
         try:
             with run_periodically(self._beat, min(self.queue.lease / 4, 5.0), "heartbeat"):
