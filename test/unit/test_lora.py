@@ -418,8 +418,8 @@ def test_either_strength_of_hq_makes_its_two_sets():
             "takes the place of .* own strength",
         ),
         ("--distilled-lora-strength-stage-2 .3", "stage-2 is of --distilled-lora"),
-        ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "not a finite number"),
-        ("--ic-lora ic much", r"got 'much', wanted --ic-lora PATH \[STRENGTH\]"),
+        ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "wanted a finite number"),
+        ("--ic-lora ic much", r"got 'much', wanted a valid number.*; type --ic-lora PATH \[STRENGTH\]"),
     ],
 )
 def test_strengths_that_cannot_be_are_refused(words, said):

@@ -5,10 +5,16 @@ Shapes: F latent frames, h, w latent rows and columns.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
 from ltx_neuron.sampling.latents import TIME_SCALE, video_latent_shape
+
+FrameIndex = Annotated[int, Field(ge=0)]
+Strength = Annotated[float, Field(ge=0, le=1)]
+Crf = Annotated[int, Field(ge=0, le=51)]
 
 
 @dataclass(frozen=True)
@@ -17,9 +23,9 @@ class ImageCondition:
     trip before encoding."""
 
     path: str | Path
-    frame_index: int = 0
-    strength: float = 1.0
-    crf: int = 33
+    frame_index: FrameIndex = 0
+    strength: Strength = 1.0
+    crf: Crf = 33
 
 
 @dataclass(frozen=True)

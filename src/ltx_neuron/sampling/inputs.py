@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
 from ltx_neuron.sampling.conditions import (
     AttentionMask,
@@ -22,43 +22,41 @@ from ltx_neuron.sampling.conditions import (
 from ltx_neuron.sampling.extension import Extension, extension_of
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE
-from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.spec import WeightedFile
 
-REGENERATE = ("both", "video", "audio")
-# Flag -> those that it goes with.
+# Field -> those that it goes with.
 _NEEDS = {
-    "--ic-lora": ("--video-conditioning", "--two-stage", "--recipe distilled"),
-    "--video-conditioning": ("--ic-lora", "--two-stage", "--recipe distilled"),
-    "--conditioning-attention-mask": ("--video-conditioning",),
-    "--images-as-guides": ("--two-stage", "--recipe dev"),
-    "--sampler res_2s": ("--two-stage", "--recipe dev"),
-    "--skip-stage-2": ("--two-stage",),
+    "{ic_lora}": ("{video_conditioning}", "{two_stage}", "{recipe} distilled"),
+    "{video_conditioning}": ("{ic_lora}", "{two_stage}", "{recipe} distilled"),
+    "{conditioning_attention_mask}": ("{video_conditioning}",),
+    "{images_as_guides}": ("{two_stage}", "{recipe} dev"),
+    "{sampler} res_2s": ("{two_stage}", "{recipe} dev"),
+    "{skip_stage_2}": ("{two_stage}",),
 }
-# Flag -> those that it does not go with.
+# Field -> those that it does not go with.
 _EXCLUDES = {
-    "--video-path": (
-        "--audio-path",
-        "--image",
-        "--two-stage",
-        "--upscale",
+    "{video_path}": (
+        "{audio_path}",
+        "{image}",
+        "{two_stage}",
+        "{upscale}",
         # They need what it excludes.
-        "--ic-lora",
-        "--video-conditioning",
-        "--conditioning-attention-mask",
-        "--skip-stage-2",
-        "--images-as-guides",
-        "--sampler res_2s",
+        "{ic_lora}",
+        "{video_conditioning}",
+        "{conditioning_attention_mask}",
+        "{skip_stage_2}",
+        "{images_as_guides}",
+        "{sampler} res_2s",
     ),
-    "--sampler res_2s": ("--audio-path",),
+    "{sampler} res_2s": ("{audio_path}",),
 }
 _TAKES = {
-    "--image": ("an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
-    "--audio-path": ("a sound", "FILE"),
-    "--video-path": ("a video", "FILE"),
-    "--video-conditioning": ("a video", "FILE STRENGTH"),
-    "--conditioning-attention-mask": ("a video", "FILE STRENGTH"),
+    "image": ("an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
+    "audio_path": ("a sound", "FILE"),
+    "video_path": ("a video", "FILE"),
+    "video_conditioning": ("a video", "FILE STRENGTH"),
+    "conditioning_attention_mask": ("a video", "FILE STRENGTH"),
 }
 Condition = ImageCondition | SoundCondition | Retake | ReferenceVideo | AttentionMask
 
@@ -125,25 +123,27 @@ class Inputs(ABC):
     # --- the files --------------------------------------------------------------------------------
 
     def _named(self) -> list[tuple[str, str, Condition]]:
-        """Each condition with its flag and its name."""
-        single = {
-            "--audio-path": ("sound", self.sound),
-            "--video-path": ("retake", self.retake),
-            "--conditioning-attention-mask": ("attention_mask", self.attention_mask),
+        """Each condition with its field of a JobSpec and its name."""
+        several = {
+            "image": ("images", self.images),
+            "video_conditioning": ("references", self.references),
         }
-        several = {"--image": self.images, "--video-conditioning": self.references}
-        names = {"--image": "images", "--video-conditioning": "references"}
+        single = {
+            "audio_path": ("sound", self.sound),
+            "video_path": ("retake", self.retake),
+            "conditioning_attention_mask": ("attention_mask", self.attention_mask),
+        }
         return [
-            (flag, f"{names[flag]}[{index}]", condition)
-            for flag, conditions in several.items()
+            (field, f"{name}[{index}]", condition)
+            for field, (name, conditions) in several.items()
             for index, condition in enumerate(conditions)
-        ] + [(flag, name, condition) for flag, (name, condition) in single.items() if condition]
+        ] + [(field, name, condition) for field, (name, condition) in single.items() if condition]
 
     @property
     def files(self) -> dict[str, Path]:
         """What is read, by flag."""
         named = self._named()
-        return {f"{flag} {given.path}": Path(given.path) for flag, _, given in named}
+        return {f"{flag_of(field)} {given.path}": Path(given.path) for field, _, given in named}
 
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
         """The same with every file under another name."""
@@ -162,15 +162,15 @@ class Inputs(ABC):
             attention_mask=renamed(self.attention_mask),
         )
 
-    # --- the flags --------------------------------------------------------------------------------
+    # --- the fields -------------------------------------------------------------------------------
 
     @property
     def asked(self) -> dict[str, bool]:
-        """Whether each flag is given."""
-        return {flag: True for flag, _, _ in self._named()} | {
-            "--images-as-guides": self.images_as_guides,
-            "--skip-stage-2": self.skip_stage_2,
-            f"--sampler {self.sampler}": True,
+        """Whether each field is given."""
+        return {f"{{{field}}}": True for field, _, _ in self._named()} | {
+            "{images_as_guides}": self.images_as_guides,
+            "{skip_stage_2}": self.skip_stage_2,
+            f"{{sampler}} {self.sampler}": True,
         }
 
     @property
@@ -196,73 +196,46 @@ class Inputs(ABC):
 
     # --- what is wrong ----------------------------------------------------------------------------
 
+    def check_types(self) -> None:
+        """Raise UserError for what is of another type than is annotated."""
+        check_fields(self)
+        for _, name, condition in self._named():
+            check_fields(condition, f"{name}.")
+
     def check_inputs(self) -> None:
         """Raise UserError for a file that is not there and for what cannot be made of it."""
-        for flag, name, condition in self._named():
-            check_fields(condition, f"{name}.")
-            what, values = _TAKES[flag]
+        for field, _, condition in self._named():
+            flag, (what, values) = flag_of(field), _TAKES[field]
             check_readable(condition.path, flag, f"; pass {what} as {flag} {values}")
         for image in self.images:
-            _check_image(image, self.size.num_frames)
+            if image.frame_index >= self.size.num_frames:
+                raise FieldError(
+                    "{image} {path}: frame {frame} is outside the clip's 0..{last}",
+                    path=image.path,
+                    frame=image.frame_index,
+                    last=self.size.num_frames - 1,
+                )
         for reference in self.references:
             _check_reference(reference, self.size.first)
-        if self.sound:
-            _check_sound(self.sound)
         if self.retake:
             if self.extension:
                 self.extension.check()
             _check_retake(self.retake, self.size.seconds)
-        if mask := self.attention_mask:
-            ends = "1 takes it as it is, 0 hides the reference"
-            _check_strength(f"--conditioning-attention-mask {mask.path}", mask.strength, ends)
-        if self.sampler not in SAMPLERS:
-            raise UserError(f"sampler {self.sampler!r} is not known; known: {', '.join(SAMPLERS)}")
 
 
 def check_together(asked: dict[str, bool]) -> None:
-    """Raise UserError for flags that need or exclude others; `asked`: whether each is given."""
-    for flag, excluded in _EXCLUDES.items():
+    """Raise FieldError for fields that need or exclude others; `asked`: whether each is given."""
+    for field, excluded in _EXCLUDES.items():
         wrong = [other for other in excluded if asked.get(other)]
-        if asked.get(flag) and wrong:
-            raise UserError(f"{flag} does not go with {' '.join(wrong)}; leave one of them out")
-    for flag, needed in _NEEDS.items():
+        if asked.get(field) and wrong:
+            raise FieldError(f"{field} does not go with {' '.join(wrong)}; leave one of them out")
+    for field, needed in _NEEDS.items():
         missing = [other for other in needed if not asked.get(other)]
-        if asked.get(flag) and missing:
-            raise UserError(
-                f"{flag} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
-                f" {' '.join(missing)} as well, or leave out {flag}"
+        if asked.get(field) and missing:
+            raise FieldError(
+                f"{field} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
+                f" {' '.join(missing)} as well, or leave out {field}"
             )
-
-
-def _check_image(image: ImageCondition, num_frames: int) -> None:
-    flag = f"--image {image.path}"
-    if not 0 <= image.frame_index < num_frames:
-        raise UserError(
-            f"{flag}: frame {image.frame_index} is outside the clip's 0..{num_frames - 1}"
-        )
-    _check_strength(flag, image.strength, "1 keeps the image, 0 ignores it")
-    if not 0 <= image.crf <= 51:
-        raise UserError(
-            f"{flag}: crf {image.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
-        )
-
-
-def _check_strength(flag: str, strength: float, ends: str) -> None:
-    if not 0 <= strength <= 1:  # NaN is refused as well
-        raise UserError(f"{flag}: strength {strength:g} is outside 0..1 ({ends})")
-
-
-def _check_sound(sound: SoundCondition) -> None:
-    if not 0 <= sound.start_time < math.inf:
-        raise UserError(
-            f"--audio-start-time {sound.start_time:g}: wanted seconds from 0 on, as in"
-            " --audio-start-time 0"
-        )
-    if sound.max_duration is not None and not 0 < sound.max_duration < math.inf:
-        raise UserError(
-            f"--audio-max-duration {sound.max_duration:g}: wanted seconds above 0; left out, it is"
-            " as long as the video"
-        )
 
 
 def _check_retake(retake: Retake, seconds: float) -> None:
@@ -285,14 +258,10 @@ def _check_retake(retake: Retake, seconds: float) -> None:
             f"--start-time {start:g} --end-time {end:g} reaches beyond the {last:g} s of"
             f" {retake.path}; type at most --end-time {last:g}"
         )
-    if retake.regenerate not in REGENERATE:
-        known = ", ".join(REGENERATE)
-        raise UserError(f"--regenerate {retake.regenerate!r} is not known; known: {known}")
 
 
 def _check_reference(reference: ReferenceVideo, stage_1: Size) -> None:
     flag = f"--video-conditioning {reference.path}"
-    _check_strength(flag, reference.strength, "1 shows the reference as it is, 0 as noise")
     counts = reference.num_frames, reference.space_scale, reference.time_scale
     if min(counts) < 1:
         raise UserError(

@@ -164,6 +164,11 @@ _NAMES = {
 KNOWN = {name for names in _NAMES.values() for name in names}
 
 
+def field_of(name: str) -> str:
+    """A request's field for a JobSpec's."""
+    return {"image": "images"}.get(name, name)
+
+
 def read_request(fields: Mapping[str, Any]) -> VideoRequest:
     """Read a body's fields: JSON values, or texts and Uploads of a multipart body. Raises ApiError
     that names the first field that is wrong."""

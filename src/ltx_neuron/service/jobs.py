@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import re
 import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from ltx_neuron import flags
 from ltx_neuron.config import digest
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
 from ltx_neuron.job import Job
@@ -18,13 +17,12 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service import picture
 from ltx_neuron.service.api_error import ApiError, busy, invalid
-from ltx_neuron.service.fields import HeldImage, VideoRequest
+from ltx_neuron.service.fields import HeldImage, VideoRequest, field_of
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
 from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # in a job's detail while it is made: a JPEG in base64
-_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -92,10 +90,10 @@ class JobSubmitter:
             new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
             entry, kept = self.queue.submit(new, *self.max_queued)
             return entry
-        except UserError as error:
-            # What was typed is at fault; no path of this machine is told, and fields are no flags.
-            message = str(error).replace(f"{folder}/", "")
-            raise invalid(None, _FLAG.sub(lambda m: m[1].replace("-", "_"), message)) from None
+        except FieldError as error:
+            # No path of this machine is told.
+            message = error.spelled(field_of).replace(f"{folder}/", "")
+            raise invalid(next(map(field_of, error.fields), None), message) from None
         finally:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
