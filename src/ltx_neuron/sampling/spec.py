@@ -227,13 +227,13 @@ class GuidanceFields(Fields):
 
     video_cfg_guidance_scale: float | None = None
     video_stg_guidance_scale: float | None = None
-    video_stg_blocks: Blocks = None
+    video_stg_blocks: Blocks = _option(max_length=256)
     video_rescale_scale: float | None = None
     a2v_guidance_scale: float | None = None
     video_skip_step: int | None = _option(ge=0)
     audio_cfg_guidance_scale: float | None = None
     audio_stg_guidance_scale: float | None = None
-    audio_stg_blocks: Blocks = None
+    audio_stg_blocks: Blocks = _option(max_length=256)
     audio_rescale_scale: float | None = None
     v2a_guidance_scale: float | None = None
     audio_skip_step: int | None = _option(ge=0)
@@ -334,26 +334,27 @@ def validated(values: Mapping[str, Any]) -> JobSpec:
     try:
         return JobSpec.model_validate(dict(values))
     except ValidationError as error:
-        name, got, wanted = first_mistake(error)
+        mistake = error.errors(include_url=False, include_context=False)[0]
+        name, (got, wanted) = mistake["loc"][0], got_and_wanted(mistake)
         title = JobSpec.model_fields[name].title or ""
         if title.startswith("PATH"):
             wanted += f"; type {flag_of(name)} {title}"
         raise FieldError(f"{{{name}}}: got {{got}}, {{wanted}}", got=got, wanted=wanted) from None
 
 
-_LIMITS = {
+_WORDS = {
+    "Value error, ": "",
+    "Input should be": "wanted",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "greater than": "more than",
 }
 
 
-def first_mistake(error: ValidationError) -> tuple[str, str, str]:
-    """The name of the first field that is wrong, what was got, cut short, and what is wanted."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    got, wanted = first["input"], first["msg"].removeprefix("Value error, ")
+def got_and_wanted(mistake: Mapping[str, Any]) -> tuple[str, str]:
+    """What was got, cut short, and what is wanted, by an error of pydantic's."""
+    got, wanted = mistake["input"], mistake["msg"]
     got = [*got.args] if isinstance(got, ArgsKwargs) else got
-    wanted = wanted.replace("Input should be", "wanted")
-    for words, plain in _LIMITS.items():
+    for words, plain in _WORDS.items():
         wanted = wanted.replace(words, plain)
-    return str(first["loc"][0]), reprlib.repr(got), wanted[0].lower() + wanted[1:]
+    return reprlib.repr(got), wanted[0].lower() + wanted[1:]

@@ -7,16 +7,20 @@ size those of its stages.
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.job import LORA_FIELDS, Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.spec import SIZES, SizeFields, VideoFields
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.workspace import Workspace
 
@@ -24,23 +28,32 @@ NO_LORAS = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LISTED = 12  # sizes in a message
 
 
-@dataclass(frozen=True)
-class RequestedSize:
+class RequestedSize(VideoFields):
     """What a request says of the size; None is what it does not say."""
 
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    seconds: float | None = None
-    frame_rate: float | None = None
-    two_stage: bool | None = None
-    recipe: str | None = None
+    seconds: float | None = Field(
+        None, ge=0.01, le=3600, description="from the first frame to the last"
+    )
+    two_stage: bool | None = Field(
+        None, description=SizeFields.model_fields["two_stage"].description
+    )
 
     def frames(self, rate: float) -> int | None:
         """Frames at a rate: of whole seconds one more than their product."""
         if self.seconds is None or self.num_frames is not None:
             return self.num_frames
         return round(self.seconds * rate) + 1
+
+
+class SizeObject(TypedDict):
+    """A compiled size as clients know it."""
+
+    size: str
+    seconds: str
+    num_frames: int
+    fps: float
+    two_stage: bool
+    recipe: str
 
 
 class CompiledSize(NamedTuple):
@@ -54,7 +67,7 @@ class CompiledSize(NamedTuple):
         """Whether stage 2 needs the distilled LoRA."""
         return self.size.two_stage and self.recipe == "dev"
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> SizeObject:
         size = self.size
         return {
             "size": f"{size.width}x{size.height}",
@@ -166,10 +179,9 @@ class SizeRegistry:
     def _exact(self, requested: RequestedSize) -> CompiledSize | None:
         """The default with what a request says, to the letter; None if no video can be that."""
         default = self.default.size
-        rate = default.frame_rate if requested.frame_rate is None else requested.frame_rate
-        given = vars(requested) | {"frame_rate": rate, "num_frames": requested.frames(rate)}
-        names = ("height", "width", "num_frames", "frame_rate", "two_stage")
-        size = replace(default, **{name: given[name] for name in names if given[name] is not None})
+        frames = requested.frames(requested.frame_rate or default.frame_rate)
+        given = dict(requested) | {"num_frames": frames}
+        size = replace(default, **{name: given[name] for name in SIZES if given[name] is not None})
         try:
             size.check()
         except UserError:
@@ -177,7 +189,7 @@ class SizeRegistry:
         return CompiledSize(size, requested.recipe or self.default.recipe)
 
     def _mismatch(self, requested: RequestedSize, without_images: list[CompiledSize]) -> ApiError:
-        given = {name: value for name, value in vars(requested).items() if value is not None}
+        given = requested.model_dump(exclude_none=True)
         what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
         if without_images:
             message = f"{what} is compiled for text alone, not for images held as these are"
