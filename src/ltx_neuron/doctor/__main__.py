@@ -70,7 +70,9 @@ def request_of(args: argparse.Namespace) -> "Request":
         profile_changes=tuple(args.profile_set),
         tp_degree=args.tp_degree,
         dtype=args.dtype,
-        job=Job("", flags.size(args), images=flags.images(args), recipe=args.recipe or Job.recipe),
+        job=Job(
+            "", flags.size(args), images=flags.spec(args).image, recipe=args.recipe or Job.recipe
+        ),
         open_workspace=open_workspace,
         neuron_vae=args.neuron_vae,
         weight_sets=flags.weight_sets(flags.lora_fields(args)),

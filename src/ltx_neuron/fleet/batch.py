@@ -99,10 +99,7 @@ class _Work:
 
     def _of_number(self, number: int) -> Entry:
         """The job that another line of this number left."""
-        entries, more = [], True
-        while more:
-            page, more = self.queue.page(OWNER, entries[-1].number if entries else None, 1000)
-            entries += page
+        entries, _ = self.queue.page(OWNER, limit=batch.MAX_LINES)
         return next(entry for entry in entries if entry.key == str(number))
 
     def _submit(self, line: Line) -> Entry:

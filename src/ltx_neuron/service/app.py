@@ -43,7 +43,6 @@ from ltx_neuron.service.tokens import Tokens
 _MAX_FIELDS, _MAX_PAGE = 64, 100
 _POLL_MS = {True: 2000, False: 500}  # while a job waits, and while it is made
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_DAY = 86400.0
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # Of status codes that frameworks answer by themselves.
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
@@ -181,7 +180,7 @@ class Api:
         owner = request.state.owner
         number = self._entry(owner, after, "after").number if after else None
         entries, more = self.queue.page(owner, number, limit, order == "desc")
-        data = [self._object(entry) for entry in entries]
+        data = [video_object(entry, self.settings.keep_days) for entry in entries]
         ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         content = {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1]}
         return JSONResponse(content | {"has_more": more})
@@ -225,10 +224,7 @@ class Api:
             headers["openai-poll-after-ms"] = str(_POLL_MS[entry.status == QUEUED])
         if entry.status == QUEUED:
             ahead = self.queue.ahead_of(entry)
-        return JSONResponse(self._object(entry, ahead), headers=headers)
-
-    def _object(self, entry: Entry, ahead: int | None = None) -> VideoObject:
-        return video_object(entry, self.settings.keep_days * _DAY, ahead)
+        return JSONResponse(video_object(entry, self.settings.keep_days, ahead), headers=headers)
 
     def _entry(self, owner: str, id: str, param: str | None = None) -> Entry:
         entry = self.queue.get(owner, id)
@@ -348,11 +344,9 @@ def create_app(
     schemas = body.pop("$defs") | {"VideoRequest": body}
     app.openapi()["components"]["schemas"] |= schemas
     app.router.routes += page.routes if page else []
-    app.add_exception_handler(ApiError, handle_api_error)
-    app.add_exception_handler(HTTPException, handle_http_error)
-    app.add_exception_handler(RequestValidationError, handle_invalid_query)
-    app.add_exception_handler(sqlite3.OperationalError, handle_database_error)
-    app.add_exception_handler(Exception, handle_unexpected_error)
+    own = ApiError, HTTPException, RequestValidationError, sqlite3.OperationalError
+    for kind in (*own, Exception):
+        app.add_exception_handler(kind, handle_error)
     return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
 
 
@@ -429,25 +423,21 @@ def _counting(app: Callable, api: Api) -> Callable:
     return counted
 
 
-def handle_api_error(_: Request, error: ApiError) -> Response:
-    return JSONResponse(error.content, error.status, error.headers)
-
-
-def handle_http_error(request: Request, error: HTTPException) -> Response:
-    code = _CODES.get(error.status_code, "error")
-    return handle_api_error(request, ApiError(error.status_code, code, str(error.detail)))
-
-
-def handle_invalid_query(request: Request, error: RequestValidationError) -> Response:
-    mistake = error.errors()[0]
-    name, (got, wanted) = mistake["loc"][-1], got_and_wanted(mistake)
-    return handle_api_error(request, invalid(name, f"{name}: got {got}, {wanted}"))
-
-
-def handle_database_error(request: Request, _: sqlite3.OperationalError) -> Response:
-    message = "the queue's database does not answer"
-    return handle_api_error(request, ApiError(503, "storage_unavailable", message, retry=5))
-
-
-def handle_unexpected_error(request: Request, _: Exception) -> Response:
-    return handle_api_error(request, ApiError(500, "internal_error", "the service made a mistake"))
+def handle_error(_: Request, error: Exception) -> Response:
+    """An error as a client is told of it."""
+    match error:
+        case ApiError():
+            told = error
+        case HTTPException():
+            code = _CODES.get(error.status_code, "error")
+            told = ApiError(error.status_code, code, str(error.detail))
+        case RequestValidationError():  # of a query
+            mistake = error.errors()[0]
+            name, (got, wanted) = mistake["loc"][-1], got_and_wanted(mistake)
+            told = invalid(name, f"{name}: got {got}, {wanted}")
+        case sqlite3.OperationalError():
+            message = "the queue's database does not answer"
+            told = ApiError(503, "storage_unavailable", message, retry=5)
+        case _:
+            told = ApiError(500, "internal_error", "the service made a mistake")
+    return JSONResponse(told.content, told.status, told.headers)

@@ -186,14 +186,8 @@ class VideoObject(SizeObject):
     ahead: int | None
 
 
-def video_object(
-    entry: Entry, expires_after: float | None = None, ahead: int | None = None
-) -> VideoObject:
-    """A job as clients know it.
-
-    expires_after  seconds for which an ended job is kept
-    ahead          how many waiting jobs came before it, where that was asked
-    """
+def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> VideoObject:
+    """A job as clients know it."""
     ended, detail = entry.completed_at, entry.detail
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # the picture itself is asked for by itself
@@ -205,7 +199,7 @@ def video_object(
         "progress": entry.progress,
         "created_at": int(entry.created_at),
         "completed_at": ended and int(ended),
-        "expires_at": int(ended + expires_after) if ended and expires_after else None,
+        "expires_at": ended and int(ended + keep_days * 86400),
         "error": entry.error,
         "remixed_from_video_id": None,
         "detail": detail,

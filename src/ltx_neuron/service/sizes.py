@@ -208,33 +208,27 @@ class SizeRegistry:
         )
 
 
-def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float]]:
-    """What a request says, None if nothing, beside what a size has."""
+def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float, float]]:
+    """What a request says, None if nothing; what a size has; and how near is a rounding to the
+    model's multiples: `fps` 23.976 is 24, and 29.97 is 30."""
+    unit = SPACE_SCALE * (2 if size.two_stage else 1)
+    frames, rate = requested.frames(size.frame_rate), size.frame_rate
     return {
-        "height": (requested.height, size.height),
-        "width": (requested.width, size.width),
-        "num_frames": (requested.frames(size.frame_rate), size.num_frames),
-        "fps": (requested.frame_rate, size.frame_rate),
+        "height": (requested.height, size.height, unit),
+        "width": (requested.width, size.width, unit),
+        "num_frames": (frames, size.num_frames, TIME_SCALE),
+        "fps": (requested.frame_rate, rate, 2e-3 * rate),
     }
 
 
 def _is_near(requested: RequestedSize, candidate: CompiledSize) -> bool:
-    """Whether a compiled size is what a request says, but for a rounding to the model's multiples:
-    then `fps` 23.976 is 24, and 29.97 is 30."""
-    size = candidate.size
-    unit = SPACE_SCALE * (2 if size.two_stage else 1)
-    limits = {
-        "height": unit,
-        "width": unit,
-        "num_frames": TIME_SCALE,
-        "fps": 2e-3 * size.frame_rate,
-    }
+    """Whether a compiled size is what a request says, but for a rounding."""
     return (
         all(
-            value is None or abs(value - got) < limits[name]
-            for name, (value, got) in _compared(requested, size).items()
+            value is None or abs(value - got) < limit
+            for value, got, limit in _compared(requested, candidate.size).values()
         )
-        and requested.two_stage in (None, size.two_stage)
+        and requested.two_stage in (None, candidate.size.two_stage)
         and requested.recipe in (None, candidate.recipe)
     )
 
@@ -244,7 +238,7 @@ def _distance(requested: RequestedSize, candidate: CompiledSize, default: Compil
     size, defaults = candidate.size, _compared(RequestedSize(), default.size)
     away = {
         name: abs(got / (defaults[name][1] if value is None else value) - 1)
-        for name, (value, got) in _compared(requested, size).items()
+        for name, (value, got, _) in _compared(requested, size).items()
     }
     return (
         away["height"] + away["width"] + away["num_frames"],
@@ -258,8 +252,8 @@ def _rounded(requested: RequestedSize, candidate: CompiledSize) -> list[str]:
     """What of a request was rounded, in words."""
     return [
         f"{name} {value:g} became {got:g}, which is compiled"
-        for name, (value, got) in _compared(requested, candidate.size).items()
-        if value is not None and value != got
+        for name, (value, got, _) in _compared(requested, candidate.size).items()
+        if value not in (None, got)
     ]
 
 

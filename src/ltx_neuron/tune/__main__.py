@@ -154,7 +154,7 @@ class Tuning:
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     check(args)
-    shape = Job("", flags.size(args), images=flags.images(args))
+    shape = Job("", flags.size(args), images=flags.spec(args).image)
     shape.check_shape()
     workspace = flags.workspace(args)
     require_runtime(workspace.profile, workspace.tp)
