@@ -934,7 +934,9 @@ VIDEO, CUT = "--video-path {bad}/film.mp4", "--start-time 0 --end-time 0.2"
 # Sound and videos, whose size is the file's.
 MEDIA = [
     case("extend nothing", "--extend 1", "--extend goes with --video-path FILE"),
-    case("extend in words", f"{VIDEO} --extend much", "--extend: invalid float value"),
+    case(
+        "extend in words", f"{VIDEO} --extend much", "--extend: got 'much', wanted a valid number"
+    ),
     case(
         "extend by 0", f"{VIDEO} --extend 0", "type seconds, as in --extend 2", script=COMPILE_DIT
     ),

@@ -385,7 +385,7 @@ def weight_sets(words: str) -> list[list]:
     """The sets that flags name, each LoRA as its file's name and strength."""
     parser = argparse.ArgumentParser()
     flags.add_loras(parser)
-    sets = flags.weight_sets(flags.lora_fields(parser.parse_args(words.split())))
+    sets = flags.weight_sets(flags.lora_fields(flags.spec(parser.parse_args(words.split()))))
     return [[(lora.path.name, lora.strength) for lora in loras] for loras in sets]
 
 

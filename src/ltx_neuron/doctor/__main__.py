@@ -75,7 +75,7 @@ def request_of(args: argparse.Namespace) -> "Request":
         ),
         open_workspace=open_workspace,
         neuron_vae=args.neuron_vae,
-        weight_sets=flags.weight_sets(flags.lora_fields(args)),
+        weight_sets=flags.weight_sets(flags.lora_fields(flags.spec(args))),
     )
 
 

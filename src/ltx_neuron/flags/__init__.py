@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError, flag_of
 from ltx_neuron.files import check_folder, read_json
-from ltx_neuron.flags.resolve import check_resumed, job_of, lora_fields_of, size_of, weight_sets
+from ltx_neuron.flags.resolve import check_resumed, job_of, lora_fields, size_of, weight_sets
 from ltx_neuron.generate import Outputs
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import HOST_DTYPES, PROFILES, resolve
@@ -183,27 +184,25 @@ def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) ->
 def _add(parser: argparse._ActionsContainer, fields: Iterable[str]) -> None:
     for name in fields:
         field = JobSpec.model_fields[name]
-        options = {"help": field.description, **_options(field.annotation, field.title)}
-        default = [] if field.default == () else field.default
-        parser.add_argument(*map(flag_of, names_of(name)), default=default, **options)
+        options = {"default": field.default, "help": field.description, **_options(field)}
+        parser.add_argument(*map(flag_of, names_of(name)), **options)
 
 
-def _options(annotation: Any, value: str | None) -> dict[str, Any]:
-    """What argparse takes for a field's type and the name of its value."""
-    kind = next((each for each in get_args(annotation) if each is not NoneType), annotation)
-    kind = annotation if get_origin(annotation) in (Literal, tuple) else kind
-    if kind is bool:
+def _options(field: FieldInfo) -> dict[str, Any]:
+    """What argparse takes for a field. Values stay text: the field says what may be in it."""
+    if field.default is False:
         return {"action": "store_true"}
-    options = {"metavar": value} if value else {}
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    if get_origin(kind) is tuple and value:  # PATH [FRAME_IDX [STRENGTH [CRF]]]
-        path, _, rest = value.partition(" ")
-        options["metavar"] = path, rest.removeprefix("[").removesuffix("]")
-        return {"action": "append", "nargs": "+", **options}
-    if get_origin(kind) is tuple:
-        return {"nargs": "*", "type": get_args(kind)[0]}
-    return options if kind is str else {"type": kind, **options}
+    if field.default == ():  # PATH [FRAME_IDX [STRENGTH [CRF]]]
+        path, _, rest = field.title.partition(" ")
+        metavar = path, rest.removeprefix("[").removesuffix("]")
+        return {"action": "append", "nargs": "+", "metavar": metavar, "default": []}
+    options = {"metavar": field.title} if field.title else {}
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if get_origin(kind) is Literal:
+            options["choices"] = get_args(kind)
+        if get_origin(kind) is tuple:
+            options["nargs"] = "*"
+    return options
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -248,20 +247,15 @@ def size(args: argparse.Namespace) -> Size:
     return size_of(spec(args), _upright(args))
 
 
-def lora_fields(args: argparse.Namespace) -> dict[str, WeightSet]:
-    """A Job's LoRAs, by its fields."""
-    return lora_fields_of(spec(args))
-
-
 def lora_sets(args: argparse.Namespace) -> dict[str, dict[str, WeightSet]]:
     """What requests may choose by name: the command's own LoRAs as "default", and those of
     --lora-sets. Each as a Job's fields."""
     command, known = spec(args), ", ".join(LORAS).replace("_", "-")
-    sets = {"default": lora_fields_of(command)}
+    sets = {"default": lora_fields(command)}
     for name, line in (read_json(args.lora_sets) if args.lora_sets else {}).items():
         if not isinstance(line, dict) or {key.replace("-", "_") for key in line} - {*LORAS}:
             raise UserError(f"--lora-sets {args.lora_sets}: {name!r} is an object of {known}")
-        sets[name] = lora_fields_of(command.with_line(line))
+        sets[name] = lora_fields(command.with_line(line))
     return sets
 
 
@@ -431,5 +425,5 @@ def shard_request(args: argparse.Namespace) -> ShardRequest:
         args.verify,
         args.from_shards,
         args.num_workers,
-        weight_sets(lora_fields(args)) if "lora" in args else ((),),
+        weight_sets(lora_fields(spec(args))) if "lora" in args else ((),),
     )

@@ -36,7 +36,7 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
         references=_references(spec),
         attention_mask=AttentionMask(*masks[0]) if masks else None,
         upright=upright,
-        **lora_fields_of(spec),
+        **lora_fields(spec),
         **{name: getattr(spec, name) for name in SAID},
     )
 
@@ -159,7 +159,7 @@ def _guidance(spec: JobSpec) -> Guidance | None:
 # --- LoRAs ----------------------------------------------------------------------------------------
 
 
-def lora_fields_of(spec: JobSpec) -> dict[str, WeightSet]:
+def lora_fields(spec: JobSpec) -> dict[str, WeightSet]:
     """A Job's LoRAs, by its fields: of all stages, and of stage 1 and 2 besides."""
     distilled = spec.distilled_lora
     given = spec.distilled_lora_strength_stage_1, spec.distilled_lora_strength_stage_2

@@ -9,7 +9,7 @@ from typing import Any
 
 from ltx_neuron import flags
 from ltx_neuron.config import digest
-from ltx_neuron.errors import FieldError
+from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
 from ltx_neuron.host.images import check_image
 from ltx_neuron.job import Job
@@ -87,9 +87,8 @@ class JobSubmitter:
             new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
             entry, kept = self.queue.submit(new, *self.max_queued)
             return entry
-        except FieldError as error:
-            # No path of this machine is told.
-            message = error.spelled(field_of).replace(f"{folder}/", "")
+        except UserError as error:
+            message = error.spelled(field_of).replace(f"{folder}/", "")  # its path is not told
             raise invalid(next(map(field_of, error.fields), None), message) from None
         finally:
             if not kept:
