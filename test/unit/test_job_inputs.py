@@ -529,7 +529,6 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
         words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
         parser = flags.parser("", "", gemma=False)
         flags.add_size(parser)
-        flags.add_ic_loras(parser)
         flags.add_conditions(parser, shape_only=True)
         args = parser.parse_args(words)
         shape = flags.shape(args, args.recipe)

@@ -168,17 +168,12 @@ def add_loras(parser: argparse.ArgumentParser) -> None:
     _add(parser.add_argument_group(title), LoraFields.model_fields)
 
 
-def add_ic_loras(parser: argparse.ArgumentParser) -> None:
-    """What stage 1 alone runs with, beside a reference."""
-    _add(parser, ["ic_lora"])
-
-
 def add_conditions(parser: argparse.ArgumentParser, shape_only: bool = False) -> None:
     """What a video is made from besides its prompt and images. shape_only: the flags that graphs
     depend on, of the scripts that compile them."""
     group = parser.add_argument_group("sound, video and guides")
     _add(group, ConditionFields.model_fields)
-    _add(group, [] if shape_only else DetailFields.model_fields)
+    _add(group, ["ic_lora"] if shape_only else DetailFields.model_fields)
 
 
 def _add(parser: argparse._ActionsContainer, fields: Iterable[str]) -> None:
@@ -232,8 +227,8 @@ def _job(args: argparse.Namespace, said: JobSpec) -> Job:
 
 
 def shape(args: argparse.Namespace, recipe: str) -> Job:
-    """The job of the flags of `add_size`, `add_ic_loras` and `add_conditions(shape_only=True)`:
-    what graphs are compiled for. Its prompt is empty."""
+    """The job of the flags of `add_size` and `add_conditions(shape_only=True)`: what graphs are
+    compiled for. Its prompt is empty."""
     said = spec(args).model_copy(update={"recipe": recipe})
     if said.video_path is not None and said.extend is None:
         # Whichever seconds of it are made anew: the graphs are the same.

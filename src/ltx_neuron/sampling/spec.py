@@ -353,7 +353,7 @@ _WORDS = {
 
 def got_and_wanted(mistake: Mapping[str, Any]) -> tuple[str, str]:
     """What was got, cut short, and what is wanted, by an error of pydantic's."""
-    got, wanted = mistake["input"], mistake["msg"]
+    got, wanted = mistake["input"], mistake["msg"].partition(", unable to parse")[0]
     got = [*got.args] if isinstance(got, ArgsKwargs) else got
     for words, plain in _WORDS.items():
         wanted = wanted.replace(words, plain)
