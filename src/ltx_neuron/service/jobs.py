@@ -59,15 +59,13 @@ class JobSubmitter:
                     f"there is no model {request.model[:64]!r} here, only {self.model!r}",
                     "model",
                 )
-            images = tuple(
-                ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
-                for number, held in enumerate(request.held.values())
-            )
-            return self._submit(request, owner, key, images)
+            return self._submit(request, owner, key)
 
-    def _submit(
-        self, request: VideoRequest, owner: str, key: str | None, images: tuple[ImageCondition, ...]
-    ) -> Entry:
+    def _submit(self, request: VideoRequest, owner: str, key: str | None) -> Entry:
+        images = tuple(
+            ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
+            for number, held in enumerate(request.held.values())
+        )
         offer, notes = self.sizes.choose(request.wanted, images)
         id = self.queue.new_id()
         folder, kept = self.queue.folder_of(id), False
