@@ -198,12 +198,12 @@ class SizeRegistry:
         listed = "; ".join(map(str, self.compiled[:_MAX_LISTED])) or "nothing"
         more = len(self.compiled) - _MAX_LISTED
         listed += f"; and {more} more" if more > 0 else ""
-        first = next((name for name in given if name in ("height", "width", "seconds")), "size")
+        by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
         return ApiError(
             400,
             "profile_mismatch",
             f"{message}. Compiled: {listed}. GET /v1/models lists all",
-            {"height": "size", "width": "size"}.get(first, first),
+            "seconds" if by_seconds else "size",
             compiled=[candidate.as_dict() for candidate in self.compiled[: 4 * _MAX_LISTED]],
         )
 
