@@ -497,8 +497,8 @@ GEMMA = [
 FLAGS = [
     case("height", "--height 100", "--height 100", "multiple of 32", "96 or 128"),
     case("width", "--width 31", "--width 31", "multiple of 32", "nearest legal: 32"),
-    case("no height", "--height 0", "--height: got 0, wanted at least 1"),
-    case("negative width", "--width -64", "--width: got -64, wanted at least 1"),
+    case("no height", "--height 0", "--height: got '0', wanted at least 1"),
+    case("negative width", "--width -64", "--width: got '-64', wanted at least 1"),
     case(
         "two stages",
         "--two-stage --height 96 --spatial-upsampler-path {spatial}",
@@ -507,12 +507,12 @@ FLAGS = [
     ),
     case("letters", "--height tall", "--height", "'tall'"),
     case("frames", "--num-frames 24", "8k+1", "17 or 25"),
-    case("no frames", "--num-frames 0", "--num-frames: got 0", "at least 1"),
-    case("no rate", "--frame-rate 0", "--frame-rate: got 0.0", "at least 1"),
-    case("negative rate", "--fps -24", "--frame-rate: got -24.0", "at least 1"),
-    case("nan rate", "--frame-rate nan", "--frame-rate: got nan", "finite"),
-    case("inf rate", "--frame-rate inf", "--frame-rate: got inf", "finite"),
-    case("denormal rate", "--frame-rate 1e-320", "--frame-rate: got 1e-320"),
+    case("no frames", "--num-frames 0", "--num-frames: got '0'", "at least 1"),
+    case("no rate", "--frame-rate 0", "--frame-rate: got '0'", "at least 1"),
+    case("negative rate", "--fps -24", "--frame-rate: got '-24'", "at least 1"),
+    case("nan rate", "--frame-rate nan", "--frame-rate: got 'nan'", "finite"),
+    case("inf rate", "--frame-rate inf", "--frame-rate: got 'inf'", "finite"),
+    case("denormal rate", "--frame-rate 1e-320", "--frame-rate: got '1e-320'"),
     case(
         "no time for sound",
         "--num-frames 1 --frame-rate 60",
@@ -525,7 +525,7 @@ FLAGS = [
     case(
         "seed",
         "--seed 99999999999999999999",
-        "--seed: got 99999999999999999999",
+        "--seed: got '99999999999999999999'",
         "less than 18446744073709551616",
     ),
     case("graphs of blocks", "--blocks-per-graph -1", "--blocks-per-graph -1 is negative"),
@@ -555,8 +555,8 @@ FLAGS = [
     case(
         "steps", "--num-inference-steps 20", "--num-inference-steps 20", "8 steps", "--recipe dev"
     ),
-    case("no steps", "--num-steps 0", "--num-inference-steps: got 0", "at least 1"),
-    case("too many steps", "--recipe dev --num-steps 65", "--num-inference-steps: got 65", "64"),
+    case("no steps", "--num-steps 0", "--num-inference-steps: got '0'", "at least 1"),
+    case("too many steps", "--recipe dev --num-steps 65", "--num-inference-steps: got '65'", "64"),
     case(
         "negative prompt",
         "--negative-prompt blurry",
@@ -946,7 +946,7 @@ MEDIA = [
     case(
         "windows of no frames",
         f"{VIDEO} --extend 1 --num-frames 0",
-        "--num-frames: got 0, wanted at least 1",
+        "--num-frames: got '0', wanted at least 1",
     ),
     case(
         "windows too long",
