@@ -18,7 +18,6 @@ def main() -> None:
         gemma=False,
     )
     flags.add_size(parser)
-    flags.add_ic_loras(parser)
     flags.add_conditions(parser, shape_only=True)
     flags.add_graph_cut(parser)
     flags.add_tuned(parser)

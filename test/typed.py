@@ -16,7 +16,6 @@ def parsed(*words, compiles: bool = False) -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
     if compiles:
         flags.add_size(parser)
-        flags.add_ic_loras(parser)
         flags.add_conditions(parser, shape_only=True)
     else:
         flags.add_job(parser)

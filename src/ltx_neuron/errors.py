@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from string import Formatter
 from typing import NoReturn, TextIO
 
 _DENIED = (
@@ -35,6 +36,40 @@ _MAX_SHOWN = 200  # characters of a path
 
 class UserError(Exception):
     """A mistake the user can mend. Scripts print it without a traceback and exit with code 2."""
+
+    fields: Sequence[str] = ()  # of a job, which the message names, in its order
+
+    def spelled(self, name: Callable[[str], str]) -> str:
+        """The message, for whoever knows a field by `name`."""
+        return str(self)
+
+
+class FieldError(UserError):
+    """A mistake in fields of a job, which flags, lines and requests spell each in their own way.
+
+    text    the message, with fields in braces, as in "{seed} {got} is too large"
+    values  what else is in braces
+    """
+
+    def __init__(self, text: str, **values):
+        super().__init__(text)
+        self.text, self.values = text, values
+
+    @property
+    def fields(self) -> list[str]:
+        named = [name for _, name, _, _ in Formatter().parse(self.text) if name]
+        return [name for name in named if name not in self.values]
+
+    def spelled(self, name: Callable[[str], str]) -> str:
+        return self.text.format(**{field: name(field) for field in self.fields}, **self.values)
+
+    def __str__(self) -> str:
+        return self.spelled(flag_of)
+
+
+def flag_of(field: str) -> str:
+    """A field's flag: --num-frames of num_frames."""
+    return f"--{field.replace('_', '-')}"
 
 
 class NoPermission(UserError):

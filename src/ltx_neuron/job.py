@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ltx_neuron.config.transformer import Bucket
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.sampling.conditions import Inputs, check_together
 from ltx_neuron.sampling.extension import Window
 from ltx_neuron.sampling.fields import check_fields
@@ -32,12 +32,11 @@ from ltx_neuron.sampling.schedules import (
     ltx2_schedule,
 )
 from ltx_neuron.sampling.size import Size
-from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, LoraFile, guidance_fields
-from ltx_neuron.sampling.upscaling import UPSCALES, check_upscale
+from ltx_neuron.sampling.spec import LORAS, SEED, JobSpec, LoraFile, guidance_fields, validated
+from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import WeightSet, check_guided_stage_1, identity_of
 
 _RETAKE_STEPS = 40  # of the dev recipe, where --num-inference-steps is left out
-RECIPES = ("distilled", "dev")
 LORA_FIELDS = ("loras", "stage_1_loras", "stage_2_loras")  # of a Job
 
 
@@ -225,26 +224,24 @@ class Job(Inputs):
         """Raise UserError for whatever can be known to be wrong before a model loads."""
         self.check_shape()
         if not self.prompt.strip():
-            raise UserError(
-                "--prompt is empty; type for example --prompt 'a golden retriever runs across a"
+            raise FieldError(
+                "{prompt} is empty; type for example {prompt} 'a golden retriever runs across a"
                 " meadow'"
             )
         try:
             f"{self.prompt}{self.negative_prompt}".encode()
         except UnicodeEncodeError:
-            raise UserError(
-                "--prompt is not UTF-8 text; type it again in a terminal or a file that is UTF-8"
+            raise FieldError(
+                "{prompt} is not UTF-8 text; type it again in a terminal or a file that is UTF-8"
             ) from None
-        if not -(2**63) <= self.seed < 2**64:
-            raise UserError(f"--seed {self.seed} has more than 64 bits; type a smaller number")
         if self.recipe == "distilled":
             self._check_unguided()
-            return
         # res_2s predicts twice a step, and once more at the end.
-        most = (GUIDED_MAX_STEPS - 1) // 2 if self.sampler == "res_2s" else GUIDED_MAX_STEPS
-        if not 1 <= self.steps <= most:
-            raise UserError(f"--num-inference-steps {self.steps}: type a number from 1 to {most}")
-        if self.sound and self.guidance and self.guidance.audio != StreamGuidance():
+        elif self.sampler == "res_2s" and self.steps > (most := (GUIDED_MAX_STEPS - 1) // 2):
+            raise FieldError(
+                f"{{num_inference_steps}} {self.steps}: type a number from 1 to {most}"
+            )
+        elif self.sound and self.guidance and self.guidance.audio != StreamGuidance():
             raise UserError(
                 "guidance.audio of a given sound: nothing of it is predicted, so nothing is guided;"
                 " give audio=StreamGuidance()"
@@ -252,44 +249,47 @@ class Job(Inputs):
 
     def check_shape(self) -> None:
         """Raise UserError for what no graph can be compiled for, which the prompt is no part of."""
-        check_fields(self)
+        self.check_types()
         check_fields(self.size)
+        validated(dict(self.spec))
         if self.extension:
             self.extension.check()
         self.size.check()
-        if self.recipe not in RECIPES:
-            raise UserError(f"recipe {self.recipe!r} is not known; known: {', '.join(RECIPES)}")
-        check_upscale(self.upscale, self.size.two_stage)
+        if self.upscale and self.size.two_stage:
+            raise FieldError(
+                "{upscale} is for one-stage runs; {two_stage} upsamples between its stages already"
+            )
         asked = {
-            "--two-stage": self.size.two_stage,
-            f"--recipe {self.recipe}": True,
-            "--upscale": self.upscale is not None,
+            "{two_stage}": self.size.two_stage,
+            f"{{recipe}} {self.recipe}": True,
+            "{upscale}": self.upscale is not None,
             # HQ's distilled LoRA, of the dev recipe, is in stage 1 as well.
-            "--ic-lora": bool(self.stage_1_loras)
+            "{ic_lora}": bool(self.stage_1_loras)
             and (self.recipe == "distilled" or bool(self.references)),
         }
         if self.references and self.loras and not self.stage_1_loras:
-            named = " ".join(f"--ic-lora {each.path} {each.strength:g}" for each in self.loras)
-            raise UserError(
-                "--video-conditioning is a reference for an --ic-lora, and got --lora alone, which"
+            files = {f"file_{n}": f"{x.path} {x.strength:g}" for n, x in enumerate(self.loras)}
+            named = " ".join(f"{{ic_lora}} {{{name}}}" for name in files)
+            raise FieldError(
+                "{video_conditioning} is a reference for an {ic_lora}, and got {lora} alone, which"
                 f" is in every stage and takes none; type {named} in its place, or leave out"
-                " --video-conditioning"
+                " {video_conditioning}",
+                **files,
             )
-        check_together(self.flags | asked)
+        check_together(self.given | asked)
         if self.recipe == "dev":
             check_guided_stage_1(self.stage_1_loras, self.stage_2_loras)
         self.check_inputs()
 
     def _check_unguided(self) -> None:
         if self.negative_prompt is not None or self.guidance is not None:
-            check_guidable(
-                "--negative-prompt" if self.negative_prompt is not None else "guidance", self.recipe
-            )
+            fields = ["negative_prompt"] if self.negative_prompt is not None else []
+            check_guidable(fields, self.recipe)
         if self.num_inference_steps not in (None, DISTILLED_MAX_STEPS):
-            raise UserError(
-                f"--num-inference-steps {self.num_inference_steps}: the distilled recipe has one"
+            raise FieldError(
+                f"{{num_inference_steps}} {self.num_inference_steps}: the distilled recipe has one"
                 f" sigma table, of {DISTILLED_MAX_STEPS} steps (and 3 for stage 2); other counts"
-                " need --recipe dev"
+                " need {recipe} dev"
             )
 
     @property
@@ -298,7 +298,7 @@ class Job(Inputs):
         values = {name: getattr(self, name) for name in SAID}
         if not self.retake:  # whose file says its size
             values |= vars(self.size)
-        elif self.extension:
+        elif self.retake.extend:
             values["num_frames"] = self.size.num_frames
         for stream in ("video", "audio") if self.guidance else ():
             if stream == "video" or not self.sound:  # a sound that is given has none

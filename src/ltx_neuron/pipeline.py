@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
-from ltx_neuron.errors import UserError, require
+from ltx_neuron.errors import FieldError, UserError, require
 from ltx_neuron.files import check_outputs
 from ltx_neuron.flags.resolve import retake_of, size_of
 from ltx_neuron.host.media import footage
 from ltx_neuron.host.video import check_output_path
-from ltx_neuron.job import RECIPES, Job, Stage
+from ltx_neuron.job import Job, Stage
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.compat import COMPAT
@@ -31,7 +31,7 @@ from ltx_neuron.sampling.conditions import (
 )
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance
-from ltx_neuron.sampling.spec import JobSpec
+from ltx_neuron.sampling.spec import RECIPES, JobSpec
 from ltx_neuron.sampling.upscaling import UPSCALES
 from ltx_neuron.weights.lora import Lora, WeightSet, reference_scale
 from ltx_neuron.weights.tensorfile import DTYPES
@@ -262,12 +262,16 @@ class LTXPipeline:
             fields["regenerate"] = None
         path = str(video) if isinstance(video, str | Path) else None
         spec = JobSpec.model_construct(video_path=path, **fields)
-        retake = retake_of(spec, _name)
-        if isinstance(video, Retake):
-            own = {"video_path": str(video.path), "extend": video.extend or None}
-            spec, retake = spec.model_copy(update=own), video
         upright = not self.engine.compat.as_stored
-        return {"size": size_of(spec, upright, _name), "retake": retake, "upright": upright}
+        try:
+            retake = retake_of(spec, "video")
+            if isinstance(video, Retake):
+                own = {"video_path": str(video.path), "extend": video.extend or None}
+                spec, retake = spec.model_copy(update=own), video
+            size = size_of(spec, upright, "video")
+        except FieldError as error:
+            raise UserError(error.spelled(_name)) from None
+        return {"size": size, "retake": retake, "upright": upright}
 
     def _recipe_fields(
         self,

@@ -497,8 +497,8 @@ GEMMA = [
 FLAGS = [
     case("height", "--height 100", "--height 100", "multiple of 32", "96 or 128"),
     case("width", "--width 31", "--width 31", "multiple of 32", "nearest legal: 32"),
-    case("no height", "--height 0", "nearest legal: 32"),
-    case("negative width", "--width -64", "nearest legal: 32"),
+    case("no height", "--height 0", "--height: got '0', wanted at least 1"),
+    case("negative width", "--width -64", "--width: got '-64', wanted at least 1"),
     case(
         "two stages",
         "--two-stage --height 96 --spatial-upsampler-path {spatial}",
@@ -507,12 +507,12 @@ FLAGS = [
     ),
     case("letters", "--height tall", "--height", "'tall'"),
     case("frames", "--num-frames 24", "8k+1", "17 or 25"),
-    case("no frames", "--num-frames 0", "8k+1", "1 or 9"),
-    case("no rate", "--frame-rate 0", "--frame-rate 0", "--frame-rate 24"),
-    case("negative rate", "--fps -24", "--frame-rate -24"),
-    case("nan rate", "--frame-rate nan", "--frame-rate nan"),
-    case("inf rate", "--frame-rate inf", "--frame-rate inf"),
-    case("denormal rate", "--frame-rate 1e-320", "--frame-rate 24"),
+    case("no frames", "--num-frames 0", "--num-frames: got '0'", "at least 1"),
+    case("no rate", "--frame-rate 0", "--frame-rate: got '0'", "at least 1"),
+    case("negative rate", "--fps -24", "--frame-rate: got '-24'", "at least 1"),
+    case("nan rate", "--frame-rate nan", "--frame-rate: got 'nan'", "finite"),
+    case("inf rate", "--frame-rate inf", "--frame-rate: got 'inf'", "finite"),
+    case("denormal rate", "--frame-rate 1e-320", "--frame-rate: got '1e-320'"),
     case(
         "no time for sound",
         "--num-frames 1 --frame-rate 60",
@@ -522,7 +522,12 @@ FLAGS = [
     case("prompt", "--prompt ''", "--prompt is empty"),
     case("blank prompt", "--prompt '  '", "--prompt is empty"),
     case("prompt of another encoding", "--prompt 'caf\udce9'", "--prompt is not UTF-8"),
-    case("seed", "--seed 99999999999999999999", "--seed", "64 bits"),
+    case(
+        "seed",
+        "--seed 99999999999999999999",
+        "--seed: got '99999999999999999999'",
+        "less than 18446744073709551616",
+    ),
     case("graphs of blocks", "--blocks-per-graph -1", "--blocks-per-graph -1 is negative"),
     case("heads", "--tp-degree 3", "degree 3", "num_attention_heads=4", "one of 1, 2, 4"),
     case("no ranks", "--tp-degree 0", "degree 0", "one of 1, 2, 4"),
@@ -550,8 +555,8 @@ FLAGS = [
     case(
         "steps", "--num-inference-steps 20", "--num-inference-steps 20", "8 steps", "--recipe dev"
     ),
-    case("no steps", "--num-steps 0", "8 steps", "--recipe dev"),
-    case("too many steps", "--recipe dev --num-steps 65", "--num-inference-steps 65", "1 to 64"),
+    case("no steps", "--num-steps 0", "--num-inference-steps: got '0'", "at least 1"),
+    case("too many steps", "--recipe dev --num-steps 65", "--num-inference-steps: got '65'", "64"),
     case(
         "negative prompt",
         "--negative-prompt blurry",
@@ -591,21 +596,25 @@ IMAGES = [
     case("named pipe", "--image {bad}/pipe", "pipe: that is a named pipe", "--image FILE"),
     case("long path", f"--image {'x' * 5000}", "(5000 characters)", "longer than the system"),
     case("no image", "--image {bad}/text.png", "cannot be read as an image", "--image FILE"),
-    case("strength above", "--image {image} 0 1.5", "strength 1.5", "0..1"),
-    case("strength below", "--image {image} 0 -0.5", "strength -0.5", "0..1"),
-    case("strength nan", "--image {image} 0 nan", "strength nan", "0..1"),
+    case("strength above", "--image {image} 0 1.5", "--image: got '1.5'", "at most 1"),
+    case("strength below", "--image {image} 0 -0.5", "--image: got '-0.5'", "at least 0"),
+    case("strength nan", "--image {image} 0 nan", "--image: got 'nan'", "--image PATH ["),
     case("frame", "--image {image} 9", "frame 9", "0..8"),
-    case("negative frame", "--image {image} -1", "frame -1", "0..8"),
-    case("crf", "--image {image} 0 1 52", "crf 52", "0..51"),
+    case("negative frame", "--image {image} -1", "--image: got '-1'", "at least 0"),
+    case("crf", "--image {image} 0 1 52", "--image: got '52'", "at most 51"),
     case(
         "values",
         "--image {image} 0 1 33 4",
-        "got '4', wanted --image PATH [FRAME_IDX [STRENGTH [CRF]]]",
+        "--image: got '4'",
+        "type --image PATH [FRAME_IDX [STRENGTH [CRF]]]",
     ),
+    case("two files", "--image {image} {image}", "type --image PATH [FRAME_IDX [STRENGTH [CRF]]]"),
     case(
-        "two files", "--image {image} {image}", ", wanted --image PATH [FRAME_IDX [STRENGTH [CRF]]]"
+        "letters",
+        "--image {image} 0 strong",
+        "got 'strong', wanted a valid number",
+        "type --image PATH",
     ),
-    case("letters", "--image {image} 0 strong", "got 'strong', wanted --image PATH"),
     case("no file", "--image", "--image", "expected at least one argument"),
     case("frame, compiled", "--image {image} 9", "frame 9", "0..8", script=COMPILE_DIT),
 ]
@@ -925,7 +934,9 @@ VIDEO, CUT = "--video-path {bad}/film.mp4", "--start-time 0 --end-time 0.2"
 # Sound and videos, whose size is the file's.
 MEDIA = [
     case("extend nothing", "--extend 1", "--extend goes with --video-path FILE"),
-    case("extend in words", f"{VIDEO} --extend much", "--extend: invalid float value"),
+    case(
+        "extend in words", f"{VIDEO} --extend much", "--extend: got 'much', wanted a valid number"
+    ),
     case("extend by 0", f"{VIDEO} --extend 0", "seconds of a frame or more", script=COMPILE_DIT),
     case("extend by no frame", f"{VIDEO} --extend 0.01", "seconds of a frame or more"),
     case("extend by years", f"{VIDEO} --extend 1e9", "at most 3600"),
@@ -933,7 +944,7 @@ MEDIA = [
     case(
         "windows of no frames",
         f"{VIDEO} --extend 1 --num-frames 0",
-        "--num-frames 0 with --extend is the length of a window",
+        "--num-frames: got '0', wanted at least 1",
     ),
     case(
         "windows too long",

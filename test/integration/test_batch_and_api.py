@@ -658,7 +658,7 @@ MISTAKES = {
     "images": (dict(image=["a.png"]), "images[0]='a.png' is of type str; wanted ImageCondition"),
     "prompt": (dict(prompt=None), "prompt=None is of type NoneType; wanted text"),
     "seed": (dict(seed=1.5), "seed=1.5 is of type float; wanted a whole number, as in seed=10"),
-    "upscale": (dict(upscale="foo"), "upscale 'foo' is not known; known: spatial, temporal, both"),
+    "upscale": (dict(upscale="foo"), "--upscale: got 'foo', wanted 'spatial'"),
     "generator": (dict(generator=5), "generator=5 is of type int; wanted Generator or None"),
     "generator's device": (dict(generator=OfAGpu()), "generator is on cuda; wanted one on the CPU"),
     "callback": (dict(callback_on_step_end=5), "callback_on_step_end=5 is of type int; wanted Cal"),

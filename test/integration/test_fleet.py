@@ -231,7 +231,7 @@ def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
         args = parsed(monkeypatch, setup, prompts_file=prompts, output_dir=out, ray=address)
         with pytest.raises(UserError, match=what):
             generate_batch(*opened(args))
-    monkeypatch.setattr(flags.running, "find_spec", lambda name: None)
+    monkeypatch.setattr(flags, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs ray, which(.|\n)*pip install -e"):
         flags.check_fleet(args)
 

@@ -3,6 +3,7 @@ work."""
 
 import errno
 import os
+import pickle
 import subprocess
 import sys
 
@@ -32,6 +33,14 @@ def ended(main) -> int | str | None:
     with pytest.raises(SystemExit) as ending:
         errors.run(main)
     return ending.value.code
+
+
+def test_a_mistake_in_fields_is_spelled_by_whoever_tells_it_and_travels_between_processes():
+    error = errors.FieldError("{seed} {got} is too large for {num_frames}", got="{height} 5")
+    assert error.fields == ["seed", "num_frames"]
+    for same in (error, pickle.loads(pickle.dumps(error))):
+        assert str(same) == "--seed {height} 5 is too large for --num-frames"
+        assert same.spelled(str.upper) == "SEED {height} 5 is too large for NUM_FRAMES"
 
 
 @pytest.mark.parametrize(

@@ -649,8 +649,17 @@ def test_blocks_that_the_model_lacks_are_named_unless_nothing_reads_them():
     guidance_of(stg((28,), 0.0), OFF).check(LAYERS)
 
 
-@pytest.mark.parametrize("field", ["cfg_scale", "stg_scale", "modality_scale", "rescale_scale"])
-def test_scales_that_are_no_numbers_are_refused(field):
-    for value in (float("nan"), float("inf")):
-        with pytest.raises(UserError, match="--audio guidance scale"):
-            guidance_of(OFF, OFF | {field: value}).check(LAYERS)
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("cfg_scale", float("nan"), "--audio-cfg-guidance-scale: got nan, wanted a finite number"),
+        ("stg_scale", float("inf"), "--audio-stg-guidance-scale: got inf, wanted a finite number"),
+        ("modality_scale", float("nan"), "--v2a-guidance-scale: got nan, wanted a finite number"),
+        ("rescale_scale", float("-inf"), "--audio-rescale-scale: got -inf, wanted a finite number"),
+        ("skip_step", -1, "--audio-skip-step: got -1, wanted at least 0"),
+    ],
+)
+def test_scales_that_cannot_be_are_refused(field, value, said):
+    guidance = guidance_of(OFF, OFF | {field: value})
+    with pytest.raises(UserError, match=said):
+        Job("rain", recipe="dev", guidance=guidance).check()

@@ -37,8 +37,15 @@ MISTAKES = {
         images=(ImageCondition(__file__, strength="1"),)
     ),
     "upscale=['spatial'] is of type list; wanted text or None": dict(upscale=["spatial"]),
-    "upscale 'foo' is not known; known: spatial, temporal, both": dict(upscale="foo"),
-    "recipe 'slow' is not known; known: distilled, dev": dict(recipe="slow"),
+    "--upscale: got 'foo', wanted 'spatial', 'temporal' or 'both'": dict(upscale="foo"),
+    "--recipe: got 'slow', wanted 'distilled' or 'dev'": dict(recipe="slow"),
+    "--seed: got 18446744073709551616, wanted less than 18446744073709551616": dict(seed=2**64),
+    "--frame-rate: got 0.5, wanted at least 1": dict(frame_rate=0.5),
+    "--frame-rate: got nan, wanted a finite number": dict(frame_rate=float("nan")),
+    "--num-inference-steps: got 65, wanted at most 64": dict(num_inference_steps=65),
+    "--image: got 2.0, wanted at most 1; type --image PATH [FRAME_IDX [STRENGTH [CRF]]]": dict(
+        images=(ImageCondition(__file__, strength=2.0),)
+    ),
 }
 
 

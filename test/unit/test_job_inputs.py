@@ -162,14 +162,16 @@ MISTAKES = {
     "sound.start_time='0' is of type str": dict(sound=SoundCondition(FILE, "0")),
     "retake.end_time=None is of type NoneType": dict(retake=Retake(FILE, 0.0, None)),
     "references[0].strength='1'": REFERRING | dict(references=(replace(REFERENCE, strength="1"),)),
-    "--audio-start-time -1: wanted seconds from 0 on": dict(sound=SoundCondition(FILE, -1.0)),
-    "--audio-start-time nan": dict(sound=SoundCondition(FILE, float("nan"))),
-    "--audio-max-duration 0: wanted seconds above 0": dict(sound=SoundCondition(FILE, 0.0, 0.0)),
+    "--audio-start-time: got -1.0, wanted at least 0": dict(sound=SoundCondition(FILE, -1.0)),
+    "--audio-start-time: got nan, wanted a finite number": dict(
+        sound=SoundCondition(FILE, float("nan"))
+    ),
+    "--audio-max-duration: got 0.0, wanted more than 0": dict(sound=SoundCondition(FILE, 0.0, 0.0)),
     "--start-time 0.5 --end-time 0.5: wanted seconds of which": dict(retake=Retake(FILE, 0.5, 0.5)),
     "--start-time -1 --end-time 0.5: wanted": dict(retake=Retake(FILE, -1.0, 0.5)),
     "reaches beyond the 0.708 s of": dict(retake=Retake(FILE, 0.5, 0.8)),
     "type at most --end-time 0.708": dict(retake=Retake(FILE, 5.0, 8.0)),
-    "--regenerate 'sound' is not known; known: both, video, audio": dict(
+    "--regenerate: got 'sound', wanted 'both', 'video' or 'audio'": dict(
         retake=replace(RETAKE, regenerate="sound")
     ),
     "--video-path does not go with --audio-path": dict(retake=RETAKE, sound=SOUND),
@@ -183,8 +185,9 @@ MISTAKES = {
     "--conditioning-attention-mask goes with --video-conditioning": dict(
         attention_mask=AttentionMask(FILE, 1.0)
     ),
-    "strength 1.5 is outside 0..1": REFERRING | dict(attention_mask=AttentionMask(FILE, 1.5)),
-    "strength -1 is outside 0..1": REFERRING
+    "--conditioning-attention-mask: got 1.5, wanted at most 1": REFERRING
+    | dict(attention_mask=AttentionMask(FILE, 1.5)),
+    "--video-conditioning: got -1.0, wanted at least 0": REFERRING
     | dict(references=(replace(REFERENCE, strength=-1.0),)),
     "sides must be multiples of 64; type a --height and --width that are multiples of 128: 128x128"
     " or 128x256": REFERRING | dict(references=(replace(REFERENCE, space_scale=2),)),
@@ -198,7 +201,7 @@ MISTAKES = {
     ),
     "--sampler res_2s goes with --two-stage --recipe dev": dict(size=TWO, sampler="res_2s"),
     "--sampler res_2s does not go with --audio-path": DEV | dict(sampler="res_2s", sound=SOUND),
-    "sampler 'heun' is not known; known: euler, res_2s": dict(sampler="heun"),
+    "--sampler: got 'heun', wanted 'euler' or 'res_2s'": dict(sampler="heun"),
     "--num-inference-steps 32: type a number from 1 to 31": DEV
     | dict(sampler="res_2s", num_inference_steps=32),
     "guidance.audio of a given sound": DEV | dict(sound=SOUND, guidance=DEFAULTS),
@@ -283,7 +286,7 @@ def test_a_retake_has_its_files_size_and_rate(clip):
 
 def test_a_retake_whose_size_is_typed_as_well_is_refused(clip):
     retake = "--video-path", clip(9, 32, 64), "--start-time", 0, "--end-time", 0.2
-    for typed in (("--height", 32), ("--fps", 24), ("--two-stage",), ("--num-frames", 0)):
+    for typed in (("--height", 32), ("--fps", 24), ("--two-stage",), ("--num-frames", 1)):
         assert "does not go with --video-path" in refused(*retake, *typed)
     assert "--video-path needs --end-time" in refused(*retake[:4])
 
@@ -385,12 +388,11 @@ FLAGS_ALONE = {
     "--audio-max-duration goes with --audio-path": ("--audio-max-duration", 1),
     "--end-time goes with --video-path": ("--end-time", 1),
     "--regenerate goes with --video-path": ("--regenerate", "both"),
-    "got ['a.mp4'], wanted --video-conditioning PATH STRENGTH": ("--video-conditioning", "a.mp4"),
-    "got 'b', wanted --conditioning-attention-mask PATH STRENGTH": (
-        "--conditioning-attention-mask",
+    "got ['a.mp4'], field required; type --video-conditioning PATH STRENGTH": (
+        "--video-conditioning",
         "a.mp4",
-        "b",
     ),
+    "got 'b', wanted a valid number": ("--conditioning-attention-mask", "a.mp4", "b"),
     "--ic-lora is for --recipe distilled": ("--ic-lora", "a", "--recipe", "dev"),
     "--audio-cfg-guidance-scale, --v2a-guidance-scale does not go with --audio-path": (
         *("--recipe", "dev", "--audio-path", FILE, "--video-cfg-guidance-scale", 2),
@@ -526,7 +528,6 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
         words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
         parser = flags.parser("", "", gemma=False)
         flags.add_size(parser)
-        flags.add_ic_loras(parser)
         flags.add_conditions(parser, shape_only=True)
         args = parser.parse_args(words)
         shape = flags.shape(args, args.recipe)

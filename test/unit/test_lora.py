@@ -385,7 +385,7 @@ def weight_sets(words: str) -> list[list]:
     """The sets that flags name, each LoRA as its file's name and strength."""
     parser = argparse.ArgumentParser()
     flags.add_loras(parser)
-    sets = flags.weight_sets(flags.lora_fields(parser.parse_args(words.split())))
+    sets = flags.weight_sets(flags.lora_fields(flags.spec(parser.parse_args(words.split()))))
     return [[(lora.path.name, lora.strength) for lora in loras] for loras in sets]
 
 
@@ -418,8 +418,8 @@ def test_either_strength_of_hq_makes_its_two_sets():
             "takes the place of .* own strength",
         ),
         ("--distilled-lora-strength-stage-2 .3", "stage-2 is of --distilled-lora"),
-        ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "not a finite number"),
-        ("--ic-lora ic much", r"got 'much', wanted --ic-lora PATH \[STRENGTH\]"),
+        ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "wanted a finite number"),
+        ("--ic-lora ic much", r"got .much., wanted a valid number.* --ic-lora PATH \[STRENGTH\]"),
     ],
 )
 def test_strengths_that_cannot_be_are_refused(words, said):

@@ -5,6 +5,7 @@ import asyncio
 import http.client
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -374,6 +375,48 @@ def test_what_the_model_cannot_do_is_said_in_the_names_of_fields(service):
         got = post(service, {"prompt": "waves", "size": SIZE, **fields})
         assert got.status == 400 and words in got.error["message"]
         assert "--" not in got.error["message"]
+
+
+def test_rules_between_fields_are_said_by_the_requests_field(service):
+    for fields, param, words in (
+        ({"negative_prompt": "rain"}, "negative_prompt", "takes no negative_prompt"),
+        ({"num_steps": 20}, "num_inference_steps", "num_inference_steps 20: the distilled recipe"),
+        ({"upscale": "spatial"}, "upscale", "this service has no spatial upsampler"),
+    ):
+        got = post(service, {"prompt": "waves", "size": SIZE, **fields})
+        assert (got.status, got.error["param"]) == (400, param)
+        assert words in got.error["message"] and "--" not in got.error["message"]
+
+
+def test_the_api_describes_itself_as_it_answers(service):
+    described = json.loads(service.ask(Sent("GET", "/openapi.json")).body)
+    paths, schemas = described["paths"], described["components"]["schemas"]
+    served = {path for path in paths if path.startswith("/v1")}
+    assert served >= {"/v1/videos", "/v1/videos/{id}/content", "/v1/models", "/v1/queue"}
+    body = paths["/v1/videos"]["post"]["requestBody"]["content"]
+    assert set(body) == {"application/json", "multipart/form-data"}
+    assert "requestBody" not in paths["/v1/videos"]["get"]
+    references = {*re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described))}
+    assert references <= set(schemas) and {"VideoRequest", "HeldImage"} <= references
+    id = accepted(service)
+    for path, route in (
+        (f"/v1/videos/{id}", "/v1/videos/{id}"),
+        ("/v1/videos", "/v1/videos"),
+        ("/v1/models", "/v1/models"),
+        ("/v1/models/tiny", "/v1/models/{id}"),
+        ("/v1/queue", "/v1/queue"),
+    ):
+        answer = paths[route]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        fields = schemas[answer["$ref"].rpartition("/")[2]]["properties"]
+        assert set(json.loads(get(service, path).body)) == set(fields), path
+    assert set(get(service, "/v1/videos/x").error) == set(schemas["ErrorFields"]["properties"])
+
+
+def test_a_list_of_videos_is_asked_for_within_limits(service):
+    for query, param in ((b"limit=0", "limit"), (b"limit=1e9", "limit"), (b"order=up", "order")):
+        got = get(service, "/v1/videos", query)
+        assert (got.status, got.error["param"]) == (400, param)
+    assert get(service, "/v1/videos", b"limit=0", authorization=b"").status == 401
 
 
 def test_json_that_curl_sends_as_a_form_is_told_what_to_type(service):

@@ -4,21 +4,25 @@ compiled sizes, and which of them a request means."""
 import base64
 import json
 import random
+import re
 from io import BytesIO
 
 import pytest
+from conftest import ROOT
 from PIL import Image
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
+
+from starlette.datastructures import UploadFile
 
 from ltx_neuron import flags
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.spec import DetailFields, JobSpec, LoraFields
+from ltx_neuron.sampling.spec import DetailFields, GuidanceFields, JobSpec, LoraFields
 from ltx_neuron.service import fields, picture
 from ltx_neuron.service.api_error import ApiError
-from ltx_neuron.service.fields import HeldImage, Upload, VideoRequest, read_request
+from ltx_neuron.service.fields import HeldImage, VideoRequest, read_request
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.limits import TokenBucket
 from ltx_neuron.service.sizes import RequestedSize
@@ -75,9 +79,13 @@ def test_bodies_nested_at_random_are_read_or_refused_and_nothing_else():
 
 
 def test_the_size_is_read_however_it_is_said():
-    assert read(size="768x512", seconds="5").wanted == RequestedSize(512, 768, seconds=5.0)
+    assert read(size="768x512", seconds="5").wanted == RequestedSize(
+        height=512, width=768, seconds=5.0
+    )
     as_numbers = read(width=768, height="512", num_frames="121", fps="24", two_stage="true")
-    assert as_numbers.wanted == RequestedSize(512, 768, 121, None, 24.0, True)
+    assert as_numbers.wanted == RequestedSize(
+        height=512, width=768, num_frames=121, frame_rate=24.0, two_stage=True
+    )
     assert read(size="", seconds=None).wanted == RequestedSize()
 
 
@@ -158,10 +166,43 @@ def test_every_field_of_a_job_can_be_said_but_paths_and_what_goes_with_them():
     assert left == {"image"} | paths | with_them | loras
 
 
-def test_a_body_has_a_schema():
+LIMITS = {
+    "seconds": {"minimum": 0.01, "maximum": 3600},
+    "height": {"minimum": 1, "maximum": 16_384},
+    "num_frames": {"minimum": 1, "maximum": 100_000},
+    "frame_rate": {"minimum": 1, "maximum": 1000},
+    "seed": {"minimum": -(2**63), "exclusiveMaximum": 2**64},
+    "num_inference_steps": {"minimum": 1, "maximum": 64},
+    "video_skip_step": {"minimum": 0},
+    "audio_stg_blocks": {"maxItems": 256},
+    "prompt": {"maxLength": 10_000},
+    "recipe": {"enum": ["distilled", "dev"]},
+    "upscale": {"enum": ["spatial", "temporal", "both"]},
+    "images": {"maxItems": 8},
+}
+
+
+def test_the_schema_of_a_body_has_every_field_with_its_limits():
     schema = VideoRequest.model_json_schema()
-    assert schema["properties"]["seconds"]["anyOf"][0]["maximum"] == 3600
-    assert schema["required"] == ["prompt"]
+    fields = schema["properties"]
+    assert set(fields) == set(VideoRequest.model_fields) | {"extra_params"}
+    assert schema["required"] == ["prompt"] and schema["additionalProperties"] is False
+    for name, limits in LIMITS.items():
+        described = fields[name] | fields[name].get("anyOf", [{}])[0]
+        assert limits.items() <= described.items(), name
+    assert not any("default:" in field.get("description", "") for field in fields.values())
+    image = schema["$defs"]["HeldImage"]["properties"]
+    assert set(image) == {"image_url", "frame", "strength", "crf"}
+    assert (image["strength"]["maximum"], image["crf"]["maximum"]) == (1, 51)
+
+
+def test_the_documented_fields_are_those_of_the_schema():
+    table = (ROOT / "docs/serving.md").read_text().partition("| field | meaning |")[2]
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert documented <= fields.KNOWN | {"extra_params"}
+    said = {name for name in VideoRequest.model_fields if not documented & {*fields._NAMES[name]}}
+    assert said <= set(GuidanceFields.model_fields)  # "and the other guidance flags"
 
 
 def test_a_request_makes_the_job_that_the_command_makes():
@@ -186,7 +227,7 @@ def test_a_name_in_a_line_leads_out_of_no_folder(tmp_path):
 def test_images_come_as_files_as_data_urls_and_as_openai_writes_objects_in_a_form():
     first = {"input_reference": HeldImage(image_url=PNG_URL)}
     assert first["input_reference"].data == b"picture"
-    assert read(input_reference=Upload(lambda: b"picture")).held == first
+    assert read(input_reference=UploadFile(BytesIO(b"picture"))).held == first
     assert read(input_reference={"image_url": PNG_URL}).held == first
     assert read(**{"input_reference[image_url]": PNG_URL}).held == first
     several = [{"image_url": PNG_URL, "frame": 8, "strength": 0.5}]

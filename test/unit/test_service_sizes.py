@@ -60,7 +60,10 @@ def test_a_size_that_nobody_compiled_is_not_listed_though_a_graph_has_its_tokens
     sizes = registry(SMALL)
     assert same not in {each.size for each in sizes.compiled}
     # Who asks for exactly that gets it.
-    assert sizes.choose(RequestedSize(256, 1536)) == (CompiledSize(same, "distilled"), [])
+    assert sizes.choose(RequestedSize(height=256, width=1536)) == (
+        CompiledSize(same, "distilled"),
+        [],
+    )
 
 
 def test_what_is_compiled_for_the_dev_recipe_is_offered_for_it_alone():
@@ -74,7 +77,7 @@ def test_graphs_without_a_recorded_size_serve_who_asks_for_it_exactly():
     sizes.workspace.recorded[name] = []  # an earlier version compiled them
     assert {each.size for each in sizes.compiled} == {SMALL, TALL}
     assert sizes.unrecorded == [name]
-    assert sizes.choose(RequestedSize(512, 1024))[0].size == large
+    assert sizes.choose(RequestedSize(height=512, width=1024))[0].size == large
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_whole_seconds_are_frames_of_the_model():
 
 def test_a_size_a_rounding_away_is_taken_and_said():
     size = Size(704, 1280, 193)
-    got, notes = chosen(RequestedSize(720, 1280, num_frames=192), size)
+    got, notes = chosen(RequestedSize(height=720, width=1280, num_frames=192), size)
     assert got == size
     assert notes == [
         "height 720 became 704, which is compiled",
@@ -137,8 +140,8 @@ def test_a_size_a_rounding_away_is_taken_and_said():
 
 def test_a_size_further_away_is_refused_with_what_is_compiled():
     for requested in (
-        RequestedSize(1080, 1920),
-        RequestedSize(512, 800),
+        RequestedSize(height=1080, width=1920),
+        RequestedSize(height=512, width=800),
         RequestedSize(seconds=8.0),
         RequestedSize(frame_rate=30.0),
         RequestedSize(two_stage=True),
@@ -156,8 +159,8 @@ def test_a_size_further_away_is_refused_with_what_is_compiled():
 
 def test_of_sizes_within_a_rounding_the_nearest_is_taken():
     near, far = Size(512, 768, 121), Size(512, 736, 121)
-    assert chosen(RequestedSize(512, 760), near, far)[0] == near
-    assert chosen(RequestedSize(512, 740), near, far)[0] == far
+    assert chosen(RequestedSize(height=512, width=760), near, far)[0] == near
+    assert chosen(RequestedSize(height=512, width=740), near, far)[0] == far
 
 
 def test_an_image_needs_a_graph_that_holds_images():

@@ -73,10 +73,10 @@ class Examination:
 def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
     """All findings, in the order of the table; a fact that cannot be had is a finding as well.
     Raises UserError for a flag's wrong value."""
-    images, recipe = flags.images(args), args.recipe or Job.recipe
+    images, recipe = flags.spec(args).image, args.recipe or Job.recipe
     job = Job("", flags.size(args), images=images, recipe=recipe)
     profile = PROFILES.get(machine.instance, PROFILES["cpu"])  # while none is resolved
-    sets = flags.weight_sets(flags.lora_fields(args))
+    sets = flags.weight_sets(flags.lora_fields(flags.spec(args)))
     examination = Examination(args, job, sets, profile, machine, system)
     instance = machine.instance or "no known EC2 instance type"
     text = f"{instance}; {machine.neuron_devices} Neuron chips, {machine.cuda_devices} GPUs"

@@ -48,7 +48,7 @@ class Replica:
         if args.artifacts_from:
             try:
                 needed = {stage.loras for job in capability_jobs for stage in job.stages} | {*sets}
-                own = flags.weight_sets(flags.lora_fields(args))
+                own = flags.weight_sets(flags.lora_fields(flags.spec(args)))
                 fetch(args.artifacts_from, workspace, options, needed or own)
             except UserError as error:  # all that is needed may be here
                 print(f"{self.name}: nothing was fetched: {error}", flush=True)

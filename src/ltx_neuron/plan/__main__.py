@@ -34,7 +34,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = flags.parser(__doc__.partition("\n\n")[0], EXAMPLE, gemma=False)
     parser.prog = "python -m ltx_neuron.plan"
     flags.add_size(parser)
-    flags.add_ic_loras(parser)
     flags.add_conditions(parser, shape_only=True)
     add = parser.add_argument
     help = "its config.json is read (default: Gemma3-12B's sizes)"

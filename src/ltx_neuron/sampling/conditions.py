@@ -10,60 +10,63 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
+from pydantic import Field
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.files import check_readable
 from ltx_neuron.sampling.extension import Extension
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, video_latent_shape
-from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.size import Size
 
-REGENERATE = ("both", "video", "audio")
-# Field -> its flag, what that takes, and the flag's values.
+# Field of Inputs -> its field of a JobSpec, what that takes, and the flag's values.
 _FILES = {
-    "images": ("--image", "an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
-    "references": ("--video-conditioning", "a video", "FILE STRENGTH"),
-    "sound": ("--audio-path", "a sound", "FILE"),
-    "retake": ("--video-path", "a video", "FILE"),
-    "attention_mask": ("--conditioning-attention-mask", "a video", "FILE STRENGTH"),
+    "images": ("image", "an image", "FILE [FRAME_IDX [STRENGTH [CRF]]]"),
+    "references": ("video_conditioning", "a video", "FILE STRENGTH"),
+    "sound": ("audio_path", "a sound", "FILE"),
+    "retake": ("video_path", "a video", "FILE"),
+    "attention_mask": ("conditioning_attention_mask", "a video", "FILE STRENGTH"),
 }
-# Flag -> those that it goes with.
+# Field -> those that it goes with.
 _NEEDS = {
-    "--ic-lora": ("--video-conditioning", "--two-stage", "--recipe distilled"),
-    "--video-conditioning": ("--ic-lora", "--two-stage", "--recipe distilled"),
-    "--conditioning-attention-mask": ("--video-conditioning",),
-    "--images-as-guides": ("--two-stage", "--recipe dev"),
-    "--sampler res_2s": ("--two-stage", "--recipe dev"),
-    "--skip-stage-2": ("--two-stage",),
+    "{ic_lora}": ("{video_conditioning}", "{two_stage}", "{recipe} distilled"),
+    "{video_conditioning}": ("{ic_lora}", "{two_stage}", "{recipe} distilled"),
+    "{conditioning_attention_mask}": ("{video_conditioning}",),
+    "{images_as_guides}": ("{two_stage}", "{recipe} dev"),
+    "{sampler} res_2s": ("{two_stage}", "{recipe} dev"),
+    "{skip_stage_2}": ("{two_stage}",),
 }
-# Flag -> those that it does not go with.
+# Field -> those that it does not go with.
 _EXCLUDES = {
-    "--video-path": (
-        "--audio-path",
-        "--image",
-        "--two-stage",
-        "--upscale",
+    "{video_path}": (
+        "{audio_path}",
+        "{image}",
+        "{two_stage}",
+        "{upscale}",
         # They need what it excludes.
-        "--ic-lora",
-        "--video-conditioning",
-        "--conditioning-attention-mask",
-        "--skip-stage-2",
-        "--images-as-guides",
-        "--sampler res_2s",
+        "{ic_lora}",
+        "{video_conditioning}",
+        "{conditioning_attention_mask}",
+        "{skip_stage_2}",
+        "{images_as_guides}",
+        "{sampler} res_2s",
     ),
-    "--sampler res_2s": ("--audio-path",),
+    "{sampler} res_2s": ("{audio_path}",),
 }
+
+FrameIndex = Annotated[int, Field(ge=0)]
+Strength = Annotated[float, Field(ge=0, le=1)]
+Crf = Annotated[int, Field(ge=0, le=51)]
 
 
 class WeightedFile(NamedTuple):
     """PATH STRENGTH: a reference video, or the mask of all."""
 
     path: str
-    strength: float
+    strength: Strength
 
 
 @dataclass(frozen=True)
@@ -72,21 +75,18 @@ class ImageCondition:
     trip before encoding."""
 
     path: str | Path
-    frame_index: int = 0
-    strength: float = 1.0
-    crf: int = 33
+    frame_index: FrameIndex = 0
+    strength: Strength = 1.0
+    crf: Crf = 33
 
     def check(self, num_frames: int) -> None:
-        """Raise UserError for what a clip of so many frames cannot hold."""
-        flag = f"--image {self.path}"
-        if not 0 <= self.frame_index < num_frames:
-            raise UserError(
-                f"{flag}: frame {self.frame_index} is outside the clip's 0..{num_frames - 1}"
-            )
-        _check_strength(flag, self.strength, "1 keeps the image, 0 ignores it")
-        if not 0 <= self.crf <= 51:
-            raise UserError(
-                f"{flag}: crf {self.crf} is outside 0..51 (0: no H.264 round trip, default 33)"
+        """Raise FieldError for a frame that a clip of so many does not have."""
+        if self.frame_index >= num_frames:
+            raise FieldError(
+                "{image} {path}: frame {frame} is outside the clip's 0..{last}",
+                path=self.path,
+                frame=self.frame_index,
+                last=num_frames - 1,
             )
 
 
@@ -98,18 +98,6 @@ class SoundCondition:
     path: str | Path
     start_time: float = 0.0
     max_duration: float | None = None
-
-    def check(self) -> None:
-        if not 0 <= self.start_time < math.inf:
-            raise UserError(
-                f"--audio-start-time {self.start_time:g}: wanted seconds from 0 on, as in"
-                " --audio-start-time 0"
-            )
-        if self.max_duration is not None and not 0 < self.max_duration < math.inf:
-            raise UserError(
-                f"--audio-max-duration {self.max_duration:g}: wanted seconds above 0; left out, it"
-                " is as long as the video"
-            )
 
 
 @dataclass(frozen=True)
@@ -149,9 +137,6 @@ class Retake:
                 f"--start-time {start:g} --end-time {end:g} reaches beyond the {last:g} s of"
                 f" {self.path}; type at most --end-time {last:g}"
             )
-        if self.regenerate not in REGENERATE:
-            known = ", ".join(REGENERATE)
-            raise UserError(f"--regenerate {self.regenerate!r} is not known; known: {known}")
 
 
 @dataclass(frozen=True)
@@ -186,7 +171,6 @@ class ReferenceVideo:
     def check(self, stage_1: Size) -> None:
         """Raise UserError for a reference that cannot stand beside stage 1."""
         flag = f"--video-conditioning {self.path}"
-        _check_strength(flag, self.strength, "1 shows the reference as it is, 0 as noise")
         counts = self.num_frames, self.space_scale, self.time_scale
         if min(counts) < 1:
             raise UserError(
@@ -301,7 +285,7 @@ class Inputs(ABC):
             clips.append(EncodedClip((frames, *stage_1.sides)))
         return clips + [EncodedClip(each.pixels(stage_1), whole=True) for each in self.references]
 
-    # --- the files and flags ----------------------------------------------------------------------
+    # --- the files and fields ---------------------------------------------------------------------
 
     def _conditions(self) -> list[tuple[str, str, Condition]]:
         """Each condition with its field, and its name: numbered where there may be several."""
@@ -318,7 +302,7 @@ class Inputs(ABC):
     def files(self) -> dict[str, Path]:
         """What is read, by flag."""
         paths = [(_FILES[field][0], each.path) for field, _, each in self._conditions()]
-        return {f"{flag} {path}": Path(path) for flag, path in paths}
+        return {f"{flag_of(name)} {path}": Path(path) for name, path in paths}
 
     def with_paths(self, rename: Callable[[Path], str]) -> Self:
         """The same with every file under another name."""
@@ -332,12 +316,12 @@ class Inputs(ABC):
         return dataclasses.replace(self, **renamed_fields)
 
     @property
-    def flags(self) -> dict[str, bool]:
-        """Whether each flag is given."""
-        return {_FILES[field][0]: True for field, _, _ in self._conditions()} | {
-            "--images-as-guides": self.images_as_guides,
-            "--skip-stage-2": self.skip_stage_2,
-            f"--sampler {self.sampler}": True,
+    def given(self) -> dict[str, bool]:
+        """Whether each field of a JobSpec, in braces, is given."""
+        return {f"{{{_FILES[field][0]}}}": True for field, _, _ in self._conditions()} | {
+            "{images_as_guides}": self.images_as_guides,
+            "{skip_stage_2}": self.skip_stage_2,
+            f"{{sampler}} {self.sampler}": True,
         }
 
     @property
@@ -363,45 +347,39 @@ class Inputs(ABC):
 
     # --- what is wrong ----------------------------------------------------------------------------
 
+    def check_types(self) -> None:
+        """Raise UserError for what is of another type than is annotated."""
+        check_fields(self)
+        for _, name, condition in self._conditions():
+            check_fields(condition, f"{name}.")
+
     def check_inputs(self) -> None:
         """Raise UserError for a file that is not there and for what cannot be made of it."""
-        for field, name, condition in self._conditions():
-            check_fields(condition, f"{name}.")
-            flag, what, values = _FILES[field]
+        for field, _, condition in self._conditions():
+            name, what, values = _FILES[field]
+            flag = flag_of(name)
             check_readable(condition.path, flag, f"; pass {what} as {flag} {values}")
         for image in self.images:
             image.check(self.size.num_frames)
         for reference in self.references:
             reference.check(self.size.first)
-        if self.sound:
-            self.sound.check()
         if self.retake:
             self.retake.check(self.size.seconds)
-        if mask := self.attention_mask:
-            ends = "1 takes it as it is, 0 hides the reference"
-            _check_strength(f"--conditioning-attention-mask {mask.path}", mask.strength, ends)
-        if self.sampler not in SAMPLERS:
-            raise UserError(f"sampler {self.sampler!r} is not known; known: {', '.join(SAMPLERS)}")
 
 
 def check_together(given: dict[str, bool]) -> None:
-    """Raise UserError for flags that need or exclude others; `given`: whether each is there."""
-    for flag, excluded in _EXCLUDES.items():
+    """Raise FieldError for fields that need or exclude others; `given`: whether each is there."""
+    for field, excluded in _EXCLUDES.items():
         wrong = [other for other in excluded if given.get(other)]
-        if given.get(flag) and wrong:
-            raise UserError(f"{flag} does not go with {' '.join(wrong)}; leave one of them out")
-    for flag, needed in _NEEDS.items():
+        if given.get(field) and wrong:
+            raise FieldError(f"{field} does not go with {' '.join(wrong)}; leave one of them out")
+    for field, needed in _NEEDS.items():
         missing = [other for other in needed if not given.get(other)]
-        if given.get(flag) and missing:
-            raise UserError(
-                f"{flag} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
-                f" {' '.join(missing)} as well, or leave out {flag}"
+        if given.get(field) and missing:
+            raise FieldError(
+                f"{field} goes with {' '.join(needed)}, got no {' '.join(missing)}; type"
+                f" {' '.join(missing)} as well, or leave out {field}"
             )
-
-
-def _check_strength(flag: str, strength: float, ends: str) -> None:
-    if not 0 <= strength <= 1:  # NaN is refused as well
-        raise UserError(f"{flag}: strength {strength:g} is outside 0..1 ({ends})")
 
 
 def held_mask(strength: float) -> float:

@@ -5,7 +5,7 @@ import reprlib
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 from ltx_neuron.errors import UserError
 
@@ -35,6 +35,8 @@ def check_type(name: str, value, kind, example=None) -> None:
 
     example  a value of that type, for the message
     """
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
     if isinstance(value, tuple) and get_origin(kind) is tuple:
         for index, item in enumerate(value):
             check_type(f"{name}[{index}]", item, get_args(kind)[0])

@@ -11,7 +11,7 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.fields import check_fields
 
 
@@ -50,23 +50,16 @@ class Guidance:
         return self.video, self.audio
 
     def check(self, layers: int) -> None:
-        """Raise UserError for blocks the model does not have and scales that are no numbers."""
+        """Raise UserError for what is of another type and for blocks the model does not have."""
         check_fields(self, "guidance.")
         for name, stream in (("video", self.video), ("audio", self.audio)):
             check_fields(stream, f"guidance.{name}.")
             missing = [block for block in stream.stg_blocks if not 0 <= block < layers]
             if missing and not isclose(stream.stg_scale, 0.0):
-                raise UserError(
+                raise FieldError(
                     f"{name} STG block {', '.join(map(str, missing))}: this model has blocks"
-                    f" 0..{layers - 1}; type for example --{name}-stg-blocks {layers // 2}"
+                    f" 0..{layers - 1}; type for example {{{name}_stg_blocks}} {layers // 2}"
                 )
-            if stream.skip_step < 0:
-                raise UserError(
-                    f"--{name}-skip-step {stream.skip_step} is negative; type 0 to compute every"
-                    " step"
-                )
-            if not all(abs(weight) < float("inf") for weight in stream.weights()):
-                raise UserError(f"a --{name} guidance scale is not a finite number")
 
     def passes(self) -> tuple[str, ...]:
         """The passes that some stream needs; one whose weight is zero in both is not run."""
@@ -140,11 +133,12 @@ def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
     return replace(guidance, audio=StreamGuidance()) if sound else guidance
 
 
-def check_guidable(what: str, recipe: str) -> None:
-    """Raise UserError where something that steers guidance is asked of the recipe that has none."""
+def check_guidable(fields: Iterable[str], recipe: str) -> None:
+    """Raise FieldError where fields that steer guidance are asked of the recipe that has none."""
     if recipe == "distilled":
-        raise UserError(
+        what = ", ".join(f"{{{name}}}" for name in fields) or "guidance"
+        raise FieldError(
             f"the distilled recipe takes no {what}: a distilled checkpoint runs without guidance,"
             " and guided like the full one it gives noise.\nFor the full checkpoint type"
-            " --recipe dev"
+            " {recipe} dev"
         )

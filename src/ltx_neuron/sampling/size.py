@@ -3,11 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
-
-FRAME_RATES = 1, 1000  # frames per second: what MP4 holds and the sound's latents can follow
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Size:
         return audio_latent_frames(self.num_frames, self.frame_rate)
 
     def check(self) -> None:
-        """Raise UserError for a size the model cannot have, naming the nearest one it can."""
+        """Raise FieldError for a size the model cannot have, naming the nearest one it can."""
         check_fields(self)
         unit = SPACE_SCALE * (2 if self.two_stage else 1)
         for name in ("height", "width"):
@@ -51,24 +49,19 @@ class Size:
             if value <= 0 or value % unit:
                 below = max(unit, value // unit * unit)
                 nearest = [below] if below >= value else [below, below + unit]
-                raise UserError(
-                    f"--{name} {value} is not a multiple of"
+                raise FieldError(
+                    f"{{{name}}} {value} is not a multiple of"
                     f" {unit}{' (two stages)' if self.two_stage else ''}; nearest legal:"
                     f" {' or '.join(map(str, nearest))}"
                 )
         if self.num_frames < 1 or self.num_frames % TIME_SCALE != 1:
             below = max(1, (self.num_frames - 1) // TIME_SCALE * TIME_SCALE + 1)
-            raise UserError(
-                f"--num-frames {self.num_frames} is not of the form 8k+1; nearest legal:"
+            raise FieldError(
+                f"{{num_frames}} {self.num_frames} is not of the form 8k+1; nearest legal:"
                 f" {below} or {below + TIME_SCALE}"
             )
-        if not FRAME_RATES[0] <= self.frame_rate <= FRAME_RATES[1]:  # NaN is refused as well
-            raise UserError(
-                f"--frame-rate {self.frame_rate:g} is not a number from {FRAME_RATES[0]} to"
-                f" {FRAME_RATES[1]}; type for example --frame-rate 24"
-            )
         if self.audio_frames < 1:
-            raise UserError(
-                f"{self.num_frames} frames at --frame-rate {self.frame_rate:g} last too short for"
-                " any sound; lower the frame rate or raise --num-frames"
+            raise FieldError(
+                f"{self.num_frames} frames at {{frame_rate}} {self.frame_rate:g} last too short for"
+                " any sound; lower the frame rate or raise {num_frames}"
             )

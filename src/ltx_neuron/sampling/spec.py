@@ -1,9 +1,9 @@
 """JobSpec: what a user may say of one video. Each field is a flag, a key of a prompts file's line
 and, where it names no path, a field of an HTTP body.
 
-The scripts' flags, their help texts, the validation of a line and of a body, and the way back from
-a job (`model_dump`, `JobSpec.words`) come from these fields. A field's description is the flag's
-help, and its title is the name of the flag's value.
+The scripts' flags with their help, the validation of flags, lines, bodies and the Python API, the
+schema of a body, and the way back from a job (`JobSpec.line`, `JobSpec.words`) come from these
+fields. A field's description is the flag's help, and its title is the name of the flag's value.
 """
 
 import dataclasses
@@ -26,13 +26,15 @@ from pydantic import (
 )
 from pydantic_core import ArgsKwargs
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.sampling.conditions import ImageCondition, WeightedFile
 from ltx_neuron.sampling.res_2s import SAMPLERS
+from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
 from ltx_neuron.sampling.size import Size
 from ltx_neuron.sampling.upscaling import UPSCALES
 
 SEED = 10  # where none is given
+RECIPES = "distilled", "dev"
 HQ_STRENGTHS = 0.25, 0.5  # of the distilled LoRA in stage 1 and stage 2
 
 
@@ -65,16 +67,8 @@ def _repeats(value: Any) -> Any:
     if isinstance(value, tuple):  # of another spec
         return value
     nested = isinstance(value, list) and value and not isinstance(value[0], str)
-    return [_entry(each) for each in (value if nested else [value]) if each != []]
-
-
-def _entry(value: Any) -> Any:
-    if isinstance(value, str):
-        value = [value]
-    # pydantic has no numbers of True and False here: it would take them for 1 and 0.
-    if isinstance(value, list) and any(isinstance(each, bool) for each in value):
-        raise ValueError("wanted text and numbers")
-    return value
+    listed = value if nested else [value]
+    return [[each] if isinstance(each, str) else each for each in listed if each != []]
 
 
 def _image(value: Any) -> Any:
@@ -92,53 +86,72 @@ LoraFiles = Annotated[tuple[LoraFile, ...], BeforeValidator(_repeats)]
 
 
 def _listed(value: Any) -> Any:
-    listed = value if value is None or isinstance(value, list | tuple) else [value]
-    if any(isinstance(each, bool) for each in listed or ()):
-        raise ValueError("wanted whole numbers")
-    return listed
+    return value if value is None or isinstance(value, list | tuple) else [value]
 
 
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
+def _has_switch(value: Any) -> bool:
+    return isinstance(value, bool) or isinstance(value, list) and any(map(_has_switch, value))
+
+
 class Fields(BaseModel):
     """Fields that are validated alike: text is text, and True and False are no numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", loc_by_alias=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        loc_by_alias=False,
+        allow_inf_nan=False,
+        revalidate_instances="always",
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _is_no_switch(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name].annotation
-        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
-            raise ValueError("wanted a number")
+        if _has_switch(value) and kind not in (bool, bool | None):
+            raise ValueError("wanted text or a number")
         return value
 
 
 class SamplingFields(Fields):
     negative_prompt: str | None = _option("dev recipe only")
-    seed: int = _option(default=SEED)
+    seed: int = _option(default=SEED, ge=-(2**63), lt=2**64)
     num_inference_steps: int | None = _option(
-        "dev recipe only", "N", names=("num_inference_steps", "num_steps")
+        "dev recipe only",
+        "N",
+        names=("num_inference_steps", "num_steps"),
+        ge=1,
+        le=GUIDED_MAX_STEPS,
     )
     upscale: Literal[tuple(UPSCALES)] | None = _option("after a one-stage run")
 
 
-class SizeFields(Fields):
-    height: int | None = _option(f"pixels (default: {Size.height})")
-    width: int | None = _option(f"pixels (default: {Size.width})")
-    num_frames: int | None = _option(f"8k+1 (default: {Size.num_frames})")
-    frame_rate: float | None = _option(
-        f"frames per second (default: {Size.frame_rate:g})", names=("frame_rate", "fps")
+class VideoFields(Fields):
+    """Of what a video is, on each surface."""
+
+    height: int | None = _option(f"pixels (default: {Size.height})", ge=1, le=16_384)
+    width: int | None = _option(f"pixels (default: {Size.width})", ge=1, le=16_384)
+    num_frames: int | None = _option(f"8k+1 (default: {Size.num_frames})", ge=1, le=100_000)
+    frame_rate: float | None = _option(  # what MP4 holds and the sound's latents can follow
+        f"frames per second (default: {Size.frame_rate:g})",
+        names=("frame_rate", "fps"),
+        ge=1,
+        le=1000,
     )
+    recipe: Literal[RECIPES] | None = _option(
+        "sampling the checkpoint was made for (default: from the file's name, else distilled)"
+    )
+
+
+class SizeFields(VideoFields):
     two_stage: StrictBool = _option("half size first, then upsample x2 and refine", default=False)
     image: Images = _option(
         "hold an image at a frame (defaults: 0, 1.0, 33); repeatable",
         "PATH [FRAME_IDX [STRENGTH [CRF]]]",
         default=(),
-    )
-    recipe: Literal["distilled", "dev"] | None = _option(
-        "sampling the checkpoint was made for (default: from the file's name, else distilled)"
     )
 
 
@@ -190,9 +203,11 @@ class DetailFields(Fields):
     """Of these conditions, what no graph depends on."""
 
     audio_start_time: float | None = _option(
-        "where in the sound the video begins (default: 0)", "SECONDS"
+        "where in the sound the video begins (default: 0)", "SECONDS", ge=0
     )
-    audio_max_duration: float | None = _option("of the sound (default: the video's)", "SECONDS")
+    audio_max_duration: float | None = _option(
+        "of the sound (default: the video's)", "SECONDS", gt=0
+    )
     start_time: float | None = _option("of --video-path: where what is made anew begins", "SECONDS")
     end_time: float | None = _option("and where it ends", "SECONDS")
     regenerate: Literal["both", "video", "audio"] | None = _option(
@@ -205,16 +220,16 @@ class GuidanceFields(Fields):
 
     video_cfg_guidance_scale: float | None = None
     video_stg_guidance_scale: float | None = None
-    video_stg_blocks: Blocks = None
+    video_stg_blocks: Blocks = _option(max_length=256)
     video_rescale_scale: float | None = None
     a2v_guidance_scale: float | None = None
-    video_skip_step: int | None = None
+    video_skip_step: int | None = _option(ge=0)
     audio_cfg_guidance_scale: float | None = None
     audio_stg_guidance_scale: float | None = None
-    audio_stg_blocks: Blocks = None
+    audio_stg_blocks: Blocks = _option(max_length=256)
     audio_rescale_scale: float | None = None
     v2a_guidance_scale: float | None = None
-    audio_skip_step: int | None = None
+    audio_skip_step: int | None = _option(ge=0)
 
 
 def guidance_fields(stream: str) -> dict[str, str]:
@@ -286,11 +301,6 @@ SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags 
 LORAS = ("lora", "ic_lora", "distilled_lora")
 
 
-def flag_of(name: str) -> str:
-    """A field's flag."""
-    return f"--{name.replace('_', '-')}"
-
-
 def names_of(field: str) -> list[str]:
     """The names of a JobSpec's field, its own first."""
     alias = JobSpec.model_fields[field].validation_alias
@@ -313,21 +323,31 @@ def by_field(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validated(values: Mapping[str, Any]) -> JobSpec:
-    """The JobSpec of its fields' values. Raises UserError, which names the flag."""
+    """The JobSpec of its fields' values. Raises FieldError."""
     try:
         return JobSpec.model_validate(dict(values))
     except ValidationError as error:
-        name, got, wanted = first_mistake(error)
+        mistake = error.errors(include_url=False, include_context=False)[0]
+        name, (got, wanted) = mistake["loc"][0], got_and_wanted(mistake)
         title = JobSpec.model_fields[name].title or ""
         if title.startswith("PATH"):
-            wanted = f"wanted {flag_of(name)} {title}"
-        raise UserError(f"{flag_of(name)}: got {got}, {wanted}") from None
+            wanted += f"; type {flag_of(name)} {title}"
+        raise FieldError(f"{{{name}}}: got {{got}}, {{wanted}}", got=got, wanted=wanted) from None
 
 
-def first_mistake(error: ValidationError) -> tuple[str, str, str]:
-    """The name of the first field that is wrong, what was got, cut short, and what is wanted."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    got, wanted = first["input"], first["msg"].removeprefix("Value error, ")
+_WORDS = {
+    "Value error, ": "",
+    "Input should be": "wanted",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+}
+
+
+def got_and_wanted(mistake: Mapping[str, Any]) -> tuple[str, str]:
+    """What was got, cut short, and what is wanted, by an error of pydantic's."""
+    got, wanted = mistake["input"], mistake["msg"].partition(", unable to parse")[0]
     got = [*got.args] if isinstance(got, ArgsKwargs) else got
-    wanted = wanted.replace("Input should be", "wanted")
-    return str(first["loc"][0]), reprlib.repr(got), wanted[0].lower() + wanted[1:]
+    for words, plain in _WORDS.items():
+        wanted = wanted.replace(words, plain)
+    return reprlib.repr(got), wanted[0].lower() + wanted[1:]

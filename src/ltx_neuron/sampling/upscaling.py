@@ -3,21 +3,9 @@
 Shapes: (F, h, w), latent frames, rows and columns.
 """
 
-from ltx_neuron.errors import UserError
-
 Shape = tuple[int, int, int]
 # --upscale -> the latent upsamplers that run after a one-stage run, in their order.
 UPSCALES = {"spatial": ("spatial",), "temporal": ("temporal",), "both": ("spatial", "temporal")}
-
-
-def check_upscale(upscale: str | None, two_stage: bool) -> None:
-    """Raise UserError for an --upscale that is not known, or not for such runs."""
-    if upscale not in (None, *UPSCALES):
-        raise UserError(f"upscale {upscale!r} is not known; known: {', '.join(UPSCALES)}")
-    if upscale and two_stage:
-        raise UserError(
-            "--upscale is for one-stage runs; --two-stage upsamples between its stages already"
-        )
 
 
 def upscaled(latent: Shape, upscale: str | None) -> Shape:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from typing_extensions import TypedDict
+
 # What a status is to OpenAI's clients.
 _TYPES = {
     401: "authentication_error",
@@ -11,6 +13,17 @@ _TYPES = {
 }
 _MAX_MESSAGE = 4000
 _SECONDS = 5  # until the same request may succeed
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorObject(TypedDict):
+    error: ErrorFields
 
 
 class ApiError(Exception):
@@ -36,7 +49,7 @@ class ApiError(Exception):
         self.retry, self.more = retry, more
 
     @property
-    def content(self) -> dict:
+    def content(self) -> ErrorObject:
         kind = _TYPES.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         # What a client sent may be in it: long, and with characters that no UTF-8 has.

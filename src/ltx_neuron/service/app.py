@@ -11,31 +11,50 @@ import re
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from typing_extensions import TypedDict
 
-from ltx_neuron.service.api_error import ApiError, invalid
-from ltx_neuron.service.fields import MAX_IMAGES, Upload, parse_json, read_request
-from ltx_neuron.service.jobs import PREVIEW, THUMBNAIL, VIDEO, JobSubmitter, video_object
+from ltx_neuron.sampling.spec import got_and_wanted
+from ltx_neuron.service.api_error import ApiError, ErrorObject, invalid
+from ltx_neuron.service.fields import MAX_IMAGES, VideoRequest, parse_json, read_request
+from ltx_neuron.service.jobs import (
+    PREVIEW,
+    THUMBNAIL,
+    VIDEO,
+    JobSubmitter,
+    VideoObject,
+    video_object,
+)
 from ltx_neuron.service.limits import RequestLimits, TokenBucket
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from ltx_neuron.service.page import Page
 from ltx_neuron.service.queue import COMPLETED, FAILED, IN_PROGRESS, OPEN, QUEUED, Entry
+from ltx_neuron.service.sizes import SizeObject
 from ltx_neuron.service.tokens import Tokens
 
-_MAX_FIELDS, _MAX_KEY, _MAX_PAGE = 64, 255, 100
+_MAX_FIELDS, _MAX_PAGE = 64, 100
 _POLL_MS = {True: 2000, False: 500}  # while a job waits, and while it is made
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_DAY = 86400.0
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # Of status codes that frameworks answer by themselves.
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            kind: {"schema": {"$ref": "#/components/schemas/VideoRequest"}}
+            for kind in ("application/json", "multipart/form-data")
+        },
+    }
+}
 _FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
 
 
@@ -51,6 +70,49 @@ class Settings:
     per_minute: float = 600.0
     sync_seconds: float = 3600.0
     keep_days: float = 7.0
+
+
+class VideoList(TypedDict):
+    object: str
+    data: list[VideoObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedVideo(TypedDict):
+    id: str
+    object: str
+    deleted: bool
+
+
+class LoraObject(TypedDict):
+    name: str
+    strength: float
+
+
+class ModelObject(TypedDict):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    recipes: list[str]
+    loras: list[LoraObject]
+    lora_sets: dict[str, list[LoraObject]]
+    sizes: list[SizeObject]
+    default: SizeObject | None
+
+
+class ModelList(TypedDict):
+    object: str
+    data: list[ModelObject]
+
+
+class QueueObject(TypedDict):
+    object: str
+    waiting: int
+    in_progress: int
+    workers: int
 
 
 class Api:
@@ -69,8 +131,7 @@ class Api:
 
     async def create_and_wait(self, request: Request) -> Response:
         """/v1/videos/sync: the video itself. A client that leaves cancels its job."""
-        owner = self._owner(request)
-        entry = await self._accept(request)
+        owner, entry = request.state.owner, await self._accept(request)
         waited, ended = 0.0, False
         try:
             while entry.status in OPEN:
@@ -90,11 +151,11 @@ class Api:
         return self._file(entry, "video")
 
     async def _accept(self, request: Request) -> Entry:
-        owner = self._owner(request)
+        owner = request.state.owner
         self.rate.take(owner)
         key = request.headers.get("idempotency-key")
         if key is not None and not _KEY.fullmatch(key):
-            message = f"Idempotency-Key is 1 to {_MAX_KEY} visible ASCII characters"
+            message = "Idempotency-Key is 1 to 255 visible ASCII characters"
             raise invalid("Idempotency-Key", message)
         form = None
         try:
@@ -107,31 +168,30 @@ class Api:
                 await form.close()
 
     def retrieve(self, request: Request, id: str) -> Response:
-        return self._answer(self._entry(self._owner(request), id))
+        return self._answer(self._entry(request.state.owner, id))
 
-    def list(self, request: Request) -> Response:
-        owner, query = self._owner(request), request.query_params
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MAX_PAGE:
-            raise invalid("limit", f"limit is a whole number from 1 to {_MAX_PAGE}")
-        if order not in ("asc", "desc"):
-            raise invalid("order", "order is asc or desc")
-        after = query.get("after") or None
+    def list(
+        self,
+        request: Request,
+        after: str = "",
+        limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        owner = request.state.owner
         number = self._entry(owner, after, "after").number if after else None
-        entries, more = self.queue.page(owner, number, int(limit), order == "desc")
-        data = [self._object(entry) for entry in entries]
+        entries, more = self.queue.page(owner, number, limit, order == "desc")
+        data = [video_object(entry, self.settings.keep_days) for entry in entries]
         ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         content = {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1]}
         return JSONResponse(content | {"has_more": more})
 
     def delete(self, request: Request, id: str) -> Response:
-        if not self.queue.cancel(self._owner(request), id):
+        if not self.queue.cancel(request.state.owner, id):
             raise _not_found(id)
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
 
-    def content(self, request: Request, id: str) -> Response:
-        variant = request.query_params.get("variant", "video")
-        entry = self._entry(self._owner(request), id)
+    def content(self, request: Request, id: str, variant: str = "video") -> Response:
+        entry = self._entry(request.state.owner, id)
         if variant == PREVIEW:
             return _preview(entry)
         if variant not in _FILES:
@@ -145,8 +205,7 @@ class Api:
             raise ApiError(409, "not_ready", message)
         return self._file(entry, variant)
 
-    def unsupported(self, request: Request) -> Response:
-        self._owner(request)
+    def unsupported(self) -> Response:
         message = "remix, edits, extensions and characters are not supported here"
         raise invalid(None, message, "feature_not_supported")
 
@@ -165,10 +224,7 @@ class Api:
             headers["openai-poll-after-ms"] = str(_POLL_MS[entry.status == QUEUED])
         if entry.status == QUEUED:
             ahead = self.queue.ahead_of(entry)
-        return JSONResponse(self._object(entry, ahead), headers=headers)
-
-    def _object(self, entry: Entry, ahead: int | None = None) -> dict[str, Any]:
-        return video_object(entry, self.settings.keep_days * _DAY, ahead)
+        return JSONResponse(video_object(entry, self.settings.keep_days, ahead), headers=headers)
 
     def _entry(self, owner: str, id: str, param: str | None = None) -> Entry:
         entry = self.queue.get(owner, id)
@@ -176,29 +232,26 @@ class Api:
             raise _not_found(id, param)
         return entry
 
-    def _owner(self, request: Request) -> str:
-        """Whose request it is; ApiError if it is nobody's, or not for this service."""
+    async def authorize(self, request: Request) -> None:
+        """Find whose request it is; ApiError if it is nobody's, or not for this service."""
         if refusal := request.state.refusal:
             raise refusal
-        owner = self.tokens.owner_of(request.headers.get("authorization"))
-        if owner is None:
+        request.state.owner = self.tokens.owner_of(request.headers.get("authorization"))
+        if request.state.owner is None:
             raise ApiError(401, "invalid_api_key", "send a token: Authorization: Bearer TOKEN")
-        return owner
 
     # --- what the service says of itself ----------------------------------------------------------
 
-    def models(self, request: Request) -> Response:
-        self._owner(request)
+    def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
-    def model(self, request: Request, id: str) -> Response:
-        self._owner(request)
+    def model(self, id: str) -> Response:
         if id != self.jobs.model:
             message = f"there is no model of this name here, only {self.jobs.model!r}"
             raise ApiError(404, "model_not_found", message, "model")
         return JSONResponse(self._model())
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> ModelObject:
         """The one model: with the sizes that are compiled, its recipes and LoRAs."""
         sizes = self.jobs.sizes
         compiled = sizes.compiled
@@ -223,9 +276,8 @@ class Api:
             "default": default and default.as_dict(),
         }
 
-    def queue_state(self, request: Request) -> Response:
+    def queue_state(self) -> Response:
         """How many jobs there are, of all owners, and who works on them."""
-        self._owner(request)
         counts, workers = self.queue.counts(), self.queue.workers().values()
         content = {"waiting": counts[QUEUED], "in_progress": counts[IN_PROGRESS]}
         alive = sum(state["alive"] for state in workers)
@@ -240,8 +292,7 @@ class Api:
         content = {"status": "ready" if alive else "no worker is alive", "workers": alive}
         return JSONResponse(content, 200 if alive else 503)
 
-    def metrics(self, request: Request) -> Response:
-        self._owner(request)
+    def metrics(self) -> Response:
         return Response(self.metrics_of.text(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -252,31 +303,50 @@ def create_app(
     api = Api(jobs, tokens, settings)
     # What strangers send is no event of this service's log.
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for method, path, function in (
-        ("POST", "/v1/videos", api.create),
-        ("POST", "/v1/videos/sync", api.create_and_wait),
-        ("POST", "/v1/videos/edits", api.unsupported),
-        ("POST", "/v1/videos/extensions", api.unsupported),
-        ("POST", "/v1/videos/characters", api.unsupported),
-        ("POST", "/v1/videos/{id}/remix", api.unsupported),
-        ("GET", "/v1/videos", api.list),
-        ("GET", "/v1/videos/{id}", api.retrieve),
-        ("GET", "/v1/videos/{id}/content", api.content),
-        ("DELETE", "/v1/videos/{id}", api.delete),
-        ("GET", "/v1/models", api.models),
-        ("GET", "/v1/models/{id}", api.model),
-        ("GET", "/v1/queue", api.queue_state),
-        ("GET", "/health", api.health),
-        ("GET", "/ready", api.ready),
-        ("GET", "/metrics", api.metrics),
+    app = FastAPI(
+        title="ltx-neuron",
+        docs_url=None,  # its pages load scripts of another site
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    owned = [Depends(api.authorize)]
+    for method, path, function, answer in (
+        ("POST", "/v1/videos", api.create, VideoObject),
+        ("POST", "/v1/videos/sync", api.create_and_wait, "video/mp4"),
+        ("POST", "/v1/videos/edits", api.unsupported, None),
+        ("POST", "/v1/videos/extensions", api.unsupported, None),
+        ("POST", "/v1/videos/characters", api.unsupported, None),
+        ("POST", "/v1/videos/{id}/remix", api.unsupported, None),
+        ("GET", "/v1/videos", api.list, VideoList),
+        ("GET", "/v1/videos/{id}", api.retrieve, VideoObject),
+        ("GET", "/v1/videos/{id}/content", api.content, "video/mp4"),
+        ("DELETE", "/v1/videos/{id}", api.delete, DeletedVideo),
+        ("GET", "/v1/models", api.models, ModelList),
+        ("GET", "/v1/models/{id}", api.model, ModelObject),
+        ("GET", "/v1/queue", api.queue_state, QueueObject),
+        ("GET", "/metrics", api.metrics, "text/plain"),
     ):
-        app.add_api_route(path, function, methods=[method], response_model=None)
+        content = {"content": {answer: {}}} if isinstance(answer, str) else {"model": answer}
+        app.add_api_route(
+            path,
+            function,
+            methods=[method],
+            response_model=None,
+            response_class=Response,
+            dependencies=owned,
+            responses={200: content, "4XX": {"model": ErrorObject}},
+            openapi_extra=_BODY if method == "POST" else None,
+            include_in_schema=answer is not None,
+        )
+    for path, function in (("/health", api.health), ("/ready", api.ready)):
+        app.add_api_route(path, function, response_model=None)
+    body = VideoRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas = body.pop("$defs") | {"VideoRequest": body}
+    app.openapi()["components"]["schemas"] |= schemas
     app.router.routes += page.routes if page else []
-    app.add_exception_handler(ApiError, handle_api_error)
-    app.add_exception_handler(HTTPException, handle_http_error)
-    app.add_exception_handler(sqlite3.OperationalError, handle_database_error)
-    app.add_exception_handler(Exception, handle_unexpected_error)
+    own = ApiError, HTTPException, RequestValidationError, sqlite3.OperationalError
+    for kind in (*own, Exception):
+        app.add_exception_handler(kind, handle_error)
     return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
 
 
@@ -301,16 +371,8 @@ async def _read_body(request: Request, max_bytes: int) -> tuple[dict[str, Any], 
     for key, value in form.multi_items():
         if key in fields:
             raise invalid(key[:64], f"{key[:64]} is there twice; leave one out")
-        fields[key] = value if isinstance(value, str) else _upload(value)
+        fields[key] = value
     return fields, form
-
-
-def _upload(file) -> Upload:
-    def read() -> bytes:
-        file.file.seek(0)
-        return file.file.read()
-
-    return Upload(read)
 
 
 def _preview(entry: Entry) -> Response:
@@ -361,19 +423,21 @@ def _counting(app: Callable, api: Api) -> Callable:
     return counted
 
 
-def handle_api_error(_: Request, error: ApiError) -> Response:
-    return JSONResponse(error.content, error.status, error.headers)
-
-
-def handle_http_error(request: Request, error: HTTPException) -> Response:
-    code = _CODES.get(error.status_code, "error")
-    return handle_api_error(request, ApiError(error.status_code, code, str(error.detail)))
-
-
-def handle_database_error(request: Request, _: sqlite3.OperationalError) -> Response:
-    message = "the queue's database does not answer"
-    return handle_api_error(request, ApiError(503, "storage_unavailable", message, retry=5))
-
-
-def handle_unexpected_error(request: Request, _: Exception) -> Response:
-    return handle_api_error(request, ApiError(500, "internal_error", "the service made a mistake"))
+def handle_error(_: Request, error: Exception) -> Response:
+    """An error as a client is told of it."""
+    match error:
+        case ApiError():
+            told = error
+        case HTTPException():
+            code = _CODES.get(error.status_code, "error")
+            told = ApiError(error.status_code, code, str(error.detail))
+        case RequestValidationError():  # of a query
+            mistake = error.errors()[0]
+            name, (got, wanted) = mistake["loc"][-1], got_and_wanted(mistake)
+            told = invalid(name, f"{name}: got {got}, {wanted}")
+        case sqlite3.OperationalError():
+            message = "the queue's database does not answer"
+            told = ApiError(503, "storage_unavailable", message, retry=5)
+        case _:
+            told = ApiError(500, "internal_error", "the service made a mistake")
+    return JSONResponse(told.content, told.status, told.headers)

@@ -1,25 +1,33 @@
 """What a request says: OpenAI's fields, those that other servers of its video API have, and those
-of a JobSpec that name no path. `VideoRequest.model_json_schema()` is their schema."""
+of a JobSpec that name no path."""
 
 import base64
 import binascii
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import AliasChoices, BeforeValidator, Field, ValidationError, field_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
+from starlette.datastructures import UploadFile
 
 from ltx_neuron.config.common import digest
-from ltx_neuron.sampling.spec import Fields, GuidanceFields, JobSpec, SamplingFields, first_mistake
+from ltx_neuron.sampling.conditions import Crf, FrameIndex, Strength
+from ltx_neuron.sampling.spec import Fields, GuidanceFields, JobSpec, SamplingFields, got_and_wanted
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.service.sizes import RequestedSize
 
 MAX_PROMPT = 10_000  # characters; the model reads 1024 tokens
 MAX_IMAGES = 8
-_MAX_SIDE, _MAX_FRAMES, _MAX_LIST = 16_384, 100_000, 256
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 _BRACKETS = re.compile(r"(\w+)\[(\w+)\]")
 UNSUPPORTED = ("lora", "video_reference", "audio_reference", "image_url", "n")
@@ -30,28 +38,20 @@ _EITHER = (
     ("size", "height"),
     ("image_reference", "input_reference"),
 )
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A file of a multipart body. `read` gives its bytes."""
-
-    read: Callable[[], bytes]
-
-
-def _unsupported(message: str) -> PydanticCustomError:
-    return PydanticCustomError("feature_not_supported", message)
+_NOT_SUPPORTED = "feature_not_supported"
 
 
 def _data(value: Any) -> bytes:
     """What an upload or a data URL holds."""
-    if isinstance(value, Upload):
-        return value.read()
+    if isinstance(value, UploadFile):
+        value.file.seek(0)
+        return value.file.read()
     if not isinstance(value, str):
         raise ValueError("wanted a file, or an object with image_url")
     if not value.startswith("data:"):
         # The service fetches nothing: a URL could name what only this machine may read.
-        raise _unsupported("only data URLs are read, as in data:image/png;base64,...")
+        message = "only data URLs are read, as in data:image/png;base64,..."
+        raise PydanticCustomError(_NOT_SUPPORTED, message)
     head, _, content = value.partition(",")
     try:
         if not head.endswith(";base64"):
@@ -61,29 +61,33 @@ def _data(value: Any) -> bytes:
         raise ValueError("wanted data:image/png;base64,...") from None
 
 
+_DATA_URL = {"type": "string", "description": "data:image/png;base64,..."}
+
+
 class HeldImage(Fields):
     """An image to be held, not yet decoded."""
 
-    data: Annotated[bytes, BeforeValidator(_data)] = Field(validation_alias="image_url")
-    frame: int = Field(0, ge=0, le=_MAX_FRAMES)
-    strength: float = Field(1.0, ge=0, le=1)
-    crf: int = Field(33, ge=0, le=51)
+    data: Annotated[bytes, BeforeValidator(_data), WithJsonSchema(_DATA_URL)] = Field(
+        validation_alias="image_url"
+    )
+    frame: FrameIndex = 0
+    strength: Strength = 1.0
+    crf: Crf = 33
 
 
 def _reference(value: Any) -> Any:
     """input_reference as an object: it may be a file, or a data URL."""
-    if isinstance(value, Upload | str):
+    if isinstance(value, UploadFile | str):
         return {"image_url": value}
     if isinstance(value, dict) and value.get("file_id") is not None:
-        raise _unsupported("file_id is not supported here; send the file, or a data URL")
+        message = "file_id is not supported here; send the file, or a data URL"
+        raise PydanticCustomError(_NOT_SUPPORTED, message)
     if isinstance(value, dict):  # other keys are OpenAI's own
         return {"image_url": value.get("image_url")}
     return value
 
 
 def _sides(value: Any) -> Any:
-    if value == "auto":
-        return None
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if not match:
         raise ValueError("wanted WIDTHxHEIGHT, as in 768x512")
@@ -91,40 +95,46 @@ def _sides(value: Any) -> Any:
 
 
 Reference = Annotated[HeldImage | None, BeforeValidator(_reference)]
+_AS_TEXT = WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$|^auto$"})
 
 
-class VideoRequest(GuidanceFields, SamplingFields):
-    """The body of POST /v1/videos. What is not said of the size is free."""
+def _finish_schema(schema: dict[str, Any]) -> None:
+    """What a client reads: the flags' defaults are not the service's."""
+    extra = {"type": "object", "description": "any of these fields"}
+    schema["properties"] |= {"extra_params": extra}
+    for field in schema["properties"].values():
+        field.pop("title", None)
+        if "description" in field:
+            field["description"] = field["description"].partition(" (default")[0]
+
+
+class VideoRequest(GuidanceFields, SamplingFields, RequestedSize):
+    """The body of POST /v1/videos. Left out, the size is the service's default or the nearest one
+    that is compiled."""
+
+    model_config = ConfigDict(json_schema_extra=_finish_schema)
 
     prompt: str = Field(max_length=MAX_PROMPT, pattern=r"\S")
-    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT)
+    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT, description="dev recipe only")
     video_cfg_guidance_scale: float | None = Field(
         None, validation_alias=AliasChoices("video_cfg_guidance_scale", "guidance_scale")
     )
-    model: str | None = None
-    lora_set: str | None = None  # one of SizeRegistry.lora_sets
-    size: Annotated[tuple[int, int] | None, BeforeValidator(_sides)] = None
-    seconds: float | None = Field(None, ge=0.01, le=3600)
-    width: int | None = Field(None, ge=1, le=_MAX_SIDE)
-    height: int | None = Field(None, ge=1, le=_MAX_SIDE)
-    num_frames: int | None = Field(None, ge=1, le=_MAX_FRAMES)
-    frame_rate: float | None = Field(
-        None, ge=1, le=1000, validation_alias=AliasChoices("frame_rate", "fps")
+    model: str | None = Field(None, description="the name that GET /v1/models lists")
+    lora_set: str | None = Field(None, description="one of the model's lora_sets")
+    size: Annotated[tuple[int, int] | None, BeforeValidator(_sides), _AS_TEXT] = Field(
+        None, description="WIDTHxHEIGHT"
     )
-    two_stage: bool | None = None
-    recipe: Literal["distilled", "dev"] | None = None
-    input_reference: Reference = None
-    image_reference: Reference = None
-    images: tuple[HeldImage, ...] = ()
+    input_reference: Reference = Field(
+        None, description="an image held at frame 0: a file, or {image_url: a data URL}"
+    )
+    image_reference: Reference = Field(None, description="input_reference by another name")
+    images: tuple[HeldImage, ...] = Field((), max_length=MAX_IMAGES)
 
     @field_validator("images", "video_stg_blocks", "audio_stg_blocks", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         """A list, which a form spells as text."""
-        value = _json(value) if isinstance(value, str) else value
-        if isinstance(value, list) and len(value) > _MAX_LIST:
-            raise ValueError(f"wanted {_MAX_LIST} values at most")
-        return value
+        return _json(value) if isinstance(value, str) else value
 
     @property
     def held(self) -> dict[str, HeldImage]:
@@ -135,9 +145,10 @@ class VideoRequest(GuidanceFields, SamplingFields):
 
     @property
     def wanted(self) -> RequestedSize:
-        width, height = self.size or (self.width, self.height)
-        names = ("num_frames", "seconds", "frame_rate", "two_stage", "recipe")
-        return RequestedSize(height, width, *(getattr(self, name) for name in names))
+        values = {name: getattr(self, name) for name in RequestedSize.model_fields}
+        if self.size:
+            values["width"], values["height"] = self.size
+        return RequestedSize.model_construct(**values)
 
     @property
     def spec(self) -> JobSpec:
@@ -164,36 +175,38 @@ _NAMES = {
 KNOWN = {name for names in _NAMES.values() for name in names}
 
 
+def field_of(name: str) -> str:
+    """A request's field for a JobSpec's."""
+    return {"image": "images"}.get(name, name)
+
+
 def read_request(fields: Mapping[str, Any]) -> VideoRequest:
-    """Read a body's fields: JSON values, or texts and Uploads of a multipart body. Raises ApiError
+    """Read a body's fields: JSON values, or texts and files of a multipart body. Raises ApiError
     that names the first field that is wrong."""
-    merged = _merged(fields)
+    said = _merged(fields)
     try:
-        request = VideoRequest.model_validate(merged)
+        return VideoRequest.model_validate(said)
     except ValidationError as error:
-        raise _api_error(error, merged) from None
-    if (count := len(request.held)) > MAX_IMAGES:
-        raise invalid("images", f"{count} images, {MAX_IMAGES} at most")
-    return request
+        mistake = error.errors(include_url=False, include_context=False)[0]
+        raise _api_error(mistake, said) from None
 
 
-def _api_error(error: ValidationError, said: dict[str, Any]) -> ApiError:
-    """The first mistake among the fields, under the name that was said."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    field, got, wanted = first_mistake(error)
-    name = next((name for name in _NAMES[field] if name in said), field)
-    # A client knows a field by the name that it is sent under.
-    place = tuple("image_url" if part == "data" else part for part in first["loc"][1:])
-    param = f"{name}[{place[0]}]" if name == "images" and place else name
-    if name == "prompt":
-        if first["type"] == "string_too_long":
-            message = f"prompt has {len(first['input'])} characters, {MAX_PROMPT} at most"
+def _api_error(mistake: dict[str, Any], said: dict[str, Any]) -> ApiError:
+    """An error of pydantic's, under the name that was said."""
+    kind, (field, *place) = mistake["type"], mistake["loc"]
+    if field == "prompt":
+        if kind == "string_too_long":
+            message = f"prompt has {len(mistake['input'])} characters, {MAX_PROMPT} at most"
             return invalid("prompt", message, "prompt_too_long")
         message = "prompt is missing: a text that says what to show"
         return invalid("prompt", message, "missing_field")
-    code = "feature_not_supported" if first["type"] == "feature_not_supported" else "invalid_value"
-    where = ".".join(map(str, (param, *place[1:])))
-    return invalid(param, f"{where}: got {got}, {wanted}", code)
+    name = next((name for name in _NAMES[field] if name in said), field)
+    # A client knows a field by the name that it is sent under.
+    place = ["image_url" if part == "data" else part for part in place]
+    param = f"{name}[{place.pop(0)}]" if name == "images" and place else name
+    code = _NOT_SUPPORTED if kind == _NOT_SUPPORTED else "invalid_value"
+    got, wanted = got_and_wanted(mistake)
+    return invalid(param, f"{'.'.join(map(str, (param, *place)))}: got {got}, {wanted}", code)
 
 
 def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,22 +221,18 @@ def _merged(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("extra_params", "extra_params is a JSON object")
     if twice := sorted(merged.keys() & extra.keys()):
         raise invalid(twice[0], f"{twice[0]} is a field and a key of extra_params; leave one out")
-    merged |= extra
-    for key, value in merged.items():
-        if key in UNSUPPORTED and value not in (None, "", 1, "1"):
-            raise invalid(key, f"{key} is not supported here", "feature_not_supported")
-        if key not in KNOWN and key not in UNSUPPORTED:
+    said = {}
+    for key, value in (merged | extra).items():
+        if key in UNSUPPORTED:
+            if value not in (None, "", 1, "1"):
+                raise invalid(key, f"{key} is not supported here", _NOT_SUPPORTED)
+        elif key not in KNOWN:
             known = ", ".join(sorted(KNOWN))
             raise invalid(key[:64], f"unknown field {key[:64]!r}; known: {known}", "unknown_field")
-    texts = "prompt", "negative_prompt"  # "" is one as well
-    said = {
-        key: value
-        for key, value in merged.items()
-        if key not in UNSUPPORTED
-        and value is not None
-        and (value != "" or key in texts)
-        and (key, value) != ("size", "auto")
-    }
+        elif value is None or (key, value) == ("size", "auto"):
+            continue
+        elif value != "" or key in ("prompt", "negative_prompt"):  # "" is a text as well
+            said[key] = value
     for names in (*_EITHER, *_NAMES.values()):
         both = [name for name in names if name in said]
         if len(both) > 1:
@@ -249,7 +258,7 @@ def _unbracketed(fields: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _json(text: str) -> Any:
+def _json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -259,8 +268,8 @@ def _json(text: str) -> Any:
 def parse_json(body: bytes) -> dict[str, Any]:
     """A JSON body's fields."""
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
+        content = _json(body)
+    except ValueError:
         raise ApiError(400, "invalid_json", "the body is not JSON") from None
     if not isinstance(content, dict):
         raise ApiError(400, "invalid_json", "the body is not a JSON object")

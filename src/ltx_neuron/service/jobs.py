@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import re
 import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,13 +17,12 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import JobSpec
 from ltx_neuron.service import picture
 from ltx_neuron.service.api_error import ApiError, busy, invalid
-from ltx_neuron.service.fields import HeldImage, VideoRequest
+from ltx_neuron.service.fields import VideoRequest, field_of
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
-from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
+from ltx_neuron.service.sizes import SizeObject, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # in a job's detail while it is made: a JPEG in base64
-_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -61,65 +59,56 @@ class JobSubmitter:
                     f"there is no model {request.model[:64]!r} here, only {self.model!r}",
                     "model",
                 )
-            images = tuple(
-                ImageCondition("", i.frame, i.strength, i.crf) for i in request.held.values()
-            )
-            offer, notes = self.sizes.choose(request.wanted, images)
-            return self._submit(request, owner, key, offer, notes)
+            return self._submit(request, owner, key)
 
-    def _submit(
-        self,
-        request: VideoRequest,
-        owner: str,
-        key: str | None,
-        offer: CompiledSize,
-        notes: list[str],
-    ) -> Entry:
+    def _submit(self, request: VideoRequest, owner: str, key: str | None) -> Entry:
+        images = tuple(
+            ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
+            for number, held in enumerate(request.held.values())
+        )
+        offer, notes = self.sizes.choose(request.wanted, images)
         id = self.queue.new_id()
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
             said = {**vars(offer.size), "recipe": offer.recipe}
-            said["image"] = self._images(request, folder)
+            said["image"] = self._images(request, images, folder)
             loras = self.sizes.loras(request.lora_set, offer)
             job = flags.job_of(request.spec.model_copy(update=said))
             job = dataclasses.replace(job, **loras)
             job.check()
             self._check_possible(job)
             line = job.with_paths(lambda path: path.name).spec.line()
-            shown = self._shown(job, offer, notes)
+            shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
+            shown |= offer.as_dict()
             kind = self._kind(job)
             new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
             entry, kept = self.queue.submit(new, *self.max_queued)
             return entry
         except UserError as error:
-            # What was typed is at fault; no path of this machine is told, and fields are no flags.
-            message = str(error).replace(f"{folder}/", "")
-            raise invalid(None, _FLAG.sub(lambda m: m[1].replace("-", "_"), message)) from None
+            message = error.spelled(field_of).replace(f"{folder}/", "")  # its path is not told
+            raise invalid(next(map(field_of, error.fields), None), message) from None
         finally:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _images(self, request: VideoRequest, folder: Path) -> tuple[ImageCondition, ...]:
-        """Decode a request's images into a job's folder."""
-        held = []
-        for number, (param, image) in enumerate(request.held.items()):
-            path = folder / f"image-{number}.png"
-            self._decode(image, param, path)
-            held.append(ImageCondition(str(path), image.frame, image.strength, image.crf))
-        return tuple(held)
-
-    def _decode(self, image: HeldImage, param: str, target: Path) -> None:
-        upload = target.with_suffix(".upload")
-        upload.write_bytes(image.data)
-        try:
-            with whole_file(target) as partial:
-                picture.decode(upload, partial, self.max_pixels)
-            check_image(target)
-        except picture.BadPicture as error:
-            raise invalid(param, f"{param}: {error}", "invalid_image") from None
-        finally:
-            upload.unlink()
+    def _images(
+        self, request: VideoRequest, images: tuple[ImageCondition, ...], folder: Path
+    ) -> tuple[ImageCondition, ...]:
+        """The images, decoded into a job's folder."""
+        for image, (param, held) in zip(images, request.held.items(), strict=True):
+            target = folder / image.path
+            upload = target.with_suffix(".upload")
+            upload.write_bytes(held.data)
+            try:
+                with whole_file(target) as partial:
+                    picture.decode(upload, partial, self.max_pixels)
+                check_image(target)
+            except picture.BadPicture as error:
+                raise invalid(param, f"{param}: {error}", "invalid_image") from None
+            finally:
+                upload.unlink()
+        return tuple(dataclasses.replace(image, path=str(folder / image.path)) for image in images)
 
     def _check_possible(self, job: Job) -> None:
         """Refuse what the checkpoint and the command's files are not for."""
@@ -135,15 +124,6 @@ class JobSubmitter:
         names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]
         loras = [digest(job.identity["loras"])[:8]] if job.all_loras else []
         return "+".join([job.recipe, *names, *loras])
-
-    def _shown(self, job: Job, offer: CompiledSize, notes: list[str]) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "prompt": job.prompt,
-            **offer.as_dict(),
-            "seed": job.seed,
-            "notes": notes,
-        }
 
 
 @contextmanager
@@ -178,15 +158,33 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def video_object(
-    entry: Entry, expires_after: float | None = None, ahead: int | None = None
-) -> dict[str, Any]:
-    """A job as OpenAI's client knows it, and what is ours: num_frames, fps, seed, recipe, notes on
-    what was rounded, the step it is at and how long the steps took.
+class VideoObject(SizeObject):
+    """A job as OpenAI's client knows it, and what is ours.
 
-    expires_after  seconds for which an ended job is kept
-    ahead          how many waiting jobs came before it, where that was asked
+    notes   on what was rounded
+    detail  the step that it is at and how long the steps took
+    ahead   how many waiting jobs came before it
     """
+
+    id: str
+    object: str
+    status: str
+    progress: int
+    created_at: int
+    completed_at: int | None
+    expires_at: int | None
+    error: dict[str, str] | None
+    remixed_from_video_id: str | None
+    model: str
+    prompt: str
+    seed: int
+    notes: list[str]
+    detail: dict[str, Any] | None
+    ahead: int | None
+
+
+def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> VideoObject:
+    """A job as clients know it."""
     ended, detail = entry.completed_at, entry.detail
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # the picture itself is asked for by itself
@@ -198,7 +196,7 @@ def video_object(
         "progress": entry.progress,
         "created_at": int(entry.created_at),
         "completed_at": ended and int(ended),
-        "expires_at": int(ended + expires_after) if ended and expires_after else None,
+        "expires_at": ended and int(ended + keep_days * 86400),
         "error": entry.error,
         "remixed_from_video_id": None,
         "detail": detail,

@@ -17,8 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ltx_neuron.job import RECIPES, Job
+from ltx_neuron.job import Job
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
+from ltx_neuron.sampling.spec import RECIPES
 from ltx_neuron.service.fields import MAX_PROMPT
 from ltx_neuron.service.picture import FORMATS
 

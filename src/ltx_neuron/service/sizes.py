@@ -7,16 +7,20 @@ size those of its stages.
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.job import LORA_FIELDS, Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
+from ltx_neuron.sampling.spec import SIZES, SizeFields, VideoFields
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.workspace import Workspace
 
@@ -24,23 +28,32 @@ NO_LORAS = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LISTED = 12  # sizes in a message
 
 
-@dataclass(frozen=True)
-class RequestedSize:
+class RequestedSize(VideoFields):
     """What a request says of the size; None is what it does not say."""
 
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    seconds: float | None = None
-    frame_rate: float | None = None
-    two_stage: bool | None = None
-    recipe: str | None = None
+    seconds: float | None = Field(
+        None, ge=0.01, le=3600, description="from the first frame to the last"
+    )
+    two_stage: bool | None = Field(
+        None, description=SizeFields.model_fields["two_stage"].description
+    )
 
     def frames(self, rate: float) -> int | None:
         """Frames at a rate: of whole seconds one more than their product."""
         if self.seconds is None or self.num_frames is not None:
             return self.num_frames
         return round(self.seconds * rate) + 1
+
+
+class SizeObject(TypedDict):
+    """A compiled size as clients know it."""
+
+    size: str
+    seconds: str
+    num_frames: int
+    fps: float
+    two_stage: bool
+    recipe: str
 
 
 class CompiledSize(NamedTuple):
@@ -54,7 +67,7 @@ class CompiledSize(NamedTuple):
         """Whether stage 2 needs the distilled LoRA."""
         return self.size.two_stage and self.recipe == "dev"
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> SizeObject:
         size = self.size
         return {
             "size": f"{size.width}x{size.height}",
@@ -166,10 +179,9 @@ class SizeRegistry:
     def _exact(self, requested: RequestedSize) -> CompiledSize | None:
         """The default with what a request says, to the letter; None if no video can be that."""
         default = self.default.size
-        rate = default.frame_rate if requested.frame_rate is None else requested.frame_rate
-        given = vars(requested) | {"frame_rate": rate, "num_frames": requested.frames(rate)}
-        names = ("height", "width", "num_frames", "frame_rate", "two_stage")
-        size = replace(default, **{name: given[name] for name in names if given[name] is not None})
+        frames = requested.frames(requested.frame_rate or default.frame_rate)
+        given = dict(requested) | {"num_frames": frames}
+        size = replace(default, **{name: given[name] for name in SIZES if given[name] is not None})
         try:
             size.check()
         except UserError:
@@ -177,7 +189,7 @@ class SizeRegistry:
         return CompiledSize(size, requested.recipe or self.default.recipe)
 
     def _mismatch(self, requested: RequestedSize, without_images: list[CompiledSize]) -> ApiError:
-        given = {name: value for name, value in vars(requested).items() if value is not None}
+        given = requested.model_dump(exclude_none=True)
         what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
         if without_images:
             message = f"{what} is compiled for text alone, not for images held as these are"
@@ -186,43 +198,37 @@ class SizeRegistry:
         listed = "; ".join(map(str, self.compiled[:_MAX_LISTED])) or "nothing"
         more = len(self.compiled) - _MAX_LISTED
         listed += f"; and {more} more" if more > 0 else ""
-        first = next((name for name in given if name in ("height", "width", "seconds")), "size")
+        by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
         return ApiError(
             400,
             "profile_mismatch",
             f"{message}. Compiled: {listed}. GET /v1/models lists all",
-            {"height": "size", "width": "size"}.get(first, first),
+            "seconds" if by_seconds else "size",
             compiled=[candidate.as_dict() for candidate in self.compiled[: 4 * _MAX_LISTED]],
         )
 
 
-def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float]]:
-    """What a request says, None if nothing, beside what a size has."""
+def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float, float]]:
+    """What a request says, None if nothing; what a size has; and how near is a rounding to the
+    model's multiples: `fps` 23.976 is 24, and 29.97 is 30."""
+    unit = SPACE_SCALE * (2 if size.two_stage else 1)
+    frames, rate = requested.frames(size.frame_rate), size.frame_rate
     return {
-        "height": (requested.height, size.height),
-        "width": (requested.width, size.width),
-        "num_frames": (requested.frames(size.frame_rate), size.num_frames),
-        "fps": (requested.frame_rate, size.frame_rate),
+        "height": (requested.height, size.height, unit),
+        "width": (requested.width, size.width, unit),
+        "num_frames": (frames, size.num_frames, TIME_SCALE),
+        "fps": (requested.frame_rate, rate, 2e-3 * rate),
     }
 
 
 def _is_near(requested: RequestedSize, candidate: CompiledSize) -> bool:
-    """Whether a compiled size is what a request says, but for a rounding to the model's multiples:
-    then `fps` 23.976 is 24, and 29.97 is 30."""
-    size = candidate.size
-    unit = SPACE_SCALE * (2 if size.two_stage else 1)
-    limits = {
-        "height": unit,
-        "width": unit,
-        "num_frames": TIME_SCALE,
-        "fps": 2e-3 * size.frame_rate,
-    }
+    """Whether a compiled size is what a request says, but for a rounding."""
     return (
         all(
-            value is None or abs(value - got) < limits[name]
-            for name, (value, got) in _compared(requested, size).items()
+            value is None or abs(value - got) < limit
+            for value, got, limit in _compared(requested, candidate.size).values()
         )
-        and requested.two_stage in (None, size.two_stage)
+        and requested.two_stage in (None, candidate.size.two_stage)
         and requested.recipe in (None, candidate.recipe)
     )
 
@@ -232,7 +238,7 @@ def _distance(requested: RequestedSize, candidate: CompiledSize, default: Compil
     size, defaults = candidate.size, _compared(RequestedSize(), default.size)
     away = {
         name: abs(got / (defaults[name][1] if value is None else value) - 1)
-        for name, (value, got) in _compared(requested, size).items()
+        for name, (value, got, _) in _compared(requested, size).items()
     }
     return (
         away["height"] + away["width"] + away["num_frames"],
@@ -246,8 +252,8 @@ def _rounded(requested: RequestedSize, candidate: CompiledSize) -> list[str]:
     """What of a request was rounded, in words."""
     return [
         f"{name} {value:g} became {got:g}, which is compiled"
-        for name, (value, got) in _compared(requested, candidate.size).items()
-        if value is not None and value != got
+        for name, (value, got, _) in _compared(requested, candidate.size).items()
+        if value not in (None, got)
     ]
 
 

@@ -157,12 +157,12 @@ def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     args.typed = sys.argv[1:] if argv is None else argv
     check(args)
-    shape = Job("", flags.size(args), images=flags.images(args))
+    shape = Job("", flags.size(args), images=flags.spec(args).image)
     shape.check_shape()
     workspace = flags.workspace(args)
     require_runtime(workspace.profile, workspace.tp)
     check_layers(args.layers, workspace.profile, workspace.transformer.num_layers)
-    loras = flags.lora_fields(args)["loras"]
+    loras = flags.lora_fields(flags.spec(args))["loras"]
     job = dataclasses.replace(shape, recipe=flags.recipe(args), loras=loras)
     if job.recipe == "dev":  # with the model version's own guidance
         job.resolved_guidance.check(workspace.transformer.num_layers)

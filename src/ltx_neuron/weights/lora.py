@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError, UserError
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import Model
 from ltx_neuron.weights.tensorfile import TensorFile, listed
@@ -69,9 +69,10 @@ def check_guided_stage_1(stage_1: WeightSet, stage_2: WeightSet) -> None:
     """Raise UserError unless what stage 1 of dev has besides is stage 2's, as HQ has it."""
     others = [lora for lora in stage_1 if lora.path not in {each.path for each in stage_2}]
     if others:
-        raise UserError(
-            f"--ic-lora is for --recipe distilled, got {others[0].path}; a LoRA for every stage is"
-            " --lora PATH [STRENGTH]"
+        raise FieldError(
+            "{ic_lora} is for {recipe} distilled, got {path}; a LoRA for every stage is {lora} PATH"
+            " [STRENGTH]",
+            path=others[0].path,
         )
 
 
