@@ -463,8 +463,9 @@ def test_verify_names_what_is_missing_cut_or_changed(copy):
     ]
 
 
-def test_a_rank_file_that_one_may_not_read_is_not_called_damaged(copy):
+def test_a_rank_file_that_one_may_not_read_is_not_called_damaged(copy, monkeypatch):
     """It need not be made again, so nothing says to delete its folder."""
+    monkeypatch.setattr(artifacts, "folder", lambda *_: copy)
 
     def refused_by_the_ranks():
         with residency._remedy(copy):
@@ -475,7 +476,7 @@ def test_a_rank_file_that_one_may_not_read_is_not_called_damaged(copy):
             for use in (
                 lambda: verify(copy, quick=True),
                 lambda: is_finished(copy, IDENTITY),
-                lambda: artifacts._check_finished(copy, IDENTITY, "COMMAND"),
+                lambda: artifacts.find(copy.parent, IDENTITY, "COMMAND"),
                 lambda path=path: TensorFile(path, "DOWNLOAD"),
             ):
                 said = said_to_an_ordinary_user(use)
