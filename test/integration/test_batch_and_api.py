@@ -251,11 +251,11 @@ def broken_decoder(engine, monkeypatch, at: int, error: Exception) -> list[str]:
     ran in."""
     ran, decode = [], engine.host.decode_video
 
-    def decode_video(latent):
+    def decode_video(latent, tiles=None):
         ran.append(threading.current_thread().name)
         if len(ran) == at:
             raise error
-        return decode(latent)
+        return decode(latent, tiles)
 
     monkeypatch.setattr(engine.host, "decode_video", decode_video)
     return ran
@@ -296,7 +296,7 @@ def decoding_long(overlapping, monkeypatch):
     engine = overlapping.engine
     decode = engine.host.decode_video
 
-    def decode_video(latent):
+    def decode_video(latent, tiles=None):
         until = time.monotonic() + LONG
         while time.monotonic() < until:
             chunks = list(decode(latent))
@@ -441,7 +441,7 @@ def test_a_state_that_is_not_the_lines_own_is_not_taken_up(overlapping, tmp_path
 def test_ctrl_c_ends_what_is_decoded_beside_at_once(overlapping, monkeypatch):
     engine, decoding = overlapping.engine, threading.Event()
 
-    def decode_for_ever(latent):
+    def decode_for_ever(latent, tiles=None):
         while True:
             decoding.set()
             check_cancelled()
