@@ -50,7 +50,7 @@ class Clip:
 
 @dataclass
 class Result:
-    """One job's video. `tensors` holds every named intermediate (see docs: --save-tensors)."""
+    """One job's video. `tensors` holds every named intermediate, as --save-tensors writes them."""
 
     job: Job
     # uint8 (N, H, W, 3); None where only latents were asked for, and where `write` took them

@@ -5,7 +5,7 @@ evaluation does, to the prediction. `prepare` uploads all that the steps share: 
 tables, one modulation table per schedule, what images hold, the steps' numbers.
 
 Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct timesteps of a step,
-S rows of the compiled graph's schedule tables (at least as many as there are steps).
+`steps` rows of the compiled graph's schedule tables (at least as many as there are steps).
 """
 
 from collections.abc import Mapping, Sequence
@@ -121,11 +121,11 @@ class StageRun:
             self.sequence = prepare_passes(self.ranks, self.bucket, *given, *model)
 
     def _schedule(self, stage: Stage, masks: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """The sigmas (S, 2, 2) and the modulation tables, (S, U, 17, D) of each stream."""
+        """The sigmas (steps, 2, 2) and the modulation tables, (steps, U, 17, D) of each stream."""
         max_steps, states = self.bucket.max_steps, self.states
-        still = tuple(state.frozen and not state.frozen_noise for state in states)
+        frozen = tuple(state.frozen and not state.frozen_noise for state in states)
         pairs_of = evaluation_pairs if stage.sampler == "res_2s" else sigma_pairs
-        pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), still)
+        pairs = stream_sigmas(pairs_of(stage.sigmas, max_steps), frozen)
         # A frozen stream is clean to the model, in its own layers and to those that listen to it.
         own = [pairs[:, i, 0] * (not state.frozen) for i, state in enumerate(states)]
         tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}

@@ -108,7 +108,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     """Make one video. Raises UserError before anything loads where something does not fit."""
     recorder = Recorder()
     engine = Engine(workspace, recorder, options)
-    outputs.check(engine.preflight.inputs([job]))
+    outputs.check(engine.preflight.files_read([job]))
     state = progress.state_path(outputs.video)
     with progress.logging_failure(progress.log_path(outputs.video), state), engine:
         # Once, when `run` has checked the job: what it names is there then.
@@ -151,7 +151,7 @@ def generate_batch(
 
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
-        read = engine.preflight.inputs([line.job for line in lines])
+        read = engine.preflight.files_read([line.job for line in lines])
         read["--prompts-file"] = prompts_file
         batch.check_outputs(lines, outputs.folder, outputs.report, read)
         entries = batch.run(

@@ -295,7 +295,7 @@ class Job(Inputs):
     @property
     def spec(self) -> JobSpec:
         """All that is said of the job, wherever its LoRAs are read from."""
-        values = {name: getattr(self, name) for name in SAID}
+        values = {name: getattr(self, name) for name in SPEC_FIELDS}
         if not self.retake:  # whose file says its size
             values |= vars(self.size)
         elif self.retake.extend:
@@ -325,4 +325,6 @@ class Job(Inputs):
 
 
 # The fields of a Job that are those of a JobSpec.
-SAID = tuple(field.name for field in dataclasses.fields(Job) if field.name in JobSpec.model_fields)
+SPEC_FIELDS = tuple(
+    field.name for field in dataclasses.fields(Job) if field.name in JobSpec.model_fields
+)

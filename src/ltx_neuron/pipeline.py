@@ -233,7 +233,7 @@ class LTXPipeline:
             require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
             check_output_path(output_path)
             job.check()  # before its files are looked at
-            inputs = self.engine.preflight.inputs([job])
+            inputs = self.engine.preflight.files_read([job])
             check_outputs({"output_path": Path(output_path)}, inputs)
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}
 

@@ -42,7 +42,7 @@ class Preflight:
         self._checked_models: set[str] = set()
         self._checked_weight_files = False
 
-    def inputs(self, jobs: list[Job]) -> dict[str, Path]:
+    def files_read(self, jobs: list[Job]) -> dict[str, Path]:
         """The files and folders that are read for the jobs, by flag: no output may lie there."""
         workspace, upsamplers = self.workspace, self.host.upsampler_paths
         named = {

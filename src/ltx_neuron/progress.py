@@ -42,7 +42,7 @@ class JobRun:
 
     contexts   of its prompt and, where a pass uses it, of its negative prompt
     generator  draws the noise of all stages, one after the other, in the reference's order
-    tensors    the named intermediates so far (see docs: --save-tensors)
+    tensors    the named intermediates so far, as --save-tensors writes them
     error      what ended this job alone, in a batch
     """
 

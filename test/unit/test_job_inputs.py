@@ -569,7 +569,7 @@ def test_a_run_depends_on_what_each_of_its_files_holds_and_not_on_where_they_lie
 def test_no_output_may_lie_on_what_any_job_of_a_run_reads(tiny, tmp_path):
     engine = Engine(workspace(tiny, tmp_path), Recorder())
     other = SoundCondition("b.wav")
-    named = engine.preflight.inputs([job(sound=SOUND), job(sound=other), job(retake=RETAKE)])
+    named = engine.preflight.files_read([job(sound=SOUND), job(sound=other), job(retake=RETAKE)])
     assert named[f"--audio-path {FILE}"] == Path(FILE) == named[f"--video-path {FILE}"]
     assert named["--audio-path b.wav"] == Path("b.wav")
 

@@ -401,7 +401,7 @@ def draw(chance: random.Random, root: Path) -> tuple[Outputs, dict[str, Path]]:
     images = tuple(ImageCondition(str(root / chance.choice(IMAGES))) for _ in range(2))
     preflight = Engine(workspace, Recorder(), options).preflight
     held = images[: chance.randrange(3)]
-    read = preflight.inputs([Job("rain", images=held, loras=(Lora(lora, 1.0),))])
+    read = preflight.files_read([Job("rain", images=held, loras=(Lora(lora, 1.0),))])
     if chance.random() < 0.2:
         folder = root / chance.choice(FOLDERS)
         return Outputs(folder=folder, report=sometimes(path())), read | {

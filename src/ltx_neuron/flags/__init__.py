@@ -2,7 +2,7 @@
 
 A script parses its flags once, into a Job, Outputs, RunOptions and a Workspace; nothing below it
 sees an argparse.Namespace. A job's flags are the fields of sampling.spec.JobSpec, as are the keys
-of a prompts file's line and the fields of a request.
+of a prompts file's line and, some of them, the fields of a request.
 """
 
 import argparse

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.host.media import footage, video_size
-from ltx_neuron.job import LORA_FIELDS, SAID, Job, Size
+from ltx_neuron.job import LORA_FIELDS, SPEC_FIELDS, Job, Size
 from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo, Retake, SoundCondition
 from ltx_neuron.sampling.guidance import Guidance, check_guidable, default_guidance
 from ltx_neuron.sampling.spec import HQ_STRENGTHS, SIZES, JobSpec, LoraFile, guidance_fields
@@ -37,7 +37,7 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
         attention_mask=AttentionMask(*masks[0]) if masks else None,
         upright=upright,
         **lora_fields(spec),
-        **{name: getattr(spec, name) for name in SAID},
+        **{name: getattr(spec, name) for name in SPEC_FIELDS},
     )
 
 

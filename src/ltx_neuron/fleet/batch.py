@@ -29,7 +29,7 @@ def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> 
     outputs, options = flags.outputs(args), flags.run_options(args)
     if outputs.report:
         raise UserError("--perf-dump-path is of one machine; it does not go with --ray")
-    read = Engine(workspace, Recorder(), options).preflight.inputs([line.job for line in lines])
+    read = Engine(workspace, Recorder(), options).preflight.files_read([line.job for line in lines])
     batch.check_outputs(lines, outputs.folder, None, read | {"--prompts-file": args.prompts_file})
     folder = outputs.folder.absolute() / FOLDER
     with exclusive(folder, "making"):

@@ -145,13 +145,13 @@ class TransformerBlock(nn.Module):
         return perturbations.where_enabled(start, (video, audio))
 
     def _modulated(
-        self, video: Tensor, audio: Tensor, modulations: Modulations, group: AdaLNRows
+        self, video: Tensor, audio: Tensor, modulations: Modulations, rows: AdaLNRows
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """AdaLN of both streams, (1, T, D), and the gates, (D,) or (T, D), of what is computed from
         them."""
         tables = self.scale_shift_table, self.audio_scale_shift_table
         (v_shift, v_scale, v_gate), (a_shift, a_scale, a_gate) = (
-            modulation.per_token(table, group)
+            modulation.per_token(table, rows)
             for modulation, table in zip(modulations, tables, strict=True)
         )
         v_norm = rms_norm(video, self.eps) * (1 + v_scale) + v_shift

@@ -19,10 +19,10 @@ def sigma_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
     return torch.cat([pairs, pairs[-1:].expand(max_steps - len(pairs), 2)])
 
 
-def stream_sigmas(pairs: Tensor, still: tuple[bool, bool] = (False, False)) -> Tensor:
+def stream_sigmas(pairs: Tensor, frozen: tuple[bool, bool] = (False, False)) -> Tensor:
     """(max_steps, 2, 2) fp32: sigma_pairs of video and of audio. One that stays as it is has each
     step's sigma twice: Euler then adds nothing to it."""
-    return torch.stack([pairs[:, [0, 0]] if stays else pairs for stays in still], dim=1)
+    return torch.stack([pairs[:, [0, 0]] if stays else pairs for stays in frozen], dim=1)
 
 
 GUIDED_MAX_STEPS = 64  # rows of a guided graph's schedule tables

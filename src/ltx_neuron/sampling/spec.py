@@ -1,5 +1,5 @@
-"""JobSpec: what a user may say of one video. Each field is a flag, a key of a prompts file's line
-and, where it names no path, a field of an HTTP body.
+"""JobSpec: what a user may say of one video. Each field is a flag and a key of a prompts file's
+line. Those of SamplingFields, GuidanceFields and VideoFields are fields of an HTTP body as well.
 
 The scripts' flags with their help, the validation of flags, lines, bodies and the Python API, the
 schema of a body, and the way back from a job (`JobSpec.line`, `JobSpec.words`) come from these

@@ -1,5 +1,5 @@
-"""What a request says: OpenAI's fields, those that other servers of its video API have, and those
-of a JobSpec that name no path."""
+"""What a request says: OpenAI's fields, those that other servers of its video API have, and the
+SamplingFields, GuidanceFields and VideoFields of a JobSpec."""
 
 import base64
 import binascii

@@ -81,8 +81,10 @@ class JobSubmitter:
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
             shown |= offer.as_dict()
-            kind = self._kind(job)
-            new = NewJob(id, owner, request.digest, kind, line, shown, key, folder_bytes(folder))
+            batch_key = self._batch_key(job)
+            new = NewJob(
+                id, owner, request.digest, batch_key, line, shown, key, folder_bytes(folder)
+            )
             entry, kept = self.queue.submit(new, *self.max_queued)
             return entry
         except UserError as error:
@@ -118,7 +120,7 @@ class JobSubmitter:
         if job.recipe == "dev":
             job.resolved_guidance.check(self.sizes.workspace.transformer.num_layers)
 
-    def _kind(self, job: Job) -> str:
+    def _batch_key(self, job: Job) -> str:
         """What jobs have in common that run on the same loaded graphs and weights."""
         workspace = self.sizes.workspace
         names = [workspace.dit_program_for(job, stage)[0].name for stage in job.stages]

@@ -59,7 +59,7 @@ class RankTextEncoder:
         dtype: torch.dtype,
     ):
         self.ranks, self.gemma, self.config, self.dtype = ranks, gemma, config, dtype
-        self.buckets, self.host = buckets, open_host_file(weights)
+        self.buckets, self.host_file = buckets, open_host_file(weights)
 
     def encode(self, prompts: list[list[int]]) -> list[Contexts]:
         """Contexts of the prompts of one job, encoded together."""
@@ -68,10 +68,10 @@ class RankTextEncoder:
     def _encode_pack(self, prompts: list[list[int]]) -> list[Contexts]:
         counts, bucket = [len(ids) for ids in prompts], bucket_for(prompts, self.buckets)
         rows = torch.cat(
-            [self.host.read("embed_tokens.weight", i, i + 1) for ids in prompts for i in ids]
+            [self.host_file.read("embed_tokens.weight", i, i + 1) for ids in prompts for i in ids]
         )
         registers = {
-            m: self.host.read(f"{m}_connector.learnable_registers") for m in ("video", "audio")
+            m: self.host_file.read(f"{m}_connector.learnable_registers") for m in ("video", "audio")
         }
         padding = torch.zeros(bucket - len(rows), rows.shape[1], dtype=self.dtype)
         inputs = encoder_inputs(
