@@ -348,10 +348,10 @@ def test_a_rank_that_fails_while_it_waits_for_the_host_ends_the_run_soon(
     engine, sent = decoding_long, []
     decode = engine.host.decode_video
 
-    def breaking(latent):
+    def breaking(latent, tiles=None):
         os.kill(engine.residency.ranks._processes[1].pid, number)
         sent.append(time.monotonic())
-        return decode(latent)
+        return decode(latent, tiles)
 
     monkeypatch.setattr(engine.host, "decode_video", breaking)
     monkeypatch.setattr(

@@ -286,7 +286,7 @@ def test_twice_the_frames_are_shown_twice_as_fast(opened):
     engine = opened(1, 1)
     engine.on_step_end = None
     (result,) = engine.run([job], keep=True)
-    assert (len(result.frames), result.frame_rate) == (17, 60.0)
+    assert (len(result.frames), job.output_frame_rate) == (17, 60.0)
 
 
 # --- LoRAs, images, releases: two stages of the distilled recipe ---------------------------------
