@@ -98,6 +98,15 @@ def test_a_spectrogram_equals_ltx_cores(decoders, frames, monkeypatch):
     assert rel(got, wanted) < 3e-6
 
 
+@pytest.mark.parametrize("work, most", [(0, 4), (0.5, 4), (10, 64)])
+def test_spans_of_graphs_are_seamless(vocoders, decoders, monkeypatch, work, most):
+    wanted = vocoders[0](mel(60)), decoders[0](latent(50))
+    monkeypatch.setattr(sound, "MORE_WORK", work)
+    monkeypatch.setattr(sound, "MOST_SPANS", most)
+    assert rel(vocoders[1](mel(60)), wanted[0]) < ROUNDING
+    assert rel(decoders[1](latent(50)), wanted[1]) < 3e-6
+
+
 def test_a_reach_that_is_too_short_is_found_by_comparing_with_the_whole(vocoders, decoders):
     _, ours = decoders
     spans = sound.cut(60, 45, (8, 0))
@@ -159,6 +168,17 @@ def test_every_field_has_the_shape_that_is_promised(config, vocoders, decoders):
         for name, value in run_program(program, weights, given).items():
             field = program.fields[name]
             assert (tuple(value.shape), value.dtype) == (field.shape, field.dtype), name
+
+
+def test_the_number_of_threads_does_not_change_the_bits(vocoders, decoders):
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append((decoders[1](latent(40)), vocoders[1](mel(60))))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])

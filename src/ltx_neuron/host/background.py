@@ -198,8 +198,15 @@ class Workers:
 
     def run(self, function: Callable, items: Iterable) -> None:
         """Call the function with every item. Raises the first error of a call, or Cancelled."""
-        for _ in self._threads.map(torch.no_grad()(function), items):
+        self.map(function, items)
+
+    def map(self, function: Callable, items: Iterable) -> list:
+        """What the function returns for every item. Raises as `run` does."""
+        results = []
+        for result in self._threads.map(torch.no_grad()(function), items):
             check_cancelled()
+            results.append(result)
+        return results
 
     def scratch(self, name: str, *shape: int) -> Tensor:
         """An uninitialised float32 tensor of the calling thread.

@@ -2,8 +2,9 @@
 and from that to a waveform.
 
 A span is read with what its samples depend on before and after it, so spans put one after the other
-are what the whole gives. Each rank decodes a span. The host decodes spans of about 10 s, one after
-the other, with torch's threads.
+are what the whole gives. Each rank decodes a span. On the host the threads compute a graph's
+residual blocks beside one another, or spans of its own where these add little work, one thread
+each. Spans are cut by length alone, so the number of threads does not change the bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ltx_neuron.config.sound import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
-from ltx_neuron.host.background import check_cancelled
-from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
-from ltx_neuron.models.vocoder import arrangement, resampling_filters
+from ltx_neuron.host.background import Workers
+from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
+from ltx_neuron.models.vocoder import Stage, arrangement, resampling_filters
 
 # Rows of a mel spectrogram that the host holds in memory at a time: about 10 s of sound.
 WINDOW = 1024
+# What spans of a graph on the host may add to its work, and how many they are at most.
+MORE_WORK, MOST_SPANS = 0.05, 16
 
 # Decodes windows of one length, (1, ...) each.
 Decode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -52,7 +55,9 @@ def cut(length: int, window: int, reach: tuple[int, int]) -> list[Span]:
     ]
 
 
-def join(parts: Sequence[Tensor], spans: Sequence[Span], scale: int, dropped: int = 0) -> Tensor:
+def join(
+    parts: Sequence[Tensor], spans: Sequence[Span], scale: int, dropped: int = 0, axis: int = 2
+) -> Tensor:
     """What is made of a sound, of what is made of its spans' windows: `scale` samples of one, but
     for the first of all, which has `dropped` fewer."""
 
@@ -60,10 +65,10 @@ def join(parts: Sequence[Tensor], spans: Sequence[Span], scale: int, dropped: in
         return max(0, sample * scale - dropped)
 
     kept = [
-        part[:, :, end(span.first) - span.start * scale : end(span.last) - span.start * scale]
+        part.narrow(axis, end(span.first) - span.start * scale, end(span.last) - end(span.first))
         for part, span in zip(parts, spans, strict=True)
     ]
-    return torch.cat(kept, dim=2)
+    return torch.cat(kept, dim=axis)
 
 
 def spectrogram(latent: Tensor, spans: list[Span], decode: Decode) -> Tensor:
@@ -81,24 +86,58 @@ def waveform(mel: Tensor, spans: list[Span], decode: Decode) -> Tensor:
 class _OnHost(nn.Module):
     """The ranks' graphs, run by this process with a model's weights."""
 
-    def __init__(self, program: Program, weights: dict[str, Tensor], **constants: Tensor):
+    def __init__(
+        self, program: Program, axis: int, weights: dict[str, Tensor], **constants: Tensor
+    ):
+        """axis: of time, in what the graphs hand on."""
         super().__init__()
-        self.graphs, self.constants = [*program.graphs.values()], constants
+        self.graphs, self.axis, self.constants = [*program.graphs.values()], axis, constants
         for graph in self.graphs:
             own = {name: weights[name] for name, _ in graph.module.named_parameters()}
             graph.module.load_state_dict(own, assign=True)
 
     def _decode(self, windows: Sequence[Tensor]) -> list[Tensor]:
-        return [self._run(window.contiguous()) for window in windows]
+        with Workers() as workers:
+            return [self._run(window.contiguous(), workers) for window in windows]
 
-    def _run(self, window: Tensor) -> Tensor:
+    def _run(self, window: Tensor, workers: Workers) -> Tensor:
         (given,) = self.graphs[0].inputs._fields
         values = {**self.constants, given: window}
         for graph in self.graphs:
-            check_cancelled()
-            outputs = graph.module(graph.inputs(*map(values.get, graph.inputs._fields)))
+            inputs = graph.inputs(*map(values.get, graph.inputs._fields))
+            outputs = self._computed(graph.module, inputs, workers)
             values |= outputs._asdict()
         return outputs[0]
+
+    def _computed(self, graph: Part, inputs: tuple, workers: Workers) -> tuple:
+        """What a graph returns, computed by threads on one core each."""
+        module, (x, *others) = graph.module, inputs
+        length, is_stage = x.shape[self.axis], isinstance(module, Stage)
+        spans = [Span(0, length, 0, length)]
+        if module.reach:
+            spans = host_spans(length, module.reach, least=1 if is_stage else 2)
+        if len(spans) == 1 and is_stage:
+            (x,) = workers.map(module.upsample, [x])
+            # The longest filters first: the others together take as long.
+            results = workers.map(lambda block: block(x), [*module.resblocks.values()][::-1])
+            return graph.outputs(*workers.map(module.mean, [results[::-1]]))
+
+        def compute(span: Span) -> tuple:
+            window = x.narrow(self.axis, span.start, span.stop - span.start)
+            return graph(inputs._make([window, *others]))
+
+        results = workers.map(compute, spans)
+        if len(spans) == 1:
+            return results[0]
+        parts = [part for (part,) in results]
+        return graph.outputs(join(parts, spans, module.scale, module.dropped, self.axis))
+
+
+def host_spans(length: int, reach: tuple[int, int], least: int) -> list[Span]:
+    """A graph's spans on the host: at least so many, and as many more as MORE_WORK allows."""
+    around = sum(reach)
+    count = min(MOST_SPANS, max(least, int(MORE_WORK * length / around)))
+    return cut(length, -(-(length + (count - 1) * around) // count), reach)
 
 
 class HostSpectrogram(_OnHost):
@@ -107,7 +146,7 @@ class HostSpectrogram(_OnHost):
     def __init__(self, config: AudioDecoderConfig, weights: dict[str, Tensor]):
         """weights: of the checkpoint's mel decoder, under ltx-core's names."""
         named = {f"audio_decoder.{name}": weight for name, weight in weights.items()}
-        super().__init__(spectrogram_program(config, 1), named)
+        super().__init__(spectrogram_program(config, 1), 2, named)
         self.reach = config.reach
 
     @torch.no_grad()
@@ -127,7 +166,7 @@ class HostVocoder(_OnHost):
             if arrange := arrangement(name, config):
                 named[name] = arrange(weight)
         constants = {"resampling": resampling_filters(config)}
-        super().__init__(waveform_program(config, 1), named, **constants)
+        super().__init__(waveform_program(config, 1), 3, named, **constants)
         self.reach = config.reach
 
     @torch.no_grad()

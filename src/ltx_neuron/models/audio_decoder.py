@@ -5,7 +5,9 @@ Source: ltx-core model/audio_vae (audio_vae.py, resnet.py, upsample.py, causal_c
 the parts that the released decoder does not have. Parameters have ltx-core's names. Every rank
 decodes a span of its own: there are no collectives, and no rank in the model. All is float32.
 
-Maps are (1, C, T, bins), T rows of time. A row depends on those before it alone.
+Maps are (1, C, T, bins), T rows of time. A row depends on those before it alone. `reach` of a
+graph's module are the rows before and after one that its rows depend on, `scale` how many rows take
+the place of one, and `dropped` how many of these are left out of the first one's.
 """
 
 import torch.nn.functional as F
@@ -69,6 +71,8 @@ class Upsample(nn.Module):
 class ConvIn(nn.Module):
     """A span's latents, un-normalised and convolved, and the middle blocks."""
 
+    reach, scale, dropped = (10, 0), 1, 0
+
     def __init__(self, config: AudioDecoderConfig, channels: int):
         super().__init__()
         self.shape = config.latent_channels, 1, config.latent_bins
@@ -94,6 +98,7 @@ class Level(nn.Module):
             Residual(*pair) for pair in zip(widths, widths[1:], strict=False)
         )
         self.upsample = Upsample(outputs) if enlarged else nn.Identity()
+        self.reach, self.scale, self.dropped = (4 * blocks + enlarged, 0), 1 + enlarged, +enlarged
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.block:
@@ -103,6 +108,8 @@ class Level(nn.Module):
 
 class ConvOut(nn.Module):
     """The finest map, normed, activated and convolved: the spectrogram."""
+
+    reach = None  # computed as a whole
 
     def __init__(self, config: AudioDecoderConfig, channels: int):
         super().__init__()

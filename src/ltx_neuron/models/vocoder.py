@@ -8,10 +8,11 @@ model. All is float32.
 
 Signals are (1, C, 1, T): convolutions in time are those of maps of one row. No transposed and no
 depthwise convolution: those are products with few channels. A signal that is to be filtered is laid
-out in blocks of SIDE samples, which take the place of channels.
+out in blocks of SIDE samples, which take the place of channels. `reach`, `scale` and `dropped` of a
+graph's module are as in audio_decoder.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -136,6 +137,8 @@ class AMPBlock(nn.Module):
 class ConvPre(nn.Module):
     """A generator's first convolution, of the spectrograms of both channels."""
 
+    reach = None  # computed as a whole
+
     def __init__(self, config: GeneratorConfig):
         super().__init__()
         self.conv_pre = Convolution(2 * GENERATOR_BINS, config.channels, 7)
@@ -152,6 +155,8 @@ class Stage(nn.Module):
         super().__init__()
         channels, each = config.channels // 2**number, len(config.blocks)
         half, rate, taps = channels // 2, config.rates[number], config.kernels[number]
+        before, after = config.stage_reads(number, 0, rate - 1)
+        self.reach, self.scale, self.dropped = (-before, after), rate, 0
         self.ups = nn.ModuleDict({str(number): Upsample(channels, half, taps, rate)})
         self.resblocks = nn.ModuleDict(
             {
@@ -161,16 +166,24 @@ class Stage(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.upsample(x)
+        return self.mean([block(x) for block in self.resblocks.values()])
+
+    def upsample(self, x: Tensor) -> Tensor:
         (up,) = self.ups.values()
-        x = up(x)
-        first, *others = (block(x) for block in self.resblocks.values())
+        return up(x)
+
+    def mean(self, of_blocks: Sequence[Tensor]) -> Tensor:
+        first, *others = of_blocks
         for other in others:
             first = first + other
-        return first / len(self.resblocks)
+        return first / len(of_blocks)
 
 
 class ConvPost(nn.Module):
     """A generator's last activation and convolution: a waveform (1, 2, 1, T)."""
+
+    reach = None
 
     def __init__(self, config: GeneratorConfig):
         super().__init__()
