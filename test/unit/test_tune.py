@@ -379,18 +379,34 @@ def test_a_size_tuned_under_other_settings_of_the_run_is_not_taken(tiny, tmp_pat
 STALE = {
     "not JSON": ("{", "cannot be read as JSON"),
     "another identity": ('{"identity": {}, "run": {}, "sizes": {}}', "another than its name"),
-    "no sizes": (None, "is not what a tuning writes ('sizes')"),
+    "no sizes": ({}, "is not what a tuning writes ('sizes')"),
+    "sizes in a list": ({"sizes": []}, "is not what a tuning writes"),
+    "a size without settings": ({"sizes": {"a": {"run": {}}}}, "is not what a tuning writes"),
+    "no settings of the run": ({"sizes": {}, "run": None}, "is not what a tuning writes"),
+    "a number": ({"sizes": {}, "run": {"threads": 2}}, "a setting is no text"),
 }
 
 
 @pytest.mark.parametrize("content, said", STALE.values(), ids=STALE)
 def test_a_file_that_cannot_be_taken_stops_nothing(tiny, tmp_path, capsys, content, said):
     kept = choose(opened(tiny, tmp_path), {"threads": "2"}, {})
-    kept.path.write_text(content or json.dumps({"identity": kept.identity, "run": {}}))
+    if not isinstance(content, str):
+        content = json.dumps({"identity": kept.identity, "run": {}} | content)
+    kept.path.write_text(content)
     workspace = opened(tiny, tmp_path)
     workspace.take_tuned()
     assert workspace.tuned_settings is None and workspace.profile.threads == 0
     assert said in capsys.readouterr().out
+
+
+def test_a_file_changes_nothing_that_a_tuning_does_not_choose(tiny, tmp_path):
+    """It may come from a store."""
+    foreign = {"environment.LD_PRELOAD": "x.so", "vae_tile": "64", "nonsense": "x"}
+    choose(opened(tiny, tmp_path), foreign | {"threads": "2"}, foreign)
+    workspace = opened(tiny, tmp_path)
+    workspace.take_tuned()
+    assert workspace.tuned_settings.run == {"threads": "2"}
+    assert workspace.profile.settings == ("threads=2",)
 
 
 def test_a_tuning_with_other_versions_is_named_and_one_of_another_model_is_not(

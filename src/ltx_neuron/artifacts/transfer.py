@@ -148,10 +148,13 @@ def push(store: Store, artifacts: Path, only: list[str], force: bool = False) ->
 def _is_stored(store: Store, ours: Described, stored: dict[str, int]) -> bool:
     """Whether a store has a whole folder of that name, as far as sizes tell. Another machine may
     have compiled it to other bytes."""
-    last = manifest_file(ours.name)
-    if last not in stored or ours.missing(stored):
+    if manifest_file(ours.name) not in stored:
         return False
-    return not is_tuned(ours.name) or store.read(last) == ours.text
+    try:
+        theirs = opened(store, ours.name)
+    except UserError:  # damaged: it is written again
+        return False
+    return theirs.text == ours.text if is_tuned(ours.name) else not theirs.missing(stored)
 
 
 def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]) -> None:

@@ -154,9 +154,21 @@ def _read(path: Path, identity: dict) -> TunedSettings:
     try:
         if content["identity"] != identity:
             raise ValueError("its identity is another than its name")
-        return TunedSettings(path, identity, content["run"], content["sizes"])
-    except (KeyError, TypeError, ValueError) as error:
+        sizes = {key: _checked(size) for key, size in content["sizes"].items()}
+        return TunedSettings(path, identity, _settings(content["run"]), sizes)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} is not what a tuning writes ({error})") from None
+
+
+def _checked(size: dict) -> dict:
+    return size | {name: _settings(size[name]) for name in ("settings", "run")}
+
+
+def _settings(settings: dict) -> Settings:
+    """What a tuning may choose, of what a file says, which may come from a store."""
+    if not all(isinstance(value, str) for value in settings.values()):
+        raise ValueError("a setting is no text")
+    return {key: value for key, value in settings.items() if key in (*RUN_KEYS, *GRAPH_KEYS)}
 
 
 def _outdated(path: Path, identity: dict) -> list[str]:
