@@ -252,15 +252,19 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
 
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], job: Job, dtype: torch.dtype) -> None:
-    """Refuse a file that lacks tensors, or whose latents somebody changed."""
+    """Refuse a file that lacks tensors, or whose latents or sound somebody changed."""
     later = {f"{stage.key}_{stream}" for stage in job.stages[1:] for stream in ("video", "audio")}
     needed = [name for name in _kept(job) if name not in {*later, "upsampled"}]
     problems = [f"{name}: missing" for name in needed if name not in tensors]
-    for name, shape in _latent_shapes(job).items():
+    wanted = {name: (shape, dtype) for name, shape in _latent_shapes(job).items()}
+    if job.sound and "waveform" in tensors:
+        wanted["waveform"] = (2, tensors["waveform"].numel() // 2), torch.float32
+        wanted["waveform_rate"] = (), torch.int64
+    for name, (shape, kind) in wanted.items():
         tensor = tensors.get(name)
-        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, kind):
             problems.append(
-                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {dtype}"
+                f"{name}: {list(tensor.shape)} {tensor.dtype}, wanted {list(shape)} {kind}"
             )
     if problems:
         listed = "\n  ".join(problems)

@@ -151,6 +151,10 @@ BAD = {
     "not JSON": ("{'prompt': 'a'}", "not JSON"),
     "half a line": ('{"prompt": "a"', "not JSON"),
     "nested too deep": ("[" * 100_000, "not JSON"),
+    "a list in many others": (
+        {"prompt": "a", "seed": json.loads("[" * 900 + "]" * 900)},
+        "--seed: got [[[",
+    ),
     "a list": ("[1]", "got list, wanted a JSON object"),
     "a string": ('"prompt"', "got str, wanted a JSON object"),
     "unknown key": ({"prompt": "a", "sead": 1}, "unknown key 'sead'; known:"),

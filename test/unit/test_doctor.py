@@ -641,7 +641,7 @@ def test_a_check_that_falls_over_is_a_finding(doctor, monkeypatch):
 
 
 def test_a_malformed_flag_is_an_error_and_not_a_finding(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="got 'first', wanted a valid integer; type --image PATH"):
+    with pytest.raises(UserError, match="a.png: frame index 'first', wanted a valid integer; type"):
         main(["--image", "a.png", "first"], *Trn2().build(tmp_path, monkeypatch))
 
 

@@ -350,3 +350,5 @@ def test_a_call_says_what_it_is_made_longer_by(clip, monkeypatch):
     ):
         with pytest.raises(UserError, match="extend"):
             LTXPipeline(Jobs(), "distilled")("rain", **wrong)
+    with pytest.raises(UserError, match="^extend 0: wanted .* as in extend 2"):
+        LTXPipeline(Jobs(), "distilled")("rain", video=clip(26), extend=0)

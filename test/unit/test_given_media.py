@@ -465,3 +465,12 @@ def test_a_state_with_another_sound_than_the_jobs_is_refused(files, host, tmp_pa
         path, job, _ = saved_state(files, host, tmp_path, drop=(name,))
         with pytest.raises(UserError, match=f"{name}: missing"):
             progress.restore_state(path, job, {"seed": 10}, torch.float32)
+    for name, wrong in (
+        ("waveform", torch.zeros(1, 8)),
+        ("waveform", torch.zeros(2, 8).double()),
+        ("waveform_rate", torch.tensor([16000])),
+        ("waveform_rate", torch.tensor(16000.0)),
+    ):
+        path, job, _ = saved_state(files, host, tmp_path, **{name: wrong})
+        with pytest.raises(UserError, match=f"{name}: .*wanted"):
+            progress.restore_state(path, job, {"seed": 10}, torch.float32)

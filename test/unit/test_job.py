@@ -12,6 +12,7 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.fields import check_type
 from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.sampling.spec import validated
 
 MISTAKES = {
     "prompt=None is of type NoneType; wanted text": dict(prompt=None),
@@ -43,8 +44,8 @@ MISTAKES = {
     "--frame-rate: got 0.5, wanted at least 1": dict(frame_rate=0.5),
     "--frame-rate: got nan, wanted a finite number": dict(frame_rate=float("nan")),
     "--num-inference-steps: got 65, wanted at most 64": dict(num_inference_steps=65),
-    "--image: got 2.0, wanted at most 1; type --image PATH [FRAME_IDX [STRENGTH [CRF]]]": dict(
-        images=(ImageCondition(__file__, strength=2.0),)
+    "--image b.png: strength 2.0, wanted at most 1; type --image PATH [FRAME_IDX [STRENGTH": dict(
+        images=(ImageCondition("a.png"), ImageCondition("b.png", strength=2.0))
     ),
 }
 
@@ -61,6 +62,32 @@ def job(**given) -> Job:
 def test_a_mistake_is_a_sentence_with_what_was_got_and_wanted(said):
     with pytest.raises(UserError) as error:
         job(**MISTAKES[said]).check()
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("rate", [0, 0.5, 1001, float("nan"), float("inf")])
+def test_the_rate_of_a_size_is_checked_wherever_it_comes_from(rate):
+    Size(64, 64, 121, 1000).check()
+    with pytest.raises(UserError, match="--frame-rate: got .*, wanted 1 to 1000"):
+        Size(64, 64, 121, rate).check()
+
+
+VALUES = {
+    "--image a.png: strength '2', wanted at most 1": {"image": ["a.png", "0", "2"]},
+    "--image b.png: frame index 'x', wanted": {"image": [["a.png"], ["b.png", "x"]]},
+    "--image a.png: crf 52, wanted at most 51": {"image": ["a.png", 0, 1, 52]},
+    "--image a.png: crf 53, wanted at most 51": {"image": {"path": "a.png", "crf": 53}},
+    "--image a.png: got 5, unexpected": {"image": ["a.png", 0, 1, 33, 5]},
+    "--image: got 5, wanted": {"image": [[5]]},
+    "--lora b: strength 'x', wanted": {"lora": [["a"], ["b", "x"]]},
+    "--video-conditioning a: got ['a'], field required": {"video_conditioning": ["a"]},
+}
+
+
+@pytest.mark.parametrize("said", VALUES)
+def test_a_mistake_in_a_repeatable_flag_names_its_file_and_value(said):
+    with pytest.raises(UserError) as error:
+        validated(VALUES[said])
     assert said in str(error.value)
 
 

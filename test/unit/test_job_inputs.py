@@ -185,9 +185,9 @@ MISTAKES = {
     "--conditioning-attention-mask goes with --video-conditioning": dict(
         attention_mask=AttentionMask(FILE, 1.0)
     ),
-    "--conditioning-attention-mask: got 1.5, wanted at most 1": REFERRING
+    f"--conditioning-attention-mask {FILE}: strength 1.5, wanted at most 1": REFERRING
     | dict(attention_mask=AttentionMask(FILE, 1.5)),
-    "--video-conditioning: got -1.0, wanted at least 0": REFERRING
+    f"--video-conditioning {FILE}: strength -1.0, wanted at least 0": REFERRING
     | dict(references=(replace(REFERENCE, strength=-1.0),)),
     "sides must be multiples of 64; type a --height and --width that are multiples of 128: 128x128"
     " or 128x256": REFERRING | dict(references=(replace(REFERENCE, space_scale=2),)),
@@ -392,7 +392,7 @@ FLAGS_ALONE = {
         "--video-conditioning",
         "a.mp4",
     ),
-    "got 'b', wanted a valid number": ("--conditioning-attention-mask", "a.mp4", "b"),
+    "a.mp4: strength 'b', wanted a valid number": ("--conditioning-attention-mask", "a.mp4", "b"),
     "--ic-lora is for --recipe distilled": ("--ic-lora", "a", "--recipe", "dev"),
     "--audio-cfg-guidance-scale, --v2a-guidance-scale does not go with --audio-path": (
         *("--recipe", "dev", "--audio-path", FILE, "--video-cfg-guidance-scale", 2),
@@ -628,6 +628,11 @@ def test_a_call_takes_paths_or_the_conditions_themselves(clip, ic_lora):
     assert again == reference
     hq = called("dev", two_stage=True, sampler="res_2s", images_as_guides=True)
     assert hq.steps == 15 and hq.images_as_guides
+
+
+def test_a_side_of_0_is_no_side_left_out():
+    with pytest.raises(UserError, match="--height: got 0, wanted at least 1"):
+        called(height=0)
 
 
 TIMES = dict(start_time=0.0, end_time=0.1)

@@ -357,8 +357,9 @@ def picture(size: tuple[int, int]) -> bytes:
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture that can be read"),
         (picture((12_000, 12_000)), "12000x12000 pixels"),
         (picture((64, 64))[:-30], "no picture that can be read"),
+        (picture((1, 1)), "input_reference: no video can have its size; wanted 2 to"),
     ],
-    ids=["an mp4", "an svg", "a bomb", "half a picture"],
+    ids=["an mp4", "an svg", "a bomb", "half a picture", "one pixel"],
 )
 def test_what_is_called_png_and_is_none_is_refused(service, content, what):
     got = post(service, {"prompt": "waves", "size": SIZE, "input_reference": content})

@@ -22,7 +22,7 @@ from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import DetailFields, GuidanceFields, JobSpec, LoraFields
 from ltx_neuron.service import fields, picture
 from ltx_neuron.service.api_error import ApiError
-from ltx_neuron.service.fields import HeldImage, VideoRequest, read_request
+from ltx_neuron.service.fields import KNOWN, HeldImage, VideoRequest, read_request
 from ltx_neuron.service.jobs import job_of
 from ltx_neuron.service.limits import TokenBucket
 from ltx_neuron.service.sizes import RequestedSize
@@ -179,13 +179,14 @@ LIMITS = {
     "recipe": {"enum": ["distilled", "dev"]},
     "upscale": {"enum": ["spatial", "temporal", "both"]},
     "images": {"maxItems": 8},
+    "fps": {"minimum": 1, "maximum": 1000},
 }
 
 
 def test_the_schema_of_a_body_has_every_field_with_its_limits():
     schema = VideoRequest.model_json_schema()
     fields = schema["properties"]
-    assert set(fields) == set(VideoRequest.model_fields) | {"extra_params"}
+    assert set(fields) == KNOWN | {"extra_params"}
     assert schema["required"] == ["prompt"] and schema["additionalProperties"] is False
     for name, limits in LIMITS.items():
         described = fields[name] | fields[name].get("anyOf", [{}])[0]
@@ -193,6 +194,8 @@ def test_the_schema_of_a_body_has_every_field_with_its_limits():
     assert not any("default:" in field.get("description", "") for field in fields.values())
     image = schema["$defs"]["HeldImage"]["properties"]
     assert set(image) == {"image_url", "frame", "strength", "crf"}
+    kinds = [(kind["type"], kind.get("format")) for kind in fields["input_reference"]["anyOf"]]
+    assert {("object", None), ("string", None), ("string", "binary")} <= set(kinds)
     assert (image["strength"]["maximum"], image["crf"]["maximum"]) == (1, 51)
 
 
@@ -242,6 +245,31 @@ def test_images_that_cannot_be_are_refused_by_their_place():
     assert refused(input_reference={"image_url": "data:image/png;base64,%%"}).status == 400
     assert refused(images=[{"image_url": PNG_URL, "strength": 2}]).param == "images[0]"
     assert "images[1].image_url" in refused(images=[{"image_url": PNG_URL}, {"frame": 1}]).message
+
+
+def test_images_and_references_are_counted_together_and_not_repeated_in_the_message():
+    images = [{"image_url": PNG_URL}] * 8
+    assert len(read(images=images).held) == 8
+    assert len(read(images=images[1:], input_reference=PNG_URL).held) == 8
+    assert "got 9 images" in refused(images=images, input_reference=PNG_URL).message
+    for said in (images * 2, json.dumps(images * 2)):
+        assert refused(images=said).message == "images: got 16 values, wanted at most 8"
+
+
+@pytest.mark.parametrize("name", ["images", "video_stg_blocks", "audio_stg_blocks"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_list_that_is_too_long_is_refused_before_its_values_are_looked_at(name, as_text):
+    said = ["x"] * 100_000
+    message = refused(**{name: json.dumps(said) if as_text else said}).message
+    assert message.startswith(f"{name}: got 100000 values, wanted at most")
+
+
+@pytest.mark.parametrize("name", ["seed", "images", "video_stg_blocks", "model"])
+def test_lists_nested_deeper_than_python_recurses_are_refused(name):
+    nested: list = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert refused(**{name: nested}).status == 400
 
 
 def test_the_digest_is_of_all_that_was_said():

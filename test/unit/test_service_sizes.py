@@ -66,6 +66,13 @@ def test_a_size_that_nobody_compiled_is_not_listed_though_a_graph_has_its_tokens
     )
 
 
+def test_a_record_with_a_rate_that_no_video_has_offers_nothing():
+    for rate in (0, float("nan"), "24"):
+        sizes = registry(SMALL)
+        sizes.workspace.recorded["damaged"] = [vars(LARGE) | {"frame_rate": rate, "recipe": "dev"}]
+        assert {each.size for each in sizes.compiled} == {SMALL, TALL}
+
+
 def test_what_is_compiled_for_the_dev_recipe_is_offered_for_it_alone():
     assert {each.recipe for each in registry(SMALL, recipe="dev").compiled} == {"dev"}
 

@@ -43,7 +43,9 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
 
 def size_of(spec: JobSpec, upright: bool = True, named: str = flag_of("video_path")) -> Size:
     """The size of the fields, or what the file of video_path has. named: before its path."""
-    typed = {name: value for name in SIZES if (value := getattr(spec, name)) not in (None, False)}
+    said = {name: getattr(spec, name) for name in SIZES}
+    # 0 is said as well, and equals False.
+    typed = {name: v for name, v in said.items() if v is not None and v is not False}
     if spec.video_path is None:
         return Size(**typed)
     window = None if spec.extend is None else typed.pop("num_frames", None)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ltx_neuron.errors import UserError
+from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.latents import TIME_SCALE, audio_latent_frames, audio_seconds
 
 # Latents that a window holds of the one before it: 24 frames, a second at 24 fps, from which motion
@@ -215,33 +215,33 @@ class Extension:
         return min(most, TIME_SCALE * OVERLAP + 1), most
 
     def check_source(self) -> None:
-        """Raise UserError for a file or for seconds that nothing can be made of."""
+        """Raise FieldError for a file or for seconds that nothing can be made of."""
         if not 0 < abs(self.seconds) <= _MOST_SECONDS or self.new_frames < 1:
-            raise UserError(
-                f"--extend {self.seconds:g}: wanted seconds of a frame or more and at most"
-                f" {_MOST_SECONDS:g}, as in --extend 2, or --extend -2 before the beginning"
+            raise FieldError(
+                f"{{extend}} {self.seconds:g}: wanted seconds of a frame or more and at most"
+                f" {_MOST_SECONDS:g}, as in {{extend}} 2, or {{extend}} -2 before the beginning"
             )
         check_source(self.source_frames)
 
     def check(self) -> None:
-        """Raise UserError for what cannot be made."""
+        """Raise FieldError for what cannot be made."""
         self.check_source()
         least, most = self.window_range
         if not least <= self.window_frames <= most:
-            raise UserError(
-                f"--num-frames {self.window_frames} with --extend is the length of a window, which"
-                f" can have {least} to {most} frames here: {OVERLAP} latents of it are held, and"
-                f" there are {self.source_frames} known and {self.new_frames} new frames. Type"
-                f" --num-frames {min(WINDOW_FRAMES, most)}"
+            raise FieldError(
+                f"{{num_frames}} {self.window_frames} with {{extend}} is the length of a window,"
+                f" which can have {least} to {most} frames here: {OVERLAP} latents of it are held,"
+                f" and there are {self.source_frames} known and {self.new_frames} new frames. Type"
+                f" {{num_frames}} {min(WINDOW_FRAMES, most)}"
             )
 
 
 def check_source(frames: int) -> None:
-    """Raise UserError for a file of too few frames."""
+    """Raise FieldError for a file of too few frames."""
     if frames < LEAST_SOURCE:
-        raise UserError(
-            f"--extend goes on from a video of {LEAST_SOURCE} frames or more, and --video-path has"
-            f" {frames}; pass a longer one"
+        raise FieldError(
+            f"{{extend}} goes on from a video of {LEAST_SOURCE} frames or more, and"
+            f" {{video_path}} has {frames}; pass a longer one"
         )
 
 

@@ -7,6 +7,8 @@ from ltx_neuron.errors import FieldError
 from ltx_neuron.sampling.fields import check_fields
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE, audio_latent_frames
 
+FRAME_RATES = 1, 1000  # the least and the most
+
 
 @dataclass(frozen=True)
 class Size:
@@ -59,6 +61,13 @@ class Size:
             raise FieldError(
                 f"{{num_frames}} {self.num_frames} is not of the form 8k+1; nearest legal:"
                 f" {below} or {below + TIME_SCALE}"
+            )
+        least, most = FRAME_RATES
+        if not least <= self.frame_rate <= most:  # NaN is refused as well
+            raise FieldError(
+                f"{{frame_rate}}: got {self.frame_rate:g}, wanted {least} to {most}; type for"
+                " example {frame_rate} 24 or, where it is the rate of {video_path}, pass another"
+                " file"
             )
         if self.audio_frames < 1:
             raise FieldError(

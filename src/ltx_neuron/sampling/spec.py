@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
+from annotated_types import MaxLen
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -24,13 +25,13 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_core import ArgsKwargs
+from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.sampling.conditions import ImageCondition, WeightedFile
 from ltx_neuron.sampling.res_2s import SAMPLERS
 from ltx_neuron.sampling.schedules import GUIDED_MAX_STEPS
-from ltx_neuron.sampling.size import Size
+from ltx_neuron.sampling.size import FRAME_RATES, Size
 from ltx_neuron.sampling.upscaling import UPSCALES
 
 SEED = 10  # where none is given
@@ -92,8 +93,11 @@ def _listed(value: Any) -> Any:
 Blocks = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
-def _has_switch(value: Any) -> bool:
-    return isinstance(value, bool) or isinstance(value, list) and any(map(_has_switch, value))
+def _has_switch(value: Any, depth: int = 2) -> bool:
+    """Whether a value is True or False, or a list of so many levels holds one."""
+    if isinstance(value, list) and depth:
+        return any(_has_switch(each, depth - 1) for each in value)
+    return isinstance(value, bool)
 
 
 class Fields(BaseModel):
@@ -109,9 +113,13 @@ class Fields(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_no_switch(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = cls.model_fields[info.field_name].annotation
-        if _has_switch(value) and kind not in (bool, bool | None):
+    def _check_list(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a list that is too long before each of its values is validated, and a switch."""
+        field = cls.model_fields[info.field_name]
+        most = next((each.max_length for each in field.metadata if isinstance(each, MaxLen)), None)
+        if most is not None and isinstance(value, list) and len(value) > most:
+            raise PydanticCustomError("too_many_values", f"wanted at most {most}")
+        if _has_switch(value) and field.annotation not in (bool, bool | None):
             raise ValueError("wanted text or a number")
         return value
 
@@ -138,8 +146,8 @@ class VideoFields(Fields):
     frame_rate: float | None = _option(  # what MP4 holds and the sound's latents can follow
         f"frames per second (default: {Size.frame_rate:g})",
         names=("frame_rate", "fps"),
-        ge=1,
-        le=1000,
+        ge=FRAME_RATES[0],
+        le=FRAME_RATES[1],
     )
     recipe: Literal[RECIPES] | None = _option(
         "sampling the checkpoint was made for (default: from the file's name, else distilled)"
@@ -329,10 +337,35 @@ def validated(values: Mapping[str, Any]) -> JobSpec:
     except ValidationError as error:
         mistake = error.errors(include_url=False, include_context=False)[0]
         name, (got, wanted) = mistake["loc"][0], got_and_wanted(mistake)
+        path, part = _place(mistake, values)
         title = JobSpec.model_fields[name].title or ""
         if title.startswith("PATH"):
             wanted += f"; type {flag_of(name)} {title}"
-        raise FieldError(f"{{{name}}}: got {{got}}, {{wanted}}", got=got, wanted=wanted) from None
+        raise FieldError(
+            f"{{{name}}}{{path}}: {{part}} {{got}}, {{wanted}}",
+            path=path,
+            part=part,
+            got=got,
+            wanted=wanted,
+        ) from None
+
+
+def _place(mistake: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, str]:
+    """Which file of a repeatable flag a mistake is about, after a space, and which of its values;
+    "" and "got" where that is not known."""
+    name, *place = mistake["loc"]
+    if len(place) < 2 or place[1] in (0, "path"):
+        return "", "got"
+    entry, part = _repeats(values[name])[place[0]], place[1]
+    if isinstance(entry, dict):
+        path = entry.get("path")
+    else:
+        path = entry[0] if isinstance(entry, list | tuple) else entry.path
+    parts = ("path", "frame_index", "strength", "crf") if name == "image" else LoraFile._fields
+    if isinstance(part, int):
+        part = parts[part] if part < len(parts) else None
+    known = part in parts and mistake["type"] != "missing"
+    return f" {path}", part.replace("_", " ") if known else "got"
 
 
 _WORDS = {
@@ -348,6 +381,8 @@ def got_and_wanted(mistake: Mapping[str, Any]) -> tuple[str, str]:
     """What was got, cut short, and what is wanted, by an error of pydantic's."""
     got, wanted = mistake["input"], mistake["msg"].partition(", unable to parse")[0]
     got = [*got.args] if isinstance(got, ArgsKwargs) else got
+    if mistake["type"] == "too_many_values":
+        return f"{len(got)} values", wanted
     for words, plain in _WORDS.items():
         wanted = wanted.replace(words, plain)
     return reprlib.repr(got), wanted[0].lower() + wanted[1:]

@@ -94,12 +94,33 @@ def _sides(value: Any) -> Any:
     return int(match[1]), int(match[2])
 
 
-Reference = Annotated[HeldImage | None, BeforeValidator(_reference)]
+_REFERENCE = {
+    "anyOf": [
+        {"type": "object", "properties": {"image_url": _DATA_URL}, "required": ["image_url"]},
+        _DATA_URL,
+        {"type": "string", "format": "binary", "description": "a file of a multipart body"},
+        {"type": "null"},
+    ]
+}
+Reference = Annotated[HeldImage | None, BeforeValidator(_reference), WithJsonSchema(_REFERENCE)]
 _AS_TEXT = WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$|^auto$"})
 
 
-def _finish_schema(schema: dict[str, Any]) -> None:
-    """What a client reads: the flags' defaults are not the service's."""
+def _names_of(model: type[Fields]) -> dict[str, list[str]]:
+    """Every field with the names that it may be said by."""
+    return {
+        field: info.validation_alias.choices if info.validation_alias else [field]
+        for field, info in model.model_fields.items()
+    }
+
+
+def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
+    """What a client reads: all names of a field; the flags' defaults are not the service's."""
+    for field, names in _names_of(model).items():
+        for other in names[1:]:
+            schema["properties"][other] = schema["properties"][field] | {
+                "description": f"{field} by another name"
+            }
     extra = {"type": "object", "description": "any of these fields"}
     schema["properties"] |= {"extra_params": extra}
     for field in schema["properties"].values():
@@ -167,11 +188,7 @@ class VideoRequest(GuidanceFields, SamplingFields, RequestedSize):
         return digest([said, images])
 
 
-# Every field with the names that it may be said by.
-_NAMES = {
-    field: info.validation_alias.choices if info.validation_alias else [field]
-    for field, info in VideoRequest.model_fields.items()
-}
+_NAMES = _names_of(VideoRequest)
 KNOWN = {name for names in _NAMES.values() for name in names}
 
 
@@ -185,10 +202,13 @@ def read_request(fields: Mapping[str, Any]) -> VideoRequest:
     that names the first field that is wrong."""
     said = _merged(fields)
     try:
-        return VideoRequest.model_validate(said)
+        request = VideoRequest.model_validate(said)
     except ValidationError as error:
         mistake = error.errors(include_url=False, include_context=False)[0]
         raise _api_error(mistake, said) from None
+    if (count := len(request.held)) > MAX_IMAGES:  # a reference is one of them
+        raise invalid("images", f"got {count} images in all, wanted at most {MAX_IMAGES}")
+    return request
 
 
 def _api_error(mistake: dict[str, Any], said: dict[str, Any]) -> ApiError:

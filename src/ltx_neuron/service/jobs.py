@@ -11,7 +11,7 @@ from ltx_neuron import flags
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
-from ltx_neuron.host.images import check_image
+from ltx_neuron.host.images import MAX_IMAGE_PIXELS, MAX_SIDE, MIN_SIDE, check_image
 from ltx_neuron.job import Job
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.spec import JobSpec
@@ -108,6 +108,12 @@ class JobSubmitter:
                 check_image(target)
             except picture.BadPicture as error:
                 raise invalid(param, f"{param}: {error}", "invalid_image") from None
+            except UserError:  # its size is all that can be wrong with our own PNG
+                message = (
+                    f"{param}: no video can have its size; wanted {MIN_SIDE} to {MAX_SIDE} pixels"
+                    f" on each side, {MAX_IMAGE_PIXELS} in all at most"
+                )
+                raise invalid(param, message, "invalid_image") from None
             finally:
                 upload.unlink()
         return tuple(dataclasses.replace(image, path=str(folder / image.path)) for image in images)
