@@ -185,7 +185,8 @@ class Finished:
             **device,
             "profile_set": list(profile.settings),
         }
-        return PromptCache(self.artifacts / "prompts", identity)
+        widths = self.transformer.video.inner, self.transformer.audio.inner
+        return PromptCache(self.artifacts / "prompts", identity, widths, self.dtype)
 
     # --- identities -------------------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ from ltx_neuron.workspace import Workspace
 WIDTHS, PROMPTS = (6, 4), [[2, 5, 9], [2, 7]]
 
 
-def cache_in(folder, identity=None) -> PromptCache:
-    return PromptCache(folder, identity or {"encoder": "one"})
+def cache_in(folder, identity=None, widths=WIDTHS, dtype=torch.bfloat16) -> PromptCache:
+    return PromptCache(folder, identity or {"encoder": "one"}, widths, dtype)
 
 
 def contexts(seed: int) -> Contexts:
@@ -59,6 +59,12 @@ def test_a_damaged_file_is_as_if_it_were_not_there(tmp_path, damage):
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1] if damage == "truncated" else damage)
     assert cache_in(tmp_path).read(PROMPTS) is None
+
+
+@pytest.mark.parametrize("other", [{"widths": (8, 4)}, {"dtype": torch.float32}], ids=str)
+def test_contexts_of_another_shape_or_dtype_are_encoded_anew(tmp_path, other):
+    cache_in(tmp_path).write(PROMPTS, [contexts(1), contexts(2)])
+    assert cache_in(tmp_path, **other).read(PROMPTS) is None
 
 
 def test_a_place_that_cannot_be_written_costs_the_next_run_its_contexts_and_this_one_nothing(

@@ -22,7 +22,15 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from helpers import locked, one_thread, randn, said_to_an_ordinary_user, save_weights  # noqa: F401
+from helpers import (
+    exit_code,
+    forked,
+    locked,
+    one_thread,  # noqa: F401
+    randn,
+    said_to_an_ordinary_user,
+    save_weights,
+)
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -33,7 +41,7 @@ from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
 from ltx_neuron.profiles import resolve
-from ltx_neuron.weights import sharder, tensorfile
+from ltx_neuron.weights import rankfiles, sharder, tensorfile
 from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.rankfiles import (
     HOST_FILE,
@@ -106,17 +114,49 @@ def often(monkeypatch):
 # one pass
 
 
+def test_a_tensor_that_gives_fewer_bytes_than_the_header_says_ends_the_run(
+    source, tmp_path, monkeypatch
+):
+    """A file has its full length from the beginning: only what was written tells."""
+    pieces = Source.pieces
+
+    def short(self, name, bounds):
+        for piece in pieces(self, name, bounds):
+            yield piece[:-1] if name == "proj_out.bias" else piece
+
+    monkeypatch.setattr(Source, "pieces", short)
+    with pytest.raises(RuntimeError, match=r"wrote \d+ bytes, the header says"):
+        write(source, tmp_path / "weights")
+    assert not (tmp_path / "weights" / MANIFEST).exists()
+
+
+def test_the_files_names_are_on_the_disk_before_the_manifest_is_written(
+    source, tmp_path, monkeypatch
+):
+    folder, fsync, synced = tmp_path / "weights", os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        if synced[-1] == folder:
+            assert content(folder).keys() == {JOURNAL, *file_names(TP)}
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write(source, folder)
+    assert folder in synced
+
+
 def test_the_source_is_read_once_in_pieces_of_bounded_size(
     source, whole, tmp_path, often, monkeypatch
 ):
-    sizes, read = [], TensorFile.read_mapped
+    sizes, read = [], TensorFile.read
 
     def counted(self, *args):
         tensor = read(self, *args)
         sizes.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(TensorFile, "read_mapped", counted)
+    monkeypatch.setattr(TensorFile, "read", counted)
     write(source, tmp_path / "weights")
     assert sum(sizes) == sum(source.nbytes(name) for name in source.names)
     row = max(source.nbytes(name) // source.shape(name)[0] for name in source.names)
@@ -491,6 +531,20 @@ def test_a_rank_file_that_one_may_not_read_is_not_called_damaged(copy, monkeypat
         refused_by_the_ranks()
 
 
+def test_a_files_digest_is_taken_by_all_cores(copy, monkeypatch):
+    """37 GB at a tensor-parallel degree of 4."""
+    made = []
+
+    def noted(*content, **settings):
+        made.append(settings)
+        return blake3(*content, **settings)
+
+    noted.AUTO = blake3.AUTO
+    monkeypatch.setattr(rankfiles, "blake3", noted)
+    assert verify(copy) == []
+    assert made.count({"max_threads": blake3.AUTO}) == len(file_names(TP))
+
+
 def test_every_single_flipped_bit_is_found(copy):
     choose = random.Random(2)
     for name in file_names(TP):
@@ -553,7 +607,9 @@ def test_strict_loading_returns_the_tensors_in_the_wanted_order(tmp_path):
     assert torch.equal(loaded["a"], torch.ones(2))
 
 
-def test_every_tensor_is_read_as_it_was_written_however_many_are_read_ahead(tmp_path, monkeypatch):
+def test_every_tensor_is_read_as_it_was_written_however_many_are_read_at_once(
+    tmp_path, monkeypatch
+):
     values = {
         "bias": torch.arange(3, dtype=torch.bfloat16),
         "empty": torch.empty(0, 4),
@@ -567,15 +623,15 @@ def test_every_tensor_is_read_as_it_was_written_however_many_are_read_ahead(tmp_
         },
     }
     save_file(values, tmp_path / "all.safetensors")
-    for ahead in (0, 8, 10_000):
-        monkeypatch.setattr(tensorfile, "_MOST_AHEAD", ahead)
+    for group in (1, 100, 10_000):
+        monkeypatch.setattr(tensorfile, "_GROUP_BYTES", group)
         read = dict(TensorFile(tmp_path / "all.safetensors", "").tensors())
         assert (
             list(read) == list(TensorFile(tmp_path / "all.safetensors", "").shapes)
             and read.keys() == values.keys()
         )
         for name, value in values.items():
-            assert read[name].dtype == value.dtype and torch.equal(read[name], value), (ahead, name)
+            assert read[name].dtype == value.dtype and torch.equal(read[name], value), (group, name)
             assert read[name].data_ptr() % 64 == 0 and read[name].is_contiguous()
             read[name].fill_(1)  # weights may be replaced in place: this memory is theirs alone
         assert all((tensor == 1).all() for tensor in read.values())
@@ -602,6 +658,48 @@ def test_a_file_cut_short_meanwhile_is_an_error_that_names_it(tmp_path, left):
     for read in (file.read, file.read_mapped):
         with pytest.raises(UserError, match="file.safetensors is not a whole safetensors file"):
             read("a")
+
+
+def test_many_tensors_are_loaded_where_few_files_may_be_open(tmp_path):
+    """The released DiT has 4,138 tensors a rank, and many systems allow 1024 open files."""
+    values = {f"w{number}": torch.full((16,), float(number)) for number in range(2000)}
+    path = save_weights(tmp_path, values) / rank_file(0)
+
+    def load() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        loaded = dict(TensorFile(path, "").tensors())
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+
+    assert exit_code(forked(load)) == 0
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENODEV])
+def test_what_the_machine_lacks_is_not_said_of_the_files_content(tmp_path, monkeypatch, number):
+    save_file({"a": torch.ones(4)}, tmp_path / "file.safetensors")
+    file = TensorFile(tmp_path / "file.safetensors", "DOWNLOAD")
+
+    def cannot(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(mmap, "mmap", cannot)
+    monkeypatch.setattr(os, "preadv", cannot)
+    for read in (file.read, file.read_mapped, lambda _: dict(file.tensors())):
+        with pytest.raises(UserError) as error:
+            read("a")
+        assert str(error.value) == f"{file.path}: {os.strerror(number)}"
+
+
+def test_a_tensor_read_into_memory_outlives_its_file(tmp_path, monkeypatch):
+    save_file({"a": torch.ones(10_000)}, tmp_path / "file.safetensors")
+    file = TensorFile(tmp_path / "file.safetensors", "")
+
+    def never(*_, **__):
+        raise AssertionError("a mapping, which a file cut short would end with SIGBUS")
+
+    monkeypatch.setattr(mmap, "mmap", never)
+    tensor = file.read("a", 1, 9999)
+    os.truncate(file.path, 0)
+    assert torch.equal(tensor, torch.ones(9998))
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_leaves_no_thread(tmp_path):
@@ -641,8 +739,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 def test_loading_keeps_one_copy_in_memory_and_none_of_what_is_copied_to_a_device(
     tmp_path, weights, megabytes
 ):
-    """Copied away: what is at hand, what was, and eight tensors that are read ahead, of 16 MB each;
-    and some for the rest."""
+    """Copied away: the group at hand, and three that are read ahead, of 80 MB each; and some for
+    the rest."""
     save_weights(tmp_path, {f"w{number}": torch.zeros(1) for number in range(160)})
     path = tmp_path / rank_file(0)
     entries = {

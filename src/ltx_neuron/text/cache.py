@@ -8,7 +8,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from ltx_neuron.config.common import digest
+import torch
+
+from ltx_neuron.config.common import TEXT_TOKENS, digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_tensors
 from ltx_neuron.text.encoders import Contexts
@@ -29,8 +31,6 @@ HOST_ENCODER_CODE = (
 )
 RANK_ENCODER_CODE = ("config", "models", "text", "weights", "backends")
 
-_KEPT_FIELDS = ("video", "audio", "attention_mask")  # of Contexts; hidden states are large
-
 
 class PromptCache:
     """Files of contexts in a folder, the least recently used of which make room for new ones.
@@ -42,10 +42,19 @@ class PromptCache:
     identity  of the encoder, all that contexts depend on besides the prompts' tokens: equal ones
               give equal bits. The tokenizer's files are not part of it: contexts are found by the
               tokens that the tokenizer gives, so another tokenizer finds others
+    widths    of the video and audio contexts
+    dtype     of both
     """
 
-    def __init__(self, folder: Path, identity: dict):
+    def __init__(self, folder: Path, identity: dict, widths: tuple[int, int], dtype: torch.dtype):
         self.folder, self.identity = folder, identity
+        video, audio = widths
+        # Shape and dtype of the fields of Contexts that are kept; hidden states are large.
+        self._kept = {
+            "video": ((1, TEXT_TOKENS, video), dtype),
+            "audio": ((1, TEXT_TOKENS, audio), dtype),
+            "attention_mask": ((1, TEXT_TOKENS), torch.int64),
+        }
         self._said = False
 
     def _path(self, prompts: list[list[int]]) -> Path:
@@ -53,14 +62,17 @@ class PromptCache:
 
     def read(self, prompts: list[list[int]]) -> list[Contexts] | None:
         """The contexts of a job's prompts (token ids), without hidden states. None where they are
-        not there or the file is damaged."""
+        not there, or the file is damaged or holds others."""
         path = self._path(prompts)
         try:
             if not path.is_file():
                 return None
             file = TensorFile(path, "it is made anew")
+            for name, shape in file.shapes.items():
+                if (shape, file.torch_dtype(name)) != self._kept[name.split(".")[0]]:
+                    return None
             contexts = [
-                Contexts(*(file.read(f"{field}.{i}") for field in _KEPT_FIELDS), None)
+                Contexts(*(file.read(f"{field}.{i}") for field in self._kept), None)
                 for i in range(len(prompts))
             ]
         # It is damaged, or another process has made room since.
@@ -81,7 +93,7 @@ class PromptCache:
         tensors = {
             f"{field}.{i}": getattr(each, field)
             for i, each in enumerate(contexts)
-            for field in _KEPT_FIELDS
+            for field in self._kept
         }
         try:
             write_tensors(self._path(prompts), tensors, {})

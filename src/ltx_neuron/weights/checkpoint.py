@@ -165,7 +165,7 @@ class Source:
         """Rows start..stop of a tensor for each of `bounds`. A tensor without dimensions is one
         row."""
         file, key = self._find(name)
-        yield from (file.read_mapped(key, *rows) for rows in bounds)
+        yield from (file.read(key, *rows) for rows in bounds)
 
     def provenance(self, tensors: dict[str, str]) -> dict:
         """What a manifest says of the source: its files, the digest of each of the model's tensors

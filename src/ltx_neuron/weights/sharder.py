@@ -196,6 +196,7 @@ def _write_set(
             writer.write(spec.name, _pieces(source, spec, len(files) - 1, bar))
         digests = writer.finish()
         entries = {file.path.name: file.finish() for file in files}
+    _sync_folder(folder)
     content = {
         "identity": identity,
         "heads": source.heads,
@@ -342,6 +343,8 @@ class _File:
 
     def finish(self) -> dict:
         """Give the file its final name. Returns its entry in the manifest."""
+        if (size := self.file.tell()) != self.size:
+            raise RuntimeError(f"{self.path}: wrote {size} bytes, the header says {self.size}")
         os.replace(self.partial, self.path)
         return {
             "bytes": self.size,
@@ -450,3 +453,11 @@ def _resume(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:
     for file in files:
         file.open(0, None)
     return {}
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

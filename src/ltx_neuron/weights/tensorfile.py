@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -39,8 +40,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # the values of
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER = 100_000_000  # safetensors' own bound
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of the data, for a fingerprint
+_GROUP_BYTES = 64 * 2**20  # of tensors that are mapped together
 _READERS = 2  # one reads while the other waits for the disk, or for fresh memory
-_MOST_AHEAD = 8  # tensors that are read before they are wanted
+# What the system says of a file's content; anything else it says of the machine.
+_CONTENT_ERRORS = (errno.EIO, errno.EFAULT)
 ALIGNMENT = 64  # of a tensor's memory, as torch's own has
 _POPULATE_READ = 22  # MADV_POPULATE_READ (Linux 5.14), which Python 3.11 does not name
 
@@ -145,72 +148,115 @@ class TensorFile:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
-        return self.read_mapped(name, start, stop).clone()
+        offset, size, shape = self._byte_range(name, start, stop)
+        memory = torch.empty(size, dtype=torch.uint8)
+        view = memoryview(memory.numpy())
+        with self._open() as file, self._reading(name):
+            while view:
+                if not (count := os.preadv(file.fileno(), [view], offset)):
+                    raise self._ends_at(offset, name)
+                view, offset = view[count:], offset + count
+        return memory.view(self.torch_dtype(name)).view(shape)
 
     def read_mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop, that is the file's own pages in the system's page
-        cache: nothing is copied. What is written to the tensor stays in this process. A tensor
-        without dimensions is one row.
+        cache: nothing is copied. What is written to the tensor stays in this process.
 
         Data that does not begin on a multiple of its element size is copied all the same. A file
-        that is cut short while such a tensor is in use ends the process (SIGBUS).
+        that is cut short while such a tensor is in use ends the process (SIGBUS). Each such tensor
+        keeps a file descriptor.
         """
-        shape, dtype = self.shapes[name], self.torch_dtype(name)
-        row_bytes = prod(shape[1:]) * dtype.itemsize
-        rows = (stop if stop is not None else shape[0] if shape else 1) - start
-        memory = self._map(name, self._offsets[name] + start * row_bytes, rows * row_bytes)
-        if memory.data_ptr() % dtype.itemsize:
-            memory = memory.clone()
-        return memory.view(dtype).view((rows, *shape[1:])[: len(shape)])
+        offset, size, shape = self._byte_range(name, start, stop)
+        dtype = self.torch_dtype(name)
+        memory = self._map(name, offset, size)
+        return _aligned(memory, dtype.itemsize).view(dtype).view(shape)
 
     def prefetch(self, name: str) -> None:
         """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
-        offset = self._data + self._offsets[name]
-        size = prod(self.shapes[name]) * self.torch_dtype(name).itemsize
+        offset, size, _ = self._byte_range(name)
         with self._open() as file:
             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every tensor in the file's order, while threads read what follows.
 
-        Tensors are the file's own pages. One that does not begin on a multiple of 64 bytes is
-        copied, because torch's operations are slower on it: rank files have few such tensors, and
-        small ones.
+        Tensors are the file's own pages. Neighbours of together at least 64 MiB are mapped at once,
+        because a mapping keeps a file descriptor, and stay mapped until none of them is in use. A
+        tensor that does not begin on a multiple of 64 bytes is copied, because torch's operations
+        are slower on it: rank files have few such tensors, and small ones.
         """
-
-        def aligned(name: str) -> tuple[str, Tensor]:
-            tensor = self.read_mapped(name)
-            return name, tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
-
         readers, ahead = ThreadPoolExecutor(_READERS), deque()
         try:
-            for name in self.shapes:
-                ahead.append(readers.submit(aligned, name))
-                if len(ahead) > _MOST_AHEAD:
-                    yield ahead.popleft().result()
+            for group in self._groups():
+                ahead.append(readers.submit(self._read_group, group))
+                if len(ahead) > _READERS:
+                    yield from ahead.popleft().result()
             while ahead:
-                yield ahead.popleft().result()
+                yield from ahead.popleft().result()
         finally:
             readers.shutdown(cancel_futures=True)
 
+    def _groups(self) -> Iterator[list[str]]:
+        """Names of neighbouring tensors that are mapped together."""
+        group, total = [], 0
+        for name in self.shapes:
+            group.append(name)
+            total += self._byte_range(name)[1]
+            if total >= _GROUP_BYTES:
+                yield group
+                group, total = [], 0
+        if group:
+            yield group
+
+    def _read_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
+        ranges = [self._byte_range(name) for name in names]
+        first = ranges[0][0]
+        memory = self._map(names[0], first, sum(size for _, size, _ in ranges))
+        tensors = []
+        for name, (offset, size, shape) in zip(names, ranges, strict=True):
+            part = _aligned(memory[offset - first :][:size], ALIGNMENT)
+            tensors.append((name, part.view(self.torch_dtype(name)).view(shape)))
+        return tensors
+
+    def _byte_range(
+        self, name: str, start: int = 0, stop: int | None = None
+    ) -> tuple[int, int, tuple[int, ...]]:
+        """(offset in the file, bytes, shape) of rows start..stop of a tensor. A tensor without
+        dimensions is one row."""
+        shape = self.shapes[name]
+        row_bytes = prod(shape[1:]) * self.torch_dtype(name).itemsize
+        rows = (stop if stop is not None else shape[0] if shape else 1) - start
+        offset = self._data + self._offsets[name] + start * row_bytes
+        return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]
+
     def _map(self, name: str, offset: int, size: int) -> Tensor:
-        """`size` bytes of the file's data from `offset`, where the tensor `name` begins: the
-        file's own pages, which are read here."""
+        """`size` bytes of the file from `offset`, where the tensor `name` begins: the file's own
+        pages, which are read here."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
-        offset += self._data
         before = offset % mmap.PAGESIZE
-        with self._open() as file:
+        with self._open() as file, self._reading(name):
             if (end := os.fstat(file.fileno()).st_size) < offset + size:
-                raise self._broken(f"it ends at byte {end}, within a tensor ({name})")
-            try:
-                pages = mmap.mmap(
-                    file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=offset - before
-                )
-                _populate(pages)
-            except OSError as error:
-                raise self._broken(f"{name} cannot be read: {reason(error)}") from None
+                raise self._ends_at(end, name)
+            pages = mmap.mmap(
+                file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=offset - before
+            )
+            _populate(pages)
         return torch.frombuffer(pages, dtype=torch.uint8)[before:]
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Raise what the system says inside the block as a UserError that names the file."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _CONTENT_ERRORS:
+                raise self._broken(f"{name} cannot be read: {reason(error)}") from None
+            error.filename = str(self.path)
+            raise refusal(error) from None
+
+    def _ends_at(self, offset: int, name: str) -> UserError:
+        return self._broken(f"it ends at byte {offset}, within a tensor ({name})")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -222,6 +268,11 @@ class TensorFile:
                 file.seek(self._data + (self.size - self._data) * i // _SAMPLES)
                 hasher.update(file.read(_SAMPLE_BYTES))
         return hasher.hexdigest()[:16]
+
+
+def _aligned(memory: Tensor, alignment: int) -> Tensor:
+    """Bytes that begin on a multiple of `alignment`, copied if need be."""
+    return memory.clone() if memory.data_ptr() % alignment else memory
 
 
 def _populate(pages: mmap.mmap) -> None:
