@@ -78,6 +78,12 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator(seed))
 
 
+def shared_memories() -> set[str]:
+    """Names of this machine's shared memories, without semaphores: those of ranks that another test
+    starts meanwhile have a name as long as they live."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 def rel(got: Tensor, wanted: Tensor) -> float:
     """|got - wanted| / |wanted|"""
     assert got.shape == wanted.shape, (got.shape, wanted.shape)

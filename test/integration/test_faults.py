@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, words
-from helpers import ended, started, unhurried
+from helpers import ended, shared_memories, started, unhurried
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK
@@ -123,14 +123,14 @@ def test_a_run_that_is_paused_goes_on_and_makes_the_same_bytes(made, tmp_path):
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
 def test_ctrl_c_and_sigterm_end_cleanly(made, tmp_path, number, code, word):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memories()
     process, ranks = started(unhurried(made.command(tmp_path), "stage_2"), STAGE_2)
     process.send_signal(number)
     said = process.communicate(timeout=SOON)[1]
     assert process.returncode == code and word in said and "Traceback" not in said
     assert ended(ranks)
     assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memories() <= before
 
 
 def test_a_reader_who_leaves_after_a_line_costs_no_video(made, tmp_path):

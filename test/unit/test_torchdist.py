@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import randn, rel, save_weights
+from helpers import randn, rel, save_weights, shared_memories
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -552,7 +552,7 @@ def test_a_forked_process_removes_nothing_of_its_parents_ranks(started):
 
 def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_path):
     (tmp_path / "host.py").write_text(HOST)
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memories()
     host = subprocess.Popen(
         [sys.executable, tmp_path / "host.py"],
         stdin=subprocess.PIPE,
@@ -567,7 +567,7 @@ def test_ranks_of_a_killed_host_end_and_leave_no_file_and_no_shared_memory(tmp_p
     host.communicate()
     assert_all_end(pids)
     assert not Path(store).exists()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memories() <= before
 
 
 def test_a_host_killed_at_any_moment_of_an_upload_leaves_no_shared_memory():
@@ -581,12 +581,6 @@ def test_a_host_killed_at_any_moment_of_an_upload_leaves_no_shared_memory():
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert shared_memories() <= before
-
-
-def shared_memories() -> set[str]:
-    """Names of this machine's shared memories, without semaphores: an upload makes none, and those
-    of ranks that another test starts meanwhile have a name as long as they live."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
