@@ -419,7 +419,10 @@ def test_either_strength_of_hq_makes_its_two_sets():
         ),
         ("--distilled-lora-strength-stage-2 .3", "stage-2 is of --distilled-lora"),
         ("--distilled-lora d --distilled-lora-strength-stage-2 nan", "wanted a finite number"),
-        ("--ic-lora ic much", r"ic: strength .much., wanted a valid number.* --ic-lora PATH \[STRENGTH\]"),
+        (
+            "--ic-lora ic much",
+            r"ic: strength .much., wanted a valid number.* --ic-lora PATH \[STRENGTH\]",
+        ),
     ],
 )
 def test_strengths_that_cannot_be_are_refused(words, said):
