@@ -70,7 +70,7 @@ def test_cancelling_ends_nested_tasks_and_leaves_their_with_blocks():
     def outer() -> None:
         try:
             with BackgroundTask(run_for_ever), Workers() as workers:
-                workers.run(lambda _: time.sleep(0.001), range(100_000))
+                workers.map(lambda _: time.sleep(0.001), range(100_000))
         finally:
             left.append(True)
 
@@ -122,7 +122,7 @@ def test_workers_made_meanwhile_do_not_change_its_number_of_threads():
         counts.append(torch.get_num_threads())
 
     with BackgroundTask(count), Workers() as workers:
-        workers.run(lambda _: torch.set_num_threads(1), range(10))
+        workers.map(lambda _: torch.set_num_threads(1), range(10))
         go.set()
     torch.set_num_threads(3)
     assert counts == [3]

@@ -163,7 +163,7 @@ def test_workers_leave_torchs_threads_as_they_were():
     threads = torch.get_num_threads()
     with Workers() as workers:
         counts = []
-        workers.run(lambda _: counts.append(torch.get_num_threads()), range(10))
+        workers.map(lambda _: counts.append(torch.get_num_threads()), range(10))
         assert set(counts) == {1}
         assert torch.get_num_threads() == threads
         with ThreadPoolExecutor(1) as later:

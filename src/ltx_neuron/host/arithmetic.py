@@ -214,10 +214,8 @@ def _products(kind: str) -> dict[str, Callable[[], object]]:
 def _on_one_core(measure: Callable[[], Any]) -> Any:
     """What a function returns in a thread that computes on one core. Handing work to many takes
     longer than the work that is timed, above all on a busy machine."""
-    results = []
     with Workers(1) as workers:
-        workers.run(lambda _: results.append(measure()), [None])
-    return results[0]
+        return workers.map(lambda _: measure(), [None])[0]
 
 
 def _fastest(functions: dict[str, Callable[[], object]]) -> str:

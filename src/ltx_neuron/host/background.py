@@ -196,12 +196,9 @@ class Workers:
     def __exit__(self, *_) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    def run(self, function: Callable, items: Iterable) -> None:
-        """Call the function with every item. Raises the first error of a call, or Cancelled."""
-        self.map(function, items)
-
     def map(self, function: Callable, items: Iterable) -> list:
-        """What the function returns for every item. Raises as `run` does."""
+        """What the function returns for every item. Raises the first error of a call, or
+        Cancelled."""
         results = []
         for result in self._threads.map(torch.no_grad()(function), items):
             check_cancelled()

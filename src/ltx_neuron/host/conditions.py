@@ -22,7 +22,7 @@ from ltx_neuron.host.media import (
     Sound,
     first_frames,
     footage,
-    frames_between,
+    frames_until,
     pixels_of,
     read_sound,
     timed_frames,
@@ -189,7 +189,7 @@ def _check_source(inputs: Inputs) -> None:
     frames, seconds, times = size.num_frames, size.seconds, size.seconds
     if extension:
         frames, seconds, times = extension.source_frames, extension.source_seconds, math.inf
-    timed = timed_frames(path, RETAKE, 0.0, times)
+    timed = timed_frames(path, RETAKE, times)
     if timed is not None:
         _check_number(path, RETAKE, timed, frames)
     _retaken_sound(path, seconds)
@@ -197,7 +197,7 @@ def _check_source(inputs: Inputs) -> None:
 
 def _encode_retake(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     path = inputs.retake.path
-    timed = frames_between(path, RETAKE, 0.0, inputs.size.seconds, inputs.upright)
+    timed = frames_until(path, RETAKE, inputs.size.seconds, inputs.upright)
     pixels = pixels_of(_exactly(inputs.size.num_frames, timed, path, RETAKE), *inputs.size.sides)
     tensors = {"video_latent": host.encode_video(pixels.to(host.dtype))}
     if sound := _retaken_sound(path, inputs.size.seconds):

@@ -113,8 +113,8 @@ def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
         number = stream.frames or sum(1 for _ in container.decode(stream))
         sides = context.height, context.width
     _check_constant_rate(path, flag)
-    if upright and _quarter_turns(next(first_frames_as_stored(path, flag)), path) % 2:
-        sides = sides[::-1]
+    if upright:
+        sides = next(first_frames(path, flag)).shape[:2]
     return Size(*sides, number, rate)
 
 
@@ -169,14 +169,14 @@ def _quarter_turns(frame, path: str | Path) -> int:
     return upright[signs]
 
 
-def timed_frames(path: str | Path, flag: str, start: float, duration: float) -> int | None:
-    """How many frames `frames_between` gives, by the file's packets; None where it has no times."""
+def timed_frames(path: str | Path, flag: str, seconds: float) -> int | None:
+    """How many frames `frames_until` gives, by the file's packets; None where it has no times."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
         times = _packet_times(container, stream)
     if not times or None in times:
         return None
-    return sum(start <= time < start + duration for time in times)
+    return sum(0 <= time < seconds for time in times)
 
 
 def _packet_times(container, stream) -> list[float | None]:
@@ -217,42 +217,33 @@ def video_size(
     return replace(size, num_frames=window if window_frames is None else window_frames)
 
 
-def frames_between(
-    path: str | Path, flag: str, start: float, duration: float, upright: bool = True
+def frames_until(
+    path: str | Path, flag: str, seconds: float, upright: bool = True
 ) -> Iterator[np.ndarray]:
-    """Frames, uint8 (H, W, 3), whose times are from `start` to before `start + duration` seconds;
-    by their numbers where the file has no times. upright: as they are shown, not as stored."""
+    """Frames, uint8 (H, W, 3), whose times are from 0 to before `seconds`; by their numbers where
+    the file has no times. upright: as they are shown, not as stored."""
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
-        if start > 0:
-            container.seek(int(start / stream.time_base), stream=stream)
         for frame in container.decode(stream):
             if frame.pts is None:
                 break
             time = float(frame.pts * stream.time_base)
-            if time >= start + duration:
+            if time >= seconds:
                 return
-            if time >= start:
+            if time >= 0:
                 yield _rgb(frame, path, upright)
         else:
             return
         rate = float(stream.average_rate)
-    first = round(start * rate)
-    frames = first_frames(path, flag, upright)
-    yield from islice(frames, first, first + round(duration * rate))
+    yield from islice(first_frames(path, flag, upright), round(seconds * rate))
 
 
 def first_frames(path: str | Path, flag: str, upright: bool = True) -> Iterator[np.ndarray]:
     """All frames, uint8 (H, W, 3), whatever their times are. upright: as they are shown, not as
     stored."""
-    for frame in first_frames_as_stored(path, flag):
-        yield _rgb(frame, path, upright)
-
-
-def first_frames_as_stored(path: str | Path, flag: str) -> Iterator:
-    """PyAV's frames of a video file."""
     with _opened(path, flag) as container:
-        yield from container.decode(_video_stream(container, path, flag))
+        for frame in container.decode(_video_stream(container, path, flag)):
+            yield _rgb(frame, path, upright)
 
 
 def pixels_of(frames: Iterable[np.ndarray], height: int, width: int) -> Tensor:

@@ -144,15 +144,12 @@ class HostModels:
     ) -> tuple[torch.nn.Module, object]:
         """What decodes a clip of latents (F, h, w), and ltx-core's TilingConfig for it."""
         self._spec("video_decoder")  # its imports of ltx-core come before all others
-        from ltx_core.model.video_vae import TilingConfig
-
         from ltx_neuron.host import tiles
 
-        if rank_tiles:
-            config = tiles.tiling_for_ranks(self.profile, clip, rank_tiles.at_once)
-            return tiles.TiledDecoder(rank_tiles, rank_tiles.at_once), config
-        config = tiles.tiling(self.profile) if self.profile else TilingConfig.default()
-        return self.video_decoder, config
+        if not rank_tiles:
+            return self.video_decoder, tiles.tiling(self.profile)
+        decoder = tiles.TiledDecoder(rank_tiles, rank_tiles.at_once)
+        return decoder, tiles.tiling_for_ranks(self.profile, clip, rank_tiles.at_once)
 
     @torch.no_grad()
     def decode_audio(self, latent: torch.Tensor, rank_sound=None) -> torch.Tensor:

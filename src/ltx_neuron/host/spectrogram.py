@@ -86,16 +86,9 @@ def _sinc_filters(old: int, new: int) -> tuple[Tensor, int]:
 
 def log_mel(sound: Tensor, sizes: MelSizes) -> Tensor:
     """Samples (channels, N) at the sizes' rate -> (1, channels, 1 + N // hop, bins), float32."""
-    window = torch.hann_window(sizes.window)
-    spectrum = torch.stft(
-        sound.float(),
-        sizes.window,
-        sizes.hop,
-        window=window,
-        center=True,
-        pad_mode="reflect",
-        return_complex=True,
-    )  # (channels, frequencies, frames)
+    window, size = torch.hann_window(sizes.window), (sizes.window, sizes.hop)
+    # (channels, frequencies, frames), of samples that are reflected at both ends
+    spectrum = torch.stft(sound.float(), *size, window=window, return_complex=True)
     mel = spectrum.abs().transpose(1, 2) @ mel_filters(sizes)
     return mel.clamp(min=_FLOOR).log()[None]
 

@@ -29,8 +29,10 @@ _SHAPE_COST = 0.1
 _LOOK_AHEAD = 4
 
 
-def tiling(profile: Profile) -> TilingConfig:
-    """The profile's tiles; by default ltx-core's."""
+def tiling(profile: Profile | None) -> TilingConfig:
+    """The profile's tiles; by default and without a profile ltx-core's."""
+    if not profile:
+        return TilingConfig.default()
     return _config(
         profile.vae_tile, profile.vae_tile_frames, profile.vae_overlap, profile.vae_overlap_frames
     )

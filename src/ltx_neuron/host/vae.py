@@ -138,11 +138,7 @@ class Stage:
         return stage
 
     def add_residuals(self, block: UNetMidBlock3D) -> None:
-        for residual in block.res_blocks:
-            self._add_residual(residual)
-
-    def _add_residual(self, block: ResnetBlock3D) -> None:
-        """features += conv2(silu(norm(conv1(silu(norm(features))))))"""
+        """features += conv2(silu(norm(conv1(silu(norm(features)))))), for every residual block"""
 
         def write_middle(frames: slice, rows: slice, piece: Tensor) -> None:
             activate(piece, self.middle.inner[frames, rows])
@@ -152,11 +148,12 @@ class Stage:
             features.copy_(piece.add_(features))
             activate(piece, self.active.inner[frames, rows])
 
-        first, second = block.conv1.conv, block.conv2.conv
-        self.convolve(self.active, first.weight, first.bias, write_middle)
-        self.middle.repeat_end_frames()
-        self.convolve(self.middle, second.weight, second.bias, write)
-        self.repeat_end_frames()
+        for residual in block.res_blocks:
+            first, second = residual.conv1.conv, residual.conv2.conv
+            self.convolve(self.active, first.weight, first.bias, write_middle)
+            self.middle.repeat_end_frames()
+            self.convolve(self.middle, second.weight, second.bias, write)
+            self.repeat_end_frames()
 
     def convolved(self, source: FeatureMap, weight: Tensor, bias: Tensor) -> Tensor:
         """The convolution of a map, whole, float32 (F, H, W, Cout)."""
@@ -347,7 +344,7 @@ class _EncoderStage(Stage):
             stage.features.inner[place] = piece
             activate(piece, stage.active.inner[place])
 
-        self.workers.run(
+        self.workers.map(
             write, itertools.product(range(smaller[0]), range(0, smaller[1], rows_at_once))
         )
         stage.repeat_end_frames()

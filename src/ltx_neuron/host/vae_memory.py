@@ -20,7 +20,7 @@ from torch import nn
 
 from ltx_neuron.host import encoding
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
-from ltx_neuron.host.tiles import tile_shape
+from ltx_neuron.host.tiles import cut, tile_shape
 from ltx_neuron.host.winograd import (
     LARGEST_FILTERS,
     NUMBERS_AT_ONCE,
@@ -58,9 +58,7 @@ def decode_bytes(
     """
     with torch.device("meta"):
         decoder = VideoDecoderConfigurator.from_config(config)
-    tiles = decoder._prepare_tiles(
-        torch.empty(1, 1, *latent, device="meta"), tiling or TilingConfig.default()
-    )
+    tiles = cut(latent, tiling or TilingConfig.default())
     walk = _Walk(threads, arithmetic)
     working = max(walk.decode(decoder, shape) for shape in set(map(tile_shape, tiles)))
     # Tiles of one time span are blended into two float32 arrays, frames and their weights. What the

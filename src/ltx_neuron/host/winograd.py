@@ -154,7 +154,7 @@ def convolve_direct(
         # Not copied, as channels last: sums over channels would have other bits.
         write(frame, slice(0, height), result[frame])
 
-    workers.run(write_frame, range(frames))
+    workers.map(write_frame, range(frames))
 
 
 def convolve_bfloat16(
@@ -196,7 +196,7 @@ def _write_sum(results: list[Tensor], start: int, write: WritePiece, workers: Wo
             piece.add_(result[frame, rows])
         write(slice(start + frame, start + frame + 1), rows, piece)
 
-    workers.run(write_rows, itertools.product(range(frames), range(0, height, rows_at_once)))
+    workers.map(write_rows, itertools.product(range(frames), range(0, height, rows_at_once)))
 
 
 def convolve_winograd(
@@ -229,7 +229,7 @@ def convolve_winograd(
         write(slice(frame, frame + len(piece)), slice(row, row + piece.shape[1]), piece)
 
     corners = itertools.product(range(0, tiles_f, piece_f), range(0, tiles_h, piece_h))
-    workers.run(compute_piece, corners)
+    workers.map(compute_piece, corners)
 
 
 def tile_counts(shape: Sequence[int]) -> tuple[int, int, int]:
