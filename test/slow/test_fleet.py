@@ -2,7 +2,6 @@
 bit for bit, whatever dies and joins meanwhile."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -36,13 +35,8 @@ from ltx_neuron.fleet.remote_queue import STATE
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.guidance import DEFAULTS
-from ltx_neuron.service.jobs import VIDEO, job_of
+from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import NewJob, Queue
-from ltx_neuron.weights.lora import Lora
-
-pytestmark = pytest.mark.slow
 
 SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
 SMALL = {"height": 64, "width": 64, "num_frames": 9}
@@ -185,19 +179,6 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     recorded = json.loads((out / RESULTS).read_text())
     assert recorded == json.loads((wanted / RESULTS).read_text())
     assert not (out / FOLDER).exists()
-
-
-def test_a_line_of_a_job_says_all_of_it(tmp_path):
-    image = ImageCondition(str(tmp_path / "a.png"), 8, 0.5, 20)
-    loras = Lora(tmp_path / "a.safetensors", 0.3), Lora(tmp_path / "b.safetensors", -1)
-    for job in (
-        Job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
-        Job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
-        Job("a", recipe="dev", guidance=DEFAULTS),
-        Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
-        Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
-    ):
-        assert job_of(json.loads(json.dumps(job.spec.line())), tmp_path) == job
 
 
 def test_the_replicas_of_a_batch_are_told_of_footage_that_lies_where_it_lay(
@@ -414,13 +395,3 @@ def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
             ray.get(other.cores.remote())
         with pytest.raises(UserError, match="2,3,4,5 are cores of more than one chip"):
             ray.get(asking(profile, 4).cores.remote())
-
-
-def test_cores_that_were_set_as_a_range_are_read_and_unset_ones_refused(monkeypatch):
-    profile = resolve("trn2.48xlarge", ())
-    monkeypatch.setenv(rays.VISIBLE, "4-7")
-    assert rays.check_cores(profile, 4) == [4, 5, 6, 7]
-    assert os.environ[rays.VISIBLE] == "4,5,6,7"
-    monkeypatch.delenv(rays.VISIBLE)
-    with pytest.raises(UserError, match="RAY_EXPERIMENTAL_NOSET"):
-        rays.check_cores(profile, 4)

@@ -14,12 +14,11 @@ pytest.importorskip("playwright", reason="an extra is not installed: pip install
 
 from conftest import SCRIPT_SECONDS
 from helpers import wait_for
+from integration.test_service import service, setup  # noqa: F401
 from playwright import sync_api
-from test_service import service, setup  # noqa: F401
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The Sora API"),
     pytest.mark.skipif(
         not CHROMIUM, reason="no page was opened in a browser: apt-get install chromium"
