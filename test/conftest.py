@@ -5,14 +5,16 @@ import json
 import os
 import pickle
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import warm_python
+
+pytest_plugins = ["tiers"]
 
 ROOT = Path(__file__).resolve().parents[1]
 # Scripts that tests start import this checkout, whatever is installed.
@@ -27,16 +29,13 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
 SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth of it on two cores
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(terminalreporter):
-    """The last lines say what was not tested on this machine, and what would test it."""
-    yield
-    reasons = (skipped.longrepr[2] for skipped in terminalreporter.stats.get("skipped", []))
-    counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
-    if counts:
-        terminalreporter.section("NOT tested on this machine")
-    for reason, count in counts.most_common():
-        terminalreporter.line(f"{count:4} skipped: {reason}")
+def needs(*packages: str, extras: str) -> None:
+    """Skip a test file where a package is not installed. It is not imported: Ray, the client of
+    OpenAI and Playwright take seconds, and a run of other files collects this one too."""
+    for package in packages:
+        if not find_spec(package):
+            reason = f"an extra is not installed: pip install -e .[{extras}]"
+            pytest.skip(reason, allow_module_level=True)
 
 
 @pytest.fixture(scope="session")

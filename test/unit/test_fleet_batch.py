@@ -3,20 +3,16 @@ and what becomes of the finished ones; a job's line, and a replica's cores."""
 
 import json
 import os
+import threading
 from argparse import Namespace
 from contextlib import closing
 
 import pytest
-
-pytest.importorskip("ray", reason="an extra is not installed: pip install -e .[dev,fleet]")
-
-import threading
+from conftest import needs
 
 from ltx_neuron.batch import Line, Results
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.fleet import batch
-from ltx_neuron.fleet import cluster as rays
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.sampling.conditions import ImageCondition
@@ -24,6 +20,8 @@ from ltx_neuron.sampling.guidance import DEFAULTS
 from ltx_neuron.service.jobs import VIDEO, job_of
 from ltx_neuron.service.queue import Queue
 from ltx_neuron.weights.lora import Lora
+
+needs("ray", extras="dev,fleet")
 
 
 class Pool:
@@ -56,6 +54,8 @@ class Pool:
 
 def made(tmp_path, monkeypatch, prompts: list[str], patience: int = 9) -> list[str]:
     """The prompts of the jobs that a run of a batch's lines makes, in the order of making."""
+    from ltx_neuron.fleet import batch
+
     monkeypatch.setattr(batch, "Pool", Pool)
     monkeypatch.setattr(Pool, "patience", patience)
     Pool.last = None
@@ -110,6 +110,8 @@ def test_a_line_of_a_job_says_all_of_it(tmp_path):
 
 
 def test_cores_that_were_set_as_a_range_are_read_and_unset_ones_refused(monkeypatch):
+    from ltx_neuron.fleet import cluster as rays
+
     profile = resolve("trn2.48xlarge", ())
     monkeypatch.setenv(rays.VISIBLE, "4-7")
     assert rays.check_cores(profile, 4) == [4, 5, 6, 7]

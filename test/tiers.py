@@ -1,0 +1,133 @@
+"""What a test session says at its end: what this machine did not test, and what it cost.
+
+A plugin of conftest's. CPU seconds are those of all processes: pytest's first one is their reaper
+(PR_SET_CHILD_SUBREAPER), so that ranks whose script has died, and fork servers, count too.
+"""
+
+import ctypes
+import os
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+# What the first tier may cost. Set to the seconds of a run on the slowest CPU that we have (AVX2
+# alone) and a tenth. CPUs differ by a factor of two, so a faster one notices less: there the tier
+# may grow to twice its cost, and fails in CI on the slow one first.
+CPU_SECONDS = 1200
+FIRST_TIER = {"unit", "integration"}
+# The other tiers, and what runs them.
+COMMANDS = {
+    "slow": "make test-all",
+    "stress": "python -m pytest test/stress",
+    "device": "python -m pytest test/device, on a machine with a Neuron device",
+    "xla": "DIR/bin/python -m pytest test/xla, in a venv of test/xla/make_xla_venv.sh DIR",
+}
+# Instructions for which there is code, or that oneDNN chooses its own by.
+CPU_FLAGS = {"avx512f": "AVX-512", "amx_tile": "AMX"}
+SLOW_IMPORTS = {"ray", "openai", "playwright"}  # seconds each
+
+IMPORTED = pytest.StashKey[set[str]]()  # of SLOW_IMPORTS, once the tests are collected
+SPENT = pytest.StashKey[float]()
+_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+
+
+def pytest_configure(config) -> None:
+    if config.getoption("numprocesses", None):
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        threading.Thread(target=_reap, daemon=True).start()
+
+
+def _reap() -> None:
+    """Wait for each child as it ends. This process starts nothing but workers, whose exit codes
+    nobody reads."""
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            time.sleep(0.05)
+
+
+def pytest_collection_finish(session) -> None:
+    session.config.stash[IMPORTED] = SLOW_IMPORTS & sys.modules.keys()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session) -> None:
+    """After the workers have ended."""
+    config = session.config
+    if hasattr(config, "workerinput"):
+        return
+    config.stash[SPENT] = cpu_seconds()
+    if over_budget(config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def cpu_seconds() -> float:
+    """Of this process and of all that have ended below it."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def over_budget(config) -> bool:
+    counted = config.getoption("numprocesses", None) and whole_tiers(config) == FIRST_TIER
+    return bool(counted) and config.stash[SPENT] > CPU_SECONDS
+
+
+def whole_tiers(config) -> set[str]:
+    """The tiers of which this run has every test; none where it has a part of one."""
+    paths = [(config.invocation_params.dir / each).resolve() for each in config.args]
+    chosen = (config.getoption(name, None) for name in ("keyword", "markexpr", "lf", "deselect"))
+    tests = config.rootpath / "test"
+    if any(chosen) or any(path.parent != tests or not path.is_dir() for path in paths):
+        return set()
+    return {path.name for path in paths}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    yield
+    config = terminalreporter.config
+    lines = skipped(terminalreporter.stats.get("skipped", []))
+    if tiers := whole_tiers(config):
+        lines += not_included(tiers, config.rootpath / "test") + other_cpus()
+    if lines:
+        terminalreporter.section("NOT tested on this machine")
+    for line in lines:
+        terminalreporter.line(line)
+    said = f"{config.stash[SPENT]:.0f} CPU seconds"
+    if over_budget(config):
+        said += f": the first tier has {CPU_SECONDS} (CPU_SECONDS in test/tiers.py says why)"
+    terminalreporter.line(said)
+
+
+def skipped(reports: list) -> list[str]:
+    """Reasons say how to test what was not."""
+    counts = Counter(
+        (report.longrepr[2].removeprefix("Skipped: "), isinstance(report, pytest.CollectReport))
+        for report in reports
+    )
+    return [
+        f"{count:4} {'file' if whole else 'case'}{'s' if count > 1 else ''} skipped: {reason}"
+        for (reason, whole), count in counts.most_common()
+    ]
+
+
+def not_included(tiers: set[str], tests: Path) -> list[str]:
+    left = [tier for tier in COMMANDS if tier not in tiers and (tests / tier).is_dir()]
+    return [f"test/{tier}: {COMMANDS[tier]}" for tier in left]
+
+
+def other_cpus() -> list[str]:
+    """Kernels are chosen by the CPU: the tests ran on this one's."""
+    cpu = Path("/proc/cpuinfo").read_text().split()
+    older = os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
+    lacking = [name for flag, name in CPU_FLAGS.items() if older or flag not in cpu]
+    lines = [f"kernels for {' and '.join(lacking)}: a CPU that has it"] if lacking else []
+    if "AVX-512" not in lacking:
+        lines.append("kernels for AVX2 alone: ATEN_CPU_CAPABILITY=avx2 make test")
+    return lines
