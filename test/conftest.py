@@ -26,6 +26,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+# How many examples hypothesis draws: HYPOTHESIS_PROFILE=large, or --hypothesis-profile=large. In CI
+# they are the same ones each time. It is not there where the SDK's tests run alone.
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    for profile, examples in {"small": 50, "large": 5000}.items():
+        settings.register_profile(
+            profile, max_examples=examples, deadline=None, derandomize="CI" in os.environ
+        )
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
+
 SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth of it on two cores
 
 
