@@ -55,6 +55,7 @@ serve-demo: demo-artifacts
 lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	PYTHONPATH=src .venv/bin/lint-imports
 
 # worksteal: a worker that has no tests left takes some of another's.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal
