@@ -57,11 +57,11 @@ lint: venv
 	$(PY) -m ruff format --check .
 	PYTHONPATH=src .venv/bin/lint-imports
 
-# worksteal: a worker that has no tests left takes some of another's.
+# worksteal: a worker that has no tests left takes some of another's; long ones begin first.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test: venv lint
-	$(PYTEST) test/unit test/integration
+	$(PYTEST) test/integration test/unit
 
 test-all: venv lint
-	$(PYTEST) test/unit test/integration test/slow
+	$(PYTEST) test/slow test/integration test/unit
