@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,13 @@ SPENT = pytest.StashKey[float]()
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 
+def has_workers(config) -> bool:
+    """Whether this is pytest's first process, and others run the tests."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
 def pytest_configure(config) -> None:
-    if config.getoption("numprocesses", None):
+    if has_workers(config):
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         threading.Thread(target=_reap, daemon=True).start()
 
@@ -53,16 +59,27 @@ def _reap() -> None:
             time.sleep(0.05)
 
 
+def _wait_for_all(seconds: float = 5) -> None:
+    """Until this process has no child: a worker's fork server ends shortly after the worker, and
+    only then counts all that it has started."""
+    end = time.monotonic() + seconds
+    with suppress(ChildProcessError):
+        while time.monotonic() < end:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            time.sleep(0.01)
+
+
 def pytest_collection_finish(session) -> None:
     session.config.stash[IMPORTED] = SLOW_IMPORTS & sys.modules.keys()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session) -> None:
-    """After the workers have ended."""
+    """After the workers have ended. Without workers, fork servers live on, and would not count."""
     config = session.config
-    if hasattr(config, "workerinput"):
+    if not has_workers(config):
         return
+    _wait_for_all()
     config.stash[SPENT] = cpu_seconds()
     if over_budget(config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -75,8 +92,7 @@ def cpu_seconds() -> float:
 
 
 def over_budget(config) -> bool:
-    counted = config.getoption("numprocesses", None) and whole_tiers(config) == FIRST_TIER
-    return bool(counted) and config.stash[SPENT] > CPU_SECONDS
+    return whole_tiers(config) == FIRST_TIER and config.stash[SPENT] > CPU_SECONDS
 
 
 def whole_tiers(config) -> set[str]:
@@ -100,10 +116,11 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("NOT tested on this machine")
     for line in lines:
         terminalreporter.line(line)
-    said = f"{config.stash[SPENT]:.0f} CPU seconds"
-    if over_budget(config):
-        said += f": the first tier has {CPU_SECONDS} (CPU_SECONDS in test/tiers.py says why)"
-    terminalreporter.line(said)
+    if SPENT in config.stash:
+        said = f"{config.stash[SPENT]:.0f} CPU seconds"
+        if over_budget(config):
+            said += f": the first tier has {CPU_SECONDS} (CPU_SECONDS in test/tiers.py says why)"
+        terminalreporter.line(said)
 
 
 def skipped(reports: list) -> list[str]:
@@ -128,7 +145,9 @@ def other_cpus() -> list[str]:
     cpu = Path("/proc/cpuinfo").read_text().split()
     older = os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
     lacking = [name for flag, name in CPU_FLAGS.items() if older or flag not in cpu]
-    lines = [f"kernels for {' and '.join(lacking)}: a CPU that has it"] if lacking else []
+    lines = (
+        [f"kernels for {' and '.join(lacking)}: the same command on such a CPU"] if lacking else []
+    )
     if "AVX-512" not in lacking:
         lines.append("kernels for AVX2 alone: ATEN_CPU_CAPABILITY=avx2 make test")
     return lines
