@@ -55,7 +55,7 @@ serve-demo: demo-artifacts
 lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	PYTHONPATH=src .venv/bin/lint-imports
+	PYTHONPATH=src .venv/bin/lint-imports --no-cache --no-logo
 
 # worksteal: a worker that has no tests left takes some of another's; long ones begin first.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal
