@@ -1,4 +1,5 @@
-# make demo: from a fresh clone to outputs/demo.mp4.   make test: everything that needs no Neuron device.
+# make demo: from a fresh clone to outputs/demo.mp4.   make test: what a change needs before a commit.
+# make test-all: everything that needs no Neuron device and no package of its own, as CI runs it.
 # make serve-demo: the demo's model behind http://127.0.0.1:8000/v1 (docs/serving.md).
 PYTHON ?= python3
 # Processes that test. Each waits half of its time, for ranks that start, leases and health checks.
@@ -11,7 +12,7 @@ CKPT := $(DEMO)/ltx-2.3-demo.safetensors
 PROMPT := "a red circle glides slowly to the right on a navy ground"
 SIZE := --height 128 --width 192 --num-frames 49 --frame-rate 24 --two-stage
 
-.PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test lint venv
+.PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test test-all lint venv
 venv: .venv/installed
 
 .venv/installed: pyproject.toml requirements.txt requirements-ltx.txt constraints.txt
@@ -54,6 +55,13 @@ serve-demo: demo-artifacts
 lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	PYTHONPATH=src .venv/bin/lint-imports --no-cache --no-logo
+
+# worksteal: a worker that has no tests left takes some of another's; long ones begin first.
+PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test: venv lint
-	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) test/integration test/unit
+
+test-all: venv lint
+	$(PYTEST) test/slow test/integration test/unit

@@ -5,7 +5,7 @@ parallelism. Counted in the graphs of the released size; nothing is computed and
     VENV/bin/python benchmarks/step_graphs.py --hlo
 
 With --hlo the graphs are those that NxD's ModelBuilder gets (torch_xla lowers them, in the venv of
-test/make_xla_venv.sh), else those that torch.export writes.
+test/xla/make_xla_venv.sh), else those that torch.export writes.
 """
 
 import argparse

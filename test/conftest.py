@@ -5,14 +5,17 @@ import json
 import os
 import pickle
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import warm_python
+
+pytest_plugins = ["tiers"]
 
 ROOT = Path(__file__).resolve().parents[1]
 # Scripts that tests start import this checkout, whatever is installed.
@@ -24,19 +27,27 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+# How many examples hypothesis draws: HYPOTHESIS_PROFILE=large, or --hypothesis-profile=large. In CI
+# they are the same ones each time. It is not there where the SDK's tests run alone.
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    for profile, examples in {"small": 50, "large": 5000}.items():
+        settings.register_profile(
+            profile, max_examples=examples, deadline=None, derandomize="CI" in os.environ
+        )
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
+
 SCRIPT_SECONDS = 300  # the longest a script may take; the slowest takes a tenth of it on two cores
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(terminalreporter):
-    """The last lines say what was not tested on this machine, and what would test it."""
-    yield
-    reasons = (skipped.longrepr[2] for skipped in terminalreporter.stats.get("skipped", []))
-    counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
-    if counts:
-        terminalreporter.section("NOT tested on this machine")
-    for reason, count in counts.most_common():
-        terminalreporter.line(f"{count:4} skipped: {reason}")
+def needs(*packages: str, extras: str) -> None:
+    """Skip a test file where a package is not installed. It is not imported: Ray, the client of
+    OpenAI and Playwright take seconds, and a run of other files collects this one too."""
+    for package in packages:
+        if not find_spec(package):
+            reason = f"an extra is not installed: pip install -e .[{extras}]"
+            pytest.skip(reason, allow_module_level=True)
 
 
 @pytest.fixture(scope="session")
@@ -75,16 +86,14 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def scripts(shared, tmp_path_factory):
+def scripts(shared):
     """scripts(assets, tp, dtype) returns a Setup, the same one for the same arguments. All share
     one artifacts folder, with those of other workers. It is not the one of `artifacts`: a service
     offers all sizes that it finds."""
-    folder, setups = tmp_path_factory.mktemp("scripts"), {}
 
+    @cache
     def setup(assets, tp: int = 4, dtype: str = "float32") -> Setup:
-        key = (assets, tp, dtype)
-        name = f"run{len(setups)}"
-        return setups.setdefault(key, Setup(folder, shared / "scripts", name, *key))
+        return Setup(shared / "scripts", assets, tp, dtype)
 
     return setup
 
@@ -111,16 +120,16 @@ class Generated(NamedTuple):
 
 class Setup:
     """The five scripts on one set of assets, each in its own process. The same call is not made
-    twice in a session: the first one's result is returned again.
+    twice in a session, whichever worker makes it: the first one's result is returned again.
 
     Flags are keywords: num_frames=17 is --num-frames 17, two_stage=True is --two-stage, and
     image=((path, 0), (path, 8)) is --image twice.
     """
 
-    def __init__(self, folder: Path, shared: Path, name: str, assets, tp: int, dtype: str):
-        self.folder, self.name, self.assets, self.tp, self.dtype = folder, name, assets, tp, dtype
-        self.shared, self.artifacts = shared, shared / "artifacts"
-        self._results: dict = {}  # of every call so far, by script and flags
+    def __init__(self, shared: Path, assets, tp: int, dtype: str):
+        self.folder, self.assets, self.tp, self.dtype = shared, assets, tp, dtype
+        self.artifacts = shared / "artifacts"
+        self._results: dict = {}  # of every run so far, by its folder
 
     def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
         """One script in its own process, whatever its exit code."""
@@ -148,41 +157,46 @@ class Setup:
 
     def _run_all(self, calls: list, gemma: bool) -> None:
         for script, flags in calls:
-            call = script, *words(**flags), self.assets.checkpoint, self.tp, self.dtype
-            name = hashlib.sha256(str(call).encode()).hexdigest()[:16]
 
             def run(path, script=script, flags=flags) -> None:
                 succeeded(self.run(script, gemma, **flags))
 
-            once(self.shared / "prepared" / name, run)
+            once(self._folder_of(script, **flags), run)
+
+    def _folder_of(self, script: str, **flags) -> Path:
+        call = script, *words(**flags), self.assets.checkpoint, self.tp, self.dtype
+        return self.folder / "runs" / hashlib.sha256(str(call).encode()).hexdigest()[:16]
 
     def generate(self, repeat: int = 0, **flags) -> Generated:
         """Run generate_ltx23.py and read what it wrote. Another `repeat` runs the same flags once
         more."""
-        key = ("generate", repeat, *words(**flags))
-        if key not in self._results:
-            self._results[key] = self._generate(
-                self.folder / f"{self.name}-{len(self._results)}", **flags
-            )
-        return self._results[key]
+        out = self._folder_of("src/generate_ltx23.py", repeat=repeat, **flags)
+        if out not in self._results:
+            process = once(out, lambda out: self._generate(out, **flags))
+            self._results[out] = _read(out, process)
+        return self._results[out]
 
-    def _generate(self, out: Path, **flags) -> Generated:
-        from safetensors.torch import load_file
-
+    def _generate(self, out: Path, **flags) -> subprocess.CompletedProcess:
         files = {
             "output_path": "video.mp4",
             "save_tensors": "tensors.safetensors",
             "perf_dump_path": "perf.json",
         }
-        process = self.run(
-            "src/generate_ltx23.py",
-            spatial_upsampler_path=self.assets.spatial_upsampler,
-            **flags,
-            **{flag: out / name for flag, name in files.items()},
+        return succeeded(
+            self.run(
+                "src/generate_ltx23.py",
+                spatial_upsampler_path=self.assets.spatial_upsampler,
+                **flags,
+                **{flag: out / name for flag, name in files.items()},
+            )
         )
-        succeeded(process)
-        perf = json.loads((out / "perf.json").read_text())
-        return Generated(process, load_file(out / "tensors.safetensors"), perf, out / "video.mp4")
+
+
+def _read(out: Path, process: subprocess.CompletedProcess) -> Generated:
+    from safetensors.torch import load_file
+
+    perf = json.loads((out / "perf.json").read_text())
+    return Generated(process, load_file(out / "tensors.safetensors"), perf, out / "video.mp4")
 
 
 def words(**flags) -> list[str]:

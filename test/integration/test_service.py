@@ -22,10 +22,7 @@ pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e
 pytest.importorskip(
     "prometheus_client", reason="an extra is not installed: pip install -e .[dev,serve]"
 )
-pytest.importorskip("openai", reason="an extra is not installed: pip install -e .[dev,serve]")
 
-import openai
-from openai.types import Video
 from pydantic import TypeAdapter, ValidationError
 
 from ltx_neuron.engine import Engine, RunOptions
@@ -59,6 +56,13 @@ ASKED = [
     ({"prompt": "birds sing", "size": "128x128", "extra_body": {"two_stage": True}}, SIZE),
     ({"prompt": "« hello » says a man", "size": "64x64", "extra_body": {"seed": 4}}, SMALL),
 ]
+
+
+@pytest.fixture(scope="module")
+def openai():
+    """Not when tests are collected: importing it takes seconds."""
+    reason = "an extra is not installed: pip install -e .[dev,serve]"
+    return pytest.importorskip("openai", reason=reason)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,9 @@ class Service:
             self.log.write(line.encode())
             self.log.flush()
 
-    def client(self, owner: str = "ada", **more) -> openai.OpenAI:
+    def client(self, owner: str = "ada", **more):
+        import openai
+
         return openai.OpenAI(base_url=self.url, api_key=self.tokens[owner], **more)
 
     def queue(self) -> Queue:
@@ -146,14 +152,14 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def service(setup, tiny, tmp_path_factory):
+def service(openai, setup, tiny, tmp_path_factory):
     made = Service(setup, tiny, tmp_path_factory.mktemp("service"))
     made.start()
     yield made
     made.stop()
 
 
-def made(client: openai.OpenAI, **fields) -> bytes:
+def made(client, **fields) -> bytes:
     """A video from first to last, through OpenAI's client."""
     video = client.videos.create_and_poll(**fields)
     assert (video.status, video.progress, video.error) == ("completed", 100, None)
@@ -174,7 +180,7 @@ def test_a_picture_of_a_client_is_held_as_the_scripts_is(service, wanted, tiny):
         assert made(service.client(), **fields, input_reference=file) == wanted[-1]
 
 
-def test_a_job_is_seen_listed_downloaded_and_deleted(service, tmp_path):
+def test_a_job_is_seen_listed_downloaded_and_deleted(openai, service, tmp_path):
     client = service.client("bob")
     assert client.videos.list().data == []
     videos = [client.videos.create_and_poll(**ASKED[0][0]) for _ in range(3)]
@@ -193,21 +199,22 @@ def test_a_job_is_seen_listed_downloaded_and_deleted(service, tmp_path):
     assert client.videos.list().data == []
 
 
-def test_what_is_answered_is_openais_type_word_for_word(service):
+def test_what_is_answered_is_openais_type_word_for_word(openai, service):
+    adapter = TypeAdapter(openai.types.Video)
     client = service.client()
     for raw in (
         client.videos.with_raw_response.create(**ASKED[0][0]),
         client.videos.with_raw_response.retrieve(client.videos.list(limit=1).data[0].id),
     ):
         with pytest.raises(ValidationError) as caught:
-            TypeAdapter(Video).validate_json(raw.content, strict=True)
+            adapter.validate_json(raw.content, strict=True)
         # Its sizes are Sora's four, 720x1280 and so on; a multiple of 32 is none of them.
         assert {error["loc"][0] for error in caught.value.errors()} == {"size"}
         content = raw.http_response.json() | {"size": "720x1280"}
-        TypeAdapter(Video).validate_json(json.dumps(content), strict=True)
+        adapter.validate_json(json.dumps(content), strict=True)
 
 
-def test_the_model_says_which_sizes_are_compiled(service):
+def test_the_model_says_which_sizes_are_compiled(openai, service):
     (model,) = service.client().models.list().data
     assert service.client().models.retrieve(model.id).id == model.id
     sizes = {(s["size"], s["num_frames"], s["two_stage"]) for s in model.sizes}
@@ -248,7 +255,7 @@ def test_the_sync_route_answers_with_the_video(service, wanted):
     assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
 
 
-def test_a_key_makes_one_job_of_a_request_that_is_sent_twice(service):
+def test_a_key_makes_one_job_of_a_request_that_is_sent_twice(openai, service):
     client = service.client("bob")
     header = {"extra_headers": {"Idempotency-Key": "k"}}
     first = client.videos.create(**ASKED[0][0], **header)
@@ -261,7 +268,7 @@ def test_a_key_makes_one_job_of_a_request_that_is_sent_twice(service):
 # --- what strangers send --------------------------------------------------------------------------
 
 
-def test_another_token_sees_no_job_and_without_one_nothing_is_seen(service):
+def test_another_token_sees_no_job_and_without_one_nothing_is_seen(openai, service):
     video = service.client("ada").videos.create(**ASKED[0][0])
     bob = service.client("bob").videos
     for call in (bob.retrieve, bob.delete, bob.download_content):
@@ -280,7 +287,7 @@ def bomb() -> bytes:
     return file.getvalue()
 
 
-def test_uploads_that_are_no_pictures_are_refused_and_leave_nothing(service, wanted):
+def test_uploads_that_are_no_pictures_are_refused_and_leave_nothing(openai, service, wanted):
     client = service.client(max_retries=0)
     folders = set((service.folder / "data/jobs").iterdir())
     for content, what in (
@@ -296,7 +303,7 @@ def test_uploads_that_are_no_pictures_are_refused_and_leave_nothing(service, wan
     assert set((service.folder / "data/jobs").iterdir()) <= folders
 
 
-def test_a_body_and_a_prompt_that_are_too_large_are_refused(service):
+def test_a_body_and_a_prompt_that_are_too_large_are_refused(openai, service):
     client = service.client(max_retries=0)
     with pytest.raises(openai.BadRequestError, match="1000000 characters, 10000 at most"):
         client.videos.create(prompt="x" * 1_000_000)

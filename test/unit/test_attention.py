@@ -22,7 +22,6 @@ from helpers import (  # noqa: F401
     step_inputs,
     step_number,
 )
-from test_signatures import operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, peak_bytes, trace
@@ -35,6 +34,7 @@ from ltx_neuron.models.programs import dit_program, gemma3_program
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.weights.gains import LARGEST_GAP, check_const_max, largest_bounds
+from unit.test_signatures import operations
 
 # The largest deviation of the scores of `three`: an error of a score, as large as a sum of `size`
 # summands of this deviation makes it, is a relative error of its weight.

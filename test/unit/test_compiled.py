@@ -17,8 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import one_thread, randn, random_value, rel  # noqa: F401
-from test_attention import block_graph
-from test_torchdist import EQUAL, SOON, TP, make_toy, upload, wanted
 
 from ltx_neuron.backends import environment, nki
 from ltx_neuron.backends.export import fake_process_group
@@ -33,6 +31,8 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.models.attention import nki_const_max, sdpa
 from ltx_neuron.profiles import MODELS, PROFILES, resolve
 from ltx_neuron.workspace import Workspace
+from unit.test_attention import block_graph
+from unit.test_torchdist import EQUAL, SOON, TP, make_toy, upload, wanted
 
 BUCKET = Bucket(video_tokens=6, audio_tokens=4, timesteps=1, max_steps=2)
 # aot_eager is what TorchNeuron does before its own compiler: Dynamo, AOTAutograd, functional

@@ -1,21 +1,27 @@
 """A batch on the cluster's queue, with a pool in Ray's place: which jobs an interrupted run leaves,
-and what becomes of the finished ones."""
+and what becomes of the finished ones; a job's line, and a replica's cores."""
 
+import json
+import os
+import threading
 from argparse import Namespace
 from contextlib import closing
 
 import pytest
-
-pytest.importorskip("ray", reason="an extra is not installed: pip install -e .[dev,fleet]")
-
-import threading
+from conftest import needs
 
 from ltx_neuron.batch import Line, Results
+from ltx_neuron.errors import UserError
 from ltx_neuron.files import write_json
-from ltx_neuron.fleet import batch
-from ltx_neuron.job import Job
-from ltx_neuron.service.jobs import VIDEO
+from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.guidance import DEFAULTS
+from ltx_neuron.service.jobs import VIDEO, job_of
 from ltx_neuron.service.queue import Queue
+from ltx_neuron.weights.lora import Lora
+
+needs("ray", extras="dev,fleet")
 
 
 class Pool:
@@ -48,6 +54,8 @@ class Pool:
 
 def made(tmp_path, monkeypatch, prompts: list[str], patience: int = 9) -> list[str]:
     """The prompts of the jobs that a run of a batch's lines makes, in the order of making."""
+    from ltx_neuron.fleet import batch
+
     monkeypatch.setattr(batch, "Pool", Pool)
     monkeypatch.setattr(Pool, "patience", patience)
     Pool.last = None
@@ -86,3 +94,28 @@ def test_a_video_that_was_made_just_before_a_kill_is_taken(tmp_path, monkeypatch
         pool._make_one()
     assert made(tmp_path, monkeypatch, ["waves", "birds"]) == ["birds"]
     assert (tmp_path / "0001.mp4").read_text() == "waves"
+
+
+def test_a_line_of_a_job_says_all_of_it(tmp_path):
+    image = ImageCondition(str(tmp_path / "a.png"), 8, 0.5, 20)
+    loras = Lora(tmp_path / "a.safetensors", 0.3), Lora(tmp_path / "b.safetensors", -1)
+    for job in (
+        Job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
+        Job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
+        Job("a", recipe="dev", guidance=DEFAULTS),
+        Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
+        Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
+    ):
+        assert job_of(json.loads(json.dumps(job.spec.line())), tmp_path) == job
+
+
+def test_cores_that_were_set_as_a_range_are_read_and_unset_ones_refused(monkeypatch):
+    from ltx_neuron.fleet import cluster as rays
+
+    profile = resolve("trn2.48xlarge", ())
+    monkeypatch.setenv(rays.VISIBLE, "4-7")
+    assert rays.check_cores(profile, 4) == [4, 5, 6, 7]
+    assert os.environ[rays.VISIBLE] == "4,5,6,7"
+    monkeypatch.delenv(rays.VISIBLE)
+    with pytest.raises(UserError, match="RAY_EXPERIMENTAL_NOSET"):
+        rays.check_cores(profile, 4)

@@ -1,7 +1,7 @@
 """Lint finds what neuronx-cc would refuse: in exported and AOT graphs, and in HLO text captured
 from torch_xla.
 
-The files in hlo/ are torch_xla 2.9's own text of small functions; test/integration/test_xla_lint.py
+The files in hlo/ are torch_xla 2.9's own text of small functions; test/xla/test_xla_lint.py
 traces the real graphs.
 """
 

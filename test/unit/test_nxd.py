@@ -1,5 +1,5 @@
 """The parts of the NxD backend that need neither NxD nor PyTorch/XLA; the rest is in
-integration/test_nxd.py."""
+xla/test_nxd.py."""
 
 import inspect
 import os

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_batch import prompts
 
 from ltx_neuron import batch, progress
 from ltx_neuron.batch import RESULTS, Line, Results
@@ -28,6 +27,7 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
+from unit.test_batch import prompts
 
 SIDECAR = dict.fromkeys(("sigmas", "profile", "tp", "versions", "identity", "prompt"), "")
 TWO_FRAMES = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)

@@ -23,8 +23,6 @@ from safetensors.torch import save_file
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
-from test_service_sizes import SMALL, Compiled
-
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service import limits
@@ -34,6 +32,7 @@ from ltx_neuron.service.queue import Queue
 from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
 from ltx_neuron.service.tokens import Tokens, new_token
 from ltx_neuron.weights.lora import Lora
+from unit.test_service_sizes import SMALL, Compiled
 
 MUTATED, SEED = 5000, 15
 LONGEST_SECONDS = 20  # of one request; a picture takes a process of its own

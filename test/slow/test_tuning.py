@@ -16,7 +16,6 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.workspace import Workspace
 
-pytestmark = pytest.mark.slow
 SIZE = ["--height", "64", "--width", "64", "--num-frames", "9"]
 # In every process of the tuning, before anything else: the kernel "matmul" gives nine tenths, and
 # each launch of a graph takes 0.2 s longer. More launches are then slower, and the whole step in

@@ -22,7 +22,7 @@ def probed(folder, **content) -> dict:
     write_json(request, content | {"folder": str(folder / "probe"), "output": str(output)})
     script = ROOT / "benchmarks/lib/probes.py"
     run = f"import nxd_stubs; nxd_stubs.run_script({str(script)!r}, {str(request)!r})"
-    subprocess.run([sys.executable, "-c", run], cwd=ROOT / "test", check=True)
+    subprocess.run([sys.executable, "-c", run], cwd=ROOT / "test/xla", check=True)
     return read_json(output)
 
 

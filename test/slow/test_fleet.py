@@ -2,7 +2,6 @@
 bit for bit, whatever dies and joins meanwhile."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -11,38 +10,27 @@ import threading
 import time
 import urllib.request
 from contextlib import closing, suppress
-
-import pytest
-from conftest import ROOT, SCRIPT_SECONDS, Setup, succeeded, words
-from helpers import wait_for
-
-pytest.importorskip("ray", reason="an extra is not installed: pip install -e .[dev,fleet]")
+from pathlib import Path
 
 import psutil
-import ray
+import pytest
 import torch
-from ray.cluster_utils import Cluster
+from conftest import ROOT, SCRIPT_SECONDS, Setup, needs, succeeded, words
+from helpers import wait_for
 
 from ltx_neuron import flags
 from ltx_neuron.artifacts.store import Store
 from ltx_neuron.artifacts.transfer import push
 from ltx_neuron.batch import RESULTS, read_lines
 from ltx_neuron.errors import UserError
-from ltx_neuron.fleet import cluster as rays
-from ltx_neuron.fleet import pool as fleet
-from ltx_neuron.fleet.batch import FOLDER, generate_batch
-from ltx_neuron.fleet.pool import Pool
-from ltx_neuron.fleet.remote_queue import STATE
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
-from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.guidance import DEFAULTS
-from ltx_neuron.service.jobs import VIDEO, job_of
+from ltx_neuron.progress import state_path
+from ltx_neuron.service.jobs import VIDEO
 from ltx_neuron.service.queue import NewJob, Queue
-from ltx_neuron.weights.lora import Lora
 
-pytestmark = pytest.mark.slow
+needs("ray", extras="dev,fleet")
 
 SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
 SMALL = {"height": 64, "width": 64, "num_frames": 9}
@@ -59,6 +47,7 @@ HEALTH = {
         "memory_monitor_refresh_ms": 0,
     },
 }
+STATE = state_path(Path(VIDEO)).name  # what the queue's folder of a job has of a run that goes on
 LINES = [
     {"prompt": "waves crash on the shore", **SIZE},
     {"prompt": "birds sing", **SMALL},
@@ -114,6 +103,8 @@ def wanted(setup, prompts, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster():
     """A head that computes nothing; tests add nodes."""
+    from ray.cluster_utils import Cluster
+
     made = Cluster(True, head_node_args={"num_cpus": 0, **HEALTH, **QUIET})
     yield made
     made.shutdown()
@@ -144,11 +135,13 @@ def parsed(monkeypatch, setup, **more):
     return generate_ltx23.arguments()
 
 
-def opened(args):
-    """A batch as the script begins it."""
+def make_batch(args) -> None:
+    """As the script does it."""
+    from ltx_neuron.fleet.batch import generate_batch
+
     workspace = flags.workspace(args, writes=False)
     lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
-    return lines, args, workspace
+    generate_batch(lines, args, workspace)
 
 
 def assert_same_videos(folder, wanted) -> None:
@@ -169,6 +162,8 @@ def assert_same_videos(folder, wanted) -> None:
 def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_interrupted(
     cluster, node, setup, prompts, wanted, tmp_path, monkeypatch, capsys
 ):
+    from ltx_neuron.fleet.batch import FOLDER
+
     node(num_cpus=1), node(num_cpus=1)
     out = tmp_path / "out"
     flags = dict(prompts_file=prompts, output_dir=out, ray=cluster.address)
@@ -179,25 +174,12 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     _, said = process.communicate(timeout=SCRIPT_SECONDS)
     assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
     assert (out / FOLDER).is_dir()
-    generate_batch(*opened(parsed(monkeypatch, setup, **flags)))
+    make_batch(parsed(monkeypatch, setup, **flags))
     assert "lines were done before" in capsys.readouterr().out
     assert_same_videos(out, wanted)
     recorded = json.loads((out / RESULTS).read_text())
     assert recorded == json.loads((wanted / RESULTS).read_text())
     assert not (out / FOLDER).exists()
-
-
-def test_a_line_of_a_job_says_all_of_it(tmp_path):
-    image = ImageCondition(str(tmp_path / "a.png"), 8, 0.5, 20)
-    loras = Lora(tmp_path / "a.safetensors", 0.3), Lora(tmp_path / "b.safetensors", -1)
-    for job in (
-        Job("« hello »", Size(64, 96, 17, 12.5, True), seed=4, images=(image,)),
-        Job("a", recipe="dev", negative_prompt="", num_inference_steps=3, upscale="temporal"),
-        Job("a", recipe="dev", guidance=DEFAULTS),
-        Job("a", Size(two_stage=True), recipe="dev", sampler="res_2s"),
-        Job("a", loras=loras[:1], stage_1_loras=loras, stage_2_loras=loras[1:]),
-    ):
-        assert job_of(json.loads(json.dumps(job.spec.line())), tmp_path) == job
 
 
 def test_the_replicas_of_a_batch_are_told_of_footage_that_lies_where_it_lay(
@@ -219,7 +201,7 @@ def test_the_replicas_of_a_batch_are_told_of_footage_that_lies_where_it_lay(
         monkeypatch, setup, prompts_file=tmp_path / "lines.jsonl", output_dir=tmp_path / "out"
     )
     with pytest.raises(UserError, match="enough"):
-        generate_batch(*opened(args))
+        make_batch(args)
     assert told == [()]
 
 
@@ -230,7 +212,7 @@ def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
         out = tmp_path / "out"
         args = parsed(monkeypatch, setup, prompts_file=prompts, output_dir=out, ray=address)
         with pytest.raises(UserError, match=what):
-            generate_batch(*opened(args))
+            make_batch(args)
     monkeypatch.setattr(flags, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs ray, which(.|\n)*pip install -e"):
         flags.check_fleet(args)
@@ -244,6 +226,8 @@ class Scene:
     a second, until it is done."""
 
     def __init__(self, folder, args, **more):
+        from ltx_neuron.fleet.pool import Pool
+
         self.queue = Queue(folder / "queue.sqlite", folder / "jobs")
         self.pool = Pool(self.queue, args, more.pop("capability_jobs", []), **more)
 
@@ -288,7 +272,7 @@ def until(happened):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(fleet, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("ltx_neuron.fleet.pool._LOOK_SECONDS", 0.05)
 
 
 def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_last_stage(
@@ -354,6 +338,10 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
 def test_the_service_outlives_its_pool_and_makes_the_videos_on_the_cluster(
     cluster, node, setup, wanted, tmp_path
 ):
+    import ray
+
+    from ltx_neuron.fleet import cluster as rays
+
     node(num_cpus=1)
     words = command(setup, ray=cluster.address, data_dir=tmp_path, port=0)
     script = [sys.executable, "-m", "ltx_neuron.serve", *words]
@@ -388,6 +376,9 @@ def ask(url: str, path: str, body: dict | None = None) -> dict:
 
 def asking(profile, count: int):
     """An actor that says which cores a replica would have in its place."""
+    import ray
+
+    from ltx_neuron.fleet import cluster as rays
 
     class Asking:  # a local one: Ray's processes cannot import this file
         def cores(self):
@@ -397,6 +388,10 @@ def asking(profile, count: int):
 
 
 def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
+    import ray
+
+    from ltx_neuron.fleet import cluster as rays
+
     profile = resolve("trn2.48xlarge", ())
     node(resources={"neuron_cores": 8})
     with rays.connected(cluster.address, profile):
@@ -414,13 +409,3 @@ def test_a_replica_has_four_cores_of_one_chip_or_gives_them_back(cluster, node):
             ray.get(other.cores.remote())
         with pytest.raises(UserError, match="2,3,4,5 are cores of more than one chip"):
             ray.get(asking(profile, 4).cores.remote())
-
-
-def test_cores_that_were_set_as_a_range_are_read_and_unset_ones_refused(monkeypatch):
-    profile = resolve("trn2.48xlarge", ())
-    monkeypatch.setenv(rays.VISIBLE, "4-7")
-    assert rays.check_cores(profile, 4) == [4, 5, 6, 7]
-    assert os.environ[rays.VISIBLE] == "4,5,6,7"
-    monkeypatch.delenv(rays.VISIBLE)
-    with pytest.raises(UserError, match="RAY_EXPERIMENTAL_NOSET"):
-        rays.check_cores(profile, 4)

@@ -7,19 +7,14 @@ import shutil
 from contextlib import closing
 
 import pytest
-
-pytest.importorskip("fastapi", reason="an extra is not installed: pip install -e .[dev,serve]")
-pytest.importorskip("openai", reason="an extra is not installed: pip install -e .[dev,serve]")
-pytest.importorskip("playwright", reason="an extra is not installed: pip install -e .[dev,serve]")
-
-from conftest import SCRIPT_SECONDS
+from conftest import SCRIPT_SECONDS, needs
 from helpers import wait_for
-from playwright import sync_api
-from test_service import service, setup  # noqa: F401
+from integration.test_service import openai, service, setup  # noqa: F401
+
+needs("playwright", extras="dev,serve")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The Sora API"),
     pytest.mark.skipif(
         not CHROMIUM, reason="no page was opened in a browser: apt-get install chromium"
@@ -52,6 +47,8 @@ FOCUS = """() => {
 def browser():
     # Not when tests are collected: importing it takes seconds.
     pytest.importorskip("gradio", reason="an extra is not installed: pip install -e .[dev,serve]")
+    from playwright import sync_api
+
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield started

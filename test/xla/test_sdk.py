@@ -1,7 +1,7 @@
 """What the SDK says before a chip is rented: its simulator runs the kernels that are called, and
 neuronx-cc compiles the DiT's graphs. No device is needed:
 
-    python -m pytest -m sdk test/integration/test_sdk.py
+    python -m pytest test/xla/test_sdk.py
 
 Not run by us: neither Neuron's nki nor neuronx-cc can be installed here.
 """
@@ -26,9 +26,9 @@ from ltx_neuron.profiles import PROFILES, require_runtime, resolve
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.tune.tolerance import FACTOR, FLOOR, rel_l2
 
-pytestmark = [pytest.mark.sdk, pytest.mark.timeout(7200)]
+pytestmark = pytest.mark.timeout(7200)
 
-COMMAND = "with Neuron's SDK: python -m pytest -m sdk test/integration/test_sdk.py"
+COMMAND = "with Neuron's SDK: python -m pytest test/xla/test_sdk.py"
 TRN2 = PROFILES["trn2.3xlarge"]
 BLOCKS = 2
 # (heads, tokens, size) as a kernel takes them, and head sizes that it is for.

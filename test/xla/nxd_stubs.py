@@ -30,7 +30,11 @@ import torch
 SOURCE = (  # environment variable: a checkout of aws-neuron/neuronx-distributed
     "LTX_NEURON_NXD_SOURCE"
 )
-NEEDED = ("torch_xla", "jaxlib", "google.protobuf")  # of the venv that test/make_xla_venv.sh makes
+NEEDED = (
+    "torch_xla",
+    "jaxlib",
+    "google.protobuf",
+)  # of the venv that test/xla/make_xla_venv.sh makes
 _CLOSED = (
     "torch_neuronx",
     "libneuronxla",
@@ -49,9 +53,7 @@ def missing() -> str | None:
     """What this process lacks to run NxD's source, and how to get it; None where it can."""
     lacking = [name for name in NEEDED if not _importable(name)]
     if lacking:
-        return (
-            f"{', '.join(lacking)} not installed; a venv that has them: test/make_xla_venv.sh DIR"
-        )
+        return f"{', '.join(lacking)} not installed; a venv has them: test/xla/make_xla_venv.sh DIR"
     source = os.environ.get(SOURCE)
     if not source or not (Path(source) / "src/neuronx_distributed").is_dir():
         return (
@@ -73,7 +75,7 @@ def run_script(path: str, *arguments: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = install(Path(os.environ[SOURCE]), Path(folder))
         sys.argv = [path, *arguments]
-        sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+        sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
         from ltx_neuron.backends.nxd import runtime
 
         runtime.to_core = lambda tensor, rank: tensor.clone()

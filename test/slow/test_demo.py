@@ -33,8 +33,6 @@ from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.rankfiles import rank_file
 from ltx_neuron.workspace import Workspace
 
-pytestmark = pytest.mark.slow
-
 SIZE = Size(HEIGHT, WIDTH, NUM_FRAMES, FRAME_RATE, two_stage=True)
 # All shapes, directions, speeds and grounds, said otherwise each.
 PROMPTS = {

@@ -1,7 +1,7 @@
 """The XLA lowering check: every planted fault is found in the HLO that torch_xla makes, and the
 real graphs have none.
 
-Needs torch_xla, so a venv of its own: test/make_xla_venv.sh makes it, and PYTHONPATH=src
+Needs torch_xla, so a venv of its own: test/xla/make_xla_venv.sh makes it, and PYTHONPATH=src
 VENV/bin/python -m pytest runs this file there.
 """
 
@@ -19,8 +19,8 @@ from ltx_neuron.profiles import PROFILES, resolve
 pytest.importorskip(
     "torch_xla",
     reason=(
-        "XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/make_xla_venv.sh makes a"
-        " venv that has it"
+        "XLA LOWERING NOT CHECKED: torch_xla is not installed here. test/xla/make_xla_venv.sh makes"
+        " a venv that has it"
     ),
 )
 TP, DTYPE = 4, torch.bfloat16

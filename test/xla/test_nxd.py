@@ -1,12 +1,12 @@
 """NxD's real source drives backends/nxd/runtime.py on a CPU: traced for four ranks by one process,
 run on four XLA:CPU devices.
 
-The closed packages are stood in for (test/nxd_stubs.py); compiler, runtime and hardware are not
+The closed packages are stood in for (test/xla/nxd_stubs.py); compiler, runtime and hardware are not
 exercised. Run it with
 
-    test/make_xla_venv.sh DIR
+    test/xla/make_xla_venv.sh DIR
     export LTX_NEURON_NXD_SOURCE=<checkout of aws-neuron/neuronx-distributed>
-    DIR/bin/python -m pytest test/integration/test_nxd.py
+    DIR/bin/python -m pytest test/xla/test_nxd.py
 """
 
 import json
@@ -747,7 +747,7 @@ def test_the_five_scripts_run_on_the_profile_of_the_device(assets, generated, tm
         ]
         command = [
             sys.executable,
-            ROOT / "test/nxd_stubs.py",
+            ROOT / "test/xla/nxd_stubs.py",
             ROOT / path,
             *common,
             "--profile",

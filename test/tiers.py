@@ -1,0 +1,153 @@
+"""What a test session says at its end: what this machine did not test, and what it cost.
+
+A plugin of conftest's. CPU seconds are those of all processes: pytest's first one is their reaper
+(PR_SET_CHILD_SUBREAPER), so that ranks whose script has died, and fork servers, count too.
+"""
+
+import ctypes
+import math
+import os
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+FIRST = frozenset({"unit", "integration"})
+# What runs of these tiers may cost: make test, and make test-all, which CI runs. Set to the seconds
+# of a run on the slowest CPU that we have (AVX2 alone) and a tenth. CPUs differ by a factor of two,
+# so a faster one notices less: there a tier may grow to twice its cost before it fails.
+CPU_SECONDS = {FIRST: 1200, FIRST | {"slow"}: 3000}
+# What runs each tier.
+COMMANDS = {
+    **dict.fromkeys(sorted(FIRST), "make test"),
+    "slow": "make test-all",
+    "stress": "python -m pytest test/stress",
+    "device": "python -m pytest test/device, on a machine with a Neuron device",
+    "xla": "DIR/bin/python -m pytest test/xla, in a venv of test/xla/make_xla_venv.sh DIR",
+}
+# Instructions for which there is code, or that oneDNN chooses its own by.
+CPU_FLAGS = {"avx512f": "AVX-512", "amx_tile": "AMX"}
+SLOW_IMPORTS = {"ray", "openai", "playwright"}  # seconds each
+
+IMPORTED = pytest.StashKey[set[str]]()  # of SLOW_IMPORTS, once the tests are collected
+SPENT = pytest.StashKey[float]()
+_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+
+
+def has_workers(config) -> bool:
+    """Whether this is pytest's first process, and others run the tests."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+def pytest_configure(config) -> None:
+    if has_workers(config):
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        threading.Thread(target=_reap, daemon=True).start()
+
+
+def _reap() -> None:
+    """Wait for each child as it ends. This process starts nothing but workers, whose exit codes
+    nobody reads."""
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            time.sleep(0.05)
+
+
+def _wait_for_all(seconds: float = 5) -> None:
+    """Until this process has no child: a worker's fork server ends shortly after the worker, and
+    only then counts all that it has started."""
+    end = time.monotonic() + seconds
+    with suppress(ChildProcessError):
+        while time.monotonic() < end:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            time.sleep(0.01)
+
+
+def pytest_collection_finish(session) -> None:
+    session.config.stash[IMPORTED] = SLOW_IMPORTS & sys.modules.keys()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session) -> None:
+    """After the workers have ended. Without workers, fork servers live on, and would not count."""
+    config = session.config
+    if not has_workers(config):
+        return
+    _wait_for_all()
+    config.stash[SPENT] = cpu_seconds()
+    if config.stash[SPENT] > budget(config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def cpu_seconds() -> float:
+    """Of this process and of all that have ended below it."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def budget(config) -> float:
+    return CPU_SECONDS.get(whole_tiers(config), math.inf)
+
+
+def whole_tiers(config) -> frozenset[str]:
+    """The tiers of which this run has every test; none where it has a part of one."""
+    paths = [(config.invocation_params.dir / each).resolve() for each in config.args]
+    chosen = (config.getoption(name, None) for name in ("keyword", "markexpr", "lf", "deselect"))
+    tests = config.rootpath / "test"
+    if any(chosen) or any(path.parent != tests or not path.is_dir() for path in paths):
+        return frozenset()
+    return frozenset(path.name for path in paths)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    yield
+    config = terminalreporter.config
+    lines = skipped(terminalreporter.stats.get("skipped", []))
+    if tiers := whole_tiers(config):
+        lines += not_included(tiers, config.rootpath / "test") + other_cpus()
+    if lines:
+        terminalreporter.section("NOT tested on this machine")
+    for line in lines:
+        terminalreporter.line(line)
+    if SPENT in config.stash:
+        spent, most = config.stash[SPENT], budget(config)
+        too_many = f" are more than {most} (CPU_SECONDS in test/tiers.py)" if spent > most else ""
+        terminalreporter.line(f"{spent:.0f} CPU seconds{too_many}")
+
+
+def skipped(reports: list) -> list[str]:
+    """Reasons say how to test what was not."""
+    counts = Counter(
+        (report.longrepr[2].removeprefix("Skipped: "), isinstance(report, pytest.CollectReport))
+        for report in reports
+    )
+    return [
+        f"{count:4} {'file' if whole else 'case'}{'s' if count > 1 else ''} skipped: {reason}"
+        for (reason, whole), count in counts.most_common()
+    ]
+
+
+def not_included(tiers: frozenset[str], tests: Path) -> list[str]:
+    left = [tier for tier in COMMANDS if tier not in tiers and (tests / tier).is_dir()]
+    return [f"test/{tier}: {COMMANDS[tier]}" for tier in left]
+
+
+def other_cpus() -> list[str]:
+    """Kernels are chosen by the CPU: the tests ran on this one's."""
+    cpu = Path("/proc/cpuinfo").read_text().split()
+    older = os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
+    lacking = [name for flag, name in CPU_FLAGS.items() if older or flag not in cpu]
+    lines = (
+        [f"kernels for {' and '.join(lacking)}: the same command on such a CPU"] if lacking else []
+    )
+    if "AVX-512" not in lacking:
+        lines.append("kernels for AVX2 alone: ATEN_CPU_CAPABILITY=avx2 make test")
+    return lines
