@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from graph_faults import FAULTS, program
 from helpers import made_config, one_thread  # noqa: F401
-from planted import FAULTS, program
 
 from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group, trace
 from ltx_neuron.backends.torchdist.compiled import OPTIONS, Compiled

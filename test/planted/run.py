@@ -1,0 +1,135 @@
+"""Whether the tests find what they are for: plants faults one at a time, and runs tests on each.
+
+  python test/planted/run.py [NAME ...]    the tests that faults.toml names for each fault
+  python test/planted/run.py --tier first  test/unit and test/integration; all: test/slow as well
+  python test/planted/run.py --list        where each fault is planted, and what finds it
+
+Faults are planted in a copy of the tree, never in the tree itself. Exit code 1 where a fault is not
+found.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = Path(__file__).with_name("faults.toml")
+PACKAGE = "src/ltx_neuron"
+TIERS = {"first": ("unit", "integration"), "all": ("unit", "integration", "slow")}
+_PASSED, _FAILED = 0, 1  # exit codes of pytest; any other one says that it could not run the tests
+
+
+class Fault(NamedTuple):
+    """A mistake that a colleague could make, as faults.toml describes it."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    first: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """File and line. SystemExit unless it can be planted in just one place."""
+        text = (ROOT / PACKAGE / self.file).read_text()
+        if (count := text.count(self.before)) != 1:
+            raise SystemExit(f"{self.name}: {self.before!r} is {count} times in {self.file}")
+        line = text[: text.index(self.before)].count("\n") + 1
+        return f"{PACKAGE}/{self.file}:{line}"
+
+    @property
+    def tests(self) -> list[str]:
+        """The tests that find it, as pytest names them. Only file and function count, so that a
+        file may move from one folder to another."""
+        named = [(name, "first") for name in self.first] + [(name, "all") for name in self.slow]
+        return [self._test(*name.split("::"), TIERS[tier]) for name, tier in named]
+
+    def _test(self, file: str, function: str, folders: tuple[str, ...]) -> str:
+        for path in (f"test/{folder}/{file}.py" for folder in folders):
+            defined = rf"^def {function}\("
+            if (ROOT / path).is_file() and re.search(defined, (ROOT / path).read_text(), re.M):
+                return f"{path}::{function}"
+        raise SystemExit(f"{self.name}: no {file}::{function} in {', '.join(folders)}")
+
+
+def read_faults(names: list[str]) -> list[Fault]:
+    faults = [Fault(**entry) for entry in tomllib.loads(FAULTS.read_text())["fault"]]
+    if unknown := {*names} - {fault.name for fault in faults}:
+        raise SystemExit(f"no fault has the name {', '.join(sorted(unknown))}")
+    return [fault for fault in faults if fault.name in names or not names]
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what git has or would add: no caches, no environment."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in (name for name in listed.split("\0") if (ROOT / name).is_file()):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name)
+
+
+def first_failure(tree: Path, tests: list[str], workers: str) -> str:
+    """The test that fails first, as pytest reports it; "" where all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "--no-header"]
+    # No bytecode is kept: a file with a fault may have the size and the time of the one without.
+    own = {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    # test_planted.py compares the list with the tree, where a fault stands now.
+    options = ["-p", "no:cacheprovider", "--ignore-glob=*/test_planted.py", *tests]
+    run = subprocess.run(
+        command + options, cwd=tree, env=os.environ | own, capture_output=True, text=True
+    )
+    if run.returncode not in (_PASSED, _FAILED):
+        raise SystemExit(
+            f"pytest could not run the tests\n{run.stdout[-4000:]}{run.stderr[-4000:]}"
+        )
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+)", run.stdout, re.M) or ["a test"]
+    return failed[0] if run.returncode == _FAILED else ""
+
+
+def is_found(fault: Fault, tree: Path, tests: list[str], workers: str) -> bool:
+    """Plant a fault in the tree, run tests, and take it out again."""
+    file = tree / PACKAGE / fault.file
+    original = file.read_text()
+    file.write_text(original.replace(fault.before, fault.after))
+    failure = first_failure(tree, tests, workers)
+    file.write_text(original)
+    print(f"{fault.name}: {f'found by {failure}' if failure else 'NOT FOUND'}", flush=True)
+    return bool(failure)
+
+
+def main() -> None:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of faults (default: all)")
+    parser.add_argument("--tier", choices=TIERS, help="run a whole tier, not the named tests")
+    parser.add_argument("--workers", default="0", metavar="N", help="processes that test")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    args = parser.parse_args()
+    faults = read_faults(args.names)
+    if args.list:
+        for fault in faults:
+            print(f"{fault.place}: {fault.name} ({' '.join(fault.tests)})")
+        return
+    folders = [ROOT / "test" / name for name in TIERS.get(args.tier, ())]
+    tier = [str(path.relative_to(ROOT)) for path in folders if path.is_dir()]
+    chosen = [(fault, tier or fault.tests) for fault in faults if fault.place]
+    with tempfile.TemporaryDirectory(prefix="planted-") as tree:
+        copy_tree(Path(tree))
+        every = list(dict.fromkeys(test for _, tests in chosen for test in tests))
+        if failure := first_failure(Path(tree), every, args.workers):
+            raise SystemExit(f"without a fault: {failure}")
+        found = [is_found(fault, Path(tree), tests, args.workers) for fault, tests in chosen]
+    print(f"{sum(found)} of {len(found)} faults are found")
+    sys.exit(0 if all(found) else 1)
+
+
+if __name__ == "__main__":
+    main()
