@@ -605,7 +605,7 @@ def test_artifacts_that_are_damaged_block_and_those_that_are_missing_do_not(tmp_
 
     assert found().state == "todo"
     artifacts.folder(tmp_path, identity).mkdir(parents=True)
-    (artifacts.folder(tmp_path, identity) / "manifest.json").write_text("{}")
+    (artifacts.folder(tmp_path, identity) / "manifest.json").write_text('{"identity": {}}')
     assert found().state == "blocks" and found().fix.endswith("&& make")
 
 
