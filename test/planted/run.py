@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -78,18 +79,14 @@ def copy_tree(target: Path) -> None:
 
 def first_failure(tree: Path, tests: list[str], workers: str) -> str:
     """The test that fails first, as pytest reports it; "" where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "--no-header"]
-    # No bytecode is kept: a file with a fault may have the size and the time of the one without.
-    own = {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "-p", "no:cacheprovider"]
     # test_planted.py compares the list with the tree, where a fault stands now.
-    options = ["-p", "no:cacheprovider", "--ignore-glob=*/test_planted.py", *tests]
-    run = subprocess.run(
-        command + options, cwd=tree, env=os.environ | own, capture_output=True, text=True
-    )
+    command += ["--no-header", "--ignore-glob=*/test_planted.py", *tests]
+    # No bytecode is kept: a file with a fault may have the size and the time of the one without.
+    own = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(command, cwd=tree, env=own, capture_output=True, text=True)
     if run.returncode not in (_PASSED, _FAILED):
-        raise SystemExit(
-            f"pytest could not run the tests\n{run.stdout[-4000:]}{run.stderr[-4000:]}"
-        )
+        raise SystemExit(f"tests could not be run\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
     failed = re.findall(r"^(?:FAILED|ERROR) (.+)", run.stdout, re.M) or ["a test"]
     return failed[0] if run.returncode == _FAILED else ""
 
@@ -99,9 +96,11 @@ def is_found(fault: Fault, tree: Path, tests: list[str], workers: str) -> bool:
     file = tree / PACKAGE / fault.file
     original = file.read_text()
     file.write_text(original.replace(fault.before, fault.after))
+    began = time.monotonic()
     failure = first_failure(tree, tests, workers)
     file.write_text(original)
-    print(f"{fault.name}: {f'found by {failure}' if failure else 'NOT FOUND'}", flush=True)
+    verdict = f"found by {failure}" if failure else "NOT FOUND"
+    print(f"{time.monotonic() - began:4.0f} s  {fault.name}: {verdict}", flush=True)
     return bool(failure)
 
 
