@@ -325,6 +325,8 @@ def test_groups_written_short_are_the_same_groups():
     line = "f32[2]{0} all-reduce(%a.1), replica_groups=[1,4]<=[4], to_apply=%sum"
     sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
     assert check_hlo(sums + HLO.format(line=line), TP) == []
+    halves = check_hlo(sums + HLO.format(line=line.replace("[1,4]", "[2,2]")), TP)
+    assert "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}" in text_of(halves)
 
 
 def test_text_that_is_no_hlo_is_an_error():
