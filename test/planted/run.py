@@ -77,8 +77,8 @@ def copy_tree(target: Path) -> None:
         shutil.copy2(ROOT / name, target / name)
 
 
-def first_failure(tree: Path, tests: list[str], workers: str) -> str:
-    """The test that fails first, as pytest reports it; "" where all pass."""
+def run_tests(tree: Path, tests: list[str], workers: str) -> str:
+    """What pytest prints where a test fails; "" where all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "-p", "no:cacheprovider"]
     # test_planted.py compares the list with the tree, where a fault stands now.
     command += ["--no-header", "--ignore-glob=*/test_planted.py", *tests]
@@ -87,8 +87,7 @@ def first_failure(tree: Path, tests: list[str], workers: str) -> str:
     run = subprocess.run(command, cwd=tree, env=own, capture_output=True, text=True)
     if run.returncode not in (_PASSED, _FAILED):
         raise SystemExit(f"tests could not be run\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+)", run.stdout, re.M) or ["a test"]
-    return failed[0] if run.returncode == _FAILED else ""
+    return run.stdout if run.returncode == _FAILED else ""
 
 
 def is_found(fault: Fault, tree: Path, tests: list[str], workers: str) -> bool:
@@ -97,11 +96,12 @@ def is_found(fault: Fault, tree: Path, tests: list[str], workers: str) -> bool:
     original = file.read_text()
     file.write_text(original.replace(fault.before, fault.after))
     began = time.monotonic()
-    failure = first_failure(tree, tests, workers)
+    output = run_tests(tree, tests, workers)
     file.write_text(original)
-    verdict = f"found by {failure}" if failure else "NOT FOUND"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    verdict = f"found by {failed[1] if failed else 'a test'}" if output else "NOT FOUND"
     print(f"{time.monotonic() - began:4.0f} s  {fault.name}: {verdict}", flush=True)
-    return bool(failure)
+    return bool(output)
 
 
 def main() -> None:
@@ -123,8 +123,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="planted-") as tree:
         copy_tree(Path(tree))
         every = list(dict.fromkeys(test for _, tests in chosen for test in tests))
-        if failure := first_failure(Path(tree), every, args.workers):
-            raise SystemExit(f"without a fault: {failure}")
+        if output := run_tests(Path(tree), every, args.workers):
+            raise SystemExit(f"tests fail without a fault\n{output[-4000:]}")
         found = [is_found(fault, Path(tree), tests, args.workers) for fault, tests in chosen]
     print(f"{sum(found)} of {len(found)} faults are found")
     sys.exit(0 if all(found) else 1)
