@@ -4,8 +4,8 @@
   python test/planted/run.py --tier first  test/unit and test/integration; all: test/slow as well
   python test/planted/run.py --list        where each fault is planted, and what finds it
 
-Faults are planted in a copy of the tree, never in the tree itself. Exit code 1 where a fault is not
-found.
+Faults are planted in a copy of the tree, never in the tree itself. With PYTEST_ADDOPTS="-n 2" two
+processes test. Exit code 1 where a fault is not found.
 """
 
 import argparse
@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.toml")
-PACKAGE = "src/ltx_neuron"
+PACKAGE, TEST = "src/ltx_neuron", ROOT / "test"
 TIERS = {"first": ("unit", "integration"), "all": ("unit", "integration", "slow")}
-_PASSED, _FAILED = 0, 1  # exit codes of pytest; any other one says that it could not run the tests
 
 
 class Fault(NamedTuple):
@@ -51,14 +50,15 @@ class Fault(NamedTuple):
         """The tests that find it, as pytest names them. Only file and function count, so that a
         file may move from one folder to another."""
         named = [(name, "first") for name in self.first] + [(name, "all") for name in self.slow]
-        return [self._test(*name.split("::"), TIERS[tier]) for name, tier in named]
-
-    def _test(self, file: str, function: str, folders: tuple[str, ...]) -> str:
-        for path in (f"test/{folder}/{file}.py" for folder in folders):
+        found = []
+        for name, tier in named:
+            file, function = name.split("::")
+            paths = [path for each in TIERS[tier] for path in TEST.glob(f"{each}/{file}.py")]
             defined = rf"^def {function}\("
-            if (ROOT / path).is_file() and re.search(defined, (ROOT / path).read_text(), re.M):
-                return f"{path}::{function}"
-        raise SystemExit(f"{self.name}: no {file}::{function} in {', '.join(folders)}")
+            found += [f"{p}::{function}" for p in paths if re.search(defined, p.read_text(), re.M)]
+        if len(found) != len(named):
+            raise SystemExit(f"{self.name}: {len(found)} of its tests are there: {named}")
+        return [os.path.relpath(test, ROOT) for test in found]
 
 
 def read_faults(names: list[str]) -> list[Fault]:
@@ -77,26 +77,26 @@ def copy_tree(target: Path) -> None:
         shutil.copy2(ROOT / name, target / name)
 
 
-def run_tests(tree: Path, tests: list[str], workers: str) -> str:
+def run_tests(tree: Path, tests: list[str]) -> str:
     """What pytest prints where a test fails; "" where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "-p", "no:cacheprovider"]
-    # test_planted.py compares the list with the tree, where a fault stands now.
-    command += ["--no-header", "--ignore-glob=*/test_planted.py", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    # It compares the list with the tree, where a fault stands now.
+    command.append("--ignore-glob=*/test_planted.py")
     # No bytecode is kept: a file with a fault may have the size and the time of the one without.
     own = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     run = subprocess.run(command, cwd=tree, env=own, capture_output=True, text=True)
-    if run.returncode not in (_PASSED, _FAILED):
+    if run.returncode > 2:  # neither that a test failed nor that one could not be imported
         raise SystemExit(f"tests could not be run\n{run.stdout[-4000:]}{run.stderr[-4000:]}")
-    return run.stdout if run.returncode == _FAILED else ""
+    return run.stdout if run.returncode else ""
 
 
-def is_found(fault: Fault, tree: Path, tests: list[str], workers: str) -> bool:
+def is_found(fault: Fault, tree: Path, tests: list[str]) -> bool:
     """Plant a fault in the tree, run tests, and take it out again."""
     file = tree / PACKAGE / fault.file
     original = file.read_text()
     file.write_text(original.replace(fault.before, fault.after))
     began = time.monotonic()
-    output = run_tests(tree, tests, workers)
+    output = run_tests(tree, tests)
     file.write_text(original)
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
     verdict = f"found by {failed[1] if failed else 'a test'}" if output else "NOT FOUND"
@@ -109,7 +109,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults (default: all)")
     parser.add_argument("--tier", choices=TIERS, help="run a whole tier, not the named tests")
-    parser.add_argument("--workers", default="0", metavar="N", help="processes that test")
     parser.add_argument("--list", action="store_true", help="run nothing")
     args = parser.parse_args()
     faults = read_faults(args.names)
@@ -117,15 +116,14 @@ def main() -> None:
         for fault in faults:
             print(f"{fault.place}: {fault.name} ({' '.join(fault.tests)})")
         return
-    folders = [ROOT / "test" / name for name in TIERS.get(args.tier, ())]
-    tier = [str(path.relative_to(ROOT)) for path in folders if path.is_dir()]
+    tier = [f"test/{name}" for name in TIERS.get(args.tier, ()) if (TEST / name).is_dir()]
     chosen = [(fault, tier or fault.tests) for fault in faults if fault.place]
     with tempfile.TemporaryDirectory(prefix="planted-") as tree:
         copy_tree(Path(tree))
         every = list(dict.fromkeys(test for _, tests in chosen for test in tests))
-        if output := run_tests(Path(tree), every, args.workers):
+        if output := run_tests(Path(tree), every):
             raise SystemExit(f"tests fail without a fault\n{output[-4000:]}")
-        found = [is_found(fault, Path(tree), tests, args.workers) for fault, tests in chosen]
+        found = [is_found(fault, Path(tree), tests) for fault, tests in chosen]
     print(f"{sum(found)} of {len(found)} faults are found")
     sys.exit(0 if all(found) else 1)
 
