@@ -3,6 +3,7 @@
 import json
 import tomllib
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from conftest import ROOT
 from helpers import one_thread  # noqa: F401
 from packaging.requirements import Requirement
 
-from ltx_neuron import plan
+from ltx_neuron import artifacts, plan
 from ltx_neuron.doctor.__main__ import main
+from ltx_neuron.doctor.finding import Finding, attempt
 from ltx_neuron.doctor.sdk import DECOYS, SDKS, nxd_support, release_of
 from ltx_neuron.doctor.system import System, output_of
 from ltx_neuron.errors import UserError
@@ -593,6 +595,18 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     code, others, _ = doctor(here, "--checkpoint-path", damaged, *flags)
     (broken,) = [f for f in others if f["check"] == "checkpoint"]
     assert code == 1 and "truncated?" in broken["text"] and "Download it again" in broken["fix"]
+
+
+def test_artifacts_that_are_damaged_block_and_those_that_are_missing_do_not(tmp_path):
+    identity = {"kind": "graphs", "model": "dit", "tp": 4, "dtype": "float32"}
+
+    def found() -> Finding:
+        return attempt("DiT graphs", partial(artifacts.find, tmp_path, identity, "make"), "todo")
+
+    assert found().state == "todo"
+    artifacts.folder(tmp_path, identity).mkdir(parents=True)
+    (artifacts.folder(tmp_path, identity) / "manifest.json").write_text('{"identity": {}}')
+    assert found().state == "blocks" and found().fix.endswith("&& make")
 
 
 def test_a_model_that_is_mapped_and_larger_than_memory_is_a_note(doctor, tiny):

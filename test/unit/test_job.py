@@ -115,3 +115,8 @@ def test_a_long_value_is_cut_in_the_message():
 def test_what_only_looks_like_a_number_is_none(value):
     with pytest.raises(UserError, match="wanted a number"):
         check_type("frame_rate", value, float)
+
+
+def test_twice_the_frames_are_shown_at_twice_the_rate():
+    rates = {None: 24.0, "spatial": 24.0, "temporal": 48.0, "both": 48.0}
+    assert {kind: Job("", upscale=kind).output_frame_rate for kind in rates} == rates

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from graph_faults import FAULTS, program
 from helpers import made_config, one_thread  # noqa: F401
-from planted import FAULTS, program
 
 from ltx_neuron.backends.export import GROUP, TorchDistComm, fake_process_group, trace
 from ltx_neuron.backends.torchdist.compiled import OPTIONS, Compiled
@@ -325,6 +325,8 @@ def test_groups_written_short_are_the_same_groups():
     line = "f32[2]{0} all-reduce(%a.1), replica_groups=[1,4]<=[4], to_apply=%sum"
     sums = "%sum (x: f32[], y: f32[]) -> f32[] {\n  ROOT %add.1 = f32[] add(%x, %y)\n}\n"
     assert check_hlo(sums + HLO.format(line=line), TP) == []
+    halves = check_hlo(sums + HLO.format(line=line.replace("[1,4]", "[2,2]")), TP)
+    assert "ranks {{0,1},{2,3}}, wanted {{0,1,2,3}}" in text_of(halves)
 
 
 def test_text_that_is_no_hlo_is_an_error():

@@ -406,6 +406,7 @@ def test_either_strength_of_hq_makes_its_two_sets():
         return weight_sets(f"--distilled-lora d --distilled-lora-strength-stage-{words}")
 
     assert hq("1 .25") == hq("2 .5") == [[("d", 0.25)], [("d", 0.5)]]
+    assert hq("1 0") == [[("d", 0.0)], [("d", 0.5)]]
     assert hq("1 .3 --distilled-lora-strength-stage-2 .6") == [[("d", 0.3)], [("d", 0.6)]]
     assert hq("2 .75 --lora s") == [[("s", 1.0), ("d", 0.25)], [("s", 1.0), ("d", 0.75)]]
 

@@ -344,7 +344,7 @@ def test_what_cannot_be_continued_is_begun_again(source, whole, tmp_path, often,
     partial = folder / (rank_file(1) + PARTIAL)
     if damage == "another job's journal":
         journal = read_json(folder / JOURNAL)
-        write_json(folder / JOURNAL, journal | {"identity": {"another": "job"}})
+        write_json(folder / JOURNAL, journal | {"identity": dict.fromkeys(IDENTITY, "other")})
     elif damage == "a journal that is none":
         (folder / JOURNAL).write_text("{")
     elif damage == "a changed byte":

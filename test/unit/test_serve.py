@@ -3,12 +3,13 @@
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from ltx_neuron.errors import UserError
-from ltx_neuron.serve.__main__ import build_parser, database
+from ltx_neuron.serve.__main__ import build_parser, check, database
 
 
 def parsed(*words: str):
@@ -33,6 +34,23 @@ def test_the_database_is_a_file_however_it_is_spelled():
     for url in ("postgresql://me@host/jobs", "postgresql:///jobs"):
         with pytest.raises(UserError, match="the queue is in SQLite; type a file's path"):
             database(parsed("--database", url))
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        *(("127.0.0.1", True), ("127.0.0.2", True), ("localhost", True), ("::1", True)),
+        *(("0.0.0.0", False), ("192.168.1.7", False), ("10.0.0.1", False), ("::", False)),
+        ("my-machine", False),
+    ],
+)
+def test_only_this_machine_is_served_without_a_token(tmp_path, host, local):
+    words = ["--checkpoint-path", "CKPT", "--gemma-root", "DIR", "--data-dir", str(tmp_path)]
+    words += ["--host", host]
+    check(parsed(*words, "--tokens-file", "tokens.json"))
+    check(parsed(*words, "--role", "worker"))  # it listens to nobody
+    with nullcontext() if local else pytest.raises(UserError, match="--new-token NAME"):
+        check(parsed(*words))
 
 
 SUPERVISED = """

@@ -36,7 +36,7 @@ from unit.test_service_sizes import SMALL, Compiled
 
 MUTATED, SEED = 5000, 15
 LONGEST_SECONDS = 20  # of one request; a picture takes a process of its own
-MOST_BODY = 2**20
+MOST_BODY, PIECE = 2**20, 2**16  # bytes; the second of a body as the server hands it on
 SIZE = f"{SMALL.width}x{SMALL.height}"
 
 
@@ -61,13 +61,15 @@ class Got(NamedTuple):
 
 
 async def answer(app, sent: Sent, hangs: bool = False) -> Got:
-    """What the application answers. hangs: the body never ends."""
-    parts = [{"type": "http.request", "body": sent.body, "more_body": hangs}]
+    """What the application answers to a body that comes in pieces. hangs: it never ends."""
+    pieces = [sent.body[at : at + PIECE] for at in range(0, max(1, len(sent.body)), PIECE)]
+    parts = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    parts[-1]["more_body"] = hangs
     starts, bodies = [], []
 
     async def receive() -> dict:
         if parts:
-            return parts.pop()
+            return parts.pop(0)
         if hangs:
             await asyncio.Event().wait()
         return {"type": "http.disconnect"}

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from planted import FAULTS, program
+from graph_faults import FAULTS, program
 
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.lint import compare_ranks, hlo, lower

@@ -1,7 +1,7 @@
 """Faults to plant into a graph: what a person may well write, and what no graph may hold on
 Trainium2.
 
-Imported as `planted` by the tests of lint: each fault is found in exported graphs (torch alone) and
+Imported by the tests of lint: each fault is found in exported graphs (torch alone) and
 in HLO (torch_xla).
 """
 
