@@ -19,8 +19,7 @@ class Run(SimpleNamespace):
 
     def words(self, folder: Path, **flags) -> list[str]:
         """The flags of the run, in a folder."""
-        own = {
-            "neuron_gemma": True,
+        own = {  # the prompt is encoded on the host, which is soonest
             "spatial_upsampler_path": self.setup.assets.spatial_upsampler,
             "prompt": "a red fox",
             "output_path": folder / "fox.mp4",
