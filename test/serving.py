@@ -25,7 +25,7 @@ from ltx_neuron.service.tokens import new_token
 from ltx_neuron.service.worker import Worker
 from ltx_neuron.workspace import Workspace
 
-TP = 1
+TP = 2  # as `batches`, whose weights and text encoder it takes
 SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
 SMALL = {"height": 64, "width": 64, "num_frames": 9}
 OWNERS = ("ada", "bob")

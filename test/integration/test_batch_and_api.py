@@ -4,6 +4,8 @@ nothing is lost or left over."""
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,14 +14,14 @@ import typed
 from batches import SIZE, TP, children, flags_of, lines, opened, prepared, undisturbed, videos
 from helpers import exit_code, forked, read_video, rel
 
+from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.batch import RESULTS
+from ltx_neuron.decode_queue import isolated
 from ltx_neuron.errors import UserError
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.sampling.guidance import DEFAULTS
-
-pytestmark = pytest.mark.slow
 
 GENERATE = "src/generate_ltx23.py"
 OTHER = 0.1  # another prompt, seed or image changes latents by more than this
@@ -78,27 +80,14 @@ def test_a_batch_loads_each_model_once(batch):
     assert len(perf["denoise_steps_ms"]["stage_1"]) == 5 * 8
 
 
-def test_a_batch_makes_the_bits_of_single_runs(batch, api, setup, tiny, tmp_path):
+def test_a_batch_makes_the_bits_of_single_calls(batch, api, tiny, tmp_path):
+    images = {3: [ImageCondition(tiny.image, 0, 0.8)], 5: tiny.image}
     for number, line in enumerate(lines(tiny), 1):
         path = tmp_path / f"{number:04d}.mp4"
-        if number == 2:
-            alone = setup.words(
-                **SIZE, prompt=line["prompt"], seed=4, neuron_gemma=True, output_path=path
-            )
-            assert typed.run(GENERATE, alone) == 0
-            assert path.read_bytes() == videos(batch)[path.name]
-            continue
-        image = (
-            {"image": [ImageCondition(*line["image"])]}
-            if number == 3
-            else {"image": tiny.image}
-            if number == 5
-            else {}
-        )
         made = api(
             line["prompt"],
             **SIZE,
-            **image,
+            image=images.get(number),
             seed=line.get("seed", 10),
             output_type="mp4",
             output_path=path,
@@ -117,6 +106,22 @@ def test_a_bad_line_stops_a_batch_before_anything_runs(setup, tiny, tmp_path, ca
     for words in ("nothing was run", "line 2: unknown key 'sead'", "line 3: --num-frames 10"):
         assert words in said
     assert "Traceback" not in said and not (tmp_path / "out" / RESULTS).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "isolate", "alone"),
+    [
+        (ZeroDivisionError("no"), True, True),
+        (ZeroDivisionError("no"), False, False),
+        (UserError("no file"), True, False),
+        (RankError("it was killed"), True, False),
+    ],
+)
+def test_an_error_is_one_jobs_alone_unless_it_concerns_all(error, isolate, alone):
+    run = SimpleNamespace(error=None)
+    with nullcontext() if alone else pytest.raises(type(error)), isolated(run, isolate):
+        raise error
+    assert run.error is (error if alone else None)
 
 
 # --- Python API ----------------------------------------------------------------------------------

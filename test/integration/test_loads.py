@@ -20,8 +20,6 @@ from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.workspace import Workspace
 
-pytestmark = pytest.mark.slow
-
 SIZE = Size(64, 64, 9, two_stage=True)
 PROMPTS = ("birds sing", "waves crash on the shore", "a golden retriever")
 GUIDANCE = Guidance(StreamGuidance(cfg_scale=2.0), StreamGuidance())

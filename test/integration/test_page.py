@@ -15,7 +15,7 @@ pytest.importorskip("playwright", reason="an extra is not installed: pip install
 from conftest import SCRIPT_SECONDS
 from helpers import wait_for
 from playwright import sync_api
-from serving import prepared, running
+from test_service import openai, service, setup  # noqa: F401
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 pytestmark = [
@@ -49,13 +49,6 @@ FOCUS = """() => {
 
 
 @pytest.fixture(scope="module")
-def service(scripts, tiny, tmp_path_factory):
-    setup = prepared(scripts, tiny)
-    with running(setup, tiny, tmp_path_factory.mktemp("service")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def browser():
     # Not when tests are collected: importing it takes seconds.
     pytest.importorskip("gradio", reason="an extra is not installed: pip install -e .[dev,serve]")
@@ -66,7 +59,7 @@ def browser():
 
 
 @pytest.fixture
-def opened(browser, service):
+def opened(browser, service):  # noqa: F811
     """opened(owner, **settings) gives the page as an owner of a token sees it; at the end, no
     request has left this machine and no script has failed."""
     root, asked, failed, contexts = service.url[: -len("v1")], [], [], []
@@ -108,7 +101,7 @@ def take_pictures(page) -> None:
             page.screenshot(path=path, type="jpeg", quality=60, full_page=True)
 
 
-def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, service):
+def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, service):  # noqa: F811
     page = opened(None)
     page.wait_for_selector("#ltx-door:visible")
     assert not page.is_visible("#desk") and not page.is_visible("#clips")
@@ -123,7 +116,7 @@ def test_the_page_asks_for_a_token_and_takes_none_that_is_not_known(opened, serv
     page.wait_for_selector("#ltx-door:visible")
 
 
-def test_from_a_prompt_to_a_video_that_plays_with_sound(opened, service):
+def test_from_a_prompt_to_a_video_that_plays_with_sound(opened, service):  # noqa: F811
     page = opened("ada")
     generate(page, size="128 × 128")
     page.wait_for_selector("#ltx-screen video")
@@ -141,7 +134,10 @@ def test_from_a_prompt_to_a_video_that_plays_with_sound(opened, service):
     assert other.locator("#ltx-gallery li").count() == 0
 
 
-def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_made(opened, service):
+def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_made(
+    opened,
+    service,  # noqa: F811
+):
     page, client, worker = opened("ada"), service.client("ada"), service.worker
     with closing(service.queue()) as queue:
 
@@ -171,7 +167,7 @@ def test_progress_and_a_preview_are_seen_and_a_clip_is_cancelled_while_it_is_mad
         wait_for(lambda: not queue.counts()["cancelled"])  # the worker has let it go
 
 
-def test_a_clip_is_cancelled_and_no_worker_makes_it(opened, service):
+def test_a_clip_is_cancelled_and_no_worker_makes_it(opened, service):  # noqa: F811
     page, client = opened("bob"), service.client("bob")
     worker = service.worker
     worker.suspend()  # a tiny clip would be done before a hand is at the button
@@ -195,7 +191,7 @@ def test_a_clip_is_cancelled_and_no_worker_makes_it(opened, service):
         worker.resume()
 
 
-def test_a_size_that_is_not_compiled_is_refused_in_the_apis_words(opened, service):
+def test_a_size_that_is_not_compiled_is_refused_in_the_apis_words(opened, service):  # noqa: F811
     page, client = opened("ada"), service.client("ada", max_retries=0)
     generate(page, size="1920x1088")
     page.wait_for_selector("#ltx-error:has-text('not compiled')")
@@ -207,7 +203,7 @@ def test_a_size_that_is_not_compiled_is_refused_in_the_apis_words(opened, servic
     assert all(video.size != "1920x1088" for video in client.videos.list())
 
 
-def test_an_image_is_sent_with_the_request_and_by_no_other_way(opened, service, tiny):
+def test_an_image_is_sent_with_the_request_and_by_no_other_way(opened, service, tiny):  # noqa: F811
     page = opened("ada")
     posts = []
     page.on("request", lambda request: request.method == "POST" and posts.append(request))
@@ -225,7 +221,7 @@ def test_an_image_is_sent_with_the_request_and_by_no_other_way(opened, service, 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone(opened, service, scheme):
+def test_it_fits_a_phone(opened, service, scheme):  # noqa: F811
     page = opened("bob", viewport=MOBILE, is_mobile=True, has_touch=True, color_scheme=scheme)
     assert page.evaluate(WIDTHS) == [390, 390]
     for name in ("prompt", "ltx-image", "size", "length", "stages", "seed", "send", "ltx-screen"):
@@ -236,7 +232,7 @@ def test_it_fits_a_phone(opened, service, scheme):
     assert page.evaluate(WIDTHS) == [390, 390]  # a long message wraps
 
 
-def test_everything_is_reached_and_named_without_a_mouse(opened, service):
+def test_everything_is_reached_and_named_without_a_mouse(opened, service):  # noqa: F811
     page = opened("bob")
     page.focus("#prompt textarea")
     page.keyboard.type("birds sing")

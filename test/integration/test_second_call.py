@@ -17,8 +17,6 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.plan import CoreMemory, compiled_activations
 from ltx_neuron.profiles import TRAINIUM2
 
-pytestmark = pytest.mark.slow
-
 # The profile of a trn2.3xlarge, against whose memory every call is checked, on this CPU.
 PROFILE = "trn2.3xlarge"
 ON_A_CPU = ("backend=torchdist", "device=cpu", "compile_backend=export", "attention=sdpa")

@@ -28,10 +28,8 @@ from ltx_neuron.service.server import MAX_CONNECTIONS
 from ltx_neuron.service.worker import Worker
 from ltx_neuron.workspace import Workspace
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:The Sora API"),  # the wire format lives on
-]
+# The wire format lives on.
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +94,18 @@ def test_a_job_is_seen_listed_downloaded_and_deleted(openai, service, videos, tm
 
 
 def test_what_is_answered_is_openais_type_word_for_word(openai, service):
-    Video = openai.types.Video
+    adapter = TypeAdapter(openai.types.Video)
     client = service.client()
     for raw in (
         client.videos.with_raw_response.create(**ASKED[0][0]),
         client.videos.with_raw_response.retrieve(client.videos.list(limit=1).data[0].id),
     ):
         with pytest.raises(ValidationError) as caught:
-            TypeAdapter(Video).validate_json(raw.content, strict=True)
+            adapter.validate_json(raw.content, strict=True)
         # Its sizes are Sora's four, 720x1280 and so on; a multiple of 32 is none of them.
         assert {error["loc"][0] for error in caught.value.errors()} == {"size"}
         content = raw.http_response.json() | {"size": "720x1280"}
-        TypeAdapter(Video).validate_json(json.dumps(content), strict=True)
+        adapter.validate_json(json.dumps(content), strict=True)
 
 
 def test_the_model_says_which_sizes_are_compiled(openai, service):

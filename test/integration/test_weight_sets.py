@@ -12,8 +12,6 @@ from ltx_neuron.job import Job
 from ltx_neuron.progress import restore_state, save_state
 from ltx_neuron.weights.lora import Lora
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def jobs(tiny, tmp_path_factory) -> list[Job]:

@@ -24,7 +24,6 @@ from ltx_neuron.batch import RESULTS, Line
 from ltx_neuron.batch import run as run_batch
 from ltx_neuron.decode_queue import Failure
 from ltx_neuron.engine import RunOptions
-from ltx_neuron.errors import UserError
 from ltx_neuron.generate import Outputs, generate
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.host.models import HostModels
@@ -32,8 +31,6 @@ from ltx_neuron.job import Job, Size
 from ltx_neuron.profiles import resolve
 from ltx_neuron.progress import SUFFIX, save_state
 from ltx_neuron.workspace import Workspace
-
-pytestmark = pytest.mark.slow
 
 ORPHAN_SECONDS = 15  # a rank notices at once that the host is gone; a busy machine is given time
 SOON = 10  # seconds until a run with a broken rank has ended, whatever is done beside its ranks
@@ -105,18 +102,6 @@ def test_an_error_while_decoding_is_that_jobs_failure_and_the_next_one_is_made(
     assert {*beside} == {"decode_video", "decode_audio"} and beside.count("decode_video") >= 2
     assert sum(phase["seconds"] for phase in report["phases"]) <= report["end_to_end_seconds"]
     assert report["residual_seconds"] >= 0
-
-
-@pytest.mark.parametrize(
-    "error, isolate", [(UserError("no file"), True), (ZeroDivisionError("no"), False)]
-)
-def test_an_error_while_decoding_that_ends_the_run_does_so(
-    overlapping, monkeypatch, error, isolate
-):
-    broken_decoder(overlapping.engine, monkeypatch, 1, error)
-    with pytest.raises(type(error), match=str(error)):
-        list(overlapping.engine.run(jobs(3), isolate=isolate))
-    assert overlapping.engine.residency.ranks is None
 
 
 @pytest.fixture

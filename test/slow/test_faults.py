@@ -1,24 +1,34 @@
-"""Faults of a video that are no rank's: the run ends cleanly, and nothing of it is lost."""
+"""Faults of a run in a process of its own: it ends cleanly, and nothing of it is lost."""
 
 import json
+import os
 import shlex
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from helpers import ended, shared_memories, started, unhurried
-from runs import STAGE_2, undisturbed
+from runs import STAGE_2, TP, undisturbed
 
 from ltx_neuron.progress import SUFFIX
 
-pytestmark = pytest.mark.slow
 SOON = 10  # seconds until a run that was told to end has ended
 
 
 @pytest.fixture(scope="module")
 def run(scripts, tiny, shared):
     return undisturbed(scripts, tiny, shared)
+
+
+def assert_ended(process: subprocess.Popen, ranks: list[int], folder: Path) -> str:
+    """A run in its second stage and its ranks end soon, and keep the first one. Returns what was
+    said."""
+    said = process.communicate(timeout=SOON)[1]
+    assert "Traceback" not in said and "the same command with --resume" in said
+    assert ended(ranks) and (folder / ("fox" + SUFFIX)).is_file()
+    return said
 
 
 @pytest.mark.parametrize(
@@ -29,11 +39,17 @@ def test_ctrl_c_and_sigterm_end_cleanly(run, tmp_path, number, code, word):
     before = shared_memories()
     process, ranks = started(unhurried(run.command(tmp_path), "stage_2"), STAGE_2)
     process.send_signal(number)
-    said = process.communicate(timeout=SOON)[1]
-    assert process.returncode == code and word in said and "Traceback" not in said
-    assert ended(ranks)
+    assert word in assert_ended(process, ranks, tmp_path) and process.returncode == code
     assert [path.name for path in tmp_path.iterdir()] == ["fox" + SUFFIX]
     assert shared_memories() <= before
+
+
+def test_a_process_with_a_killed_rank_ends(run, tmp_path):
+    process, ranks = started(unhurried(run.command(tmp_path), "stage_2"), STAGE_2)
+    assert len(ranks) == TP
+    os.kill(ranks[1], signal.SIGKILL)
+    said = assert_ended(process, ranks, tmp_path)
+    assert "rank 1 of 2 failed: the process was killed" in said and process.returncode == 1
 
 
 def test_a_reader_who_leaves_after_a_line_costs_no_video(run, tmp_path):
