@@ -53,7 +53,7 @@ def wanted_videos(setup, tiny, shared: Path) -> list[bytes]:
     ]
 
     def make(folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "jobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
         process = setup.run(
             "src/generate_ltx23.py",
