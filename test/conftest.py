@@ -131,12 +131,16 @@ class Setup:
         self.artifacts = shared / "artifacts"
         self._results: dict = {}  # of every run so far, by its folder
 
-    def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
-        """One script in its own process, whatever its exit code."""
+    def words(self, gemma: bool = True, **flags) -> list[str]:
+        """The command line of a script on these assets, behind its name."""
         flags |= {"checkpoint_path": self.assets.checkpoint, "artifacts_dir": self.artifacts}
         flags |= {"tp_degree": self.tp, "dtype": self.dtype, "profile": flags.get("profile", "cpu")}
         flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
-        command = list(map(str, [ROOT / script, *words(**flags)]))
+        return words(**flags)
+
+    def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
+        """One script in its own process, whatever its exit code."""
+        command = [str(ROOT / script), *self.words(gemma, **flags)]
         return warm_python.run(command, ROOT, SCRIPT_SECONDS)
 
     def prepare(self, **size) -> None:

@@ -1,5 +1,5 @@
 """A batch of prompts, and both stages of each, load every model once; between the stages there is
-the upsampler alone."""
+the upsampler alone. The dev recipe: its stages have weights of their own."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from batches import TP, prepared
 
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.engine import Engine, RunOptions
@@ -19,16 +20,9 @@ from ltx_neuron.weights.lora import Lora
 from ltx_neuron.weights.tensorfile import TensorFile
 from ltx_neuron.workspace import Workspace
 
-pytestmark = pytest.mark.slow
-
-TP, SIZE = 2, Size(64, 64, 9, two_stage=True)
+SIZE = Size(64, 64, 9, two_stage=True)
 PROMPTS = ("birds sing", "waves crash on the shore", "a golden retriever")
-GUIDED = {
-    "recipe": "dev",
-    "num_inference_steps": 2,
-    "guidance": Guidance(StreamGuidance(cfg_scale=2.0), StreamGuidance()),
-}
-RECIPES = {"distilled": {}, "dev": GUIDED}
+GUIDANCE = Guidance(StreamGuidance(cfg_scale=2.0), StreamGuidance())
 # The encoder's, the decoder's and the upsampler's own; tables of 128 rows, which are laid behind
 # each prompt.
 OF_SEVERAL = ("per_channel_statistics.", "learnable_registers")
@@ -57,25 +51,16 @@ class Watched(Recorder):
             self.now = None
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def recipe(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def events(recipe, tiny, artifacts) -> list[Event]:
+def events(scripts, tiny) -> list[Event]:
     """What a batch of two-stage jobs loads, and the phases it goes through, in order."""
-    refining = (Lora(tiny.lora, 0.8),) if recipe == "dev" else ()
-    jobs = [
-        # No other test's prompt, so that each is encoded here.
-        Job(f"{prompt}, by {recipe}", SIZE, seed, stage_2_loras=refining, **RECIPES[recipe])
-        for seed, prompt in enumerate(PROMPTS)
-    ]
-    threads, settings = torch.get_num_threads(), (artifacts, TP, "float32", tiny.gemma_root)
+    how = {"recipe": "dev", "num_inference_steps": 2, "guidance": GUIDANCE}
+    how["stage_2_loras"] = (Lora(tiny.lora, 0.8),)
+    jobs = [Job(prompt, SIZE, seed, **how) for seed, prompt in enumerate(PROMPTS)]
+    threads, artifacts = torch.get_num_threads(), prepared(scripts, tiny).artifacts
+    settings = artifacts, TP, "float32", tiny.gemma_root
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), *settings)
-    workspace.shard("gemma3")
     workspace.shard("dit", {stage.loras for stage in jobs[0].stages})
-    workspace.compile_text()
     workspace.compile_dit(jobs[0].buckets)
 
     events = []
@@ -98,14 +83,13 @@ def events(recipe, tiny, artifacts) -> list[Event]:
         options = RunOptions(neuron_gemma=True, spatial_upsampler_path=tiny.spatial_upsampler)
         with Engine(workspace, recorder, options) as engine:
             engine.progress = False
-            assert [len(result.frames) for result in engine.run(jobs)] == [SIZE.num_frames] * len(
-                PROMPTS
-            )
+            frames = [len(result.frames) for result in engine.run(jobs)]
+    assert frames == [SIZE.num_frames] * len(PROMPTS)
     torch.set_num_threads(threads)
     return events
 
 
-def test_every_weight_is_loaded_once(events, recipe, tiny):
+def test_every_weight_is_loaded_once(events, tiny):
     counts = Counter(event.what for event in events if event.what)
     assert {what: count for what, count in counts.items() if count != 1} == {}
     read = {
@@ -116,33 +100,25 @@ def test_every_weight_is_loaded_once(events, recipe, tiny):
     assert read == {"vae", "audio_vae", "vocoder"}
     assert any(what.startswith(str(tiny.spatial_upsampler)) for what in counts)
     on_ranks = [what for what in counts if ": " not in what]
-    # Gemma3, the DiT, the DiT with the distilled LoRA.
-    assert len(on_ranks) == {"distilled": 2, "dev": 3}[recipe]
+    assert len(on_ranks) == 3  # Gemma3, the DiT, the DiT with the distilled LoRA
 
 
-def test_between_the_stages_nothing_happens_but_upsampling(events, recipe):
+def test_between_the_stages_nothing_happens_but_upsampling(events):
     before = ["load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "read by the host"]
     decode, stages = ["decode_video", "decode_audio"], ["upsample", "denoise_stage_2"]
-    wanted = {
-        "distilled": [
-            *before,
-            *2 * ["denoise_stage_1", *stages, *decode],
-            "denoise_stage_1",
-            *stages,
-        ],
+    wanted = [
+        *before,
+        "denoise_stage_1",
         # Stage 1 of all, then the weights with the LoRA take the others' place.
-        "dev": [
-            *before,
-            "denoise_stage_1",
-            "load_transformer",
-            "read by the host",
-            *2 * [*stages, *decode],
-            *stages,
-        ],
-    }[recipe]
-    assert [
-        phase for phase, _ in groupby(event.phase or "read by the host" for event in events)
-    ] == [*wanted, "unload_transformer", *decode]
+        "load_transformer",
+        "read by the host",
+        *2 * [*stages, *decode],
+        *stages,
+        "unload_transformer",
+        *decode,
+    ]
+    phases = [phase for phase, _ in groupby(event.phase or "read by the host" for event in events)]
+    assert phases == wanted
 
 
 def test_models_of_the_host_are_loaded_in_the_phases_that_use_them(events, tiny):

@@ -7,21 +7,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from batches import SIZE, opened, prepared
 
 from ltx_neuron.backends import manifest
 from ltx_neuron.backends.torchdist.host import Ranks
 from ltx_neuron.denoise import StageRun
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
-from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.plan import CoreMemory, compiled_activations
-from ltx_neuron.profiles import TRAINIUM2, resolve
-from ltx_neuron.workspace import Workspace
+from ltx_neuron.profiles import TRAINIUM2
 
-pytestmark = pytest.mark.slow
-
-TP = 2
-SIZE = {"height": 64, "width": 64, "num_frames": 9}
 # The profile of a trn2.3xlarge, against whose memory every call is checked, on this CPU.
 PROFILE = "trn2.3xlarge"
 ON_A_CPU = ("backend=torchdist", "device=cpu", "compile_backend=export", "attention=sdpa")
@@ -31,27 +26,9 @@ SECONDS_TO_FIRST_STEP = 0.5
 
 
 @pytest.fixture(scope="module")
-def pipe(tiny, artifacts):
-    profile = resolve(PROFILE, ON_A_CPU)
-    workspace = Workspace(
-        tiny.checkpoint, profile, artifacts, TP, "float32", gemma_root=tiny.gemma_root
-    )
-    workspace.shard("dit")
-    workspace.shard("gemma3")
-    workspace.compile_text()
-    size = Size(**SIZE)
-    workspace.compile_dit(Job("", size).buckets)
-    threads = torch.get_num_threads()
-    with LTXPipeline.from_pretrained(
-        checkpoint_path=tiny.checkpoint,
-        gemma_root=tiny.gemma_root,
-        artifacts_dir=artifacts,
-        profile=PROFILE,
-        profile_set=ON_A_CPU,
-        tp_degree=TP,
-        dtype="float32",
-    ) as pipe:
-        pipe.engine.progress = False
+def pipe(scripts, tiny):
+    setup, threads = prepared(scripts, tiny), torch.get_num_threads()
+    with opened(setup, tiny, profile=PROFILE, profile_set=ON_A_CPU) as pipe:
         yield pipe
     torch.set_num_threads(threads)
 

@@ -1,0 +1,161 @@
+"""The service as a process of its own, and its worker in this process. Imported as `serving`."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import torch
+from conftest import ROOT, SCRIPT_SECONDS, once, succeeded
+from helpers import wait_for
+
+from ltx_neuron.engine import Engine, RunOptions
+from ltx_neuron.job import Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.service.fields import read_request
+from ltx_neuron.service.jobs import JobSubmitter
+from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
+from ltx_neuron.service.tokens import new_token
+from ltx_neuron.service.worker import Worker
+from ltx_neuron.workspace import Workspace
+
+TP = 2  # as `batches`, whose weights and text encoder it takes
+SIZE = {"height": 128, "width": 128, "num_frames": 9, "two_stage": True}  # and its half, in one
+SMALL = {"height": 64, "width": 64, "num_frames": 9}
+OWNERS = ("ada", "bob")
+# What a client says of a job, and the line of a prompts file that says the same.
+ASKED = [
+    ({"prompt": "waves crash on the shore", "size": "64x64"}, SMALL),
+    ({"prompt": "birds sing", "size": "128x128", "extra_body": {"two_stage": True}}, SIZE),
+    ({"prompt": "« hello » says a man", "size": "64x64", "extra_body": {"seed": 4}}, SMALL),
+]
+
+
+def prepared(scripts, tiny):
+    made = scripts(tiny, TP)
+    made.prepare(**SIZE, image=((tiny.image, 0, 1.0),))
+    return made
+
+
+def wanted_videos(setup, tiny, shared: Path) -> list[bytes]:
+    """The videos of ASKED and of one with an image, as generate_ltx23.py makes them; made once a
+    session."""
+    said = [*ASKED, ({"prompt": "a golden retriever"}, SMALL | {"image": [str(tiny.image), 0]})]
+    lines = [
+        {"prompt": fields["prompt"], "seed": fields.get("extra_body", {}).get("seed", 10), **line}
+        for fields, line in said
+    ]
+
+    def make(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "jobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        process = setup.run(
+            "src/generate_ltx23.py",
+            neuron_gemma=True,
+            spatial_upsampler_path=tiny.spatial_upsampler,
+            prompts_file=folder / "jobs.jsonl",
+            output_dir=folder / "out",
+        )
+        succeeded(process)
+
+    once(shared / "served", make)
+    return [path.read_bytes() for path in sorted((shared / "served/out").glob("*.mp4"))]
+
+
+class Service:
+    """python -m ltx_neuron.serve on a data folder, which outlives it."""
+
+    def __init__(self, setup, tiny, folder):
+        self.folder, self.tokens_file = folder, folder / "tokens.json"
+        self.tokens = {name: new_token(self.tokens_file, name) for name in OWNERS}
+        flags = setup.words(
+            neuron_gemma=True,
+            spatial_upsampler_path=tiny.spatial_upsampler,
+            data_dir=folder / "data",
+            tokens_file=self.tokens_file,
+            port=0,
+        )
+        self.command = [sys.executable, "-m", "ltx_neuron.serve", *flags]
+
+    def start(self) -> None:
+        self.log = open(self.folder / "log", "ab")
+        self.process = subprocess.Popen(
+            self.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+        self.url = next(
+            line.split()[1] for line in self.process.stdout if line.startswith("serving: ")
+        )
+        threading.Thread(target=self._copy, daemon=True).start()
+        wait_for(lambda: self.client()._client.get(self.url[:-3] + "/ready").status_code == 200)
+
+    def _copy(self) -> None:
+        for line in self.process.stdout:
+            self.log.write(line.encode())
+            self.log.flush()
+
+    def client(self, owner: str = "ada", **more):
+        """OpenAI's client of an owner."""
+        import openai  # not when tests are collected: it takes seconds
+
+        return openai.OpenAI(base_url=self.url, api_key=self.tokens[owner], **more)
+
+    def queue(self) -> Queue:
+        return Queue(self.folder / "data/queue.sqlite", self.folder / "data/jobs")
+
+    @property
+    def worker(self) -> psutil.Process | None:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children():
+                if "--role" in child.cmdline():
+                    return child
+        return None
+
+    def stop(self, kind: int = signal.SIGTERM) -> int:
+        self.process.send_signal(kind)
+        return self.process.wait(SCRIPT_SECONDS)
+
+
+@contextmanager
+def running(setup, tiny, folder: Path):
+    made = Service(setup, tiny, folder)
+    made.start()
+    yield made
+    made.stop()
+
+
+@contextmanager
+def worker(setup, tiny, folder, *settings: str, previews: bool = False):
+    """A worker with its queue and what fills it. settings: of the profile."""
+    workspace = Workspace(
+        tiny.checkpoint, resolve("cpu", settings), setup.artifacts, TP, "float32", tiny.gemma_root
+    )
+    options = RunOptions(True, spatial_upsampler_path=tiny.spatial_upsampler, cache_prompts=True)
+    threads = torch.get_num_threads()
+    queue = Queue(folder / "queue.sqlite", folder / "jobs")
+    with closing(queue), Engine(workspace, Recorder(), options) as engine:
+        sizes = SizeRegistry(workspace, CompiledSize(Size(), "distilled"), upsamplers={"spatial"})
+        yield Worker(queue, engine, "w1", previews), JobSubmitter(queue, sizes, "tiny")
+    torch.set_num_threads(threads)
+
+
+def ask(intake, index: int):
+    fields = dict(ASKED[index][0])
+    return intake.accept(read_request(fields | fields.pop("extra_body", {})), "ada")
+
+
+def stop_after(working, *entries) -> threading.Thread:
+    """A thread that asks a worker to end once these jobs are made."""
+
+    def watch() -> None:
+        wait_for(lambda: all(working.queue.get("ada", e.id).status == "completed" for e in entries))
+        working.stop.set()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread

@@ -1,0 +1,86 @@
+"""A batch of lines of all kinds, each on weights of its own, and one that is ended again and again:
+each line is its single run bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import one_thread  # noqa: F401
+from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
+
+from ltx_neuron.backends.ranks import RankError
+from ltx_neuron.generate import run_identity
+from ltx_neuron.job import Job
+from ltx_neuron.progress import restore_state, save_state
+from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
+
+
+@pytest.fixture(scope="module")
+def jobs(tiny, tmp_path_factory) -> list[Job]:
+    return jobs_of_three_sets(tiny, tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny, jobs) -> list[Job]:
+    """A line of each kind, those of two IC-LoRAs apart from each other."""
+    (first,), (second,) = jobs[0].loras, jobs[1].stage_1_loras
+    masked = {name: getattr(jobs[1], name) for name in ("references", "attention_mask")}
+    film = masked["references"][0].path
+    return [
+        Job("an IC-LoRA", TWO, 11, stage_1_loras=(first,), **masked),
+        Job("text to video", ONE, 12),
+        Job("another IC-LoRA", TWO, 13, stage_1_loras=(second,), **masked),
+        Job("image to video", ONE, 14, images=(ImageCondition(tiny.image),)),
+        Job("a retake", ONE, 15, retake=Retake(film, 0.05, 0.2)),
+        Job("the first again", TWO, 16, stage_1_loras=(first,), **masked),
+        Job("audio to video", TWO, 17, sound=SoundCondition(film)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def engine_of(tiny, jobs, mixed, artifacts):
+    with opened([*jobs, *mixed], tiny, artifacts) as anew:
+        yield anew
+
+
+def test_a_batch_of_all_kinds_swaps_least_and_every_line_is_its_single_run(engine_of, mixed):
+    single, order = each_alone(engine_of(), mixed), []
+    engine = engine_of()
+    engine.on_stage_end = lambda run: order.append(run.job.seed)
+    assert_same(latents(engine, mixed), single)
+    # Stage 1 of one IC-LoRA, of the other, and then all that is plain.
+    assert swaps(engine) == 2 and order == [11, 16, 13, 11, 12, 13, 14, 15, 16, 17, 17]
+    # What was given counts: without it the latents are others.
+    for job, given in ((mixed[6], "sound"), (mixed[4], "retake"), (mixed[3], "images")):
+        job = replace(job, **{given: None if given != "images" else ()})
+        without = latents(engine, [job])[job.seed]
+        assert not torch.equal(without["s1_video"], single[job.seed]["s1_video"])
+
+
+def test_an_interrupted_batch_goes_on_to_the_same_bits(engine_of, jobs, tmp_path):
+    """Ended after every third stage, and gone on with by an engine that has nothing loaded."""
+
+    def path(job: Job) -> Path:
+        return tmp_path / f"{job.seed}.safetensors"
+
+    def resume(job: Job):
+        kept, identity = path(job), run_identity(job, engine.workspace, engine.options)
+        return restore_state(kept, job, identity, torch.float32) if kept.is_file() else None
+
+    def keep(run) -> None:
+        save_state(path(run.job), run, run_identity(run.job, engine.workspace, engine.options))
+        ended.append(run.job.seed)
+        if len(ended) % 3 == 0:
+            raise RankError("killed")
+
+    alone, engine, ended = each_alone(engine_of(), jobs), engine_of(), []
+    for _ in range(2):
+        engine.on_stage_end = keep
+        with pytest.raises(RankError):
+            latents(engine, jobs, resume=resume)
+        engine = engine_of()
+    engine.on_stage_end = keep
+    assert_same(latents(engine, jobs, resume=resume), alone)
+    assert ended == [1, 4, 4, 2, 5, 2, 3, 5]
+    assert swaps(engine) == 0  # stage 2 of both is left, and the plain one

@@ -1,0 +1,86 @@
+"""Jobs of several weight sets on one engine. Imported as `swapping`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from engines import drawn, give_contexts, opened_engine, opened_workspace
+from helpers import made_film
+from safetensors.torch import load_file, save_file
+
+from ltx_neuron.engine import Engine
+from ltx_neuron.job import Job, Size
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.sampling.conditions import AttentionMask, ReferenceVideo
+from ltx_neuron.weights.lora import Lora
+
+ONE, TWO = Size(64, 64, 9), Size(64, 64, 9, two_stage=True)
+
+
+def jobs_of_three_sets(tiny, folder: Path) -> list[Job]:
+    """In an order that swaps five times if it is kept."""
+    # A reference, without which an IC-LoRA is none, and its attention mask.
+    film, mask = (made_film(folder / f"{n}.mp4", 9, 64, 64, seed=n) for n in (1, 2))
+    masked = {
+        "references": (ReferenceVideo(film, 0.7, 9),),
+        "attention_mask": AttentionMask(mask, 0.6),
+    }
+    other = folder / "other.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(tiny.lora).items()}, other)
+    style, ic = (Lora(tiny.lora, 0.8),), (Lora(other, 0.6),)
+    return [
+        Job("style", ONE, 1, loras=style),
+        Job("guided by a reference", TWO, 2, stage_1_loras=ic, **masked),
+        Job("plain", ONE, 3),
+        Job("style again", TWO, 4, loras=style),
+        Job("guided again", TWO, 5, stage_1_loras=ic, **masked),
+    ]
+
+
+@contextmanager
+def opened(jobs: list[Job], tiny, artifacts: Path) -> Iterator[Callable[[], Engine]]:
+    """opened(): the engine, as if it were a new one; it is given the contexts of the jobs."""
+    workspace = opened_workspace(tiny, artifacts)
+    workspace.shard("dit", {stage.loras for job in jobs for stage in job.stages})
+    workspace.compile_dit(list({bucket for job in jobs for bucket in job.buckets}))
+    engine = opened_engine(workspace, tiny)
+    for job in jobs:
+        give_contexts(engine, job, lambda _, seed=job.seed: drawn(workspace, seed))
+
+    def anew() -> Engine:
+        engine.close()
+        engine.recorder = engine.residency.recorder = Recorder()
+        engine.on_stage_end = None
+        return engine
+
+    yield anew
+    engine.close()
+
+
+def swaps(engine: Engine) -> int:
+    return engine.recorder.counters.weight_swaps
+
+
+def latents(engine: Engine, jobs: list[Job], **options) -> dict[int, dict[str, torch.Tensor]]:
+    """The latents of every job, by its seed."""
+    results = engine.run(jobs, keep=True, decode=False, **options)
+    return {
+        result.job.seed: {k: v for k, v in result.tensors.items() if k[:3] in ("s1_", "s2_")}
+        for result in results
+    }
+
+
+def assert_same(got: dict, wanted: dict) -> None:
+    assert got.keys() == wanted.keys()
+    for seed, tensors in wanted.items():
+        assert got[seed].keys() == tensors.keys()
+        assert all(torch.equal(got[seed][name], tensors[name]) for name in tensors), seed
+
+
+def each_alone(engine: Engine, jobs: list[Job]) -> dict:
+    """The latents of every job, each run by itself."""
+    found = {}
+    for job in jobs:
+        found |= latents(engine, [job])
+    return found
