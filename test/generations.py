@@ -7,6 +7,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+from conftest import Generated, once
 from helpers import read_video, rel
 
 from ltx_neuron.profiles import resolve
@@ -60,6 +61,13 @@ class Case:
         )
         flags |= {"compat": self.compat, "profile_set": self.profile_set}
         return setup.generate(**size, **flags)
+
+
+@pytest.fixture(scope="session")
+def text_to_video(scripts, tiny, shared) -> Generated:
+    """By the scripts at TP 4, from graphs for text alone, the prompt encoded on the ranks. Made once in
+    a session, for all of its workers."""
+    return once(shared / "text-to-video", lambda _: Case().generate(scripts, tiny))
 
 
 def with_images(assets, *images) -> oracle.Job:

@@ -4,6 +4,7 @@ on a tiny checkpoint. Other degrees, sizes and images: test/slow/test_golden.py.
 import functools
 from types import SimpleNamespace
 
+import generations
 import oracle
 import pytest
 import torch
@@ -14,7 +15,6 @@ from generations import (
     DECODED,
     FP32,
     PUPPY_JOB,
-    Case,
     assert_equals_the_oracle,
     assert_has_what_was_asked_for,
     decoded_by_the_oracle,
@@ -29,6 +29,8 @@ from ltx_neuron.report.recorder import PHASES
 from ltx_neuron.sampling.compat import COMPAT
 from ltx_neuron.sampling.conditions import ImageCondition
 
+text_to_video = generations.text_to_video  # a fixture
+
 
 @pytest.fixture(scope="module")
 def wanted():
@@ -39,22 +41,16 @@ def wanted():
 # --- by the scripts, on four ranks ----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def generated(scripts, tiny):
-    """Text to video, from graphs for text alone, with the prompt encoded on the ranks."""
-    return Case().generate(scripts, tiny)
+def test_text_to_video_equals_ltx_core(text_to_video, tiny, wanted):
+    assert_equals_the_oracle(tiny, text_to_video.tensors, wanted(tiny, PUPPY_JOB))
 
 
-def test_text_to_video_equals_ltx_core(generated, tiny, wanted):
-    assert_equals_the_oracle(tiny, generated.tensors, wanted(tiny, PUPPY_JOB))
+def test_a_warm_step_sends_nothing_to_the_device(text_to_video):
+    assert text_to_video.perf["bytes_to_device_per_step"] == 0
 
 
-def test_a_warm_step_sends_nothing_to_the_device(generated):
-    assert generated.perf["bytes_to_device_per_step"] == 0
-
-
-def test_the_report_names_every_phase_with_its_memory(generated):
-    perf = generated.perf
+def test_the_report_names_every_phase_with_its_memory(text_to_video):
+    perf = text_to_video.perf
     assert {phase["name"] for phase in perf["phases"]} == {*PHASES} - {
         *("warmup", "encode_inputs", "load_vae")
     }
@@ -65,8 +61,8 @@ def test_the_report_names_every_phase_with_its_memory(generated):
     }
 
 
-def test_the_video_has_the_size_rate_and_length_that_were_asked_for(generated):
-    assert_has_what_was_asked_for(generated.video, PUPPY_JOB)
+def test_the_video_has_the_size_rate_and_length_that_were_asked_for(text_to_video):
+    assert_has_what_was_asked_for(text_to_video.video, PUPPY_JOB)
 
 
 # --- by engines, on two ranks ---------------------------------------------------------------------

@@ -4,6 +4,7 @@ model, images, compilers and releases than the first tier has."""
 import os
 
 import conftest
+import generations
 import oracle
 import pytest
 import torch
@@ -18,6 +19,8 @@ from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.tiny import TinySizes, make_tiny
 from ltx_neuron.workspace import Workspace
+
+text_to_video = generations.text_to_video  # a fixture
 
 WAVES = "waves crash on the shore ; Möwen singen – « hello » says a man"
 # Nothing here is a power of two or of the release: 3 blocks of 8 heads, 10 and 6 channels each; 5
@@ -81,10 +84,9 @@ def test_sizes_nobody_tuned_to_equal_ltx_core(scripts, tmp_path):
 
 
 def test_a_prompt_after_another_in_one_process_gives_what_it_gives_alone(
-    scripts, tiny, monkeypatch
+    scripts, tiny, text_to_video, monkeypatch
 ):
-    alone = Case().generate(scripts, tiny).tensors
-    compared, hashes = [], Ranks.hashes
+    alone, compared, hashes = text_to_video.tensors, [], Ranks.hashes
 
     def spy(ranks, *names):
         compared.append((names, found := hashes(ranks, *names)))
