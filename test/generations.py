@@ -65,8 +65,8 @@ class Case:
 
 @pytest.fixture(scope="session")
 def text_to_video(scripts, tiny, shared) -> Generated:
-    """By the scripts at TP 4, from graphs for text alone, the prompt encoded on the ranks. Made once in
-    a session, for all of its workers."""
+    """By the scripts at TP 4, from graphs for text alone, the prompt encoded on the ranks. One run
+    for all workers of a session."""
     return once(shared / "text-to-video", lambda _: Case().generate(scripts, tiny))
 
 

@@ -1,12 +1,10 @@
-"""A tiny video made longer by three windows: guided, decoded on the ranks, among other lines of a
-batch, and interrupted or killed, from where it goes on to the same bits.
+"""A tiny video made longer by three windows: guided, decoded on the ranks, and interrupted or
+killed, from where it goes on to the same bits.
 
 Ranks sum in another order than one does, so that bits are those of a number of ranks: with more of
 them latents are one rank's within the rounding of fp32, and what is kept is the same to the bit.
 """
 
-import argparse
-import json
 import signal
 import subprocess
 import sys
@@ -20,11 +18,10 @@ import pytest
 import torch
 from conftest import ROOT, words
 from engines import opened_engine
-from helpers import ended, made_film, one_thread, read_video, rel, started, unhurried  # noqa: F401
-from longer_film import FRAMES, RATE, WINDOW, draw_contexts, joins, longer, made, source
+from helpers import ended, one_thread, read_video, rel, started, unhurried  # noqa: F401
+from longer_film import FRAMES, WINDOW, joins, longer, made, source
 from safetensors.torch import load_file
 
-from ltx_neuron import batch, flags
 from ltx_neuron.errors import UserError
 from ltx_neuron.generate import run_identity
 from ltx_neuron.job import Job
@@ -102,7 +99,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(engine, film, after, tmp_pa
         restore_state(path, other, run_identity(other, engine.workspace, engine.options), run)
 
 
-# --- the dev recipe, --neuron-vae, a batch --------------------------------------------------------
+# --- the dev recipe, --neuron-vae -----------------------------------------------------------------
 
 
 def test_the_dev_recipe_guides_every_window(engine, film, tmp_path):
@@ -138,50 +135,6 @@ def test_new_frames_decoded_on_the_ranks_are_the_host_decoders(tiny, engine, fil
     assert rel(result.waveform, after.waveform) < SOUND
     assert result.frames.shape == after.frames.shape
     assert (result.frames.int() - after.frames.int()).abs().max() <= FRAME_COUNTS
-
-
-def test_lines_among_others_equal_their_single_runs(engine, film, tmp_path):
-    """Videos made longer at either end, a retake that shares their graph, and text to video."""
-    short = str(made_film(tmp_path / "short.mp4", WINDOW, 64, 64))
-    extended = dict(prompt="waves", video_path=str(film), num_frames=WINDOW)
-    said = [
-        extended | dict(extend=1, seed=7),
-        dict(prompt="rain on a roof", height=64, width=64, num_frames=9, seed=8),
-        dict(prompt="a retake", video_path=short, start_time=0.2, end_time=0.6, seed=9),
-        extended | dict(extend=-17 / RATE, seed=10),
-    ]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in said))
-    parser = argparse.ArgumentParser()
-    flags.add_job(parser)
-    args = parser.parse_args([])
-    args.recipe = "distilled"
-    lines = batch.read_lines(prompts, flags.job_of_line(args), {})
-    jobs = [line.job for line in lines]
-    assert jobs[0] == replace(longer(film, 1.0), retake=replace(jobs[0].retake)) != jobs[3]
-    for job in jobs:
-        engine.workspace.compile_dit(job.buckets)
-    draw_contexts(engine, *jobs)
-
-    def write(clip, path: Path) -> None:
-        clip.write_mp4(path)
-
-    single = tmp_path / "single.mp4"
-    wanted = []
-    for job in jobs:
-        made(engine, job, write=lambda clip: clip.write_mp4(single))
-        wanted.append(single.read_bytes())
-    folder = tmp_path / "out"
-    entries = batch.run(
-        lines,
-        engine,
-        folder,
-        write,
-        lambda job: run_identity(job, engine.workspace, engine.options),
-    )
-    assert [entry["status"] for entry in entries] == ["done"] * 4
-    assert [(folder / line.file).read_bytes() for line in lines] == wanted
-    assert len(set(wanted)) == 4
 
 
 # --- by the script, killed, and on more ranks -----------------------------------------------------
