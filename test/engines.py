@@ -1,7 +1,8 @@
-"""Engines of one rank in this process, whose prompts need no text encoder: their contexts are
+"""Engines in this process, most of one rank, whose prompts need no text encoder: their contexts are
 drawn. Imported as `engines`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,10 +19,16 @@ from ltx_neuron.workspace import Workspace
 
 
 def opened_workspace(
-    tiny, artifacts: Path, blocks_per_graph: int | None = None, dtype: str = "float32"
+    tiny,
+    artifacts: Path,
+    blocks_per_graph: int | None = None,
+    dtype: str = "float32",
+    tp: int = 1,
+    settings: Iterable[str] = (),
 ) -> Workspace:
-    gemma = tiny.gemma_root
-    return Workspace(tiny.checkpoint, resolve("cpu"), artifacts, 1, dtype, gemma, blocks_per_graph)
+    profile = resolve("cpu", tuple(settings))
+    how = tp, dtype, tiny.gemma_root, blocks_per_graph
+    return Workspace(tiny.checkpoint, profile, artifacts, *how)
 
 
 def opened_engine(workspace: Workspace, tiny, **options) -> Engine:
@@ -29,6 +36,14 @@ def opened_engine(workspace: Workspace, tiny, **options) -> Engine:
     engine = Engine(workspace, Recorder(), options)
     engine.progress = False
     return engine
+
+
+def sharing(engine: Engine, **options) -> Engine:
+    """An engine of other options on the ranks and the host's models of one."""
+    other = Engine(engine.workspace, Recorder(), replace(engine.options, **options))
+    other.host, other.preflight, other.residency = engine.host, engine.preflight, engine.residency
+    other.progress = False
+    return other
 
 
 def drawn(workspace: Workspace, seed: int) -> list[Tensor]:

@@ -316,6 +316,13 @@ class Given(recipes_oracle.Recipe):
         return ((pixels.mean(dim=1, keepdim=True) + 1) / 2).clamp(0, 1)
 
 
+class KeptBeginsAsNoise(Given):
+    """ltx-pipelines 1.2.0."""
+
+    def kept(self, latent):
+        return Stream(latent, 1.0, frozen=True)
+
+
 @contextmanager
 def _semantics(recipe: type):
     from ltx_core.conditioning import VideoConditionByReferenceLatent as Reference

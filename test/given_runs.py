@@ -1,0 +1,258 @@
+"""Runs of what is given (a sound, a video to change, references, guides) by engines of one rank in
+this process, with text contexts that are drawn, and their oracle's jobs (test/given_oracle.py).
+Imported as `given_runs`."""
+
+import zlib
+from dataclasses import replace
+from functools import cache, partial
+
+import given_oracle
+import pytest
+import torch
+from engines import drawn, give_contexts, opened_engine, opened_workspace, sharing
+from given_oracle import Given
+from helpers import STREAMS, picture_frames, rel, tone, write_film, write_sound
+
+from ltx_neuron.engine import Engine
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling import extension
+from ltx_neuron.sampling.conditions import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
+from ltx_neuron.sampling.guidance import Guidance, StreamGuidance
+from ltx_neuron.weights.lora import Lora
+
+FP32, GUIDED = 1e-5, 3e-5  # guidance multiplies what sums in another order change
+
+RAIN, DUST = "rain on a tin roof", "dust"
+VIDEO = (
+    ("cfg_scale", 2.5),
+    ("stg_scale", 0.8),
+    ("stg_blocks", (1,)),
+    ("modality_scale", 2.2),
+    ("rescale_scale", 0.6),
+)
+AUDIO = (("cfg_scale", 5.0), ("stg_scale", 1.3), ("stg_blocks", (0,)), ("modality_scale", 1.7))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """film: 17 frames of 64 x 64 with sound; cut: with half of it; mute: with none; short: 9 of
+    64 x 80 frames; mask: 9 striped ones. And sound."""
+    folder = tmp_path_factory.mktemp("media")
+    film, seconds = picture_frames(17, 64, 64, 3), 17 / 20
+    for name, sound in (("film", 1.0), ("cut", 0.5), ("mute", None)):
+        sound = None if sound is None else tone(48000, seconds * sound)
+        write_film(folder / f"{name}.mkv", film, 20, sound=sound)
+    write_film(folder / "short.mkv", picture_frames(9, 64, 80, 40), 24)
+    # At a third of its size every other stripe is seen, at a sixth each of them.
+    bright = (torch.arange(192) % 6 - 2).abs() < 2
+    grey = 250 - 20 * torch.arange(9)[:, None] - torch.arange(192)
+    grey = grey.clamp(min=0)[..., None] * bright
+    write_film(folder / "mask.mkv", grey[..., None].expand(-1, -1, -1, 3).byte().contiguous(), 24)
+    stored = (tone(44100, 1.5, 330.0) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+    write_sound(folder / "sound.wav", stored, 44100, "pcm_s16le", "stereo", "s16")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workspace(tiny, artifacts):
+    """workspace(dtype), of graphs of one block: they are compiled sooner."""
+    return cache(lambda dtype="float32": opened_workspace(tiny, artifacts, 1, dtype))
+
+
+@pytest.fixture(scope="module")
+def opened(workspace, tiny):
+    """opened(compat, dtype): an engine, on the same ranks for every release."""
+    made = {}
+
+    def engine(compat: str | None = None, dtype: str = "float32") -> Engine:
+        if dtype not in made:
+            workspace(dtype).shard("dit", [(), loras_of(lora(tiny))])
+            made[dtype] = opened_engine(workspace(dtype), tiny)
+        return sharing(made[dtype], compat=compat)
+
+    yield engine
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def contexts(workspace):
+    """contexts(prompt, dtype): those of a prompt."""
+
+    @cache
+    def contexts(prompt: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [each.to(dtype) for each in drawn(workspace(), zlib.crc32(prompt.encode()))]
+
+    return contexts
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny, contexts):
+    @cache
+    def wanted(job, recipe=Given, dtype=torch.float32) -> dict[str, torch.Tensor]:
+        return given_oracle.generate(tiny, job, partial(contexts, dtype=dtype), recipe, dtype)
+
+    return wanted
+
+
+@pytest.fixture(scope="module")
+def generate(opened, contexts):
+    @cache
+    def generate(
+        given: given_oracle.Job, compat: str | None = None, dtype: str = "float32"
+    ) -> dict[str, torch.Tensor]:
+        engine, job = opened(compat, dtype), told(given)
+        for stage in job.stages:
+            engine.workspace.compile_dit([job.bucket(stage)])
+        give_contexts(engine, job, partial(contexts, dtype=engine.workspace.dtype))
+        (result,) = engine.run([job], keep=True, decode=False)
+        return result.tensors
+
+    return generate
+
+
+def told(job: given_oracle.Job) -> Job:
+    """The oracle's job in our words."""
+    more = {}
+    if job.video is not None:
+        guidance = Guidance(*(StreamGuidance(**parameters) for parameters in job.guidance))
+        more |= dict(recipe="dev", guidance=guidance, num_inference_steps=job.steps)
+        more |= dict(negative_prompt=job.negative_prompt)
+    if job.sound:
+        more["sound"] = SoundCondition(*job.sound)
+    if job.retake:
+        more["retake"] = Retake(*job.retake)
+    if job.attention_mask:
+        more["attention_mask"] = AttentionMask(*job.attention_mask)
+    frames = {"film.mkv": 17, "short.mkv": 9}
+    return Job(
+        job.prompt,
+        Size(job.height, job.width, job.num_frames, job.frame_rate, job.two_stage),
+        job.seed,
+        images=tuple(ImageCondition(*image) for image in job.images),
+        references=tuple(
+            ReferenceVideo(path, strength, frames[path.name], *job.scales)
+            for path, strength in job.references
+        ),
+        images_as_guides=job.images_as_guides,
+        skip_stage_2=job.skip_stage_2,
+        loras=loras_of(job.loras),
+        stage_1_loras=loras_of(job.stage_1_loras),
+        stage_2_loras=loras_of(job.refining_loras),
+        **more,
+    )
+
+
+def lora(tiny) -> tuple:
+    return ((tiny.lora, 0.7),)
+
+
+def loras_of(loras: tuple) -> tuple[Lora, ...]:
+    return tuple(Lora(path, strength) for path, strength in loras)
+
+
+def distances(got: dict, want: dict) -> dict[str, float]:
+    """By the names of `want` that the run returns: what the first step predicts is not read."""
+    return {name: rel(got[name], want[name]) for name in want if "step0" not in name}
+
+
+def assert_equals_the_oracle(got: dict, want: dict, bound: float = FP32) -> None:
+    found = distances(got, want)
+    print({name: f"{distance:.1e}" for name, distance in found.items()})
+    assert {"s1_video", "s1_audio"} <= found.keys()
+    assert {name: distance for name, distance in found.items() if not distance <= bound} == {}
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def a2v(files, **more) -> given_oracle.Job:
+    """In two stages; the sound is read longer than the video."""
+    sizes = dict(height=64, width=128, num_frames=9, frame_rate=30.0, seed=5)
+    sound = dict(sound=(files / "sound.wav", 0.21, 0.5))
+    return given_oracle.Job(RAIN, **sizes | sound | dict(two_stage=True) | more)
+
+
+def a2v_dev(files, tiny) -> given_oracle.Job:
+    guided = dict(video=VIDEO, audio=(), negative_prompt=DUST, steps=3)
+    return a2v(files, **guided, seed=8, refining_loras=lora(tiny))
+
+
+def retake(files, regenerate="both", film="film", **more) -> given_oracle.Job:
+    """Of 17 frames at 20 a second, in three latent frames: a time in the second one."""
+    sizes = dict(height=64, width=64, num_frames=17, frame_rate=20.0, seed=21)
+    retake = (files / f"{film}.mkv", 0.12, 0.2, regenerate)
+    return given_oracle.Job(RAIN, **sizes | dict(retake=retake) | more)
+
+
+def retake_dev(files) -> given_oracle.Job:
+    return retake(files, video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
+
+
+def ic_lora(files, tiny, **more) -> given_oracle.Job:
+    """Two references, one shorter than the clip, behind an image as a guide, all masked."""
+    sizes = dict(height=128, width=128, num_frames=17, frame_rate=25.0, seed=33)
+    given = dict(
+        images=((tiny.image, 8, 0.5),),
+        references=((files / "film.mkv", 1.0), (files / "short.mkv", 0.6)),
+        attention_mask=(files / "mask.mkv", 0.8),
+        stage_1_loras=lora(tiny),
+        two_stage=True,
+    )
+    return given_oracle.Job(RAIN, **sizes | given | more)
+
+
+def scaled_ic_lora(files, tiny) -> given_oracle.Job:
+    """Of half the size and every other frame, on the first stage alone."""
+    return ic_lora(files, tiny, scales=(2, 2), images=(), skip_stage_2=True)
+
+
+def interpolated(tiny) -> given_oracle.Job:
+    sizes = dict(height=64, width=128, num_frames=9, frame_rate=30.0, seed=12, two_stage=True)
+    guided = dict(video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
+    images = dict(images=((tiny.image, 0, 0.9), (tiny.image, 8, 0.5)), images_as_guides=True)
+    return given_oracle.Job(RAIN, **sizes, **guided, **images, refining_loras=lora(tiny))
+
+
+def longer(files, **more) -> given_oracle.Job:
+    """In one window: a retake of the longer clip (Longer)."""
+    job = retake(files, num_frames=25, **more)
+    return replace(job, retake=(files / "film.mkv", 17 / 20, 25 / 20, "both"))
+
+
+class Longer(Given):
+    """A retake of the clip that one window sees all of: what is known, and then zeros."""
+
+    def _encoded_inputs(self):
+        job, seconds = self.job, self.job.retake[1]
+        self.job = short = replace(job, num_frames=round(seconds * job.frame_rate))
+        known, self.job = super()._encoded_inputs(), job
+        whole = extension.Extension(
+            job.num_frames / job.frame_rate - seconds,
+            short.num_frames,
+            job.num_frames,
+            job.frame_rate,
+        )
+        video = torch.zeros(1, 128, whole.video_latents, *known["video_latent"].shape[3:])
+        audio = torch.zeros(1, 8, whole.audio_latents, 16)
+        video[:, :, whole.known_video] = known["video_latent"]
+        audio[:, :, whole.known_audio] = known["audio_latent"][:, :, whole.known_audio]
+        return {"video_latent": video, "audio_latent": audio}
+
+    def padded(self, sound, frames):
+        return sound
+
+
+def assert_longer_equals_the_oracle(engine, contexts, job, want: dict, bound: float) -> None:
+    asked = replace(told(job), retake=Retake(job.retake[0], extend=8 / 20, source_frames=17))
+    assert len(asked.stages) == 1 and asked.stages[0].window
+    engine.workspace.compile_dit(asked.buckets)
+    give_contexts(engine, asked, contexts)
+    (result,) = engine.run([asked], keep=True, decode=False)
+    assert_equals_the_oracle(result.tensors, {f"s1_{s}": want[f"s1_{s}"] for s in STREAMS}, bound)

@@ -1,0 +1,100 @@
+"""A tiny video that is made longer by three windows, for the tests of that. Imported as
+`longer_film`."""
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from engines import drawn, give_contexts, opened_engine, opened_workspace
+from helpers import randn, tone
+
+from ltx_neuron.engine import Engine
+from ltx_neuron.host.media import first_frames
+from ltx_neuron.host.video import write_video
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditions import Retake
+from ltx_neuron.tiny.weights import QUIET
+from ltx_neuron.workspace import Workspace
+
+FRAMES, WINDOW, RATE = 30, 25, 24.0
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    still = randn(1, 64, 64, 3) * 30 + 128
+    pictures = [(still.roll(2 * n, 2)).clamp(0, 255).byte() for n in range(FRAMES)]
+    write_video(path, pictures, RATE, lambda: tone(48000, FRAMES / RATE) * 0.5, 48000)
+    return path
+
+
+def longer(film, seconds: float, seed: int = 7) -> Job:
+    retake = Retake(film, extend=seconds, source_frames=FRAMES)
+    return Job("waves", Size(64, 64, WINDOW, RATE), seed, retake=retake)
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny, film, artifacts):
+    """prepared(tp): a workspace with weights and the windows' graphs."""
+
+    @cache
+    def prepared(tp: int = 1) -> Workspace:
+        workspace = opened_workspace(tiny, artifacts, tp=tp)
+        workspace.shard("dit", {()})
+        workspace.compile_dit(longer(film, 1.0).buckets_to_compile)
+        return workspace
+
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def engine(prepared, tiny):
+    with opened_engine(prepared(), tiny) as engine:
+        yield engine
+
+
+def draw_contexts(engine: Engine, *jobs: Job) -> None:
+    for job in jobs:
+        give_contexts(engine, job, lambda prompt: drawn(engine.workspace, seed=len(prompt)))
+
+
+def made(engine: Engine, job: Job, **options):
+    engine.on_stage_end = options.pop("on_stage_end", None)
+    draw_contexts(engine, job)
+    (result,) = engine.run([job], keep=True, **options)
+    return result
+
+
+@pytest.fixture(scope="module")
+def after(engine, film):
+    return made(engine, longer(film, 1.0))
+
+
+def source(film) -> torch.Tensor:
+    return torch.stack([torch.from_numpy(frame) for frame in first_frames(film, "")])
+
+
+def joins(job: Job) -> list[int]:
+    """The audio latents before which a window's new ones begin."""
+    return [window.audio + window.new_audio[0] for window in job.extension.windows]
+
+
+@pytest.fixture(scope="module")
+def plain_vocoder(engine):
+    """A vocoder that does not saturate, as loud as one that was trained: without biases and on
+    small numbers it is a filter, the same everywhere."""
+    vocoder = copy.deepcopy(engine.host.vocoder)
+    parameters = {
+        name: parameter
+        for graph in vocoder.graphs
+        for name, parameter in graph.module.named_parameters()
+    }
+    for name, parameter in parameters.items():
+        if name.startswith("vocoder.") and name.endswith("bias"):
+            parameter.data.zero_()
+    parameters["vocoder.conv_pre.weight"].data *= 0.01
+    parameters["vocoder.conv_post.weight"].data /= QUIET
+    parameters["bwe_generator.conv_post.weight"].data.zero_()
+    return vocoder

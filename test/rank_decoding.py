@@ -1,0 +1,157 @@
+"""Decoding on the ranks (--neuron-vae), for the tests of it: workspaces, clips with their numbers
+of tiles, and runs that something happens to while they decode. Imported as `rank_decoding`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import randn, rel
+
+from ltx_neuron.backends.tiles import RankTiles
+from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.engine import RunOptions
+from ltx_neuron.generate import Outputs, generate
+from ltx_neuron.host.models import HostModels
+from ltx_neuron.host.tiles import cut, tiling
+from ltx_neuron.job import Job, Size
+from ltx_neuron.profiles import resolve
+from ltx_neuron.progress import SUFFIX
+from ltx_neuron.report.recorder import Recorder
+from ltx_neuron.residency import Residency
+from ltx_neuron.workspace import Workspace
+
+# Tiles of 2 x 2 latents, the smallest that ltx-core takes, of 3 frames; they overlap by one.
+TILES = ("vae_tile=64", "vae_overlap=32", "vae_tile_frames=24", "vae_overlap_frames=8")
+# By what it is: the clip's latents, and how many tiles they are.
+CLIPS = {
+    "one tile": ((3, 2, 2), 1),
+    "fewer tiles than four ranks": ((3, 3, 2), 2),
+    "an odd number of tiles": ((3, 2, 4), 3),
+    "borders in rows, columns and time": ((4, 3, 3), 8),
+}
+SIZE = Size(64, 96, 9)
+CLIP = (2, 2, 3)  # its latents: two tiles, one for each of two ranks
+JOBS = [Job(prompt, SIZE, seed) for seed, prompt in enumerate(("birds sing", "a red fox"))]
+SOUND = 5e-5  # from the latents of a run: random layers answer a rounding with ten of it
+SOUND_OF_NOISE = 1e-5
+FRAME_COUNTS = 1  # frames are cut to whole numbers
+COLOURS = 10  # the standard deviation of frames that are not all of one colour
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    """Import it: engines set the number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def opened(tiny, folder, tp: int, dtype: str = "float32", *settings: str) -> Workspace:
+    profile = resolve("cpu", (*TILES, *settings))
+    return Workspace(tiny.checkpoint, profile, folder, tp, dtype, tiny.gemma_root)
+
+
+def prepared(tiny, artifacts, *settings: str) -> Workspace:
+    """A workspace of two ranks with all that JOBS need."""
+    workspace = opened(tiny, artifacts, 2, "float32", *settings)
+    workspace.shard("dit")
+    workspace.shard("vae")
+    workspace.compile_dit(JOBS[0].buckets)
+    workspace.compile_vae(CLIP)
+    workspace.compile_sound(SIZE.audio_frames)
+    return workspace
+
+
+@contextmanager
+def decoding(workspace: Workspace, *clips: tuple[int, int, int]) -> Iterator[SimpleNamespace]:
+    """The video decoder on running ranks for clips of these latents, and the host's models."""
+    workspace.shard("vae")
+    programs = {}
+    for clip in clips:
+        workspace.compile_vae(clip)
+        programs |= workspace.tile_programs(clip)
+    residency = Residency(workspace, Recorder())
+    config, profile = workspace.checkpoint.config, workspace.profile
+    host = HostModels(workspace.checkpoint_path, config, workspace.dtype, profile=profile)
+    try:
+        yield SimpleNamespace(host=host, tiles=residency.video_decoder(programs))
+    finally:
+        residency.close()
+
+
+def frames_of(chunks: Iterator[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(chunks))
+
+
+def check_frames(workspace: Workspace, *names: str) -> None:
+    """The ranks make the host decoder's frames of clips, which are of as many tiles as CLIPS
+    says."""
+    with decoding(workspace, *(CLIPS[name][0] for name in names)) as made:
+        for name in names:
+            clip, tiles = CLIPS[name]
+            latent = randn(1, 128, *clip)
+            assert len(cut(clip, tiling(workspace.profile))) == tiles, name
+            wanted = frames_of(made.host.decode_video(latent))
+            got = frames_of(made.host.decode_video(latent, made.tiles))
+            assert got.shape == wanted.shape and got.dtype == torch.uint8, name
+            assert (got.int() - wanted.int()).abs().max() <= FRAME_COUNTS, name
+            assert wanted.float().std() > COLOURS, name
+
+
+def check_sound(workspace: Workspace, *lengths: int) -> None:
+    """The ranks make the host's sound, in fp32, of so many latents each."""
+    workspace.shard("vae")
+    workspace.compile_vae(CLIP)
+    programs = {}
+    for latents in lengths:
+        workspace.compile_sound(latents)
+        programs |= workspace.sound_programs(SIZE, latents)
+    recorder = Recorder()
+    residency = Residency(workspace, recorder)
+    host = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
+    try:
+        # As sound's thread does where it comes first: loading is a phase of its own.
+        with recorder.phase("decode_audio"):
+            on_ranks = residency.sound_decoder(workspace.tile_programs(CLIP), programs)
+        for latents in lengths:
+            latent = randn(1, 8, latents, 16, seed=latents)
+            wanted, got = host.decode_audio(latent), host.decode_audio(latent, on_ranks)
+            assert got.shape == wanted.shape == (2, (4 * latents - 3) * 480)
+            assert 1e-3 < wanted.abs().max() < 1
+            assert rel(got, wanted) < SOUND_OF_NOISE, latents
+    finally:
+        residency.close()
+    assert len(workspace.verify("vae")) == 2
+
+
+def make(workspace: Workspace, video: Path, **outputs) -> None:
+    """What generate_ltx23.py does for a job, in this process."""
+    generate(JOBS[0], workspace, RunOptions(neuron_vae=True), Outputs(video=video, **outputs))
+
+
+def at_the_first_tiles(
+    patch: pytest.MonkeyPatch,
+    act: Callable[[Ranks], None],
+    decoder: type = RankTiles,
+    method: str = "__call__",
+) -> list[Ranks]:
+    """Have something happen to the ranks before they get their first tiles, or their first spans of
+    sound. Returns them, once they are there."""
+    decode, seen = getattr(decoder, method), []
+
+    def disturbed(on_ranks, parts):
+        if not seen:
+            seen.append(on_ranks.ranks)
+            act(on_ranks.ranks)
+        return decode(on_ranks, parts)
+
+    patch.setattr(decoder, method, disturbed)
+    return seen
+
+
+def check_nothing_is_left(folder: Path, ranks: list[Ranks], *more: str) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == sorted([f"fox{SUFFIX}", *more])
+    assert not any(process.is_alive() for process in ranks[0]._processes)
