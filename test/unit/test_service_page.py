@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
-from test_service_api import FORM, MOST_BODY, SIZE, Sent, form, get, opened
+from service_app import FORM, MOST_BODY, SIZE, Sent, form, get, opened
 
 from ltx_neuron.service import fields
 from ltx_neuron.service.page import GRADIOS, Page
