@@ -91,7 +91,7 @@ def url_of(kind: str, request, tmp_path: Path) -> str:
     return f"s3://{bucket}/some/where"
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+@pytest.fixture(params=["folder", "memory"])
 def url(request, tmp_path):
     return url_of(request.param, request, tmp_path)
 
@@ -199,6 +199,7 @@ def flipped(data: bytes) -> bytes:
 # --- whole ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("url", ["folder", "memory", "s3"], indirect=True)
 def test_what_is_pulled_is_what_was_pushed_and_nothing_of_the_machine(url, made, tmp_path):
     push(Store(url), made, [])
     folders = pull(Store(url), tmp_path / "here", [])

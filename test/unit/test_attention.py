@@ -2,11 +2,11 @@
 kernel's reference."""
 
 import dataclasses
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
+from graphs import block_graph, operations
 from helpers import (  # noqa: F401
     BF16_ROUNDING,
     SIZES,
@@ -290,17 +290,6 @@ def kernels_of(graph) -> set[str]:
     names = {node.target.__name__.removesuffix(".default") for node in operations(graph)}
     kernels = {"scaled_dot_product_attention", "bmm", "softmax.int"}
     return names & {*kernels, "attention_cte", "attention_const_max"}
-
-
-@cache
-def block_graph(kernel):
-    """A transformer block of one of two ranks."""
-    _, config = made_config(SIZES["4 heads of 8"])
-    with fake_process_group(2):
-        program = dit_program(
-            config, Bucket(6, 4, 1, 2), 2, TorchDistComm(2), torch.bfloat16, 1, kernel
-        )
-        return trace(program, "blocks", torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,8 @@ from ltx_neuron.tiny import TinySizes
 EQUAL = fp32_bound(*block_summands(32) * 3)
 # Elementwise arithmetic alone, at most sixteen roundings of an element
 EXACT = 16 * FP32_ROUNDING
-# each trap is further off than this: by 0.07 and more; the passes differ from each other by 0.01
-# and more
-SHOWS = 5e-3
+SHOWS = 5e-3  # passes differ from each other by 0.01 and more
 SCHEDULE = 16 * FP32_ROUNDING  # sigmas from 0 to 1, by at most sixteen operations
-# what the token count of these videos changes in some sigma; measured 0.03 to 0.4
-TOKEN_COUNT_SHOWS = 0.02
 
 SHAPE, FPS, AUDIO_TOKENS, LAYERS, STEPS, STEP = (2, 2, 3), 24.0, 9, 3, 5, 2
 # Held in part; the second appends keyframe tokens.
@@ -177,83 +173,6 @@ def test_the_guided_prediction_and_the_next_latents_are_ltx_cores(name):
         theirs = ltx_guided(stream, both[stream])
         assert rel(ours[f"guided_{stream}"], theirs) < EXACT
         assert rel(ours[f"{stream}_latent"], ltx_next(stream, theirs)) < EXACT
-
-
-def combined(stream: str, parameters: dict) -> torch.Tensor:
-    """cond and the three terms, before any rescale."""
-    return ltx_guided(stream, parameters | {"rescale_scale": 0.0})
-
-
-def terms_chained(stream, parameters):
-    cond, uncond, perturbed, isolated = (predictions()[f"{name}_{stream}"] for name in PASSES)
-    x0 = cond + (parameters["cfg_scale"] - 1) * (cond - uncond)
-    x0 = x0 + parameters["stg_scale"] * (x0 - perturbed)
-    x0 = x0 + (parameters["modality_scale"] - 1) * (x0 - isolated)
-    return rescaled(stream, parameters, x0, torch.Tensor.std)
-
-
-def rescaled(stream, parameters, x0, std, share=None):
-    share = parameters["rescale_scale"] if share is None else share
-    return x0 * (share * std(predictions()[f"cond_{stream}"]) / std(x0) + (1 - share))
-
-
-def rescale_per_token(stream, parameters):
-    return rescaled(
-        stream, parameters, combined(stream, parameters), lambda x: x.std(dim=-1, keepdim=True)
-    )
-
-
-def rescale_fully(stream, parameters):
-    return rescaled(stream, parameters, combined(stream, parameters), torch.Tensor.std, share=1.0)
-
-
-def rescale_around_zero(stream, parameters):
-    return rescaled(
-        stream, parameters, combined(stream, parameters), lambda x: x.square().mean().sqrt()
-    )
-
-
-def rescale_left_out(stream, parameters):
-    return combined(stream, parameters)
-
-
-def scales_not_less_one(stream, parameters):
-    more = {name: parameters[name] + 1 for name in ("cfg_scale", "modality_scale")}
-    return ltx_guided(stream, parameters | more)
-
-
-TRAPS = (
-    terms_chained,
-    rescale_per_token,
-    rescale_fully,
-    rescale_around_zero,
-    rescale_left_out,
-    scales_not_less_one,
-)
-
-
-@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
-@pytest.mark.parametrize("stream", STREAMS)
-def test_a_wrong_guidance_formula_is_not_ours(trap, stream):
-    both = dict(zip(STREAMS, VIDEO_AND_AUDIO["the defaults"], strict=True))
-    ours = guide(**both)[f"guided_{stream}"]
-    assert rel(ours, ltx_guided(stream, both[stream])) < EXACT
-    assert rel(ours, trap(stream, both[stream])) > SHOWS
-
-
-def test_keyframe_tokens_count_in_the_standard_deviation_of_the_rescale():
-    video, audio = VIDEO_AND_AUDIO["the defaults"]
-    clip = SHAPE[0] * SHAPE[1] * SHAPE[2]
-    assert clip < predictions()["cond_video"].shape[1]
-    without = rescaled("video", video, combined("video", video), lambda x: x[:, :clip].std())
-    assert rel(guide(video, audio)["guided_video"], without) > SHOWS
-
-
-def test_the_standard_deviation_is_the_unbiased_one_over_the_whole_tensor():
-    from ltx_neuron.models.guided import _std
-
-    few = randn(1, 2, 3) + 5  # biased it would be a tenth less
-    assert _std(few).item() == pytest.approx(few.std().item(), rel=EXACT)
 
 
 def test_each_stream_has_its_own_scales():
@@ -397,54 +316,6 @@ def test_a_pass_predicts_what_ltx_core_does(name):
 
 
 BOTH_IN_BLOCK_1 = ((VIDEO_SELF, [1]), (AUDIO_SELF, [1]))
-
-
-def replaced(outputs: str, value) -> dict[str, torch.Tensor]:
-    """ltx-core's perturbed pass of block 1 with a layer of its two self-attentions returning
-    something else."""
-    hooks = []
-    for attention in ("attn1", "audio_attn1"):
-        layer = getattr(getattr(model()[0].transformer_blocks[1], attention), outputs)
-        hooks.append(layer.register_forward_hook(lambda _, __, out: value(out)))
-    try:
-        return ltx_pass(BOTH_IN_BLOCK_1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-STG_TRAPS = {
-    "zeros instead of V": lambda: replaced("to_v", torch.zeros_like),
-    # The gate of zero is 1.
-    "V without the head gate": lambda: replaced("to_gate_logits", torch.zeros_like),
-    "another block": lambda: ltx_pass(((VIDEO_SELF, [0]), (AUDIO_SELF, [0]))),
-    "every block": lambda: ltx_pass(((VIDEO_SELF, None), (AUDIO_SELF, None))),
-    "the streams' attentions to each other as well": lambda: ltx_pass(
-        (*BOTH_IN_BLOCK_1, (A2V, [1]), (V2A, [1]))
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STG_TRAPS)
-def test_a_wrong_stg_pass_is_not_ours(name):
-    ours = of(stg((1,)), stg((1,)), "perturbed")
-    assert max(distances(ours, ltx_pass(BOTH_IN_BLOCK_1)).values()) < EQUAL
-    assert min(distances(ours, STG_TRAPS[name]()).values()) > SHOWS
-
-
-ISOLATION_TRAPS = {
-    "audio still sees video": ((A2V, None),),
-    "video still sees audio": ((V2A, None),),
-    "in the STG block only": ((A2V, [1]), (V2A, [1])),
-    "but for the last block": ((A2V, [0, 1]), (V2A, [0, 1])),
-}
-
-
-@pytest.mark.parametrize("name", ISOLATION_TRAPS)
-def test_a_wrong_isolated_pass_is_not_ours(name):
-    assert (
-        max(distances(of(OFF, OFF, "isolated"), ltx_pass(ISOLATION_TRAPS[name])).values()) > SHOWS
-    )
 
 
 @pytest.mark.parametrize(
@@ -595,15 +466,6 @@ def test_the_schedule_is_ltx_cores_for_every_number_of_steps():
         assert ours.shape == theirs.shape == (steps + 1,)
         assert (ours - theirs).abs().max() <= SCHEDULE, steps
         assert ours[-2] == pytest.approx(0.1) and ours[-1] == 0
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 6), (16, 16, 24)])
-def test_the_schedule_does_not_follow_the_token_count(shape):
-    from ltx_core.components.schedulers import LTX2Scheduler
-
-    for steps in (4, 30, 40):
-        counted = LTX2Scheduler().execute(steps, latent=torch.empty(1, 128, *shape))
-        assert (torch.tensor(ltx2_schedule(steps)) - counted).abs().max() > TOKEN_COUNT_SHOWS
 
 
 def test_defaults_are_those_of_ltx_pipelines():

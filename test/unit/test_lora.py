@@ -32,9 +32,6 @@ from ltx_neuron.weights.sharding import COL, HOST, MODELS, ROW, rule
 from ltx_neuron.workspace import Workspace
 
 STRENGTH = 0.7  # no power of two, so that it matters when it is applied
-# Shares of the elements of all merged weights that a wrong order of rounding changes; measured 0.24
-# and 0.17.
-FUSED_IN_FP32, STRENGTH_AFTERWARDS = 0.1, 0.05
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -121,7 +118,7 @@ def test_strength_0_changes_no_weight(tiny, other_lora, loras):
         assert changed(tiny, source) == set()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 4])
 def test_rank_files_hold_slices_of_the_merged_weights(tiny, tp, tmp_path):
     source = merged(tiny, (tiny.lora, STRENGTH))
     shard_weights(source, tmp_path, {"tp": tp}, tp, torch.bfloat16, shard_specs(source, tp, {}))
@@ -183,31 +180,11 @@ def product(tensors, strength: float) -> torch.Tensor:
     return (up * strength) @ down
 
 
-def in_fp32(weight, down, up):
-    return (weight.float() + (up.float() * STRENGTH) @ down.float()).bfloat16()
-
-
-def strength_afterwards(weight, down, up):
-    return weight + (up @ down) * STRENGTH
-
-
 def share_of_others(source: Source, other: dict) -> float:
     """The share of the elements of merged weights that differ."""
     names = source.adapters.keys()
     differing = sum((source.tensor(name) != other[name]).sum().item() for name in names)
     return differing / sum(other[name].numel() for name in names)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "share"), [(in_fp32, FUSED_IN_FP32), (strength_afterwards, STRENGTH_AFTERWARDS)]
-)
-def test_another_order_of_rounding_is_not_ours(tiny, wrong, share):
-    source = merged(tiny, (tiny.lora, STRENGTH))
-    other = {
-        name: wrong(plain(tiny).tensor(name), *tensors_of(adapters[0][0], name))
-        for name, adapters in source.adapters.items()
-    }
-    assert share_of_others(source, other) > share
 
 
 def test_products_are_taken_in_the_loras_dtype(tiny, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz import on_random
 
 from ltx_neuron import batch, progress
 from ltx_neuron.batch import RESULTS, Line, Results
@@ -27,7 +28,6 @@ from ltx_neuron.report.recorder import Recorder
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.weights.lora import Lora
 from ltx_neuron.workspace import Workspace
-from unit.test_batch import prompts
 
 SIDECAR = dict.fromkeys(("sigmas", "profile", "tp", "versions", "identity", "prompt"), "")
 TWO_FRAMES = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
@@ -38,6 +38,10 @@ def refused(outputs: Outputs, **inputs) -> str:
     with pytest.raises(UserError) as error:
         outputs.check({f"--{name}": path for name, path in inputs.items()})
     return str(error.value)
+
+
+def lines_of(count: int) -> list[Line]:
+    return [Line(number, Job("rain"), "") for number in range(1, count + 1)]
 
 
 def refused_batch(lines: list[Line], folder: Path, **inputs) -> str:
@@ -247,15 +251,15 @@ def test_no_other_output_has_the_name_of_a_frame(tmp_path):
 
 @pytest.mark.parametrize("name", ["0002.json", "0002.mp4", "0001.resume.safetensors", RESULTS])
 def test_an_image_that_has_the_name_of_a_batchs_output_is_refused(tmp_path, name):
-    lines = prompts(tmp_path, "a", "b")
+    lines = lines_of(2)
     (tmp_path / name).write_bytes(b"an image")
     said = refused_batch(lines, tmp_path, image=tmp_path / name)
     assert f"--image and {name} of --output-dir are the same file" in said
 
 
 def test_a_prompts_file_is_an_input_and_a_batchs_report_an_output(tmp_path):
-    lines = prompts(tmp_path, "a")
-    file = (tmp_path / "jobs.jsonl").rename(tmp_path / "0001.json")
+    lines, file = lines_of(1), tmp_path / "0001.json"
+    file.touch()
     assert "--prompts-file and 0001.json of" in refused_batch(
         lines, tmp_path, **{"prompts-file": file}
     )
@@ -268,14 +272,14 @@ def test_a_prompts_file_is_an_input_and_a_batchs_report_an_output(tmp_path):
     "name", ["0002.json", "0002.mp4", "0002.failure.log", "0002.resume.safetensors"]
 )
 def test_files_of_others_in_the_folder_of_a_batch_are_not_replaced(tmp_path, name):
-    lines = prompts(tmp_path, "a", "b")
+    lines = lines_of(2)
     (tmp_path / name).write_bytes(b"of others")
     said = refused_batch(lines, tmp_path)
     assert f"{name} exists and is not a file of this toolkit; move it or choose another" in said
 
 
 def test_what_an_earlier_batch_made_is_replaced(tmp_path):
-    lines = prompts(tmp_path, "a", "b", "c")
+    lines = lines_of(3)
     for name in ("0001.mp4", "0002.mp4", "0003.mp4"):
         (tmp_path / name).write_bytes(b"a video")
     (tmp_path / "0001.json").write_text(json.dumps(SIDECAR))
@@ -284,7 +288,7 @@ def test_what_an_earlier_batch_made_is_replaced(tmp_path):
     batch.check_outputs(lines, tmp_path, None, {})
 
 
-# --- 2,000 runs -----------------------------------------------------------------------------------
+# --- runs of any names ----------------------------------------------------------------------------
 
 INPUTS = (
     "in/model.safetensors",
@@ -421,7 +425,7 @@ def run_of(outputs: Outputs, read: dict[str, Path]) -> None:
     """Check and write as a run does. Raises UserError where it refuses."""
     written = [path for path in (outputs.tensors, outputs.report) if path]
     if outputs.folder:
-        lines = [Line(number, Job("rain"), "") for number in (1, 2)]
+        lines = lines_of(2)
         videos = [outputs.folder / line.file for line in lines]
         outputs.check_batch(None)
         batch.check_outputs(lines, outputs.folder, outputs.report, read)
@@ -439,34 +443,38 @@ def run_of(outputs: Outputs, read: dict[str, Path]) -> None:
         progress.state_path(video).unlink()
 
 
-def test_2000_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_did_not_name(
+def test_runs_with_names_drawn_at_random_change_nothing_that_they_read_or_did_not_name(
     tmp_path, tiny, monkeypatch
 ):
     """Inputs and outputs are drawn, checked by what checks a run and, where that accepts them,
     written as a run writes them."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # the disk's speed is not what is tested
     checkpoint, before = Path(shutil.copy(tiny.checkpoint, tmp_path / "checkpoint")), {}
-    chance, accepted, root = random.Random(18), 0, tmp_path / "tree"
+    accepted, root = [], tmp_path / "tree"
     plant(tmp_path / "planted", checkpoint)
-    for _ in range(2000):
+
+    def check(chance: random.Random) -> None:
         if not root.exists():  # of links, which is fast; a file written in place would be seen
             shutil.copytree(tmp_path / "planted", root, symlinks=True, copy_function=os.link)
-            before = before or content(root)
+            before.update(before or content(root))
         outputs, read = draw(chance, root)
         try:
             run_of(outputs, read)
         except UserError:
-            continue  # had it written anything, it would be seen after the next accepted run
-        accepted += 1
+            return  # had it written anything, it would be seen after the next accepted run
+        accepted.append(outputs)
         after = content(root)
         named = [path for path in (outputs.video, outputs.tensors, outputs.report) if path]
         ours = [root / name for name in (*OURS, *OUR_FRAMES)]
         inputs = [file for path in read.values() for file in (path, *path.rglob("*"))]
         kept = before.keys() - set(map(place, (*named, *ours)))
         kept |= before.keys() & {place(file) for path in inputs for file in (path, path.resolve())}
-        assert [name for name in sorted(kept) if after.get(name) != before[name]] == [], outputs
         new = [Path(name) for name in after.keys() - before.keys()]
         read_folders = (root / "in" / "gemma", root / "in" / "artifacts")
-        assert not [path for path in new if any(map(path.is_relative_to, read_folders))], outputs
+        strays = [path for path in new if any(map(path.is_relative_to, read_folders))]
         shutil.rmtree(root)
-    assert 400 < accepted < 1600
+        assert [name for name in sorted(kept) if after.get(name) != before[name]] == [], outputs
+        assert strays == [], outputs
+
+    on_random(check)
+    assert len(accepted) > 5

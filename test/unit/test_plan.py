@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plans import counted_once  # noqa: F401
 
 from ltx_neuron import plan
 from ltx_neuron.backends.export import fake_process_group
@@ -40,6 +41,7 @@ from ltx_neuron.workspace import Workspace
 # are below 1 %.
 BLOCK_BYTES, TOLERANCE = 9.26e9, 0.03
 IDEAL_MS = {(512, 768, 121): 298.0, (384, 512, 25): 37.8}
+USUAL = (384, 512, 25)  # of plans whose size does not matter: its step is counted once
 TRN2 = PROFILES["trn2.3xlarge"]
 IN_FLOAT32 = dataclasses.replace(TRN2, host_dtype="float32")
 
@@ -133,12 +135,6 @@ def test_the_forecast_follows_what_is_counted(released):
     assert parts(held)["attention"] - parts(plain)["attention"] == pytest.approx(held.score_ms)
 
 
-def test_a_guided_step_s_forecast_is_said_to_be_of_one_of_its_passes(released):
-    job = Job("", Size(384, 512, 25), recipe="dev")
-    made = plan.plan(released, TRN2, job, 4, "bfloat16")
-    assert "of each of 4 passes: a forecast" in table(made)
-
-
 def test_the_runtime_s_buffer_holds_the_usual_size_s_sums_and_a_larger_one_says_what_to_type(
     released,
 ):
@@ -160,13 +156,13 @@ def test_the_runtime_s_rings_hold_a_step_s_launches_at_a_block_a_graph(released)
 
 
 def test_a_step_has_at_most_eleven_all_reduces_a_block(released):
-    made = planned(released, 384, 512, 25)
+    made = planned(released, *USUAL)
     assert made.collectives_per_step["count"] == 11 * 48
 
 
 def test_flops_of_four_ranks_are_those_of_one(released):
-    one = plan.plan(released, TRN2, Job("", Size(384, 512, 25)), 1, "bfloat16")
-    four = planned(released, 384, 512, 25)
+    one = plan.plan(released, TRN2, Job("", Size(*USUAL)), 1, "bfloat16")
+    four = planned(released, *USUAL)
     # What every rank computes in full, the latent projections and the text modulation, is below 1
     # %.
     assert four.flops_per_step == pytest.approx(one.flops_per_step, rel=0.01)
@@ -196,29 +192,11 @@ def test_what_does_not_fit_names_a_size_that_does(released):
 
 
 def test_json_is_one_object_with_the_documented_names(released, capsys):
-    main(
-        [
-            "--checkpoint-path",
-            str(released.path),
-            "--profile",
-            "trn2.3xlarge",
-            "--height",
-            "384",
-            "--width",
-            "512",
-            "--num-frames",
-            "25",
-            "--json",
-        ]
-    )
+    size = "--profile trn2.3xlarge --height 384 --width 512 --num-frames 25 --json"
+    main(["--checkpoint-path", str(released.path), *size.split()])
     made = json.loads(capsys.readouterr().out)
-    names = (
-        "block_weight_bytes_per_rank",
-        "flops_per_step",
-        "ideal_step_ms",
-        "collectives_per_step",
-        "hbm_bytes_per_core",
-    )
+    names = "block_weight_bytes_per_rank flops_per_step ideal_step_ms collectives_per_step"
+    names = f"{names} hbm_bytes_per_core".split()
     assert made["fits"] is True and all(made[name] for name in names)
     assert made["clip"]["seconds"] > 0 and {"name", "where", "seconds", "rate"} == {
         *made["clip"]["rows"][0]
@@ -228,17 +206,17 @@ def test_json_is_one_object_with_the_documented_names(released, capsys):
 def test_the_disk_s_room_is_that_of_the_rank_files_that_were_written(released):
     """benchmarks/rehearsal.md: 38.02 GB of the transformer, 29.88 GB of text encoder, projections
     and connectors."""
-    made = planned(released, 64, 64, 9)
+    made = planned(released, *USUAL)
     assert made.disk_bytes == pytest.approx(67.90e9, rel=1e-3)
 
 
 def test_a_profile_without_documented_limits_gets_no_verdict(released):
-    made = plan.plan(released, PROFILES["cpu"], Job("", Size(384, 512, 25)), 4, "bfloat16")
+    made = plan.plan(released, PROFILES["cpu"], Job("", Size(*USUAL)), 4, "bfloat16")
     assert made.fits is None and made.ideal_step_ms is None and made.flops_per_step > 0
 
 
 def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
-    made = planned(released, 384, 512, 25, dataclasses.replace(TRN2, host_dtype="float32"))
+    made = planned(released, *USUAL, dataclasses.replace(TRN2, host_dtype="float32"))
     assert (
         made.host_bytes_to_load
         == 4 * made.dit_weight_bytes_per_rank
@@ -251,17 +229,17 @@ def test_the_host_s_memory_is_planned_beside_what_the_machine_has(released):
 
 def test_decoding_in_bfloat16_is_planned_with_less_of_the_host_s_memory(released):
     profiles = (dataclasses.replace(TRN2, host_dtype=name) for name in ("float32", "bfloat16"))
-    wide, narrow = (planned(released, 384, 512, 25, profile) for profile in profiles)
+    wide, narrow = (planned(released, *USUAL, profile) for profile in profiles)
     assert narrow.host_bytes_to_decode < 0.9 * wide.host_bytes_to_decode
     assert f"{format_bytes(narrow.host_bytes_to_decode)} to decode in bfloat16" in table(narrow)
 
 
 def test_weights_that_ranks_map_need_no_memory_of_the_host_and_are_named_apart(released):
-    made = plan.plan(released, PROFILES["cpu"], Job("", Size(64, 64, 9)), 4, "bfloat16")
+    made = plan.plan(released, PROFILES["cpu"], Job("", Size(*USUAL)), 4, "bfloat16")
     assert made.host_bytes_to_load == 0
     assert made.host_bytes_mapped == 4 * made.dit_weight_bytes_per_rank
     assert "37.17 GB: what memory has no room for is read from the disk again" in table(made)
-    on_a_device = planned(released, 64, 64, 9)
+    on_a_device = planned(released, *USUAL)
     assert on_a_device.host_bytes_mapped == 0 and "files' pages" not in table(on_a_device)
 
 
@@ -269,7 +247,7 @@ def test_illegal_sizes_and_degrees_are_refused(released):
     with pytest.raises(UserError, match="not a multiple of 32"):
         planned(released, 500, 768, 121)
     with pytest.raises(UserError, match="does not divide"):
-        plan.plan(released, TRN2, Job("", Size(384, 512, 25)), 5, "bfloat16")
+        plan.plan(released, TRN2, Job("", Size(*USUAL)), 5, "bfloat16")
 
 
 def refusal(released, profile, size, tp=4, gemma=plan.GEMMA_3_12B, dtype="bfloat16") -> str | None:
@@ -478,11 +456,11 @@ def test_the_matrix_kernel_s_scores_are_planned_and_those_of_a_flash_kernel_are_
     )
 
 
-def test_a_guided_step_is_timed_with_all_its_passes(released, clip):
-    size = Size(256, 256, 9)
-    job = Job("", size, recipe="dev", num_inference_steps=30)
+def test_a_guided_step_is_timed_with_all_its_passes_and_its_forecast_is_of_one(released, clip):
+    job = Job("", Size(*USUAL), recipe="dev", num_inference_steps=30)
     made = plan.plan(released, TRN2, job, 4, "bfloat16")
     assert "30 steps, 4 passes each" in table(made)
+    assert "of each of 4 passes: a forecast" in table(made)
     (steps,) = (row for row in clip(of=made, job=job).rows if row.name == "denoise_stage_1")
     assert steps.rate.startswith("30 x 4 passes x ")
 

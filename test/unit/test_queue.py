@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
+from fuzz import times
 from helpers import exit_code, forked
 
 from ltx_neuron.errors import UserError
@@ -386,7 +387,7 @@ def test_workers_killed_at_any_moment_lose_no_job_and_end_none_twice(tmp_path):
     rng = random.Random(15)
     with closing(opened(tmp_path)) as queue:
         ids = [put(queue).id for _ in range(120)]
-    for kill in range(8):
+    for kill in range(times(3, 8)):
         wanted = noted() + rng.randint(1, 5)
         child = forked(lambda name=f"w{kill}": work(tmp_path, name))
         while noted() < wanted:  # by what is done and not by the clock: machines differ

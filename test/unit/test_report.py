@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ltx_neuron import errors
 from ltx_neuron.errors import UserError
 from ltx_neuron.report import plot
 from ltx_neuron.report import table as latency
@@ -473,28 +474,29 @@ def test_a_limit_that_cannot_be_checked_is_an_error(limit, message, tmp_path):
         report_main([write(tmp_path, recorded(peak_flops=None)), "--max", limit])
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "ltx_neuron.report", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(latency.__file__).parents[2])},
-    )
+def ended(*words: object) -> int:
+    """The exit code of the command, as its process ends."""
+    with pytest.raises(SystemExit) as end:
+        errors.run(lambda: report_main([*map(str, words)]))
+    return end.value.code
 
 
-def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(tmp_path):
+def test_the_command_compares_two_runs_and_tells_a_mistake_without_a_traceback(tmp_path, capsys):
     a, b = write(tmp_path, recorded(), "a.json"), write(tmp_path, recorded(), "b.json")
-    good = command(a, b)
-    assert good.returncode == 0 and "B/A" in good.stdout and good.stdout.count("end to end") == 2
-    assert command(a, "--max", "end_to_end_seconds=0").returncode == 1
+    report_main([a, b])
+    text = capsys.readouterr().out
+    assert "B/A" in text and text.count("end to end") == 2
+    assert ended(a, "--max", "end_to_end_seconds=0") == 1
+    capsys.readouterr()
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     for path in (broken, tmp_path / "absent.json", tmp_path):
-        bad = command(str(path))
-        assert bad.returncode == 2 and bad.stderr.startswith(f"error: cannot read {path}"), (
-            bad.stderr
-        )
-        assert "Traceback" not in bad.stderr
+        assert ended(path) == 2
+        text = capsys.readouterr().err
+        assert text.startswith(f"error: cannot read {path}") and "Traceback" not in text
+    command = [sys.executable, "-m", "ltx_neuron.report", a]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "end to end" in text
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@ compiled sizes, and which of them a request means."""
 
 import base64
 import json
-import random
 import re
 from io import BytesIO
 
 import pytest
 from conftest import ROOT
+from hypothesis import given, settings, strategies
 from PIL import Image
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
@@ -55,27 +55,27 @@ def test_extra_params_within_extra_params_is_an_unknown_field():
 
 
 NAMES = [*sorted(fields.KNOWN), "extra_params", *fields.UNSUPPORTED, "nonsense", "", "a" * 100]
+ENDS = [None, True, 0, -1, 1e308, 0.5, "", "7", "{}", "[[]]", PNG_URL, "x" * 40]
+# JSON values: lists and objects within each other, under names that requests have.
+NESTED = strategies.recursive(
+    strategies.sampled_from(ENDS),
+    lambda value: (
+        strategies.lists(value, max_size=3)
+        | strategies.dictionaries(strategies.sampled_from(NAMES), value, max_size=3)
+    ),
+)
 
 
-def nested_value(rng: random.Random, depth: int):
-    """A JSON value: lists and objects within each other, under names that requests have."""
-    if depth and rng.random() < 0.7:
-        values = [nested_value(rng, depth - 1) for _ in range(rng.randrange(4))]
-        if rng.random() < 0.5:
-            return values
-        return {rng.choice(NAMES): value for value in values}
-    return rng.choice([None, True, 0, -1, 1e308, 0.5, "", "7", "{}", "[[]]", PNG_URL, "x" * 40])
+BODIES = strategies.dictionaries(strategies.sampled_from(sorted(KNOWN)), NESTED, min_size=1)
 
 
-def test_bodies_nested_at_random_are_read_or_refused_and_nothing_else():
-    rng, refusals = random.Random(30), 0
-    for _ in range(3000):
-        body = {rng.choice(NAMES): nested_value(rng, 4) for _ in range(rng.randrange(4))}
-        try:
-            read(**body)
-        except ApiError as refusal:
-            refusals += refusal.status == 400
-    assert 1000 < refusals < 3000
+@settings(deadline=None)
+@given(BODIES | strategies.dictionaries(strategies.sampled_from(NAMES), NESTED, max_size=3))
+def test_a_body_however_nested_is_read_or_refused_and_nothing_else(body):
+    try:
+        read(**body)
+    except ApiError as refusal:
+        assert refusal.status == 400
 
 
 def test_the_size_is_read_however_it_is_said():

@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
+from service_app import FORM, MOST_BODY, SIZE, Sent, form, get, opened
+
 from ltx_neuron.service import fields
 from ltx_neuron.service.page import GRADIOS, Page
-from unit.test_service_api import FORM, MOST_BODY, SIZE, Sent, form, get, opened
 
 PAGE = Page()  # Gradio takes seconds to import: once for all tests
 

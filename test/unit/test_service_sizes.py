@@ -3,34 +3,17 @@
 import json
 
 import pytest
+from service_app import SMALL, Compiled
 
 from ltx_neuron.backends.manifest import record_size, recorded_sizes
-from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, write_json
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.sizes import CompiledSize, RequestedSize, SizeRegistry, seconds_of
 
-SMALL, TALL = Size(512, 768, 121), Size(768, 512, 121)
+TALL = Size(768, 512, 121)
 LARGE = Size(1024, 1536, 121, two_stage=True)
-
-
-class Compiled:
-    """The workspace of a machine on which graphs were compiled for sizes."""
-
-    def __init__(self, *sizes: Size, images=(), recipe="distilled", artifacts="/nonexistent"):
-        self.artifacts, self.recorded = artifacts, {}
-        for size in sizes:
-            for bucket in Job("", size, images=images, recipe=recipe).buckets:
-                self.recorded.setdefault(bucket.name, []).append(vars(size) | {"recipe": recipe})
-
-    def compiled_sizes(self) -> dict[str, list[dict]]:
-        return self.recorded
-
-    def dit_program_for(self, job, stage):
-        if job.bucket(stage).name not in self.recorded:
-            raise UserError("not compiled")
 
 
 def registry(*sizes: Size, **more) -> SizeRegistry:

@@ -23,7 +23,7 @@ from ltx_neuron.weights.sharder import Layout, shard_specs, shard_weights
 from ltx_neuron.weights.sharding import MODELS
 
 HEADS, KEY_VALUE_HEADS, TOKENS = 8, 2, 12
-DEGREES = (1, 2, 4, 8)  # a rank holds 2 heads, 1, 1 shared by two ranks, 1 shared by four
+DEGREES = (1, 4, 8)  # a rank holds 2 heads, 1 shared by two ranks, 1 shared by four
 # Two layers of a width of 32, whose sums over up to eight ranks have another order
 EQUAL = fp32_bound(*block_summands(32, TOKENS, attentions=1) * 2)
 
@@ -43,17 +43,9 @@ def model(tmp_path_factory):
     layouts = {f"{stream}_aggregate_embed.weight": layout for stream in ("video", "audio")}
     for tp in DEGREES:
         identity = {"model": "gemma3", "tp": tp, "dtype": "float32"}
-        shard_weights(
-            source,
-            folder / f"tp{tp}",
-            identity,
-            tp,
-            torch.float32,
-            shard_specs(source, tp, layouts),
-        )
-    return SimpleNamespace(
-        folder=folder, gemma=gemma, config=config, source=source, layouts=layouts
-    )
+        specs = shard_specs(source, tp, layouts)
+        shard_weights(source, folder / f"tp{tp}", identity, tp, torch.float32, specs)
+    return SimpleNamespace(folder=folder, gemma=gemma, config=config, source=source)
 
 
 def ranks_of(model, tp) -> list[dict]:
@@ -62,10 +54,8 @@ def ranks_of(model, tp) -> list[dict]:
 
 def encoded(model, tp):
     """Features of all ranks side by side, and every rank's hidden states."""
-    comm, inputs = (
-        Together(tp),
-        encoder_inputs(randn(1, TOKENS, model.gemma.hidden_size), [TOKENS], model.gemma),
-    )
+    comm = Together(tp)
+    inputs = encoder_inputs(randn(1, TOKENS, model.gemma.hidden_size), [TOKENS], model.gemma)
     with torch.device("meta"):
         encoders = [
             Gemma3Encoder(model.gemma, model.config, tp, comm, return_states=True)
@@ -79,17 +69,16 @@ def encoded(model, tp):
 
     with ThreadPoolExecutor(tp) as pool:
         outputs = list(pool.map(run, encoders, ranks_of(model, tp)))
-    return torch.cat([out.video_features for out in outputs], -1), [
-        out.hidden_states for out in outputs
-    ]
+    features = torch.cat([out.video_features for out in outputs], -1)
+    return features, [out.hidden_states for out in outputs]
 
 
-@pytest.mark.parametrize("tp", DEGREES[1:])
-def test_the_encoder_gives_the_same_at_every_degree(model, tp):
-    features, states = encoded(model, tp)
+def test_the_encoder_gives_the_same_at_every_degree(model):
     alone, (alone_states,) = encoded(model, 1)
-    assert rel(features, alone) < EQUAL
-    assert all(rel(mine, alone_states) < EQUAL for mine in states)
+    for tp in DEGREES[1:]:
+        features, states = encoded(model, tp)
+        assert rel(features, alone) < EQUAL, tp
+        assert all(rel(mine, alone_states) < EQUAL for mine in states), tp
 
 
 @pytest.mark.parametrize("tp", DEGREES)
@@ -100,30 +89,21 @@ def test_each_rank_holds_the_key_value_heads_of_its_queries(model, tp):
         for rank, weights in enumerate(ranks_of(model, tp)):
             queries = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
             wanted = sorted({query * KEY_VALUE_HEADS // HEADS for query in queries})
-            assert torch.equal(
-                weights[name.format(kind)], torch.cat([heads[head] for head in wanted])
-            )
+            expected = torch.cat([heads[head] for head in wanted])
+            assert torch.equal(weights[name.format(kind)], expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(8, 2), (4, 8), (2, 8), (8, 4)])
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (1, 4), (4, 8)])
 def test_rank_files_are_cut_anew_from_files_that_share_heads(model, before, after, tmp_path):
     source = RankSource(model.folder / f"tp{before}")
     source.check(after, torch.float32)
-    layouts = {}  # the source's tensors are arranged already
     identity = {"model": "gemma3", "tp": after, "dtype": "float32"}
-    shard_weights(
-        source,
-        tmp_path / "again",
-        identity,
-        after,
-        torch.float32,
-        shard_specs(source, after, layouts),
-    )
+    specs = shard_specs(source, after, {})  # the source's tensors are arranged already
+    again, wanted = tmp_path / "again", model.folder / f"tp{after}"
+    shard_weights(source, again, identity, after, torch.float32, specs)
     for name in file_names(after):
-        assert (tmp_path / "again" / name).read_bytes() == (
-            model.folder / f"tp{after}" / name
-        ).read_bytes()
-    assert (tmp_path / "again" / MANIFEST).is_file()
+        assert (again / name).read_bytes() == (wanted / name).read_bytes()
+    assert (again / MANIFEST).is_file()
 
 
 def test_degrees_that_cut_a_head_are_refused(model):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.tiny import TinySizes, assets_in, make_tiny
+from ltx_neuron.tiny.__main__ import main
 from ltx_neuron.tiny.config import merge, released_config
 from ltx_neuron.tiny.weights import DIFFUSION
 
@@ -35,54 +36,10 @@ OTHER_SIZES = TinySizes(
     seed=5,
 )
 
-# Released names of one block of the DiT, with the choices in place of the list.
-ATTENTION = r"(attn[12]|audio_attn[12]|audio_to_video_attn|video_to_audio_attn)"
-RELEASED_BLOCK = (
-    rf"{ATTENTION}\.[qk]_norm\.weight",
-    rf"{ATTENTION}\.(to_q|to_k|to_v|to_gate_logits|to_out\.0)\.(weight|bias)",
-    r"(ff|audio_ff)\.net\.(0\.proj|2)\.(weight|bias)",
-    r"(audio_|prompt_|audio_prompt_)?scale_shift_table",
-    r"scale_shift_table_a2v_ca_(audio|video)",
-)
-RELEASED_BLOCK_TENSORS = 86
-RELEASED_OUTSIDE_BLOCKS = {
-    f"{DIFFUSION}{name}.{kind}"
-    for kind in ("weight", "bias")
-    for name in (
-        "patchify_proj",
-        "audio_patchify_proj",
-        "proj_out",
-        "audio_proj_out",
-        *(
-            f"{table}_single.{layer}"
-            for table in (
-                "adaln",
-                "audio_adaln",
-                "prompt_adaln",
-                "audio_prompt_adaln",
-                "av_ca_a2v_gate_adaln",
-                "av_ca_v2a_gate_adaln",
-                "av_ca_video_scale_shift_adaln",
-                "av_ca_audio_scale_shift_adaln",
-            )
-            for layer in (
-                "emb.timestep_embedder.linear_1",
-                "emb.timestep_embedder.linear_2",
-                "linear",
-            )
-        ),
-    )
-} | {f"{DIFFUSION}scale_shift_table", f"{DIFFUSION}audio_scale_shift_table"}
 
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("other"), OTHER_SIZES)
+@pytest.fixture(scope="module", params=["tiny", "other"])
+def assets(request, tiny, tmp_path_factory):
+    return tiny if request.param == "tiny" else make_tiny(tmp_path_factory.mktemp("o"), OTHER_SIZES)
 
 
 def metadata(path: Path) -> dict:
@@ -105,25 +62,6 @@ def every_tensor(assets) -> dict:
     return {(file.name, name): tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def test_every_block_has_the_released_names(tiny):
-    weights = load_file(tiny.checkpoint)
-    for block in range(2):
-        names = part(weights, f"{DIFFUSION}transformer_blocks.{block}.")
-        assert len(names) == RELEASED_BLOCK_TENSORS
-        assert [
-            name for name in names if not any(re.fullmatch(known, name) for known in RELEASED_BLOCK)
-        ] == []
-
-
-def test_the_rest_of_the_transformer_has_the_released_names(tiny):
-    names = {name for name in load_file(tiny.checkpoint) if name.startswith(DIFFUSION)}
-    assert {
-        name for name in names if "_blocks." not in name and "connector" not in name
-    } == RELEASED_OUTSIDE_BLOCKS
-    connectors = {name.split(".")[2] for name in names if "connector" in name}
-    assert connectors == {"video_embeddings_connector", "audio_embeddings_connector"}
-
-
 def test_the_checkpoint_holds_the_parts_of_the_release_and_nothing_else(tiny):
     names = load_file(tiny.checkpoint)
     prefixes = {".".join(name.split(".")[:2]) for name in names}
@@ -141,19 +79,14 @@ def test_the_checkpoint_holds_the_parts_of_the_release_and_nothing_else(tiny):
         "text_embedding_projection.video_aggregate_embed",
         "text_embedding_projection.audio_aggregate_embed",
     }
+    connectors = {name.split(".")[2] for name in names if "connector" in name}
+    assert connectors == {"video_embeddings_connector", "audio_embeddings_connector"}
 
 
-@pytest.mark.parametrize("made", ["tiny", "other"])
-def test_scale_shift_tables_are_fp32_and_all_else_is_bf16(made, request):
-    for (_, name), tensor in every_tensor(request.getfixturevalue(made)).items():
-        assert tensor.dtype == (torch.float32 if "scale_shift_table" in name else torch.bfloat16), (
-            name
-        )
-
-
-@pytest.mark.parametrize("made", ["tiny", "other"])
-def test_no_weight_is_constant_or_infinite(made, request):
-    for name, tensor in every_tensor(request.getfixturevalue(made)).items():
+def test_scale_shift_tables_are_fp32_all_else_is_bf16_and_no_weight_constant_or_infinite(assets):
+    for (_, name), tensor in every_tensor(assets).items():
+        wanted = torch.float32 if "scale_shift_table" in name else torch.bfloat16
+        assert tensor.dtype == wanted, name
         assert tensor.isfinite().all(), name
         assert tensor.numel() == 1 or tensor.float().std() > 0, name
 
@@ -194,14 +127,12 @@ def test_merging_leaves_the_merged_config_alone():
     assert config == {"a": {"b": 1, "c": 2}}
 
 
-@pytest.mark.parametrize("made", ["tiny", "other"])
-def test_ltx_core_loads_every_part_strictly(made, request):
+def test_ltx_core_loads_every_part_strictly(assets):
     import_ltx_core()
     from ltx_core.model.audio_vae import AudioDecoderConfigurator, VocoderConfigurator
     from ltx_core.model.transformer import LTXModelConfigurator
     from ltx_core.model.video_vae import VideoDecoderConfigurator, VideoEncoderConfigurator
 
-    assets = request.getfixturevalue(made)
     weights = load_file(assets.checkpoint)
     config = json.loads(metadata(assets.checkpoint)["config"])
     transformer = {
@@ -224,19 +155,15 @@ def test_ltx_core_loads_every_part_strictly(made, request):
         )
 
 
-@pytest.mark.parametrize("made", ["tiny", "other"])
-def test_ltx_core_loads_both_upsamplers_from_their_own_config(made, request):
+def test_ltx_core_loads_both_upsamplers_from_their_own_config(assets):
     from ltx_core.model.upsampler import LatentUpsamplerConfigurator
 
-    assets = request.getfixturevalue(made)
     for path in (assets.spatial_upsampler, assets.temporal_upsampler):
         upsampler = LatentUpsamplerConfigurator.from_config(json.loads(metadata(path)["config"]))
         upsampler.load_state_dict(load_file(path), strict=True)
 
 
-@pytest.mark.parametrize("made", ["tiny", "other"])
-def test_the_lora_fits_a_linear_layer_of_the_checkpoint_each(made, request):
-    assets = request.getfixturevalue(made)
+def test_the_lora_fits_a_linear_layer_of_the_checkpoint_each(assets):
     weights, lora = load_file(assets.checkpoint), load_file(assets.lora)
     layers = {name.rsplit(".lora_", 1)[0] for name in lora}
     assert len(lora) == 2 * len(layers) > 100
@@ -245,10 +172,9 @@ def test_the_lora_fits_a_linear_layer_of_the_checkpoint_each(made, request):
         assert change.shape == weights[f"model.{layer}.weight"].shape
 
 
-@pytest.mark.parametrize("made", ["tiny", "other"])
-def test_the_text_projections_take_all_hidden_states_of_gemma(made, request):
-    sizes = {"tiny": TinySizes(), "other": OTHER_SIZES}[made]
-    weights = load_file(request.getfixturevalue(made).checkpoint)
+def test_the_text_projections_take_all_hidden_states_of_gemma(assets, tiny):
+    sizes = TinySizes() if assets is tiny else OTHER_SIZES
+    weights = load_file(assets.checkpoint)
     features = sizes.gemma_hidden * (sizes.gemma_layers + 1)
     for stream, channels in (("video", sizes.video_inner), ("audio", sizes.audio_inner)):
         name = f"text_embedding_projection.{stream}_aggregate_embed"
@@ -267,11 +193,10 @@ def test_transformers_reads_the_layer_types_and_both_ropes_from_the_published_co
     assert (sliding["rope_theta"], sliding["rope_type"]) == (1e4, "default")
 
 
-@pytest.mark.parametrize("made", ["tiny", "other"])
-def test_transformers_loads_gemma_whole_and_its_hidden_states_are_lively(made, request):
+def test_transformers_loads_gemma_whole_and_its_hidden_states_are_lively(assets):
     from transformers import AutoTokenizer, Gemma3ForConditionalGeneration
 
-    root = request.getfixturevalue(made).gemma_root
+    root = assets.gemma_root
     model, loading = Gemma3ForConditionalGeneration.from_pretrained(root, output_loading_info=True)
     assert (
         not loading["missing_keys"]
@@ -392,14 +317,14 @@ def test_sizes_the_models_cannot_have_are_refused_before_anything_is_written(
     assert not (tmp_path / "tiny").exists()
 
 
-def test_the_command_prints_paths_and_sizes_and_importing_the_module_imports_nothing_heavy(
-    tmp_path,
-):
-    command = [sys.executable, "-m", "ltx_neuron.tiny", str(tmp_path / "tiny"), "--layers", "1"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_the_command_prints_paths_and_sizes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tiny", str(tmp_path / "tiny"), "--layers", "1"])
+    main()
+    printed = capsys.readouterr().out
     assert all(str(path) in printed for path in assets_in(tmp_path / "tiny"))
     assert "layers=1 heads=4" in printed
-    check = (
-        "import sys, ltx_neuron.tiny; assert not {'transformers', 'ltx_core'} & set(sys.modules)"
-    )
+
+
+def test_importing_the_module_imports_nothing_heavy():
+    check = "import sys, ltx_neuron.tiny; assert not {'transformers', 'ltx_core'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -1,13 +1,9 @@
 """Our forward of the video decoder against ltx-core's, on the same modules."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers import fp32_bound, generator, one_thread, randn, randomised, rel  # noqa: F401
 from torch import nn
 
@@ -138,30 +134,6 @@ def test_bfloat16_is_taken_for_a_run_in_it_where_this_cpu_is_faster_in_it():
     assert arithmetic("auto", torch.float32) == FLOAT32
     assert arithmetic("float32", torch.bfloat16) == FLOAT32
     assert arithmetic("bfloat16", torch.float32) == Arithmetic(torch.bfloat16, speed)
-
-
-DECODE_WITHOUT_UNITS = """
-import torch
-from test_vae import BFLOAT16, FLOAT32, FastVideoDecoder, arithmetic, bfloat16_decoders, randn, rel
-
-assert arithmetic("auto", torch.bfloat16) == FLOAT32
-exact, decoder = bfloat16_decoders()
-latent = randn(1, 128, 1, 2, 3)
-with torch.no_grad():
-    wanted = exact(latent)
-    theirs = rel(decoder(latent.bfloat16()), wanted)
-assert 0 < rel(FastVideoDecoder(decoder, BFLOAT16)(latent), wanted) <= theirs
-"""
-
-
-def test_without_bfloat16_units_float32_is_chosen_and_bfloat16_is_still_right():
-    """A process of its own: which instructions torch and oneDNN use is settled when they load."""
-    env = os.environ | {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "default",
-        "PYTHONPATH": ":".join(str(ROOT / part) for part in ("src", "test", "test/unit")),
-    }
-    subprocess.run([sys.executable, "-c", DECODE_WITHOUT_UNITS], check=True, env=env)
 
 
 def test_the_released_decoder_is_known():

@@ -63,41 +63,38 @@ def winograd_by_blas(*args):
     convolve_winograd(*args, BLAS)
 
 
+def by_torch(source: FeatureMap, weight, bias):
+    """The same in float64."""
+    video = border(source.inner.permute(3, 0, 1, 2)[None]).double()
+    whole = F.conv3d(video, weight.double(), bias.double(), padding=(0, 1, 1))
+    return whole[0].permute(1, 2, 3, 0)
+
+
 @pytest.mark.parametrize("method", [convolve_winograd, winograd_by_blas, convolve_direct])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(("inputs", "outputs"), [(3, 5), (8, 4)])
-def test_a_convolution_equals_torchs(workers, method, size, inputs, outputs, monkeypatch):
+def test_a_convolution_equals_torchs(workers, method, monkeypatch):
     # Several pieces of several rows, and of several groups of frames.
     monkeypatch.setattr(winograd, "TILES_AT_ONCE", 5)
-    source = filled(*size, inputs)
-    weight, bias = randn(outputs, inputs, 3, 3, 3, seed=1), randn(outputs, seed=2)
-    video = border(source.inner.permute(3, 0, 1, 2)[None]).double()
-    wanted = F.conv3d(video, weight.double(), bias.double(), padding=(0, 1, 1))[0].permute(
-        1, 2, 3, 0
-    )
-    assert rel(convolved(source, weight, bias, method, workers), wanted) < FP32
+    for size, (inputs, outputs) in zip(SIZES, [(3, 5), (8, 4)] * 3, strict=True):
+        source = filled(*size, inputs)
+        weight, bias = randn(outputs, inputs, 3, 3, 3, seed=1), randn(outputs, seed=2)
+        result = convolved(source, weight, bias, method, workers)
+        assert rel(result, by_torch(source, weight, bias)) < FP32, size
 
 
 @pytest.mark.parametrize("method", [convolve_bfloat16, convolve_winograd])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_map_in_bfloat16_is_convolved_as_torch_does_in_float64(
-    workers, method, size, monkeypatch
-):
+def test_a_map_in_bfloat16_is_convolved_as_torch_does_in_float64(workers, method, monkeypatch):
     """Of the three results of a tap in time each is rounded once; by tiles only float32 is."""
-    # Several pieces of several rows, and of several groups of frames.
     monkeypatch.setattr(winograd, "TILES_AT_ONCE", 5)
-    monkeypatch.setattr(winograd, "NUMBERS_AT_ONCE", 2 * size[1] * size[2] * 5)
-    monkeypatch.setattr(winograd, "NUMBERS_IN_CACHE", 2 * size[2] * 5)
-    source = filled(*size, 8, dtype=torch.bfloat16)
-    weight, bias = randn(5, 8, 3, 3, 3, seed=1).bfloat16(), randn(5, seed=2).bfloat16()
-    video = border(source.inner.permute(3, 0, 1, 2)[None]).double()
-    wanted = F.conv3d(video, weight.double(), bias.double(), padding=(0, 1, 1))[0].permute(
-        1, 2, 3, 0
-    )
-    result = convolved(source, weight, bias, method, workers)
-    assert result.dtype == torch.float32
-    bound = FP32 if method is convolve_winograd else 2.0**-8
-    assert rel(result, wanted) < bound
+    for size in SIZES:
+        # Several pieces of several rows, and of several groups of frames.
+        monkeypatch.setattr(winograd, "NUMBERS_AT_ONCE", 2 * size[1] * size[2] * 5)
+        monkeypatch.setattr(winograd, "NUMBERS_IN_CACHE", 2 * size[2] * 5)
+        source = filled(*size, 8, dtype=torch.bfloat16)
+        weight, bias = randn(5, 8, 3, 3, 3, seed=1).bfloat16(), randn(5, seed=2).bfloat16()
+        result = convolved(source, weight, bias, method, workers)
+        assert result.dtype == torch.float32
+        bound = FP32 if method is convolve_winograd else 2.0**-8
+        assert rel(result, by_torch(source, weight, bias)) < bound, size
 
 
 def test_the_same_convolution_gives_the_same_bits(workers):

@@ -137,21 +137,10 @@ def script(workspace, monkeypatch, capsys):
     path` runs it."""
 
     def run(path: str, *flags: object) -> tuple[int, str]:
-        flags += (
-            "--checkpoint-path",
-            workspace.checkpoint_path,
-            "--artifacts-dir",
-            workspace.artifacts,
-            "--profile",
-            "trn2.3xlarge",
-            *(word for setting in SETTINGS for word in ("--profile-set", setting)),
-            "--height",
-            64,
-            "--width",
-            64,
-            "--num-frames",
-            9,
-        )
+        flags += "--checkpoint-path", workspace.checkpoint_path
+        flags += "--artifacts-dir", workspace.artifacts, "--profile", "trn2.3xlarge"
+        flags += tuple(word for setting in SETTINGS for word in ("--profile-set", setting))
+        flags += "--height", 64, "--width", 64, "--num-frames", 9
         monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
         # Plans with real graphs: 2 s.
         monkeypatch.setattr(Workspace, "check_compiled_fits", lambda *_, **__: None)
@@ -165,6 +154,14 @@ def script(workspace, monkeypatch, capsys):
         return code, capsys.readouterr().err
 
     return run
+
+
+@pytest.fixture
+def generated(script, workspace, tmp_path):
+    """generate_ltx23.py, run as `script` runs it."""
+    words = "--neuron-gemma", "--gemma-root", workspace.gemma_root, "--prompt", "a fox"
+    output = "--output-path", tmp_path / "fox.mp4"
+    return lambda: script("src/generate_ltx23.py", *words, *output)
 
 
 # where it fails, what the runtime says -> what the user is told happened, and to do
@@ -198,19 +195,10 @@ FAILURES = {
 
 @pytest.mark.parametrize(("where", "text", "meaning", "advice"), FAILURES.values(), ids=FAILURES)
 def test_generate_says_what_failed_and_what_to_do(
-    script, workspace, library, monkeypatch, tmp_path, where, text, meaning, advice
+    generated, library, monkeypatch, tmp_path, where, text, meaning, advice
 ):
     monkeypatch.setitem(library.fails, where, text)
-    code, stderr = script(
-        "src/generate_ltx23.py",
-        "--neuron-gemma",
-        "--gemma-root",
-        workspace.gemma_root,
-        "--prompt",
-        "a fox",
-        "--output-path",
-        tmp_path / "fox.mp4",
-    )
+    code, stderr = generated()
     assert code == 1 and "Traceback" not in stderr
     assert re.search(rf"error: .*{re.escape(meaning)}", stderr) and re.search(
         rf"What to do: .*{re.escape(advice)}", stderr
@@ -236,18 +224,7 @@ def test_a_graph_that_is_too_large_for_the_compiler_is_told_with_what_to_do(
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_an_error_that_nobody_knows_keeps_its_traceback(
-    script, workspace, library, monkeypatch, tmp_path
-):
+def test_an_error_that_nobody_knows_keeps_its_traceback(generated, library, monkeypatch):
     monkeypatch.setitem(library.fails, "load", "something of its own")
     with pytest.raises(RuntimeError, match="something of its own"):
-        script(
-            "src/generate_ltx23.py",
-            "--neuron-gemma",
-            "--gemma-root",
-            workspace.gemma_root,
-            "--prompt",
-            "a fox",
-            "--output-path",
-            tmp_path / "fox.mp4",
-        )
+        generated()

@@ -1,0 +1,51 @@
+"""Plans in tests: what a step and a host's model cost is counted once for each size. Exporting a
+block takes most of a second, and tens of tests ask for the same few. Imported as `plans`."""
+
+import json
+from functools import cache
+
+import pytest
+
+from ltx_neuron import plan
+from ltx_neuron.plan import clip
+
+
+def _by_text(count):
+    """A function that is called once for its arguments, some of which are configs."""
+    results = {}
+
+    def counted(*args):
+        key = tuple(json.dumps(arg) if isinstance(arg, dict) else arg for arg in args)
+        if key not in results:
+            results[key] = count(*args)
+        return results[key]
+
+    return counted
+
+
+_step, _steps = plan._step, {}
+
+
+def _step_once(config, bucket, profile, tp, dtype, sequence_parallel=False):
+    """Of a profile a step's cost depends on the attention alone."""
+    key = config, bucket, profile.attention, tp, dtype, sequence_parallel
+    if key not in _steps:
+        _steps[key] = _step(config, bucket, profile, tp, dtype, sequence_parallel)
+    return _steps[key]
+
+
+_ONCE = {
+    (plan, "_step"): _step_once,
+    (plan, "text_weights"): cache(plan.text_weights),
+    (clip, "_counted"): _by_text(clip._counted),
+    (clip, "_sound_flops"): _by_text(clip._sound_flops),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted_once():
+    """Import it for a file's tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for (module, name), function in _ONCE.items():
+            patch.setattr(module, name, function)
+        yield

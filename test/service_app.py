@@ -1,0 +1,160 @@
+"""The service in this process, on a folder, and what is sent to it as from a connection. Imported
+as `service_app`."""
+
+import asyncio
+import json
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
+from urllib.parse import quote
+
+from ltx_neuron.config.transformer import Bucket
+from ltx_neuron.errors import UserError
+from ltx_neuron.job import Job, Size
+from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.service.jobs import JobSubmitter
+from ltx_neuron.service.queue import Queue
+from ltx_neuron.service.sizes import CompiledSize, SizeRegistry
+from ltx_neuron.service.tokens import Tokens, new_token
+
+SMALL = Size(512, 768, 121)
+FORM = b"multipart/form-data; boundary=b"
+MOST_BODY, PIECE = 2**20, 2**16  # bytes; the second of a body as the server hands it on
+SIZE = f"{SMALL.width}x{SMALL.height}"
+
+
+class Sent(NamedTuple):
+    """A request as it comes from a connection."""
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+
+
+class Got(NamedTuple):
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+    @property
+    def error(self) -> dict:
+        return json.loads(self.body)["error"]
+
+
+async def answer(app, sent: Sent, hangs: bool = False) -> Got:
+    """What the application answers to a body that comes in pieces. hangs: it never ends."""
+    pieces = [sent.body[at : at + PIECE] for at in range(0, max(1, len(sent.body)), PIECE)]
+    parts = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    parts[-1]["more_body"] = hangs
+    starts, bodies = [], []
+
+    async def receive() -> dict:
+        if parts:
+            return parts.pop(0)
+        if hangs:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict) -> None:
+        (starts if message["type"] == "http.response.start" else bodies).append(message)
+
+    raw = quote(sent.path).encode()
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": sent.method,
+        "scheme": "http",
+        "path": sent.path,
+        "raw_path": raw,
+        "root_path": "",
+        "query_string": sent.query,
+        "headers": list(sent.headers),
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 8000),
+    }
+    await app(scope, receive, send)
+    body = b"".join(message.get("body", b"") for message in bodies)
+    return Got(starts[0]["status"], dict(starts[0]["headers"]), body)
+
+
+class Service(NamedTuple):
+    app: object
+    queue: Queue
+    token: bytes
+    sizes: SizeRegistry
+
+    def ask(self, sent: Sent, **more) -> Got:
+        return asyncio.run(answer(self.app, sent, **more))
+
+    def headers(self, kind: bytes = b"application/json", **more) -> tuple:
+        said = {"host": b"127.0.0.1:8000", "authorization": b"Bearer " + self.token}
+        said |= {"content-type": kind} | more
+        return tuple((name.replace("_", "-").encode(), value) for name, value in said.items())
+
+
+class Compiled:
+    """The workspace of a machine on which graphs were compiled for sizes."""
+
+    def __init__(self, *sizes: Size, images=(), recipe="distilled", artifacts="/nonexistent"):
+        self.artifacts, self.recorded = artifacts, {}
+        for size in sizes:
+            for bucket in Job("", size, images=images, recipe=recipe).buckets:
+                self.recorded.setdefault(bucket.name, []).append(vars(size) | {"recipe": recipe})
+
+    def compiled_sizes(self) -> dict[str, list[dict]]:
+        return self.recorded
+
+    def dit_program_for(self, job, stage):
+        if job.bucket(stage).name not in self.recorded:
+            raise UserError("not compiled")
+
+
+class Workspace(Compiled):
+    """Of a machine where graphs for SMALL are compiled."""
+
+    transformer = SimpleNamespace(num_layers=48)
+
+    def dit_program_for(self, job, stage):
+        super().dit_program_for(job, stage)
+        return Bucket(1, 1, 1, 1), None
+
+
+@contextmanager
+def opened(tmp_path, page=None, tokens: bool = True):
+    """The service on a folder, in this process."""
+    from ltx_neuron.service.app import Settings, create_app
+
+    workspace = Workspace(SMALL, images=(ImageCondition("x"),))
+    workspace.recorded |= Workspace(SMALL).recorded
+    workspace.checkpoint_path = tmp_path / "tiny.safetensors"
+    workspace.checkpoint_path.touch()
+    token = new_token(tmp_path / "tokens.json", "ada")
+    sizes = SizeRegistry(workspace, CompiledSize(SMALL, "distilled"), upsamplers=())
+    with closing(Queue(tmp_path / "queue.sqlite", tmp_path / "jobs")) as queue:
+        submitter = JobSubmitter(queue, sizes, "tiny", max_queued=(10, 10))
+        settings = Settings(max_body_bytes=MOST_BODY, per_minute=1e9)
+        owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)
+        app = create_app(submitter, owners, settings, page)
+        yield Service(app, queue, token.encode(), sizes)
+
+
+def form(fields: dict[str, object]) -> bytes:
+    """Fields as multipart; bytes are files."""
+    parts = []
+    for name, value in fields.items():
+        file = b'; filename="a.png"' if isinstance(value, bytes) else b""
+        content = value if isinstance(value, bytes) else text_of(value).encode(errors="replace")
+        head = b'Content-Disposition: form-data; name="' + name.encode(errors="replace") + b'"'
+        parts.append(b"--b\r\n" + head + file + b"\r\n\r\n" + content + b"\r\n")
+    return b"".join(parts) + b"--b--\r\n"
+
+
+def text_of(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def get(service: Service, path: str, query: bytes = b"", **headers) -> Got:
+    return service.ask(Sent("GET", path, query, service.headers(**headers)))

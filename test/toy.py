@@ -1,0 +1,133 @@
+"""The smallest program that ranks of a backend may run, in its files, for tests of their
+processes. Imported as `toy`."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from helpers import randn, save_weights
+from torch import Tensor, nn
+
+from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
+from ltx_neuron.backends.manifest import Manifest
+from ltx_neuron.backends.torchdist.host import Ranks
+from ltx_neuron.models.parallel import Comm, RowLinear
+from ltx_neuron.models.programs import Graph, Program
+from ltx_neuron.models.signatures import Field
+from ltx_neuron.profiles import PROFILES
+
+TP, WIDTH = 2, 256  # wide enough that a tensor has more bytes than a command
+EQUAL = 1e-6  # fp32 sums of two halves against one sum of the whole
+STEPS = 10  # numbers that a run may name
+SOON = 10  # seconds in which every process must have ended; it takes a tenth of one
+
+
+class ToyInputs(NamedTuple):
+    step: Tensor
+    x: Tensor
+    table: Tensor
+
+
+class ToyOutputs(NamedTuple):
+    y: Tensor
+    doubled: Tensor
+    finite: Tensor
+
+
+class Toy(nn.Module):
+    """One matrix product split over the ranks, a step's number, and a table of which each rank has
+    its own part."""
+
+    def __init__(self, width: int, comm: Comm, name: str):
+        super().__init__()
+        self.comm, self.name = comm, name
+        self.add_module(name, RowLinear(width, width, comm.size, bias=False))
+
+    def forward(self, inputs: ToyInputs) -> ToyOutputs:
+        (summed,) = self.comm.sum(getattr(self, self.name).partial(inputs.table))
+        y = summed + inputs.step * inputs.x
+        return ToyOutputs(y, inputs.table * 2, y.mean((1, 2)))
+
+
+def make_toy(
+    folder: Path, width: int = WIDTH, names: tuple[str, str] = ("down", "toy")
+) -> SimpleNamespace:
+    """The program compiled, its weights for all ranks, and whole inputs. names: of its layer and of
+    itself."""
+    comm = TorchDistComm(TP)
+    split = Field((1, 4, width // TP), torch.float32, split=2)
+    whole = Field((1, 4, width), torch.float32)
+    fields = {
+        "step": Field((1,), torch.int32),
+        "x": whole,
+        "table": split,
+        "y": whole,
+        "doubled": split,
+        "finite": Field((1,), torch.float32),
+    }
+    with torch.device("meta"):
+        graph = Graph(Toy(width, comm, names[0]), ToyInputs, ToyOutputs)
+    with fake_process_group(TP):
+        program = Program({"toy": graph}, {"main": (("toy", 0),)}, fields)
+        compile_program(program, folder / "graphs", {}, torch.float32)
+    weights = {
+        seed: write_weights(folder / f"weights{seed}", width, seed, names[0]) for seed in (1, 2)
+    }
+    return SimpleNamespace(
+        programs={names[1]: Manifest(folder / "graphs")},
+        folders={seed: folder / f"weights{seed}" for seed in weights},
+        weights=weights,
+        x=randn(1, 4, width, seed=3),
+        table=randn(1, 4, width, seed=4),
+    )
+
+
+def upload(ranks: Ranks, toy, name: str = "toy") -> None:
+    """All that a run of the toy takes."""
+    ranks.put(name, x=toy.x, table=toy.table)
+    ranks.put_numbers(name, "step", STEPS)
+
+
+def write_weights(folder: Path, width: int, seed: int, layer: str) -> Tensor:
+    weight = randn(width, width, seed=seed)
+    save_weights(folder, *({f"{layer}.weight": part} for part in weight.chunk(TP, dim=1)))
+    return weight
+
+
+def wanted(toy, step: int, seed: int = 1) -> Tensor:
+    return toy.table @ toy.weights[seed].T + step * toy.x
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Processes that are neither gone nor merely waiting to be collected."""
+
+    def running(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    return [pid for pid in pids if running(pid)]
+
+
+def assert_all_end(pids: list[int]) -> None:
+    until = time.monotonic() + SOON
+    while alive(pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive(pids) == []
+
+
+def pids_of(ranks: Ranks) -> list[int]:
+    pids = [process.pid for process in ranks._processes]
+    assert len(pids) == TP and alive(pids) == pids
+    return pids
+
+
+def ready(toy) -> Ranks:
+    """Ranks of their own, that a test may break."""
+    ranks = Ranks(PROFILES["cpu"], TP)
+    ranks.load(toy.folders[1], toy.programs, torch.float32)
+    upload(ranks, toy)
+    return ranks
