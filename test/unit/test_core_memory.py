@@ -1,4 +1,4 @@
-"""benchmarks/lib/core_memory.py: device memory in use, by the driver's counters or by
+"""test/device/core_memory.py: device memory in use, by the driver's counters or by
 neuron-monitor."""
 
 import json
@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from lib.core_memory import core_memory, first_line_of
+from device.core_memory import core_memory, first_line_of
 
 GIB = 2**30
 

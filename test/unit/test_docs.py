@@ -166,7 +166,7 @@ def test_every_test_that_is_named_exists(page):
 def said_by_the_code() -> set[str]:
     """Every text of the sources, with ... for what a run puts into it."""
     texts = set()
-    for path in (*(ROOT / "src").rglob("*.py"), ROOT / "benchmarks/lib/measurements.py"):
+    for path in (*(ROOT / "src").rglob("*.py"), ROOT / "test/device/measurements.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = (getattr(part, "value", None) for part in node.values)

@@ -121,6 +121,7 @@ ALLOWED = {
         "weights",
         "flags",
         "job",
+        "progress",
         "workspace",
         *BASE,
     },
