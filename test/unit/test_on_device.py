@@ -2,9 +2,6 @@
 three-way rule, what it measures, and the report."""
 
 import dataclasses
-import os
-import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -12,29 +9,29 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT
 from device import conftest as device_run
-from device import measurements, probes, step_times, test_device
-from device.bench import TINY_SIZE, WIDE, Bench, Model, request
+from device import measurements, probes, test_device
+from device.bench import TINY_SIZE, WIDE, Bench, Model
 from device.comparisons import three_way
 from device.report import Budget, Report, Section, Stopped
+from device_rehearsal import command, rehearsal
 from helpers import one_thread, randn  # noqa: F401
 
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.doctor import redact
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
-from ltx_neuron.files import read_json
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny.config import TinySizes, released_config, tiny_config
 
 ENDS = (pytest.skip.Exception, pytest.fail.Exception, UserError, ZeroDivisionError)
 FOUND = "it found something"
-PAGES = ("docs/trainium.md", "benchmarks/on_device.md")
 
 
 def fails(error: Exception, *lines: str) -> Callable[[list], None]:
@@ -185,17 +182,10 @@ HANGS = """
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
-    """bench(minutes) in a folder of its own. Scripts have little time to tidy up."""
+def bench(tmp_path, monkeypatch) -> Callable[..., Bench]:
+    """bench(minutes). Scripts have little time to tidy up."""
     monkeypatch.setattr("device.bench.TIDY_SECONDS", 0.5)
-
-    def make(minutes: float | None = None, system: System | None = None) -> Bench:
-        args = Namespace(work_dir=tmp_path, dtype="bfloat16", tp_degree=None)
-        args = Namespace(**vars(args), height=64, width=64, num_frames=9, frame_rate=24.0)
-        args.two_stage, args.video_path = False, None
-        return Bench(args, resolve("cpu"), system or System(), Budget(minutes))
-
-    return make
+    return partial(rehearsal, tmp_path)
 
 
 def hanging(bench: Bench) -> Callable[[list], None]:
@@ -317,48 +307,6 @@ def test_minutes_that_are_none_are_refused():
 # --- the command ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def command(tmp_path) -> list:
-    """A rehearsal, with a cache and a folder of its own."""
-    words = [sys.executable, "-m", "pytest", ROOT / "test/device", "-o", f"cache_dir={tmp_path}/c"]
-    return [*words, "--profile", "cpu", "--skip-wide", "--work-dir", tmp_path / "work"]
-
-
-def test_the_command_keeps_what_it_has_when_it_is_killed_and_goes_on_from_there(tmp_path, command):
-    """SIGKILL in the middle of its second section; then with a budget that has no room for the
-    third."""
-    state, report = tmp_path / "work/report.json", tmp_path / "work/report.md"
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    first, second, third, *_ = test_device.SECTIONS.values()
-    assert any(line.startswith(second.title) for line in process.stdout)
-    started = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    for each in started:
-        each.kill()
-    assert read_json(state)["sections"][first.name]["status"] == "done"
-    assert f"| {first.title} | done |" in report.read_text()
-    assert f"| {second.title} | not" in report.read_text()
-    again = subprocess.run(
-        [*command, "--lf", "--minutes", "3.5"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert f"{first.title} ..." not in again.stdout
-    assert f"{second.title} ...\n  done" in again.stdout
-    text = report.read_text()
-    for each in test_device.SECTIONS.values():
-        assert f"| {each.title} | " in text
-    assert f"| {third.title} | not run: takes about 4 minutes, 3." in text
-    assert "unchanged." in text and "- versions: torch" in text and "- commit: " in text
-    assert (
-        tmp_path / "work/bundle.tar.gz"
-    ).is_file() and "Read it before you send it" in again.stdout
-
-
 def test_without_a_device_each_section_is_skipped_with_the_command_that_would_run_it():
     words = [sys.executable, "-m", "pytest", "test/device", "-p", "no:cacheprovider"]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -368,22 +316,17 @@ def test_without_a_device_each_section_is_skipped_with_the_command_that_would_ru
     assert device_run.REHEARSAL in run.stdout and "failed" not in run.stdout
 
 
-def test_a_mistake_in_the_flags_ends_the_command_before_its_first_section(command):
-    run = subprocess.run([*command, "--minutes", "0"], cwd=ROOT, capture_output=True, text=True)
+def test_a_mistake_in_the_flags_ends_the_command_before_its_first_section(tmp_path):
+    run = subprocess.run(
+        [*command(tmp_path), "--minutes", "0"], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "wanted minutes above 0" in run.stderr and "..." not in run.stdout
 
 
-def test_every_section_is_a_test_and_docs_type_only_flags_that_there_are():
+def test_every_section_is_a_test_and_every_test_a_section():
     tests = [name for name in vars(test_device) if name.startswith("test_")]
     assert [*test_device.SECTIONS] == tests
-    known = {"--lf"}
-    parser = Namespace(addoption=lambda *names, **_: known.update(names))
-    device_run.pytest_addoption(Namespace(getgroup=lambda *_: parser))
-    pages = "".join((ROOT / name).read_text() for name in PAGES).replace("\\\n", " ")
-    typed = re.findall(r"python -m pytest test/device([^`\n]*)", pages)
-    words = {word for line in typed for word in line.split() if word.startswith("--")}
-    assert len(typed) > 2 and words <= known
 
 
 # --- what it measures -----------------------------------------------------------------------------
@@ -403,11 +346,6 @@ def test_the_driver_s_counters_are_read_beside_a_script(bench, tmp_path):
     (counter / "total").write_text("100")
     run = bench(system=System(tmp_path)).run("sleeps", "-c", "import time; time.sleep(1.2)")
     assert run.memory == {"neuron0/neuron_core1": 100}
-
-
-def test_an_output_that_is_kept_survives_the_graph_s_next_run(bench):
-    lines = [*measurements.outputs(bench())]
-    assert lines[0].endswith("next runs: unchanged.")
 
 
 def test_an_overwritten_output_is_a_failure(bench, monkeypatch):
@@ -472,48 +410,3 @@ def test_a_group_that_cannot_be_routed_leaves_the_others(bench, monkeypatch):
     assert names == ["| a rank of each of two rows", "| two neighbours"]
     assert sum("| 1.000 | 2.000 | both |" in line for line in lines) == 6
     assert "neuron-ls says this" in lines
-
-
-@pytest.fixture
-def blocks(bench, tiny) -> tuple[Bench, Model]:
-    """The model of two blocks, which the tiny one stands for: sharded."""
-    bench = bench()
-    (bench.folder / "wide").symlink_to(tiny.checkpoint.parent)
-    model = measurements.timed_blocks(bench)
-    bench.shard(model, bench.device(model), gemma=False)
-    return bench, model
-
-
-def test_a_step_is_timed_by_its_graphs_and_memory_is_asked_for_between_timed_steps(
-    blocks, monkeypatch
-):
-    """Of each core: before loading, loaded, after the steps, unloaded."""
-    bench, model = blocks
-    text = "\n".join(measurements.wide_step_times(bench))
-    assert re.search(r"\| blocks \| 1 \| [\d.]+ \| - \| 22 \| ", text), text
-    assert re.search("By these graphs a step of 48 blocks takes [1-9]", text)
-    assert "Memory: no Neuron device." in text
-
-    events, used = [], [10**8, 9 * 10**9, 10**10, 10**9]
-    timed, target = step_times._milliseconds, bench.device(model)
-
-    def counted(root) -> dict[str, int]:
-        events.append("memory")
-        return {"core 0": used.pop(0)}
-
-    def noted(*given) -> list[float]:
-        events.append("step")
-        return timed(*given)
-
-    monkeypatch.setattr(step_times, "_milliseconds", noted)
-    monkeypatch.setattr(step_times, "core_memory", counted)
-    content = request(model, model.size) | {"folder": str(bench.folder / "copy"), "tp": bench.tp}
-    content |= {"profile": target.profile, "settings": target.settings, "dtype": target.dtype}
-    found = step_times.measure(content)
-    steps = ["step"] * 2 * (1 + step_times.STEPS)
-    assert events == ["memory", "memory", *steps, "memory", "memory"]
-    assert [call["graph"] for call in found["calls"]] == ["head", "blocks", "tail"]
-    memory = [*measurements._memory(bench, found["memory"])]
-    assert memory[0] == "| core | before | loaded | after the steps | unloaded |"
-    assert memory[2] == "| core 0 | 100.0 MB | 9.00 GB | 10.00 GB | 1.00 GB |"
-    assert memory[-1] == "Unloading freed 9.00 GB of the 9.90 GB that the model took."
