@@ -11,7 +11,7 @@ CKPT := $(DEMO)/ltx-2.3-demo.safetensors
 PROMPT := "a red circle glides slowly to the right on a navy ground"
 SIZE := --height 128 --width 192 --num-frames 49 --frame-rate 24 --two-stage
 
-.PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test lint venv
+.PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test stress lint venv
 venv: .venv/installed
 
 .venv/installed: pyproject.toml requirements.txt requirements-ltx.txt constraints.txt
@@ -57,3 +57,7 @@ lint: venv
 
 test: venv lint
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Kills, busy loops and pauses, for hours; STRESS_SHARE=0.1 does a tenth of them.
+stress: venv
+	$(PY) -m pytest test/stress

@@ -122,13 +122,16 @@ class Setup:
         self.shared, self.artifacts = shared, shared / "artifacts"
         self._results: dict = {}  # of every call so far, by script and flags
 
-    def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
-        """One script in its own process, whatever its exit code."""
+    def command(self, script: str, gemma: bool = True, **flags) -> list[str]:
+        """What to type after `python` for a script."""
         flags |= {"checkpoint_path": self.assets.checkpoint, "artifacts_dir": self.artifacts}
         flags |= {"tp_degree": self.tp, "dtype": self.dtype, "profile": flags.get("profile", "cpu")}
         flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
-        command = list(map(str, [ROOT / script, *words(**flags)]))
-        return warm_python.run(command, ROOT, SCRIPT_SECONDS)
+        return list(map(str, [ROOT / script, *words(**flags)]))
+
+    def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
+        """One script in its own process, whatever its exit code."""
+        return warm_python.run(self.command(script, gemma, **flags), ROOT, SCRIPT_SECONDS)
 
     def prepare(self, **size) -> None:
         """Shard both models and compile both, the transformer for a size. Two at a time: they need
