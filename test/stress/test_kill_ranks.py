@@ -105,7 +105,7 @@ def test_a_run_whose_rank_is_killed_ends_soon_and_is_resumed_to_the_same_bytes(
     took = time.monotonic() - killed
     assert ended(pids) and shared_memories() <= shared
     if process.returncode:  # else the rank had done its part
-        assert took < SOON and f"error: rank {rank} of {TP} failed: killed" in said, said
+        assert took < SOON and f"rank {rank} of {TP} failed: the process was killed" in said, said
         again = begun(setup, tmp_path, resume=True)
         _, said = again.communicate(timeout=SCRIPT_SECONDS)
         assert again.returncode == 0, said
