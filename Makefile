@@ -12,7 +12,7 @@ CKPT := $(DEMO)/ltx-2.3-demo.safetensors
 PROMPT := "a red circle glides slowly to the right on a navy ground"
 SIZE := --height 128 --width 192 --num-frames 49 --frame-rate 24 --two-stage
 
-.PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test test-all lint venv
+.PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test test-all stress lint venv
 venv: .venv/installed
 
 .venv/installed: pyproject.toml requirements.txt requirements-ltx.txt constraints.txt
@@ -65,3 +65,7 @@ test: venv lint
 
 test-all: venv lint
 	$(PYTEST) test/slow test/integration test/unit
+
+# Kills, busy loops and pauses, for hours; STRESS_SHARE=0.1 does a tenth of them.
+stress: venv
+	$(PY) -m pytest test/stress

@@ -9,6 +9,7 @@ import platform
 from functools import partial
 
 import torch
+from lib.harness import finish, parser
 
 from ltx_neuron.config.transformer import CONST_MAX_HEAD_DIM, transformer_config
 from ltx_neuron.models.attention import attention_const_max, nki, sdpa
@@ -27,6 +28,7 @@ GAPS = (4, 8, 16, 32, 64, 80, 84, 85, 86, 88, 92, 100)
 
 
 def main() -> None:
+    args = parser(__doc__).parse_args()
     print(
         f"torch {torch.__version__}, {platform.machine()}; distances are of norms, from float64\n"
     )
@@ -42,8 +44,11 @@ def main() -> None:
                 print(_statistics(tokens, gains, *spreads))
     print("\nA gap that is planted, scores within 3 nats of each other: distance, and rows lost")
     print("gap    float32    bfloat16   attention_cte in bfloat16")
+    lost = {}
     for gap in GAPS:
-        print(_planted(gap))
+        text, lost[gap] = _planted(gap)
+        print(text)
+    finish(args, rows_lost_at_gap=lost)
 
 
 def _statistics(tokens: int, gains: tuple[float, float], heads: float, spread: float) -> str:
@@ -90,9 +95,9 @@ def _lost(got, exact) -> int:
     return int((got.double().norm(dim=-1) < 0.5 * exact.norm(dim=-1)).sum())
 
 
-def _planted(gap: float) -> str:
+def _planted(gap: float) -> tuple[str, int]:
     """Scores of up to 3 on the first channel; one key is as long as the gap wants, on the second,
-    which no query has."""
+    which no query has. Returns the line, and how many rows are lost."""
     generator, tokens = torch.Generator().manual_seed(0), 256
     size, length = CONST_MAX_HEAD_DIM, math.sqrt(gap + 3)
     query, key = torch.zeros(2, tokens, 1, size)
@@ -108,7 +113,9 @@ def _planted(gap: float) -> str:
         got = attention_const_max(*rows, 1.0)
         texts.append(f"{rel_l2(got, exact):9.2e}")
         other = rel_l2(nki(*(x.transpose(1, 2) for x in rows), 1.0), exact)
-    return f"{gap:3}   {texts[0]}  {texts[1]}   {other:9.2e}   {_lost(got, exact)} of {tokens}"
+    lost = _lost(got, exact)
+    line = f"{gap:3}   {texts[0]}  {texts[1]}   {other:9.2e}   {lost} of {tokens}"
+    return line, lost
 
 
 if __name__ == "__main__":

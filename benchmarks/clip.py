@@ -8,14 +8,14 @@ Weights are random. --wide: the released widths with one block of the transforme
 of the video decoder, for which the text encoder stays tiny; else all models are tiny.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
+from lib.harness import finish, print_ratios, take_turns
+from lib.harness import parser as harness_parser
 from lib.scripts import ROOT, Scripts, size_flags, tiny_scripts
 from lib.sizes import parse_size
 
@@ -74,6 +74,9 @@ class Way:
         self.process.stdin.flush()
         self.clips.append(json.loads(self.process.stdout.readline()))
 
+    def median(self, phase: str) -> float:
+        return statistics.median(clip.get(phase, 0.0) for clip in self.clips)
+
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
@@ -84,19 +87,12 @@ def print_table(ways: list[Way]) -> None:
     names = [name for name in ways[-1].clips[0] if name != "in all"]
     print(f"{'seconds':20}" + "".join(f"{way.name:>20}" for way in ways))
     for name in [*names, "in all"]:
-        medians = (statistics.median(clip.get(name, 0.0) for clip in way.clips) for way in ways)
+        medians = (way.median(name) for way in ways)
         print(f"{name:20}" + "".join(f"{seconds:20.2f}" for seconds in medians))
-    for way in ways:
-        print(f"{way.name}: " + " ".join(f"{clip['in all']:.2f}" for clip in way.clips))
-    whole = [statistics.median(clip["in all"] for clip in way.clips) for way in ways]
-    for way, seconds in zip(ways[1:], whole[1:], strict=True):
-        print(f"{way.name}: {whole[0] / seconds:.2f} times as fast as {ways[0].name}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for all that is made")
     parser.add_argument("--before", type=Path, help="another checkout of the project")
     parser.add_argument("--wide", action="store_true", help="released widths, fewer blocks")
@@ -115,13 +111,14 @@ def main() -> None:
         scripts.prepare()
         if not args.prepare:
             ways += [Way(name, scripts, size, overlap) for overlap in (False, True)]
-    for _, way in product(range(args.repeats), ways):
-        way.make()
+    turns = take_turns({way.name: way.make for way in ways}, args.repeats, cold=0)
     for way in ways:
         way.close()
     if ways:
         print(f"{args.size}, {'released widths' if args.wide else 'tiny'}")
         print_table(ways)
+        print_ratios(turns, ways[0].name)
+        finish(args, seconds={way.name: way.median("in all") for way in ways})
 
 
 if __name__ == "__main__":

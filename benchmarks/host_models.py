@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from lib.harness import finish, print_conditions, print_ratios, take_turns
+from lib.harness import parser as harness_parser
 from lib.random_sources import UPSAMPLER
 from torch import Tensor, nn
 
@@ -163,9 +164,7 @@ def given(model: str, args: argparse.Namespace) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     add = parser.add_argument
     add("model", choices=MODELS)
     add("--height", type=int, default=256)
@@ -189,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
         files = Files(folder, args.tiny)
         print_conditions(f"{args.model}, input {tuple(given(args.model, args).shape)}")
         if args.memory:
-            finish(model=args.model, peak_bytes={name: _peak(name, folder) for name in names})
+            finish(args, model=args.model, peak_bytes={name: _peak(name, folder) for name in names})
             return
         measure(args, files, names)
 
@@ -207,12 +206,12 @@ def measure(args: argparse.Namespace, files: Files, names: list[str]) -> None:
         print_ratios(turns, REFERENCE)
     summaries = {name: taken.summary() for name, taken in turns.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    finish(model=args.model, ways=summaries, rel_l2=distances, peak_bytes=peak)
+    finish(args, model=args.model, ways=summaries, rel_l2=distances, peak_bytes=peak)
 
 
 def _peak(name: str, folder: Path) -> int:
     """Peak memory of a process that runs one way once, weights and imports included."""
-    words = [word for word in sys.argv[1:] if word != "--memory"]
+    words = [word for word in sys.argv[1:] if word not in ("--memory", "--record")]
     words += ["--folder", str(folder), "--repeats", "1", "--ways", name]
     command = [sys.executable, __file__, *words]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout

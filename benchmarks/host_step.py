@@ -9,7 +9,6 @@ host's: the pipe, the process that wakes up, the check for NaN, the report and t
 cases take turns, a schedule of 8 steps each; medians count. The last line is JSON.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from lib.harness import finish, print_conditions
+from lib.harness import parser as harness_parser
 from torch import Tensor
 
 from ltx_neuron.backends import registry
@@ -175,9 +175,7 @@ class Ours:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     parser.add_argument(
         "--tp-degree",
         type=int,
@@ -205,7 +203,7 @@ def main() -> None:
         write_checkpoint(checkpoint, config)
         print_conditions(f"TP={args.tp_degree}")
         with Ours(checkpoint, Path(folder), args.tp_degree, cases) as ours:
-            finish(**measured(ours, args.repeats))
+            finish(args, **measured(ours, args.repeats))
 
 
 def measured(ours: Ours, repeats: int) -> dict[str, dict[str, float]]:

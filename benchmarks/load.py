@@ -19,7 +19,6 @@ are of medians, the ratios ours / plain; the last one is that of all ranks toget
 cache.
 """
 
-import argparse
 import mmap
 import os
 import re
@@ -33,6 +32,8 @@ from pathlib import Path
 
 import torch
 from lib.full_size import write_sparse_checkpoint
+from lib.harness import finish
+from lib.harness import parser as harness_parser
 
 from ltx_neuron.artifacts import LAYOUT
 from ltx_neuron.weights.checkpoint import Source
@@ -155,9 +156,7 @@ def rate(pipes: list, way: str, cache: str, size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     parser.add_argument(
         "--folder", type=Path, required=True, help="a folder on the disk to measure"
     )
@@ -173,10 +172,11 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="load-") as folder:
         paths = rank_files(Path(folder), args.blocks, args.tp_degree)
-        measure(paths, args.repeats)
+        finish(args, ratios=measure(paths, args.repeats))
 
 
-def measure(paths: list[Path], repeats: int) -> None:
+def measure(paths: list[Path], repeats: int) -> dict[str, float]:
+    """Rates of all ways, printed; returns what ours has of plain reads'."""
     size, context = paths[0].stat().st_size, get_context("spawn")
     print(
         f"{len(paths)} rank files of {size / 1e9:.2f} GB, {len(TensorFile(paths[0], '').shapes)}"
@@ -207,14 +207,16 @@ def measure(paths: list[Path], repeats: int) -> None:
     for (ranks, cache, way), measured in sorted(rates.items()):
         runs = " ".join(f"{value:.2f}" for value in measured)
         print(f"{ranks:9}  {cache:5}  {way:11}  {statistics.median(measured):6.2f}  {runs}")
+    ratios = {}
     for cache in ("warm", "cold"):
         for ranks in dict.fromkeys((1, len(paths))):
             medians = {way: statistics.median(rates[ranks, cache, way]) for way in ways}
-            print(
-                f"{cache}, {ranks} at once: ours / plain ="
-                f" {medians['ours'] / medians['plain']:.2f}, ours / safetensors ="
-                f" {medians['ours'] / medians['safetensors']:.2f}"
-            )
+            case = f"{cache}, {ranks} at once"
+            for other in ("plain", "safetensors"):
+                ratios[f"{case}: ours / {other}"] = medians["ours"] / medians[other]
+    for case, ratio in ratios.items():
+        print(f"{case} = {ratio:.2f}")
+    return ratios
 
 
 if __name__ == "__main__":

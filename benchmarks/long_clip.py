@@ -9,10 +9,11 @@ bfloat16, with decoding overlapped; with --before also by another checkout of th
 line compares their peaks.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from lib.harness import finish
+from lib.harness import parser as harness_parser
 from lib.scripts import ROOT, size_flags, tiny_scripts
 from lib.sizes import parse_size
 from lib.watch import Watched, run_watched
@@ -72,9 +73,7 @@ def print_row(name: str, size: Size, watched: Watched, report: dict) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for all that is made")
     parser.add_argument("--before", type=Path, help="another checkout, made with first")
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="HxWxF")
@@ -85,12 +84,15 @@ def main() -> None:
     args = parser.parse_args()
     decoder = decoder_of(args.channels, args.blocks)
     checkouts = {"before": args.before.resolve()} if args.before else {}
+    ratios = {}
     for name, checkout in {**checkouts, "after": ROOT}.items():
         peaks = []
         for size in map(parse_size, args.sizes):
             clip = made(args.folder / name, size, decoder, checkout)
             peaks.append(print_row(name, size, *clip))
-        print(f"{name}: the largest peak is {max(peaks) / peaks[0]:.3f} times the first clip's")
+        ratios[name] = max(peaks) / peaks[0]
+        print(f"{name}: the largest peak is {ratios[name]:.3f} times the first clip's")
+    finish(args, largest_peak_over_first=ratios)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ command goes on from there.
 --tiny makes the whole way with tiny models in a minute, to try this script.
 """
 
-import argparse
 import json
 import platform
 import shutil
@@ -30,6 +29,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from lib.harness import finish
+from lib.harness import parser as harness_parser
 from lib.random_sources import write_checkpoint, write_gemma, write_upsampler
 from lib.scripts import ROOT, Scripts
 from lib.watch import Watched, run_watched
@@ -208,9 +209,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="an empty folder on a disk with room")
     add("--keep", action="store_true", help="delete nothing, and go on from what is there")
@@ -228,7 +227,10 @@ def main() -> None:
     finally:
         if not args.keep:
             shutil.rmtree(args.folder)
-    print(f"largest size on the disk: {max(rehearsal.disk_gb.values()):.2f} GB")
+    largest = max(rehearsal.disk_gb.values())
+    print(f"largest size on the disk: {largest:.2f} GB")
+    memory = max(row.own_memory_gb for row in rehearsal.rows)
+    finish(args, disk_gb=largest, memory_gb=memory)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from lib.full_size import write_sparse_checkpoint
 from lib.harness import finish, print_conditions
+from lib.harness import parser as harness_parser
 from lib.sizes import parse_size, video_tokens
 
 from ltx_neuron import errors
@@ -215,7 +216,7 @@ def _cell(value: object) -> str:
     return f"{value:,.1f}" if isinstance(value, float) else str(value)
 
 
-def conclude(tables: dict[str, list[dict]]) -> bool:
+def conclude(args: argparse.Namespace, tables: dict[str, list[dict]]) -> bool:
     """Print the tables and their growth. True where anything grows too fast."""
     for rows in tables.values():
         print(*columns([list(rows[0]), *([*map(_cell, row.values())] for row in rows)]), sep="\n")
@@ -227,14 +228,12 @@ def conclude(tables: dict[str, list[dict]]) -> bool:
     faster = [rate for rate in rates if rate.exceeded]
     for rate in faster:
         print(f"grows too fast: {rate}", file=sys.stderr)
-    finish(**tables, growth={name: rate.exponent for name, rate in largest.items()})
+    finish(args, **tables, growth={name: rate.exponent for name, rate in largest.items()})
     return bool(faster)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     add = parser.add_argument
     help = f"two or more (default: {' '.join(SIZES)})"
     add("--sizes", nargs="+", default=SIZES, metavar="HxWxF", help=help)
@@ -249,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
             "measured": measured(Path(folder), sizes, args.tp_degrees, args.rounds),
             "planned": planned(Path(folder), sizes, args.tp_degrees),
         }
-    if conclude(tables):
+    if conclude(args, tables):
         sys.exit(1)
 
 

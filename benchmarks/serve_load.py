@@ -29,9 +29,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import openai
+from lib.harness import finish
+from lib.harness import parser as harness_parser
 from lib.local_ray import LocalRay
 from lib.scripts import Scripts, tiny_scripts
-from serve_kill import PROMPTS, Service
+from lib.service import PROMPTS, Service
 
 from ltx_neuron.service.queue import NewJob, Queue
 
@@ -145,7 +147,7 @@ def spread(values: list[float], unit: str, digits: int = 2) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness_parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, metavar="DIR")
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--clients", type=int, default=8)
@@ -171,7 +173,8 @@ def main() -> None:
         for n in range(args.jobs)
     ]
     with LocalRay(args.replicas) if args.replicas else nullcontext() as ray:
-        measure(Service(scripts, args.folder, 1000, ray), scripts, args, jobs)
+        flags = scripts.command("generate")[1:]
+        measure(Service(flags, args.folder, 1000, ray), scripts, args, jobs)
 
 
 def measure(service: Service, scripts: Scripts, args: argparse.Namespace, jobs: list[dict]) -> None:
@@ -194,6 +197,8 @@ def measure(service: Service, scripts: Scripts, args: argparse.Namespace, jobs: 
     print(f"time to cancel: {spread(taken, 'ms', 0)}")
     service.process.terminate()
     service.process.wait()
+    medians = {"ratio": ratios, "latency_s": latencies, "cancel_ms": taken}
+    finish(args, **{name: statistics.median(values) for name, values in medians.items()})
 
 
 def wait_for(url: str, workers: int) -> None:

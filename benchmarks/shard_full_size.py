@@ -14,7 +14,6 @@ GB for all 48 blocks; with --content random for the source (46 GB) and one more 
 ratio last.
 """
 
-import argparse
 import os
 import shutil
 import statistics
@@ -26,6 +25,8 @@ from pathlib import Path
 
 import psutil
 from lib.full_size import write_sparse_checkpoint
+from lib.harness import finish
+from lib.harness import parser as harness_parser
 from lib.scripts import ROOT, Scripts
 from tqdm import tqdm
 
@@ -92,9 +93,7 @@ def copied(folder: Path, size: int, content: str, prepare: Callable[[Path], None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     parser.add_argument(
         "--folder", type=Path, required=True, help="an empty folder on the disk to measure"
     )
@@ -156,6 +155,7 @@ def main() -> None:
         f"{args.content} source, memory {args.memory}: shard / (cp and sync) ="
         f" {statistics.median(ratios):.2f} (median of {args.rounds})"
     )
+    finish(args, ratio=statistics.median(ratios), own_memory_gb=peak - imports_gb)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ With --hlo the graphs are those that NxD's ModelBuilder gets (torch_xla lowers t
 test/xla/make_xla_venv.sh), else those that torch.export writes.
 """
 
-import argparse
 import time
 
 import torch
+from lib.harness import finish
+from lib.harness import parser as harness_parser
 
 from ltx_neuron.backends.export import TorchDistComm, cost, fake_process_group, trace
 from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer_config
@@ -32,7 +33,7 @@ COST = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = harness_parser(__doc__)
     add = parser.add_argument
     add("--profile", default="trn2.3xlarge")
     add("--height", type=int, default=512)
@@ -49,12 +50,14 @@ def main() -> None:
         f" {bucket.audio_tokens} audio tokens, {config.num_layers} blocks, bf16, tp {profile.tp},"
         f" attention {profile.attention}, torch {torch.__version__}"
     )
+    found = {}
     for blocks in args.blocks_per_graph:
         for divided in (False, True):
             label = f"{f'{blocks} blocks a graph' if blocks else 'whole step'}"
             label += ", sequence parallel" * divided
-            counts = count(config, bucket, profile, blocks, divided, args.hlo)
+            counts = found[label] = count(config, bucket, profile, blocks, divided, args.hlo)
             print(f"{label}: " + ", ".join(f"{name} {value:,}" for name, value in counts.items()))
+    finish(args, **found)
 
 
 def count(

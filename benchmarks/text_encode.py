@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 from lib.harness import finish, print_conditions, print_ratios, take_turns
+from lib.harness import parser as harness_parser
 from safetensors.torch import save_file
 
 from ltx_neuron.config.common import TEXT_TOKENS
@@ -130,9 +131,7 @@ def write_release(folder: Path, tiny: bool) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness_parser(__doc__)
     add = parser.add_argument
     add("--tokens", type=int, default=60, help="of the prompt (default %(default)s)")
     add("--repeats", type=int, default=5, help="timed runs of each (default %(default)s)")
@@ -174,7 +173,7 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
     print(f"relative L2: {shown}")
     print_ratios(turns, REFERENCE)
     summaries = {name: taken.summary() for name, taken in turns.items()}
-    finish(ways=summaries, rel_l2=distances)
+    finish(args, ways=summaries, rel_l2=distances)
 
 
 if __name__ == "__main__":

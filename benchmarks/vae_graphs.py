@@ -4,10 +4,11 @@ graph of a tile, and of a whole clip. Nothing is computed: graphs are exported o
 python benchmarks/vae_graphs.py --height 512 --width 768 --num-frames 121
 """
 
-import argparse
 from collections import Counter
 
 import torch
+from lib.harness import finish
+from lib.harness import parser as harness_parser
 
 from ltx_neuron.backends.export import cost, trace
 from ltx_neuron.config.sound import AUDIO_SCALE, audio_decoder_config, span_sizes, vocoder_config
@@ -21,7 +22,7 @@ from ltx_neuron.tiny.config import released_config
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness_parser(__doc__)
     parser.add_argument("--height", type=int, default=512)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--num-frames", type=int, default=121)
@@ -48,6 +49,7 @@ def main() -> None:
         )
 
     describe_sound(audio_latent_frames(options.num_frames, 24), tp)
+    finish(options, clip_flops=flops, rank_flops=rounds)
 
 
 def describe_sound(latents: int, tp: int) -> None:

@@ -138,10 +138,13 @@ class Setup:
         flags |= {"gemma_root": self.assets.gemma_root} if gemma else {}
         return words(**flags)
 
+    def command(self, script: str, gemma: bool = True, **flags) -> list[str]:
+        """What to type after `python` for a script."""
+        return [str(ROOT / script), *self.words(gemma, **flags)]
+
     def run(self, script: str, gemma: bool = True, **flags) -> subprocess.CompletedProcess:
         """One script in its own process, whatever its exit code."""
-        command = [str(ROOT / script), *self.words(gemma, **flags)]
-        return warm_python.run(command, ROOT, SCRIPT_SECONDS)
+        return warm_python.run(self.command(script, gemma, **flags), ROOT, SCRIPT_SECONDS)
 
     def prepare(self, **size) -> None:
         """Shard both models and compile both, the transformer for a size. Two at a time: they need

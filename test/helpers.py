@@ -70,6 +70,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+def stress_count(whole: int) -> int:
+    """How often a test of test/stress does something: so often, or the share of it that
+    STRESS_SHARE names, once at the least."""
+    return max(1, round(whole * float(os.environ.get("STRESS_SHARE", "1"))))
+
+
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -364,6 +370,17 @@ def wait_for(
     while not happened():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(every)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """The block ends in so many seconds: in as many times more as there are processes for each of
+    this machine's cores, since it gets its share of them alone."""
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    allowed = seconds * max(1.0, os.getloadavg()[0] / os.cpu_count())
+    assert took < allowed, f"{took:.1f} s, {allowed:.1f} allowed"
 
 
 def ended(pids: list[int], seconds: float = 10) -> bool:

@@ -1,20 +1,33 @@
-"""How every benchmark measures: ways that take turns, medians, and a last line of JSON.
+"""How every benchmark measures: ways that take turns, medians, a last line of JSON, and one file of
+results.
 
 On a shared machine one way is never timed long after another: they run in turn, and other work
 slows all of them.
 """
 
+import argparse
+import csv
+import datetime
 import json
 import os
+import platform
+import shlex
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ltx_neuron.machine import processor
+
+RESULTS = Path(__file__).parents[1] / "results.csv"
+COLUMNS = ("date", "commit", "cpu", "versions", "command", "metric", "value")
+FOLDERS = ("--folder", "--before")  # flags whose paths say nothing of a result
 
 
 class Turns(NamedTuple):
@@ -78,6 +91,58 @@ def print_ratios(turns: Mapping[str, Turns], reference: str) -> None:
             )
 
 
-def finish(**numbers: Any) -> None:
+def parser(description: str) -> argparse.ArgumentParser:
+    """A benchmark's parser, for the flags that `finish` reads."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    help = "append the numbers of the last line to benchmarks/results.csv"
+    made.add_argument("--record", action="store_true", help=help)
+    return made
+
+
+def finish(args: argparse.Namespace, **numbers: Any) -> None:
     """The last line: all numbers of a run as one JSON object."""
     print(json.dumps(numbers))
+    if args.record:
+        record(numbers)
+
+
+def record(numbers: Mapping[str, Any], path: Path = RESULTS) -> None:
+    """Append a line for every number to the file of results."""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    versions += f", ltx-core {version('ltx-core')}"
+    run = (f"{datetime.date.today()}", _commit(), processor(), versions, _command())
+    with open(path, "a", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        if not file.tell():
+            rows.writerow(COLUMNS)
+        rows.writerows((*run, metric, value) for metric, value in named(numbers))
+
+
+def named(numbers: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Every number with its place: {"ways": {"ours": 1.5}} gives ("ways ours", 1.5)."""
+    if isinstance(numbers, Mapping):
+        inner = numbers.items()
+    elif isinstance(numbers, list | tuple):
+        inner = enumerate(numbers)
+    else:
+        inner = ()
+        if isinstance(numbers, int | float):
+            yield name, numbers
+    for key, value in inner:
+        yield from named(value, f"{name} {key}".strip())
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(git, capture_output=True, text=True)
+    return done.stdout.strip() or "not recorded"
+
+
+def _command() -> str:
+    """What was typed, without --record and without paths of this machine."""
+    words = [Path(sys.argv[0]).name, *(word for word in sys.argv[1:] if word != "--record")]
+    places = [index for index, word in enumerate(words[:-1], 1) if word in FOLDERS]
+    words = ["DIR" if index in places else word for index, word in enumerate(words)]
+    return shlex.join(words)

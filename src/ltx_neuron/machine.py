@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,15 @@ def _lines_of(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:  # no Linux, or an older one
         return []
+
+
+def installed_packages() -> list[str]:
+    """Every installed Python package as name==version."""
+    installed = set()
+    for distribution in importlib.metadata.distributions():
+        with suppress(KeyError, TypeError, OSError):  # one that is half removed
+            installed.add(f"{distribution.metadata['Name']}=={distribution.version}")
+    return sorted(installed)
 
 
 def package_version(package: str) -> str | None:

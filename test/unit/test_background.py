@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import within
 
 from ltx_neuron.host.background import BackgroundTask, Workers, ahead, check_cancelled
 
@@ -57,10 +58,8 @@ def test_leaving_the_block_waits_and_raises_the_functions_error():
 
 
 def test_an_exception_that_leaves_the_block_cancels_the_function_silently(capsys):
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), BackgroundTask(run_for_ever):
+    with within(SOON), pytest.raises(KeyboardInterrupt), BackgroundTask(run_for_ever):
         raise KeyboardInterrupt
-    assert time.monotonic() - began < SOON
     assert capsys.readouterr().err == ""
 
 
@@ -87,18 +86,15 @@ def test_a_task_that_waits_for_another_can_be_cancelled():
 
     task = BackgroundTask(outer)
     time.sleep(0.05)
-    began = time.monotonic()
-    task.cancel()
-    assert time.monotonic() - began < SOON
+    with within(SOON):
+        task.cancel()
 
 
 def test_ctrl_c_while_waiting_cancels_the_task():
     interrupt = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
     interrupt.start()
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), BackgroundTask(run_for_ever):
+    with within(SOON), pytest.raises(KeyboardInterrupt), BackgroundTask(run_for_ever):
         pass
-    assert time.monotonic() - began < SOON
     interrupt.join()
 
 
@@ -158,16 +154,16 @@ def test_an_error_of_what_is_made_ahead_comes_after_the_items_before_it():
 
 @pytest.mark.parametrize("error", [None, OSError(28, "No space left on device")])
 def test_who_takes_no_more_ends_what_is_made_ahead_at_once(error):
-    made, began = [], time.monotonic()
-    with pytest.raises(OSError) if error else nullcontext(), ahead(counted(1000, made)) as items:
+    made, refused = [], pytest.raises(OSError) if error else nullcontext()
+    with within(SOON), refused, ahead(counted(1000, made)) as items:
         assert next(items) == 0
         if error:
             raise error
-    assert made[-1] == -1 and len(made) <= 4 and time.monotonic() - began < SOON
+    assert made[-1] == -1 and len(made) <= 4
 
 
 def test_who_waits_for_what_is_made_ahead_can_be_cancelled():
-    began, waiting = time.monotonic(), threading.Event()
+    waiting = threading.Event()
 
     def slow():
         waiting.set()
@@ -180,5 +176,5 @@ def test_who_waits_for_what_is_made_ahead_can_be_cancelled():
 
     task = BackgroundTask(take)
     assert waiting.wait(SOON)
-    task.cancel()
-    assert time.monotonic() - began < SOON
+    with within(SOON):
+        task.cancel()

@@ -1,5 +1,5 @@
-"""on_device.py --bundle: what a bug report has after a failed run, and what it never has: weights,
-prompts, secrets, and the names of people and machines."""
+"""python -m ltx_neuron.doctor --bundle: what a bug report has after a failed run, and what it never
+has: weights, prompts, secrets, and the names of people and machines."""
 
 import json
 import os
@@ -8,11 +8,11 @@ import tarfile
 import textwrap
 from pathlib import Path
 
-import on_device
 import pytest
-from lib import bundle, redact
-from lib.redact import Redactor
 
+from ltx_neuron.doctor import __main__ as command
+from ltx_neuron.doctor import bundle, redact
+from ltx_neuron.doctor.redact import Redactor
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.progress import logging_failure
@@ -25,7 +25,7 @@ SECRET = "s3cr3t-value-of-mine"
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch) -> Path:
-    """The folder of a run that failed: what on_device.py, the scripts and both compilers leave."""
+    """The folder of a run that failed: what test/device, the scripts and both compilers leave."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "4")
@@ -33,7 +33,7 @@ def ran(tmp_path, monkeypatch) -> Path:
     work = tmp_path / "work"
     files = {
         "report.md": "# On the device\n",
-        "state.json": "{}",
+        "report.json": "{}",
         "logs/full-compile-dit.log": f"[rank 0] NCC_EBVF030 in {Path.home()}/clips, {SECRET}\n",
         "full-in-turn-1/perf.json": json.dumps({"job": {"prompt": PROMPT}}),
         "artifacts/graphs/dit-x/neuronx-cc/step/1/log-neuron-cc.txt": "instruction limit\n",
@@ -63,7 +63,7 @@ def packed(
 ) -> tuple[dict[str, str], bundle.Packed]:
     """A bundle's members by name, and what was said of it."""
     artifacts = (work / "artifacts",)
-    texts = bundle.facts(System(), on_device.ROOT, artifacts)
+    texts = bundle.facts(System(), bundle.REPOSITORY, artifacts)
     files = bundle.found(work, artifacts, added)
     said = bundle.pack(path, texts, files, Redactor(os.environ, prompts))
     return members(path), said
@@ -82,7 +82,7 @@ def test_a_bundle_has_what_a_failed_run_left_and_says_so(ran, tmp_path):
     content, said = packed(tmp_path / "b.tar.gz", ran)
     compiler = "compiler/artifacts/graphs/dit-x/neuronx-cc/step/1"
     wanted = {
-        *("run/report.md", "run/state.json", "run/logs/full-compile-dit.log"),
+        *("run/report.md", "run/report.json", "run/logs/full-compile-dit.log"),
         *("run/full-in-turn-1/perf.json", "run/full-in-turn-1/video.failure.log"),
         *(f"{compiler}/log-neuron-cc.txt", f"{compiler}/command.txt"),
         *("torchneuron/debug/fx_graphs/proc_0/dit.fx.txt", "versions.txt", "packages.txt"),
@@ -233,21 +233,18 @@ def test_the_command_packs_where_nothing_ever_ran(tmp_path, monkeypatch, capsys)
     """Also on a machine whose profile cannot be found, where a run would end at once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bundle, "doctor", lambda flags: f"asked with {[*map(str, flags)]}")
-    words = ["on_device.py", "--bundle", "b.tgz", "--profile", "no-such", "--profile-set", "lnc=2"]
-    monkeypatch.setattr("sys.argv", words)
-    on_device.main()
+    words = ["--bundle", "b.tgz", "--profile", "no-such", "--profile-set", "lnc=2"]
+    command.main(words)
     said = capsys.readouterr().out
     assert "bundle: b.tgz" in said and "versions.txt" in said
-    assert "nothing was run in outputs/on-device" in said
+    assert "no run of test/device is in outputs/on-device" in said
     wanted = ["--profile", "no-such", "--artifacts-dir", "artifacts", "--profile-set", "lnc=2"]
     assert members(tmp_path / "b.tgz")["doctor.txt"] == f"asked with {wanted}"
     assert not (tmp_path / "outputs").exists()
-    monkeypatch.setattr("sys.argv", [*words, "--bundle-add", "nowhere"])
     with pytest.raises(UserError, match="already"):
-        on_device.main()
-    monkeypatch.setattr("sys.argv", ["on_device.py", "--bundle", "c.tgz", "--bundle-add", "no"])
+        command.main([*words, "--bundle-add", "nowhere"])
     with pytest.raises(UserError, match="--bundle-add no: no such"):
-        on_device.main()
+        command.main(["--bundle", "c.tgz", "--bundle-add", "no"])
 
 
 def test_the_doctor_s_findings_are_taken_also_where_one_blocks(tmp_path):

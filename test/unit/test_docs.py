@@ -10,15 +10,18 @@ import signal
 import sys
 from contextlib import redirect_stdout
 from functools import cache, partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from conftest import ROOT
+from device import conftest as device
 
 from ltx_neuron.backends import neuron_errors
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 README_LINES, PATH_FILES, PATH_LINES = 130, 12, 2500
+DEVICE = ("-m", "pytest", "test/device")
 MADE_BY_RUNNING = ("artifacts/", "outputs/")
 
 
@@ -55,6 +58,11 @@ def first_word(words: list[str]) -> int:
 @cache
 def flags_of(*script: str) -> frozenset[str]:
     """The flags that a script's own --help lists. Run in this process, which has imported torch."""
+    if script == DEVICE:
+        known = {"--lf"}
+        group = SimpleNamespace(addoption=lambda *names, **_: known.update(names))
+        device.pytest_addoption(SimpleNamespace(getgroup=lambda *_: group))
+        return frozenset(known)
     if script[0] == "-m":
         run = partial(runpy.run_module, script[1], alter_sys=True)
     else:
@@ -76,6 +84,8 @@ def script_in(words: list[str]) -> tuple[str, ...] | None:
     """What a python command runs, as far as it is this project's: a file, or -m and a module."""
     if words[1] != "-m":
         return (words[1],)
+    if words[1:4] == [*DEVICE]:
+        return DEVICE
     return ("-m", words[2]) if words[2].startswith("ltx_neuron") else None
 
 
@@ -132,6 +142,8 @@ def test_a_command_with_an_unknown_script_flag_or_target_is_a_problem():
     assert problems_of(["python", generate, "--promt", "waves"])
     assert problems_of(["python", "src/no_such_script.py"])
     assert problems_of(["make", "no-such-target"])
+    assert not problems_of(["python", *DEVICE, "--minutes", "60", "--lf"])
+    assert problems_of(["python", *DEVICE, "--hours", "1"])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -166,7 +178,7 @@ def test_every_test_that_is_named_exists(page):
 def said_by_the_code() -> set[str]:
     """Every text of the sources, with ... for what a run puts into it."""
     texts = set()
-    for path in (*(ROOT / "src").rglob("*.py"), ROOT / "benchmarks/lib/measurements.py"):
+    for path in (*(ROOT / "src").rglob("*.py"), ROOT / "test/device/measurements.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = (getattr(part, "value", None) for part in node.values)

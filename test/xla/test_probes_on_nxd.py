@@ -1,4 +1,4 @@
-"""on_device.py's probes (benchmarks/lib/probes.py) with NxD's real source, on the stand-ins that
+"""The probes of test/device with NxD's real source, on the stand-ins that
 test_nxd.py says how to run."""
 
 import subprocess
@@ -20,7 +20,7 @@ def probed(folder, **content) -> dict:
     request, output = folder / "request.json", folder / "found.json"
     content |= {"profile": "trn2.3xlarge", "settings": [], "dtype": "bfloat16", "tp": 4}
     write_json(request, content | {"folder": str(folder / "probe"), "output": str(output)})
-    script = ROOT / "benchmarks/lib/probes.py"
+    script = ROOT / "test/device/probes.py"
     run = f"import nxd_stubs; nxd_stubs.run_script({str(script)!r}, {str(request)!r})"
     subprocess.run([sys.executable, "-c", run], cwd=ROOT / "test/xla", check=True)
     return read_json(output)

@@ -7,6 +7,10 @@ nothing.
 Checks the machine for the profile; with files, also those files, the rank files and graphs made of
 them, and the memory for the size asked for. Exit code 0 when nothing blocks (what is still to be
 sharded or compiled is listed with its command), 1 when something does, 2 for a wrong flag.
+
+  python -m ltx_neuron.doctor --bundle report.tar.gz --bundle-add outputs
+
+packs the findings with what runs have left, for a bug report.
 """
 
 import argparse
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     from ltx_neuron import flags
+    from ltx_neuron.doctor import bundle
 
     parser = flags.parser(
         __doc__,
@@ -43,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_graph_cut(parser)
     flags.add_tuned(parser)
     flags.add_loras(parser)
+    bundle.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     return parser
 
@@ -58,6 +64,11 @@ def main(
         fix = "make venv; on a Neuron machine: README, Quick start on Trainium2"
         show([Finding("torch", "blocks", f"cannot be imported: {error}", fix)], "--json" in argv)
     args = build_parser().parse_args(argv)
+    if args.bundle:
+        from ltx_neuron.doctor import bundle
+
+        bundle.write(args, system)
+        return
     from ltx_neuron.doctor.checks import examine
     from ltx_neuron.machine import probe
 

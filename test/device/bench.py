@@ -1,4 +1,4 @@
-"""How on_device.py runs the project's scripts: what they run on, the models that they run, and each
+"""How test/device runs the project's scripts: what they run on, the models that they run, and each
 script in a process that ends, with all it started, when its time is over."""
 
 import argparse
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import pytest
+from lib.scripts import ROOT, Scripts, size_flags
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lib.core_memory import counted_memory
-from lib.scripts import ROOT, Scripts, size_flags
-from lib.sections import Budget, Failed, NotRun, Stopped
+from device.core_memory import counted_memory
+from device.report import Budget, Stopped
 from ltx_neuron import flags
 from ltx_neuron.doctor.system import System
 from ltx_neuron.files import write_json
@@ -109,7 +110,7 @@ class Bench:
 
     def need_device(self) -> None:
         if self.profile.device != "neuron":
-            raise NotRun("no Neuron device")
+            pytest.skip("no Neuron device")
 
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
@@ -121,13 +122,13 @@ class Bench:
         codes: tuple[int, ...] = (0,),
         seconds: float = SCRIPT_SECONDS,
     ) -> Run:
-        """Run a Python script of this repository in its own process, its output in logs/. Failed
-        where its exit code is not among `codes` or it takes longer than `seconds`; Stopped where
-        the time of its section ends."""
+        """Run a Python script of this repository in its own process, its output in logs/. The
+        section fails where its exit code is not among `codes` or it takes longer than `seconds`;
+        Stopped where its own time ends."""
         path = self.log(log)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Scripts of lib/ import others of it.
-        paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        # Scripts of this folder import others of it.
+        paths = [str(ROOT / "test"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         began = time.perf_counter()
         with open(path, "w") as log_file, CoreMemory(self.system) as memory:
@@ -152,9 +153,9 @@ class Bench:
         if code is None:
             stopped = f"{log} was stopped after {took / 60:.1f} minutes"
             if self.budget.section_left():
-                raise Failed(f"{stopped}, its longest time ({path}):\n{last}")
+                pytest.fail(f"{stopped}, its longest time ({path}):\n{last}")
             raise Stopped(f"{stopped}: {self.budget.end()} ({path}):\n{last}")
-        raise Failed(f"{log} ended with exit code {code} ({path}):\n{last}")
+        return pytest.fail(f"{log} ended with exit code {code} ({path}):\n{last}")
 
     def scripted(
         self,
@@ -165,12 +166,12 @@ class Bench:
         ending: str = ".json",
         seconds: float = SCRIPT_SECONDS,
     ) -> Path:
-        """Run a script of lib/ with a request: what it runs on, and `content`. Returns the file
-        that it wrote."""
+        """Run a script of this folder with a request: what it runs on, and `content`. Returns the
+        file that it wrote."""
         request, output = self.folder / f"{name}-request.json", self.folder / f"{name}{ending}"
         content |= {"profile": target.profile, "settings": target.settings, "dtype": target.dtype}
         write_json(request, {"tp": self.tp, "output": str(output)} | content)
-        self.run(name, ROOT / "benchmarks/lib" / script, request, seconds=seconds)
+        self.run(name, "-m", f"device.{script}", request, seconds=seconds)
         return output
 
     def scripts(self, model: Model, target: Target) -> Scripts:
@@ -213,10 +214,10 @@ class Bench:
         return run, load_file(out / "tensors.safetensors"), table.load(out / "perf.json")
 
     def step(self, model: Model, target: Target) -> dict[str, Tensor]:
-        """The latents after one step (one_step.py), by a process of its own."""
+        """The latents after one step (one_step), by a process of its own."""
         name = f"{model.name}-step-{target.profile}-{target.dtype}"
         content = request(model, model.size)
-        return load_file(self.scripted("one_step.py", name, target, content, ".safetensors"))
+        return load_file(self.scripted("one_step", name, target, content, ".safetensors"))
 
 
 def request(model: Model, size: Size) -> dict:
@@ -260,7 +261,7 @@ class CoreMemory:
     has the largest bytes by core; it is empty where the driver has none.
 
     neuron-monitor would tell it too, but is a process to start each time, beside steps that are
-    timed: lib/step_times.py asks it between them.
+    timed: step_times.py asks it between them.
     """
 
     def __init__(self, system: System):
@@ -296,7 +297,7 @@ def full(bench: Bench) -> Model:
     args = bench.args
     for flag in ("checkpoint_path", "gemma_root"):
         if getattr(args, flag) is None:
-            raise NotRun(f"no --{flag.replace('_', '-')}")
+            pytest.skip(f"no --{flag.replace('_', '-')}")
     size = dataclasses.replace(flags.size(args), two_stage=args.spatial_upsampler_path is not None)
     return Model(
         "full",

@@ -1,11 +1,11 @@
 """A bug report in one file: texts that a run left, cut to size, without prompts, secrets and names,
-and what can be said of the machine. on_device.py --bundle writes it.
+and what can be said of the machine. python -m ltx_neuron.doctor --bundle writes it.
 
 Nothing that is packed is chosen by what it is not: a file is taken because its name is one of those
 below. Weights, latents, videos, images and prompts files have none of these names.
 """
 
-import importlib.metadata
+import argparse
 import io
 import json
 import os
@@ -20,14 +20,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.redact import Redactor, told_environment
+from ltx_neuron.doctor.redact import Redactor, told_environment
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import MANIFEST, check_regular, check_writable, read_json, whole_file
 from ltx_neuron.format import format_bytes
-from ltx_neuron.machine import load, probe
+from ltx_neuron.machine import installed_packages, load, probe
 from ltx_neuron.progress import is_log
 
+REPOSITORY = Path(__file__).parents[3]
+WORK_DIR = Path("outputs/on-device")  # of test/device, unless it is given another
 NAMES = (".tar.gz", ".tgz")
 FOLDER = "ltx-neuron-bundle"  # that it unpacks to
 CONTENTS = "contents.txt"
@@ -37,11 +39,51 @@ TOTAL_BYTES = 64 * 2**20
 DOCTOR_SECONDS = 120
 _LOGS = ("*.failure.log",)
 _COMPILER = ("log-neuron-cc*.txt", "command*.txt")  # NxD's and TorchNeuron's name them so
-_RUN = ("report.md", "state.json", "logs/*.log", "*/perf.json", "*/video.json")
+_RUN = ("report.md", "report.json", "logs/*.log", "*/perf.json", "*/video.json")
 # TorchNeuron's, kept where TORCH_NEURONX_PRESERVE_COMPILATION_ARTIFACTS=1: graphs as text, and the
 # compiler's own logs (neuron_dynamo_backend/config.py of its sources, early 2026).
 _DEBUG = ("*.txt", "*.log", "*.mlir")
 _REPORTS = {"profile", "versions", "identity"}  # keys of a latency report and of a video's JSON
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("bug report, of what runs have left")
+    help = "report, logs, compiler messages, versions and these findings; no weights"
+    group.add_argument("--bundle", type=Path, metavar="FILE.tar.gz", help=help)
+    help = "also the logs and JSON of a folder in which a run failed, or a text file; repeatable"
+    group.add_argument(
+        "--bundle-add", type=Path, action="append", default=[], metavar="PATH", help=help
+    )
+    help = f"that test/device was run with (default: {WORK_DIR})"
+    group.add_argument("--work-dir", type=Path, default=WORK_DIR, metavar="DIR", help=help)
+    help = "leave prompts in the bundle"
+    group.add_argument("--with-prompts", action="store_true", help=help)
+
+
+def write(args: argparse.Namespace, system: System) -> None:
+    """Pack what runs have left, whether they ended well or not, and say what was packed."""
+    check_target(args.bundle)
+    for path in args.bundle_add:
+        if not path.exists():
+            raise UserError(f"--bundle-add {path}: no such file or folder")
+    asked = {
+        "--profile": args.profile,
+        "--checkpoint-path": args.checkpoint_path,
+        "--gemma-root": args.gemma_root,
+        "--tp-degree": args.tp_degree,
+        "--artifacts-dir": args.artifacts_dir,
+    }
+    words = [word for flag, value in asked.items() if value for word in (flag, value)]
+    words += [word for setting in args.profile_set for word in ("--profile-set", setting)]
+    artifacts = (args.artifacts_dir, args.work_dir / "artifacts")
+    texts = {"doctor.txt": doctor(words)} | facts(system, REPOSITORY, artifacts)
+    files = found(args.work_dir, artifacts, args.bundle_add)
+    packed = pack(args.bundle, texts, files, Redactor(os.environ, args.with_prompts))
+    print(*packed.lines(), sep="\n")
+    if not (args.work_dir / "report.json").is_file():
+        print(f"no run of test/device is in {args.work_dir}: --work-dir DIR names another folder")
+    size = args.bundle.stat().st_size
+    print(f"bundle: {args.bundle} ({size:,} bytes). Read it before you send it")
 
 
 class Found(NamedTuple):
@@ -78,7 +120,7 @@ def check_target(path: Path) -> None:
 def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> Iterator[Found]:
     """The files to pack, the most telling ones first.
 
-    work_dir   of on_device.py
+    work_dir   of test/device
     artifacts  folders of weights and graphs
     added      files, and folders of runs that were started by hand
     """
@@ -95,7 +137,7 @@ def found(work_dir: Path, artifacts: Iterable[Path], added: Iterable[Path]) -> I
             yield Found(f"added/{path.name}", path)
     for folder in {path.absolute(): None for path in (work_dir / "artifacts", *artifacts)}:
         yield from _in(folder, _COMPILER, f"compiler/{folder.name}")
-    for folder in (Path.cwd(), Path(__file__).parents[2]):
+    for folder in (Path.cwd(), REPOSITORY):
         yield from _in(folder, _COMPILER[:1], "compiler/here", deep=False)
     for folder in debug_folders():
         yield from _in(folder, _DEBUG, f"torchneuron/{folder.name}")
@@ -199,7 +241,7 @@ def facts(system: System, repository: Path, artifacts: Iterable[Path]) -> dict[s
     kernel_log = (system.output("dmesg") or "").splitlines()
     texts = {
         "versions.txt": "\n".join(_versions(system, repository)),
-        "packages.txt": "\n".join(_packages()),
+        "packages.txt": "\n".join(installed_packages()),
         "environment.txt": "\n".join(f"{name}={value}" for name, value in environment.items()),
         "machine.txt": "\n".join(load()),
         "neuron-ls.txt": system.output("neuron-ls") or "",
@@ -211,11 +253,16 @@ def facts(system: System, repository: Path, artifacts: Iterable[Path]) -> dict[s
     return {name: text + "\n" for name, text in texts.items() if text.strip()}
 
 
-def _versions(system: System, repository: Path) -> Iterator[str]:
+def commit(system: System, repository: Path = REPOSITORY) -> str:
+    """The commit of this checkout, and how many files differ from it."""
     git = ("git", "-C", str(repository))
-    commit = (system.output(*git, "rev-parse", "HEAD") or "unknown").strip()
+    name = (system.output(*git, "rev-parse", "HEAD") or "unknown").strip()
     changed = (system.output(*git, "status", "--porcelain") or "").splitlines()
-    yield f"commit: {commit}" + (f", with {len(changed)} changed files" if changed else "")
+    return name + (f", with {len(changed)} changed files" if changed else "")
+
+
+def _versions(system: System, repository: Path) -> Iterator[str]:
+    yield f"commit: {commit(system, repository)}"
     yield f"ltx-neuron: {system.version('ltx-neuron') or 'not installed'}"
     yield f"python: {platform.python_version()}, {platform.machine()}, {platform.libc_ver()[1]}"
     yield f"kernel: {platform.release()} {platform.version()}"
@@ -225,14 +272,6 @@ def _versions(system: System, repository: Path) -> Iterator[str]:
     yield f"instance: {machine.instance or 'no known EC2 type'}, {machine.neuron_devices} chips"
     yield f"driver: {system.driver or 'none'}"
     yield system.output("dpkg-query", "--show", "aws-neuronx*") or "no aws-neuronx package of dpkg"
-
-
-def _packages() -> list[str]:
-    installed = set()
-    for distribution in importlib.metadata.distributions():
-        with suppress(KeyError, TypeError, OSError):  # one that is half removed
-            installed.add(f"{distribution.metadata['Name']}=={distribution.version}")
-    return sorted(installed)
 
 
 def _artifacts(folder: Path) -> Iterator[str]:

@@ -1,19 +1,25 @@
-"""The sections of on_device.py that say whether the device computes what the CPU computes."""
+"""The sections of test/device that say whether the device computes what the CPU computes."""
 
+import argparse
 import dataclasses
+import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
-from lib.bench import BF16, FP32, WIDE, Bench, Model, full, tiny, wide
-from lib.sections import Failed, NotRun, rel, three_way
+from device.bench import BF16, FP32, WIDE, Bench, Model, full, tiny, wide
+from device.report import cell
 from ltx_neuron.format import format_bytes
 from ltx_neuron.profiles import resolve
 from ltx_neuron.tiny import make_tiny
+from ltx_neuron.tune.tolerance import FACTOR, FLOOR
+from ltx_neuron.tune.tolerance import rel_l2 as rel
 from ltx_neuron.workspace import Workspace
 
 # Frames of bfloat16 weights on both sides; ltx-core's own bfloat16 has 48 dB from its float32
@@ -21,53 +27,63 @@ from ltx_neuron.workspace import Workspace
 LEAST_PSNR = 40
 
 
-def tiny_compiles(bench: Bench) -> list[str]:
+def doctor_flags(args: argparse.Namespace) -> list[object]:
+    """What the doctor is told of a run."""
+    words = [word for setting in args.profile_set for word in ("--profile-set", setting)]
+    for name in ("profile", "checkpoint_path", "gemma_root", "tp_degree", "artifacts_dir"):
+        if value := getattr(args, name):
+            words += [f"--{name.replace('_', '-')}", value]
+    return words
+
+
+def doctor(bench: Bench) -> Iterator[str]:
+    """The doctor's findings; a failure where one of them blocks a run."""
+    flags = [*doctor_flags(bench.args), "--json"]
+    output = bench.run("doctor", "-m", "ltx_neuron.doctor", *flags, codes=(0, 1)).output
+    # Libraries may print warnings before and after the JSON.
+    report, _ = json.JSONDecoder().raw_decode(output, output.index("{\n"))
+    yield from ("| | check | |", "|---|---|---|")
+    for finding in report["findings"]:
+        yield f"| {finding['state']} | {finding['check']} | {cell(finding['text'])} |"
+    if not report["can_run"]:
+        pytest.fail("something blocks: python -m ltx_neuron.doctor says what to type")
+
+
+def tiny_compiles(bench: Bench) -> Iterator[str]:
     make_tiny(bench.folder / "tiny")
     settings = " ".join(bench.device(tiny(bench)).settings) or "no settings"
-    return [f"With {settings}.", *_shard_and_compile(bench, tiny(bench), gemma=True)]
+    yield f"With {settings}."
+    yield sharded(bench, tiny(bench))
+    yield compiled(bench, tiny(bench))
 
 
-def wide_compiles(bench: Bench) -> list[str]:
+def wide_compiles(bench: Bench) -> Iterator[str]:
     if bench.args.skip_wide:
-        raise NotRun("--skip-wide")
+        pytest.skip("--skip-wide")
     # In a process of its own, which can be ended and gives its 10 GB of memory back.
     sizes = dataclasses.asdict(WIDE).items()
     words = [word for name, size in sizes for word in (f"--{name.replace('_', '-')}", size)]
     bench.run("wide-make", "-m", "ltx_neuron.tiny", bench.folder / "wide", *words)
-    checkpoint = wide(bench).checkpoint
-    lines = [
+    yield (
         f"Checkpoint of {WIDE.layers} blocks, {WIDE.video_inner} and {WIDE.audio_inner} channels: "
-        f"{format_bytes(checkpoint.stat().st_size)}."
-    ]
-    return lines + _shard_and_compile(bench, wide(bench), gemma=False)
+        f"{format_bytes(wide(bench).checkpoint.stat().st_size)}."
+    )
+    yield sharded(bench, wide(bench), gemma=False)
+    yield compiled(bench, wide(bench), gemma=False)
 
 
-def _shard_and_compile(bench: Bench, model: Model, gemma: bool) -> list[str]:
-    return _sharded(bench, model, gemma) + _compiled(bench, model, gemma)
-
-
-def _sharded(bench: Bench, model: Model, gemma: bool) -> list[str]:
+def sharded(bench: Bench, model: Model, gemma: bool = True) -> str:
     seconds = bench.shard(model, bench.device(model), gemma)
-    return [f"Sharding for {bench.tp} ranks: {seconds:.1f} s."]
+    return f"Sharding for {bench.tp} ranks: {seconds:.1f} s."
 
 
-def _compiled(bench: Bench, model: Model, gemma: bool) -> list[str]:
+def compiled(bench: Bench, model: Model, gemma: bool = True) -> str:
     dit, text = bench.compile(model, bench.device(model), gemma)
-    return [
-        f"Compiling: DiT {dit:.1f} s"
-        + (f", text encoder and connectors {text:.1f} s." if gemma else ".")
-    ]
+    text = f", text encoder and connectors {text:.1f} s" if gemma else ""
+    return f"Compiling: DiT {dit:.1f} s{text}."
 
 
-def full_shards(bench: Bench) -> list[str]:
-    return _sharded(bench, full(bench), gemma=True)
-
-
-def full_compiles(bench: Bench) -> list[str]:
-    return _compiled(bench, full(bench), gemma=True)
-
-
-def one_step(bench: Bench, model: Model) -> list[str]:
+def one_step(bench: Bench, model: Model) -> Iterator[str]:
     """One step by the three-way rule. The CPU's runs are sharded and compiled first."""
     on_cpu = {}
     for target in (FP32, BF16):
@@ -75,10 +91,27 @@ def one_step(bench: Bench, model: Model) -> list[str]:
         bench.compile(model, target, gemma=False)
         on_cpu[target] = bench.step(model, target)
     device = bench.step(model, bench.device(model))
-    return three_way(device, on_cpu[BF16], on_cpu[FP32], ("video", "audio"))
+    yield from three_way(device, on_cpu[BF16], on_cpu[FP32], ("video", "audio"))
 
 
-def full_step(bench: Bench) -> list[str]:
+def three_way(device: dict, bf16: dict, fp32: dict, names: tuple[str, ...]) -> Iterator[str]:
+    """A table with a row for each tensor: its relative L2 distance from fp32 on the device and in
+    bf16 on the CPU. A failure where the device's is larger than FACTOR times the CPU's plus
+    FLOOR."""
+    yield from ("| tensor | device | CPU bf16 | allowed |", "|---|---|---|---|")
+    wrong = []
+    for name in names:
+        on_device = rel(device[name], fp32[name])
+        on_cpu = rel(bf16[name], fp32[name])
+        allowed = FACTOR * on_cpu + FLOOR
+        yield f"| {name} | {on_device:.4%} | {on_cpu:.4%} | {allowed:.4%} |"
+        if not on_device <= allowed < float("inf"):
+            wrong.append(name)
+    if wrong:
+        pytest.fail(f"further from fp32 than the rule allows: {', '.join(wrong)}")
+
+
+def full_step(bench: Bench) -> Iterator[str]:
     model = full(bench)
     transformer = Workspace(
         model.checkpoint, resolve("cpu"), model.artifacts, bench.tp, "float32"
@@ -86,71 +119,67 @@ def full_step(bench: Bench) -> list[str]:
     need = sum(torch.Size(transformer.shape(name)).numel() for name in transformer.names) * 4
     available = bench.system.memory().get("MemAvailable", 0)
     if need > available:
-        raise NotRun(
+        pytest.skip(
             f"the fp32 reference needs {format_bytes(need)} of host memory,"
             f" {format_bytes(available)} are available"
         )
-    return one_step(bench, model)
+    yield from one_step(bench, model)
 
 
-def tiny_video(bench: Bench) -> list[str]:
+def tiny_video(bench: Bench) -> Iterator[str]:
     """Two stages through the real script: twice alike, and its text contexts by the three-way
     rule."""
     model = tiny(bench)
     device = bench.device(model)
     runs = [bench.generate(model, device, f"device-{number}") for number in (1, 2)]
+    (_, first, report), (_, second, again) = runs
+    seconds = (f"{each['end_to_end_seconds']:.1f} s" for each in (report, again))
+    yield f"End to end {', again '.join(seconds)}."
+    yield ""
     on_cpu = {}
     for target in (FP32, BF16):
         bench.shard(model, target, gemma=True)
         bench.compile(model, target, gemma=True)
         on_cpu[target] = bench.generate(model, target, f"cpu-{target.dtype}")[1]
-    first, second = (tensors for _, tensors, _ in runs)
-    lines = [
-        f"End to end {runs[0][2]['end_to_end_seconds']:.1f} s, again"
-        f" {runs[1][2]['end_to_end_seconds']:.1f} s."
-    ]
-    lines += [
-        "",
-        *three_way(first, on_cpu[BF16], on_cpu[FP32], ("video_context", "audio_context")),
-        "",
-    ]
+    contexts = ("video_context", "audio_context")
+    yield from three_way(first, on_cpu[BF16], on_cpu[FP32], contexts)
     names = ("s1_video", "s1_audio", "s2_video", "s2_audio")
     drift = ", ".join(f"{name} {rel(first[name], on_cpu[BF16][name]):.2%}" for name in names)
-    lines += [
+    yield ""
+    yield (
         "Latents against the CPU's bf16 run from the same noise, after 8 and 3 steps (not judged:"
         f" every rounding grows over the steps): {drift}."
-    ]
+    )
     unequal = [name for name in first if not torch.equal(first[name], second[name])]
     if unequal:
-        raise Failed(f"two runs of one command differ in {', '.join(unequal)}", lines)
-    return [*lines, "Two runs of the same command are equal bit for bit."]
+        pytest.fail(f"two runs of one command differ in {', '.join(unequal)}")
+    yield "Two runs of the same command are equal bit for bit."
 
 
-def decoded_on_ranks(bench: Bench, model: Model) -> list[str]:
+def decoded_on_ranks(bench: Bench, model: Model) -> Iterator[str]:
     """A video whose frames come from the ranks, against the host's frames of equal latents."""
-    target, frames, lines = bench.device(model), {}, []
+    target, frames = bench.device(model), {}
     sharding, compiling = bench.decoder(model, target)
-    lines.append(f"Sharding the decoder: {sharding:.1f} s; compiling it: {compiling:.1f} s.")
+    yield f"Sharding the decoder: {sharding:.1f} s; compiling it: {compiling:.1f} s."
     for name, more in (("host", ()), ("ranks", ("--neuron-vae",))):
         folder = bench.folder / f"{model.name}-frames-{name}"
         more = (*more, "--save-frames", folder)
         run, _, perf = bench.generate(model, target, f"decoded-{name}", *more)
         frames[name] = load_frames(folder)
         decoding = [p["seconds"] for p in perf["phases"] if p["name"] == "decode_video"]
-        lines.append(
+        yield (
             f"Decoded by the {name}: {sum(decoding):.2f} s of it alone, a whole run"
             f" {run.seconds:.1f} s; at most a core"
             f" {format_bytes(max(run.memory.values())) if run.memory else 'not known'}."
         )
     difference = (frames["ranks"] - frames["host"]).abs()
     psnr = 20 * math.log10(255 / max(difference.square().mean().sqrt().item(), 1e-9))
-    lines.append(
+    yield (
         f"Frames of the ranks against the host's: {psnr:.1f} dB, at most {difference.max():.0f} of"
         f" 255 (wanted: {LEAST_PSNR} dB)."
     )
     if psnr < LEAST_PSNR:
-        raise Failed("the ranks decode other frames than the host", lines)
-    return lines
+        pytest.fail("the ranks decode other frames than the host")
 
 
 def load_frames(folder: Path) -> Tensor:

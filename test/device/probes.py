@@ -1,6 +1,6 @@
-"""What small programs show of the runtime, for on_device.py.
+"""What small programs show of the runtime, for test/device.
 
-    python benchmarks/lib/probes.py REQUEST.json
+    python -m device.probes REQUEST.json
 
 REQUEST.json has probe (a key of PROBES) with its arguments, profile, settings, dtype, tp, folder
 (for graphs and weights) and output, the JSON that is written. Not run on hardware.

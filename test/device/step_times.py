@@ -1,6 +1,6 @@
-"""How long each graph of a step takes, and what is in the cores' memory, for on_device.py.
+"""How long each graph of a step takes, and what is in the cores' memory, for test/device.
 
-    python benchmarks/lib/step_times.py REQUEST.json
+    python -m device.step_times REQUEST.json
 
 REQUEST.json has what Bench.scripted and bench.request write, and folder, for a copy of the
 manifest. The output has steps_ms of whole steps, the cold one first, calls with the milliseconds of
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lib.core_memory import core_memory
+from device.core_memory import core_memory
 from ltx_neuron import errors
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest

@@ -1,6 +1,6 @@
-"""One denoising step on random noise and contexts, compared by on_device.py between device and CPU.
+"""One denoising step on random noise and contexts, compared by test/device between device and CPU.
 
-    python benchmarks/lib/one_step.py REQUEST.json
+    python -m device.one_step REQUEST.json
 
 It is the last step of stage 1, to sigma 0, which leaves the model's prediction itself
 (ltx_neuron.tune.step, whose inputs are the same in every run). The first step's prediction changes

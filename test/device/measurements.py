@@ -1,13 +1,15 @@
-"""The sections of on_device.py that measure: what the runtime does with a graph's outputs and with
+"""The sections of test/device that measure: what the runtime does with a graph's outputs and with
 memory, how long graphs, collectives and videos take, and which settings are the fastest."""
 
 import dataclasses
 import statistics
 from collections.abc import Generator, Iterator
 
-from lib.bench import WIDE, Bench, Model, Target, full, request, wide
-from lib.probes import CHAIN, torus_groups
-from lib.sections import Failed, NotRun, Stopped, cell
+import pytest
+
+from device.bench import WIDE, Bench, Model, Target, full, request, wide
+from device.probes import CHAIN, torus_groups
+from device.report import Stopped, cell
 from ltx_neuron import flags
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.files import read_json
@@ -18,7 +20,7 @@ from ltx_neuron.tiny.config import released_config
 
 RELEASED = transformer_config(released_config())
 VARIANT_SECONDS = 900  # of a tuning, its compile included
-PROBE_SECONDS = 240  # one process of lib/probes.py, its compile included
+PROBE_SECONDS = 240  # one process of probes.py, its compile included
 SMALL_CHANNELS = 1  # of the sums of norms: a number for each token
 
 
@@ -38,9 +40,9 @@ def outputs(bench: Bench) -> Iterator[str]:
             + ("unchanged." if raw else "overwritten, as this toolkit takes it to be.")
         )
     if not found["right"]:
-        raise Failed("the graph of one product gives wrong numbers")
+        pytest.fail("the graph of one product gives wrong numbers")
     if not found["kept"]:
-        raise Failed("guided generation combines overwritten predictions: its videos are wrong")
+        pytest.fail("guided generation combines overwritten predictions: its videos are wrong")
 
 
 def _probe(bench: Bench, name: str, content: dict) -> dict:
@@ -49,13 +51,13 @@ def _probe(bench: Bench, name: str, content: dict) -> dict:
     settings = (*bench.profile.settings, "attention=matmul")
     target = Target(bench.profile.name, settings, bench.args.dtype)
     content |= {"folder": str(bench.folder / name)}
-    return read_json(bench.scripted("probes.py", name, target, content, seconds=PROBE_SECONDS))
+    return read_json(bench.scripted("probes", name, target, content, seconds=PROBE_SECONDS))
 
 
 def collectives(bench: Bench) -> Iterator[str]:
     """Each collective of a step alone: its own time, and what a launch adds."""
     if bench.tp == 1:
-        raise NotRun("one rank has no collectives")
+        pytest.skip("one rank has no collectives")
     tokens = Job("", flags.size(bench.args)).buckets[-1].video_tokens
     own = tokens // bench.tp  # a rank's part where the tokens are divided
     shapes = {
@@ -77,7 +79,7 @@ def collectives(bench: Bench) -> Iterator[str]:
         yield f"| {name} | {rows} x {channels} | {own_ms:.3f} | {one['ms']:.3f} | {one['right']} |"
         wrong += [] if one["right"] else [name]
     if wrong:
-        raise Failed(f"wrong numbers: {', '.join(wrong)}")
+        pytest.fail(f"wrong numbers: {', '.join(wrong)}")
 
 
 def groups(bench: Bench) -> Iterator[str]:
@@ -85,9 +87,9 @@ def groups(bench: Bench) -> Iterator[str]:
     since one that cannot be routed may end the runtime."""
     profile = bench.profile
     if profile.device != "neuron" or profile.chips != 16:
-        raise NotRun(f"16 chips are wanted, {profile.name} has {profile.chips}")
+        pytest.skip(f"16 chips are wanted, {profile.name} has {profile.chips}")
     if profile.backend != "nxd":
-        raise NotRun("written for NxD alone: type --profile-set backend=nxd")
+        pytest.skip("written for NxD alone: type --profile-set backend=nxd")
     cores = profile.cores // profile.chips
     tokens, channels = 1024, RELEASED.video.inner
     yield "| group | ranks | sum ms | gather ms | right |"
@@ -98,7 +100,7 @@ def groups(bench: Bench) -> Iterator[str]:
         row = f"| {name} | {len(ranks[0])} |"
         try:
             found = _probe(bench, f"group-{number}", content)["cases"]
-        except Failed as failure:
+        except pytest.fail.Exception as failure:
             lines = str(failure).splitlines()
             yield f"{row} - | - | {cell(' '.join(dict.fromkeys((lines[0], lines[-1]))))} |"
             continue
@@ -136,7 +138,7 @@ def step_times(bench: Bench, model: Model) -> Generator[str, None, dict]:
     step_times.py found."""
     target, name = bench.device(model), f"{model.name}-step-times"
     content = request(model, model.size) | {"folder": str(bench.folder / name)}
-    found = read_json(bench.scripted("step_times.py", name, target, content))
+    found = read_json(bench.scripted("step_times", name, target, content))
     cold, *warm = found["steps_ms"]
     calls, whole = found["calls"], statistics.median(warm)
     alone = sum(call["ms"] for call in calls)

@@ -1,0 +1,208 @@
+"""The flags of test/device, and what its sections run on. A run without a Neuron device and without
+--profile skips them."""
+
+import argparse
+import datetime
+import os
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from device import test_device
+from device.bench import Bench
+from device.comparisons import doctor_flags
+from device.report import SECTIONS, Budget, Report
+from ltx_neuron import flags
+from ltx_neuron.artifacts import code_digest
+from ltx_neuron.doctor import bundle
+from ltx_neuron.doctor.redact import Redactor
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_folder
+from ltx_neuron.format import format_bytes
+from ltx_neuron.machine import probe
+from ltx_neuron.profiles import resolve
+from ltx_neuron.sampling.spec import SizeFields
+
+RUN = "python -m pytest test/device --minutes 60"
+REHEARSAL = "python -m pytest test/device --profile cpu --skip-wide"
+PLACES = ("work_dir", "artifacts_dir", "checkpoint_path", "gemma_root", "spatial_upsampler_path")
+CHOICES = (*PLACES[1:], "profile_set", "tp_degree", "dtype", "skip_wide", *SizeFields.model_fields)
+PACKAGES = ("torch", "neuronx-cc", "neuronx-distributed", "torch-neuronx", "torch-xla")
+PACKAGES += ("transformers", "ltx-core")
+REPORT, BENCH = pytest.StashKey[Report](), pytest.StashKey[Bench]()
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("device", "test/device: what the sections run on")
+    add = group.addoption
+    help = "hardware (default: this machine's own); cpu rehearses the run on any machine"
+    add("--profile", metavar="NAME", help=help)
+    help = "change one value of the profile, as in attention=matmul; repeatable"
+    add("--profile-set", action="append", default=[], metavar="KEY=VALUE", help=help)
+    help = "end after so many minutes, with what was found until then (default: no end)"
+    add("--minutes", type=float, metavar="N", help=help)
+    help = "leave out the two blocks at full width (a file of 2.9 GB, made in 10 GB of memory)"
+    add("--skip-wide", action="store_true", help=help)
+    help = "report, bundle, logs and what the runs leave"
+    add("--work-dir", type=Path, default=bundle.WORK_DIR, metavar="DIR", help=help)
+    add("--checkpoint-path", type=Path, metavar="FILE", help="run the full model as well")
+    add("--gemma-root", type=Path, metavar="DIR", help="of the full model")
+    help = "the full model then runs both stages"
+    add("--spatial-upsampler-path", type=Path, metavar="FILE", help=help)
+    help = "weights and graphs of the full model"
+    add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
+    add("--tp-degree", type=int, metavar="N", help="ranks (default: the profile's)")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the device")
+    flags.add_size(SimpleNamespace(add_argument_group=lambda _: SimpleNamespace(add_argument=add)))
+
+
+def pytest_configure(config):
+    args = config.option
+    # Without pytest_addoption: a run of other folders too, which has not asked for a device.
+    if not hasattr(args, "skip_wide") or args.collectonly or hasattr(config, "workerinput"):
+        return
+    if not (args.profile or probe().neuron_devices):
+        return
+    try:
+        _begin(config, args)
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _begin(config, args) -> None:
+    names = ("profile", "minutes", "work_dir", "video_path", *CHOICES)
+    args = argparse.Namespace(**{name: getattr(args, name, None) for name in names})
+    for name in PLACES:  # scripts run in the repository's folder
+        setattr(args, name, getattr(args, name) and getattr(args, name).absolute())
+    bench = Bench(args, resolve(args.profile, tuple(args.profile_set)), budget=Budget(args.minutes))
+    check_folder(args.work_dir, "--work-dir DIR")
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    identity = {name: str(getattr(args, name)) for name in CHOICES}
+    identity |= {"profile": bench.profile.name, "code": code_digest(bench.profile.backend)}
+    facts, clean = facts_of(bench), Redactor(os.environ)
+    report = Report(args.work_dir, SECTIONS, bench.budget, identity, facts, clean)
+    report.restore(wanted=config.getoption("lf", False))
+    report.keep()
+    config.stash[REPORT], config.stash[BENCH] = report, bench
+    config.pluginmanager.register(Sections(config, report, args))
+    config.option.last_failed_no_failures = "none"  # --lf after the last section runs nothing
+    # A connection that is lost ends the run as Ctrl-C does: nothing stays on the chip.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+
+
+def facts_of(bench: Bench) -> dict[str, str]:
+    """What the report says of the run above its table: machine, versions, code, command."""
+    versions = {name: version for name in PACKAGES if (version := bench.system.version(name))}
+    settings = " ".join(bench.profile.settings)
+    return {
+        "profile": (
+            f"{bench.profile.name}{' with ' + settings if settings else ''}, {bench.tp} ranks,"
+            f" {bench.profile.backend}, {bench.args.dtype}"
+        ),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": (
+            f"{platform.machine()}, {os.cpu_count()} CPU cores,"
+            f" {format_bytes(bench.system.memory().get('MemTotal', 0))}"
+        ),
+        "driver": bench.system.driver or "none",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "commit": bundle.commit(bench.system),
+        "code": code_digest(bench.profile.backend),
+        "command": "python -m pytest " + " ".join(sys.argv[1:]),
+    }
+
+
+@pytest.fixture
+def bench(pytestconfig) -> Bench:
+    return pytestconfig.stash[BENCH]
+
+
+@pytest.fixture
+def found(pytestconfig) -> list[str]:
+    """The section's lines of the report, which has them however the section ends."""
+    return pytestconfig.stash[REPORT].found
+
+
+def pytest_collection_modifyitems(config, items):
+    if REPORT in config.stash:
+        return
+    reason = f"no Neuron device; with one: {RUN}; a rehearsal on this machine: {REHEARSAL}"
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class Sections:
+    """Runs tests as sections of a report. The terminal has a line when one begins, and one when it
+    ends, in place of a dot."""
+
+    def __init__(self, config, report: Report, args: argparse.Namespace):
+        self.config, self.report, self.args = config, report, args
+
+    def pytest_collection_finish(self):
+        self._mark_unfinished()
+
+    def pytest_runtest_logstart(self, nodeid, location):
+        if section := self.report.sections.get(location[2]):
+            print(f"{section.title} ...", flush=True)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        if item.name not in self.report.sections:
+            return (yield)
+        with self.report.running(item.name):
+            return (yield)
+
+    def pytest_report_teststatus(self, report):
+        if report.location[2] in self.report.sections and (report.when == "call" or report.failed):
+            return report.outcome, "", ""
+        return None
+
+    def pytest_runtest_logfinish(self, nodeid, location):
+        if location[2] in self.report.sections:
+            print(f"  {self.report.line(location[2])}", flush=True)
+            self._mark_unfinished()
+
+    def _mark_unfinished(self) -> None:
+        """For --lf, however this run ends: what is not done counts as failed."""
+        if not hasattr(self.config, "cache"):  # -p no:cacheprovider
+            return
+        file = Path(test_device.__file__).relative_to(self.config.rootpath).as_posix()
+        failed = self.config.cache.get("cache/lastfailed", {})
+        failed = {test: True for test in failed if not test.startswith(f"{file}::")}
+        left = [name for name in self.report.sections if not self.report.is_done(name)]
+        failed |= {f"{file}::{name}": True for name in left}
+        self.config.cache.set("cache/lastfailed", failed)
+
+    @pytest.hookimpl(trylast=True)  # after pytest's own
+    def pytest_sessionfinish(self):
+        self._mark_unfinished()
+
+    def pytest_terminal_summary(self, terminalreporter, exitstatus):
+        args, say = self.args, terminalreporter.write_line
+        say(f"report: {args.work_dir / 'report.md'}, without names and secrets; report.json")
+        left = sum(not self.report.is_done(name) for name in self.report.sections)
+        if left:
+            say(
+                f"{left} sections are not done: the same command with --lf runs what it can of them"
+            )
+        if exitstatus != pytest.ExitCode.INTERRUPTED:
+            say(f"with the logs: {packed(args)}")
+
+
+def packed(args) -> str:
+    """Pack the bundle beside the report, in place of an earlier one; where it is, or why it is
+    not."""
+    target = args.work_dir / "bundle.tar.gz"
+    target.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "ltx_neuron.doctor", "--bundle", target]
+    command += ["--work-dir", args.work_dir, *doctor_flags(args)]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
+    return (done.stdout if target.exists() else done.stderr).strip().rpartition("\n")[2]

@@ -1,0 +1,202 @@
+"""The report of test/device: what each section found, kept in a file after every section, so that a
+run that was stopped goes on. A section is a test; a run may have a budget of minutes."""
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import read_json, whole_file, write_json
+
+NOT_REACHED = {"status": "not run", "why": "not reached", "seconds": 0.0, "lines": []}
+
+
+class Stopped(pytest.skip.Exception):
+    """The time of a section ended before it did, which is no failure; the text says where it
+    was."""
+
+
+class Section(NamedTuple):
+    """A test of test/device.
+
+    needs    names of the sections that must be done before it
+    minutes  an estimate of what it takes
+    """
+
+    name: str
+    needs: tuple[str, ...] = ()
+    minutes: float = 1
+
+    @property
+    def title(self) -> str:
+        return self.name.removeprefix("test_").replace("_", " ")
+
+
+SECTIONS: dict[str, Section] = {}  # of test_device.py, by name, in their order
+
+
+def section(minutes: float, needs: tuple[Callable, ...] = ()) -> Callable[[Callable], Callable]:
+    """Declare a test of test_device.py as a section, with the tests that it needs."""
+
+    def declared(test: Callable) -> Callable:
+        names = tuple(need.__name__ for need in needs)
+        SECTIONS[test.__name__] = Section(test.__name__, names, minutes)
+        return test
+
+    return declared
+
+
+class Budget:
+    """The minutes of a whole run; None: as long as it takes."""
+
+    # A section that takes so many times its estimate may hang: the others want their time.
+    LONGEST = 4
+
+    def __init__(self, minutes: float | None = None):
+        if minutes is not None and not 0 < minutes < math.inf:
+            text = f"--minutes {minutes:g}: wanted minutes above 0, as in --minutes 60"
+            raise UserError(text)
+        self.finite = minutes is not None
+        self._end = time.monotonic() + 60 * minutes if self.finite else math.inf
+        self._section_end = self._end
+
+    def begin(self, section: Section) -> None:
+        """Give a section its time, or skip it where the budget ends before its estimate."""
+        minutes = self.left() / 60
+        if section.minutes > minutes:
+            pytest.skip(f"takes about {section.minutes:g} minutes, {minutes:.1f} are left")
+        longest = 60 * self.LONGEST * section.minutes if self.finite else math.inf
+        self._section_end = min(self._end, time.monotonic() + longest)
+
+    def left(self) -> float:
+        """Seconds until the budget ends."""
+        return max(0.0, self._end - time.monotonic())
+
+    def end(self) -> str:
+        """Why the section's time has ended."""
+        return f"{self.LONGEST} times the estimate" if self.left() else "the budget ended"
+
+    def section_left(self) -> float:
+        """Seconds that the section may still take."""
+        return max(0.0, self._section_end - time.monotonic())
+
+
+class Report:
+    """What the sections of a run found, in report.json and report.md of a folder.
+
+    identity  what must be equal for results to be of one run
+    facts     what the report says of the run above its table
+    redacted  takes out of a text what a report must not carry
+    found     lines of the section that runs
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sections: dict[str, Section],
+        budget: Budget,
+        identity: dict,
+        facts: dict[str, str],
+        redacted: Callable[[str], str] = str,
+    ):
+        self.folder, self.sections, self.budget = folder, sections, budget
+        self.identity, self.facts, self.redacted = identity, facts, redacted
+        self.done: dict[str, dict] = {}
+        self.found: list[str] = []
+
+    def restore(self, wanted: bool) -> None:
+        """Take the results of an earlier run with this identity. UserError where one is wanted
+        and there is none."""
+        path = self.folder / "report.json"
+        state = read_json(path) if path.is_file() else {}
+        if state.get("identity") == self.identity:
+            self.done = state["sections"]
+        elif wanted and not state:
+            raise UserError(f"nothing was run in {self.folder}: leave --lf out")
+        elif wanted:
+            before = state.get("identity", {})
+            differs = [key for key in self.identity if before.get(key) != self.identity[key]]
+            names = ", ".join(sorted(differs))
+            raise UserError(
+                f"{path} is of another run: {names} differ. Leave --lf out, or type another"
+                " --work-dir"
+            )
+
+    def is_done(self, name: str) -> bool:
+        return self.done.get(name, {}).get("status") == "done"
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """Keep how the section in the block ends. It is skipped where one that it needs is not
+        done, or the budget does not last."""
+        began, status, why = time.perf_counter(), "done", ""
+        self.found.clear()
+        try:
+            missing = [need for need in self.sections[name].needs if not self.is_done(need)]
+            if missing:
+                titles = (self.sections[need].title for need in missing)
+                pytest.skip(f"needs {', '.join(titles)}")
+            self.budget.begin(self.sections[name])
+            yield
+        except Stopped as reason:
+            status, why = "stopped", str(reason)
+            raise
+        except pytest.skip.Exception as reason:
+            status, why = "not run", str(reason)
+            raise
+        except (pytest.fail.Exception, UserError) as error:
+            status, why = "failed", str(error)
+            raise
+        except KeyboardInterrupt:  # Ctrl-C, SIGTERM, a connection that was lost
+            status, why = "stopped", "interrupted"
+            raise
+        except Exception:
+            status, why = "failed", traceback.format_exc()
+            raise
+        finally:
+            seconds = time.perf_counter() - began
+            lines = [*self.found]
+            self.done[name] = {"status": status, "why": why, "lines": lines, "seconds": seconds}
+            self.keep()
+
+    def keep(self) -> None:
+        content = {"identity": self.identity, "facts": self.facts, "sections": self.done}
+        write_json(self.folder / "report.json", content)
+        with whole_file(self.folder / "report.md") as partial:
+            partial.write_text(self.redacted(self.markdown()))
+
+    def result(self, name: str) -> dict:
+        return self.done.get(name, NOT_REACHED)
+
+    def line(self, name: str) -> str:
+        """How a section ended, in a line."""
+        result = self.result(name)
+        why = f": {result['why'].splitlines()[0]}" if result["why"] else ""
+        return f"{result['status']}{why} ({result['seconds']:.1f} s)"
+
+    def markdown(self) -> str:
+        """The facts of the run, a table with a line for each section, then what each found."""
+        lines = ["# On the device", "", *(f"- {key}: {value}" for key, value in self.facts.items())]
+        lines += ["", "| section | | seconds |", "|---|---|---|"]
+        for name, section in self.sections.items():
+            how, _, seconds = self.line(name).rpartition(" (")
+            lines.append(f"| {section.title} | {cell(how)} | {seconds.removesuffix(' s)')} |")
+        for name, section in self.sections.items():
+            result = self.result(name)
+            failed = result["status"] in ("failed", "stopped")
+            if result["lines"] or failed:
+                lines += ["", f"## {section.title}", "", *result["lines"]]
+            if failed:
+                lines += ["", "```", result["why"], "```"]
+        return "\n".join(lines) + "\n"
+
+
+def cell(text: str) -> str:
+    """Text as a cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")

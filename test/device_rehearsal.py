@@ -1,0 +1,26 @@
+"""test/device without a device: what its tests run. Imported as `device_rehearsal`."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from conftest import ROOT
+from device.bench import Bench
+from device.report import Budget
+
+from ltx_neuron.doctor.system import System
+from ltx_neuron.profiles import resolve
+
+
+def rehearsal(folder: Path, minutes: float | None = None, system: System | None = None) -> Bench:
+    """What sections run on, in a folder of its own."""
+    args = Namespace(work_dir=folder, dtype="bfloat16", tp_degree=None)
+    args = Namespace(**vars(args), height=64, width=64, num_frames=9, frame_rate=24.0)
+    args.two_stage, args.video_path = False, None
+    return Bench(args, resolve("cpu"), system or System(), Budget(minutes))
+
+
+def command(folder: Path) -> list:
+    """The command that rehearses, with a cache and a work folder of its own."""
+    words = [sys.executable, "-m", "pytest", ROOT / "test/device", "-o", f"cache_dir={folder}/c"]
+    return [*words, "--profile", "cpu", "--skip-wide", "--work-dir", folder / "work"]
