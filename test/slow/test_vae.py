@@ -8,7 +8,8 @@ from conftest import ROOT
 
 DECODE_WITHOUT_UNITS = """
 import torch
-from unit.test_vae import BFLOAT16, FLOAT32, FastVideoDecoder, arithmetic, bfloat16_decoders, randn, rel
+from unit.test_vae import BFLOAT16, FLOAT32, FastVideoDecoder, arithmetic
+from unit.test_vae import bfloat16_decoders, randn, rel
 
 assert arithmetic("auto", torch.bfloat16) == FLOAT32
 exact, decoder = bfloat16_decoders()

@@ -34,7 +34,6 @@ from ltx_neuron.models.programs import dit_program, gemma3_program
 from ltx_neuron.sampling.latents import video_positions
 from ltx_neuron.tiny.config import released_config
 from ltx_neuron.weights.gains import LARGEST_GAP, check_const_max, largest_bounds
-from unit.test_signatures import operations
 
 # The largest deviation of the scores of `three`: an error of a score, as large as a sum of `size`
 # summands of this deviation makes it, is a relative error of its weight.
