@@ -7,7 +7,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from conftest import Generated, once
+from conftest import Generated
 from helpers import read_video, rel
 
 from ltx_neuron.profiles import resolve
@@ -64,10 +64,9 @@ class Case:
 
 
 @pytest.fixture(scope="session")
-def text_to_video(scripts, tiny, shared) -> Generated:
-    """By the scripts at TP 4, from graphs for text alone, the prompt encoded on the ranks. One run
-    for all workers of a session."""
-    return once(shared / "text-to-video", lambda _: Case().generate(scripts, tiny))
+def text_to_video(scripts, tiny) -> Generated:
+    """By the scripts at TP 4, from graphs for text alone, with the prompt encoded on the ranks."""
+    return Case().generate(scripts, tiny)
 
 
 def with_images(assets, *images) -> oracle.Job:
