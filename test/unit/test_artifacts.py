@@ -1,6 +1,7 @@
 """Artifacts are pushed to a store and pulled from it whole, each file once, and refused where a
 byte is another one. Over a folder, fsspec's memory, and a server that speaks S3."""
 
+import http.client
 import os
 import random
 import shutil
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import fsspec
@@ -54,6 +57,18 @@ GRAPHS = {
 }
 
 
+def answers(url: str) -> bool:
+    """Whether a server answers. That a port can be connected to does not say so: a socket whose own
+    port is that one connects to itself."""
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def s3():
     """A server that speaks S3 (moto), in a process of its own, and the environment that leads
@@ -64,7 +79,7 @@ def s3():
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
-    while socket.socket().connect_ex(("127.0.0.1", port)):
+    while not answers(f"http://127.0.0.1:{port}"):
         assert server.poll() is None and time.monotonic() < until, (
             "no S3 server: pip install -e .[dev]"
         )

@@ -310,7 +310,7 @@ def test_without_a_device_each_section_is_skipped_with_the_command_that_would_ru
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     count = len(test_device.SECTIONS)
-    assert f"{count} skipped: no Neuron device; with one: {device_run.RUN}; " in run.stdout
+    assert f"{count} cases skipped: no Neuron device; with one: {device_run.RUN}; " in run.stdout
     assert device_run.REHEARSAL in run.stdout and "failed" not in run.stdout
 
 
