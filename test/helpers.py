@@ -372,20 +372,24 @@ def wait_for(
         time.sleep(every)
 
 
+def allowed(seconds: float) -> float:
+    """A bound of seconds on this machine as it is: as many times more as there are processes for
+    each of its cores, since a test gets its share of them alone."""
+    return seconds * max(1.0, os.getloadavg()[0] / os.cpu_count())
+
+
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """The block ends in so many seconds: in as many times more as there are processes for each of
-    this machine's cores, since it gets its share of them alone."""
+    """The block ends in so many seconds, see `allowed`."""
     began = time.monotonic()
     yield
-    took = time.monotonic() - began
-    allowed = seconds * max(1.0, os.getloadavg()[0] / os.cpu_count())
-    assert took < allowed, f"{took:.1f} s, {allowed:.1f} allowed"
+    took, most = time.monotonic() - began, allowed(seconds)
+    assert took < most, f"{took:.1f} s, {most:.1f} allowed"
 
 
 def ended(pids: list[int], seconds: float = 10) -> bool:
     """Whether processes end soon."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + allowed(seconds)
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)

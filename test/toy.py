@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from helpers import randn, save_weights
+from helpers import allowed, randn, save_weights
 from torch import Tensor, nn
 
 from ltx_neuron.backends.export import TorchDistComm, compile_program, fake_process_group
@@ -113,7 +113,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def assert_all_end(pids: list[int]) -> None:
-    until = time.monotonic() + SOON
+    until = time.monotonic() + allowed(SOON)
     while alive(pids) and time.monotonic() < until:
         time.sleep(0.05)
     assert alive(pids) == []

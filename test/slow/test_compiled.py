@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import one_thread, random_value, rel  # noqa: F401
+from helpers import allowed, one_thread, random_value, rel  # noqa: F401
 from toy import EQUAL, SOON, TP, make_toy, upload, wanted
 
 from ltx_neuron.backends.manifest import Manifest
@@ -65,7 +65,7 @@ def test_a_rank_may_be_late_while_it_compiles_and_not_in_what_was_compiled(toy, 
         began = time.monotonic()
         with pytest.raises(RankError, match="rank 1 of 2 failed: it hangs"):
             ranks.run("toy", step=1)
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - began < allowed(SOON)
         for end in (pipe, unread):
             end.close()
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import ended, shared_memories, started, unhurried
+from helpers import allowed, ended, shared_memories, started, unhurried
 from runs import STAGE_2, TP, undisturbed
 
 from ltx_neuron.progress import SUFFIX
@@ -25,7 +25,7 @@ def run(scripts, tiny, shared):
 def assert_ended(process: subprocess.Popen, ranks: list[int], folder: Path) -> str:
     """A run in its second stage and its ranks end soon, and keep the first one. Returns what was
     said."""
-    said = process.communicate(timeout=SOON)[1]
+    said = process.communicate(timeout=allowed(SOON))[1]
     assert "Traceback" not in said and "the same command with --resume" in said
     assert ended(ranks) and (folder / ("fox" + SUFFIX)).is_file()
     return said

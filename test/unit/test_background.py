@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import within
+from helpers import allowed, within
 
 from ltx_neuron.host.background import BackgroundTask, Workers, ahead, check_cancelled
 
@@ -26,7 +26,7 @@ def no_thread_is_left():
 
 def run_for_ever() -> None:
     """Run until cancelled, or so long that a test that waits for it fails."""
-    until = time.monotonic() + 10 * SOON
+    until = time.monotonic() + allowed(10 * SOON)
     while time.monotonic() < until:
         time.sleep(0.001)
         check_cancelled()
@@ -42,13 +42,13 @@ def test_it_runs_at_the_same_time_as_its_caller():
     asked, answered = threading.Event(), threading.Event()
 
     def answer() -> str:
-        assert asked.wait(SOON)
+        assert asked.wait(allowed(SOON))
         answered.set()
         return "answered"
 
     with BackgroundTask(answer) as task:
         asked.set()
-        assert answered.wait(SOON)
+        assert answered.wait(allowed(SOON))
     assert task.result() == "answered"
 
 
@@ -175,6 +175,6 @@ def test_who_waits_for_what_is_made_ahead_can_be_cancelled():
             next(items)
 
     task = BackgroundTask(take)
-    assert waiting.wait(SOON)
+    assert waiting.wait(allowed(SOON))
     with within(SOON):
         task.cancel()
