@@ -117,7 +117,7 @@ def main() -> None:
     if ways:
         print(f"{args.size}, {'released widths' if args.wide else 'tiny'}")
         print_table(ways)
-        print_ratios(turns, ways[0].name)
+        print_ratios(turns, ways[0].name, cpu=False)  # other processes make the clips
         finish(args, seconds={way.name: way.median("in all") for way in ways})
 
 

@@ -200,7 +200,7 @@ def measure(args: argparse.Namespace, files: Files, names: list[str]) -> None:
     distances = {}
     if REFERENCE in turns:
         reference = turns[REFERENCE].result.float()
-        for name in names[1:]:
+        for name in (name for name in names if name != REFERENCE):
             distances[name] = rel_l2(turns[name].result.float(), reference)
             print(f"{name:17} {distances[name]:.1e} from {REFERENCE} (relative L2)")
         print_ratios(turns, REFERENCE)

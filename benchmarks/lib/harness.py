@@ -34,7 +34,7 @@ class Turns(NamedTuple):
     """What the turns of one way took, cold ones left out.
 
     seconds  by the wall clock
-    cpu      seconds of all threads, which other work on the machine lengthens less
+    cpu      seconds of this process's threads, which other work on the machine lengthens less
     result   of the last turn
     """
 
@@ -79,16 +79,18 @@ def take_turns(
     return turns
 
 
-def print_ratios(turns: Mapping[str, Turns], reference: str) -> None:
-    """How many times as fast as the reference every other way is."""
+def print_ratios(turns: Mapping[str, Turns], reference: str, cpu: bool = True) -> None:
+    """How many times as fast as the reference every other way is. cpu: also in CPU seconds, which
+    are those of this process."""
     base = turns[reference]
     for name, taken in turns.items():
-        if name != reference:
-            cpu = statistics.median(base.cpu) / statistics.median(taken.cpu)
-            print(
-                f"{name}: {base.median / taken.median:.2f} times as fast as {reference},"
-                f" {cpu:.2f} times in CPU seconds"
-            )
+        if name == reference:
+            continue
+        line = f"{name}: {base.median / taken.median:.2f} times as fast as {reference}"
+        if cpu:
+            ratio = statistics.median(base.cpu) / statistics.median(taken.cpu)
+            line += f", {ratio:.2f} times in CPU seconds"
+        print(line)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -128,7 +130,7 @@ def named(numbers: Any, name: str = "") -> Iterator[tuple[str, float]]:
         inner = enumerate(numbers)
     else:
         inner = ()
-        if isinstance(numbers, int | float):
+        if isinstance(numbers, int | float) and not isinstance(numbers, bool):
             yield name, numbers
     for key, value in inner:
         yield from named(value, f"{name} {key}".strip())

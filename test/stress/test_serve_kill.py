@@ -18,11 +18,8 @@ from ltx_neuron.service.queue import Queue
 
 HOURS = 3  # three Ray nodes on two cores took most of one, beside other work
 pytestmark = pytest.mark.timeout(HOURS * 3600)
-JOBS, KILLS, SEED = (
-    stress_count(1000),
-    stress_count(20),
-    1,
-)  # kills: of the front, and of the worker
+JOBS, SEED = stress_count(1000), 1
+KILLS = stress_count(20)  # of the front, and as many of the worker
 SIZE = {"height": 32, "width": 32, "num_frames": 9}
 LEFT = ("queued", "in_progress")
 AHEAD = 300  # jobs that wait at most

@@ -43,7 +43,7 @@ def make_all(setup: Setup, number: int) -> list[bytes]:
 def test_processes_in_one_empty_folder_all_succeed_and_make_the_same_video(
     tiny, videos, tmp_path, number
 ):
-    setup = Setup(tmp_path, tmp_path, f"round-{number}", tiny, TP, "float32")
+    setup = Setup(tmp_path, tiny, TP, "float32")
     with ThreadPoolExecutor(PROCESSES) as pool:
         made = pool.map(lambda process: make_all(setup, process), range(PROCESSES))
         videos |= {video for each in made for video in each}
