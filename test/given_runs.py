@@ -191,10 +191,6 @@ def retake(files, regenerate="both", film="film", **more) -> given_oracle.Job:
     return given_oracle.Job(RAIN, **sizes | dict(retake=retake) | more)
 
 
-def retake_dev(files) -> given_oracle.Job:
-    return retake(files, video=VIDEO, audio=AUDIO, negative_prompt=DUST, steps=3)
-
-
 def ic_lora(files, tiny, **more) -> given_oracle.Job:
     """Two references, one shorter than the clip, behind an image as a guide, all masked."""
     sizes = dict(height=128, width=128, num_frames=17, frame_rate=25.0, seed=33)

@@ -189,6 +189,8 @@ def _break_files(world: World) -> None:
         name: value for name, value in config["transformer"].items() if name != "num_layers"
     }
     header_only("no-num_layers", {**config, "transformer": no_layers})
+    upsampler = json.loads(TensorFile(tiny.spatial_upsampler, "").metadata["config"])
+    header_only("empty-upsampler", upsampler, None, {"other": torch.zeros(1)})
 
     gemma = json.loads((tiny.gemma_root / "config.json").read_text())
 
@@ -350,6 +352,8 @@ COMPILE_DIT: --checkpoint-path absent.safetensors -> no such file | CHECKPOINT
 --height tall -> --height | 'tall'
 --num-frames 24 -> 8k+1 | 17 or 25
 --frame-rate 0 -> --frame-rate: got '0' | at least 1
+--frame-rate nan -> --frame-rate: got 'nan' | finite
+--frame-rate 1e-320 -> --frame-rate: got '1e-320'
 --num-frames 1 --frame-rate 60 -> 1 frames at --frame-rate 60 | raise --num-frames
 --prompt '' -> --prompt is empty
 --prompt '  ' -> --prompt is empty
@@ -392,6 +396,7 @@ SHARD_DIT: --height 64 -> --height
 --image {bad}/absent.png -> absent.png | no such file | --image FILE
 --image {bad}/folder -> folder | --image FILE
 --image {image} 0 1.5 -> strength '1.5' | at most 1
+--image {image} 0 nan -> strength 'nan' | --image PATH [
 --image {image} 9 -> frame 9 | 0..8
 --image {image} -1 -> frame index '-1' | at least 0
 --image {image} {image} -> type --image PATH [FRAME_IDX [STRENGTH [CRF]]]
@@ -411,6 +416,8 @@ COMPILE_DIT: --image {image} 9 -> frame 9 | 0..8
 --save-tensors {ckpt} -> --checkpoint-path | --save-tensors | same file
 --save-tensors {artifacts}/dit/rank_00.safetensors -> rank_00.safetensors lies in the folder of \
 --artifacts-dir | pass another --save-tensors
+--resume {bad}/text.safetensors --save-tensors {bad}/text.safetensors -> --resume and \
+--save-tensors are the same file
 SHARD_DIT: --artifacts-dir '{bad}/a file' -> --artifacts-dir DIR
 COMPILE_DIT: --artifacts-dir '{bad}/a file/x' -> --artifacts-dir DIR
 --artifacts-dir '{bad}/a file' -> no dit graphs | Make them:
@@ -438,6 +445,9 @@ COMPILE_GEMMA: --gemma-root {bad}/absent -> not a folder | GEMMA
 --two-stage --spatial-upsampler-path {bad}/absent -> absent | SPATIAL
 --two-stage --spatial-upsampler-path {bad}/folder -> folder | SPATIAL
 --two-stage --spatial-upsampler-path {temporal} -> got a temporal one | SPATIAL
+--two-stage --spatial-upsampler-path {bad}/truncated.safetensors -> SPATIAL
+--two-stage --spatial-upsampler-path {bad}/empty-upsampler.safetensors -> LatentUpsampler | \
+none of its | SPATIAL
 --upscale temporal -> --upscale temporal | --temporal-upsampler-path | TEMPORAL
 --upscale spatial --two-stage --spatial-upsampler-path {spatial} -> --upscale | --two-stage
 --checkpoint-path {bad}/no-vae.safetensors -> VideoDecoder | CHECKPOINT

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import one_thread  # noqa: F401
+from helpers import made_film, one_thread  # noqa: F401
 from swapping import ONE, TWO, assert_same, each_alone, jobs_of_three_sets, latents, opened, swaps
 
 from ltx_neuron.backends.ranks import RankError
 from ltx_neuron.generate import run_identity
-from ltx_neuron.job import Job
+from ltx_neuron.job import Job, Size
 from ltx_neuron.progress import restore_state, save_state
 from ltx_neuron.sampling.conditions import ImageCondition, Retake, SoundCondition
 
@@ -22,16 +22,19 @@ def jobs(tiny, tmp_path_factory) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def mixed(tiny, jobs) -> list[Job]:
+def mixed(tiny, jobs, tmp_path_factory) -> list[Job]:
     """A line of each kind, those of two IC-LoRAs apart from each other."""
     (first,), (second,) = jobs[0].loras, jobs[1].stage_1_loras
     masked = {name: getattr(jobs[1], name) for name in ("references", "attention_mask")}
     film = masked["references"][0].path
+    long = made_film(tmp_path_factory.mktemp("mixed") / "film.mp4", 17, 64, 64)
+    more = Retake(long, extend=0.6, source_frames=17)
     return [
         Job("an IC-LoRA", TWO, 11, stage_1_loras=(first,), **masked),
         Job("text to video", ONE, 12),
         Job("another IC-LoRA", TWO, 13, stage_1_loras=(second,), **masked),
         Job("image to video", ONE, 14, images=(ImageCondition(tiny.image),)),
+        Job("made longer by two windows", Size(64, 64, 25), 18, retake=more),
         Job("a retake", ONE, 15, retake=Retake(film, 0.05, 0.2)),
         Job("the first again", TWO, 16, stage_1_loras=(first,), **masked),
         Job("audio to video", TWO, 17, sound=SoundCondition(film)),
@@ -50,9 +53,9 @@ def test_a_batch_of_all_kinds_swaps_least_and_every_line_is_its_single_run(engin
     engine.on_stage_end = lambda run: order.append(run.job.seed)
     assert_same(latents(engine, mixed), single)
     # Stage 1 of one IC-LoRA, of the other, and then all that is plain.
-    assert swaps(engine) == 2 and order == [11, 16, 13, 11, 12, 13, 14, 15, 16, 17, 17]
+    assert swaps(engine) == 2 and order == [11, 16, 13, 11, 12, 13, 14, 18, 18, 15, 16, 17, 17]
     # What was given counts: without it the latents are others.
-    for job, given in ((mixed[6], "sound"), (mixed[4], "retake"), (mixed[3], "images")):
+    for job, given in ((mixed[7], "sound"), (mixed[5], "retake"), (mixed[3], "images")):
         job = replace(job, **{given: None if given != "images" else ()})
         without = latents(engine, [job])[job.seed]
         assert not torch.equal(without["s1_video"], single[job.seed]["s1_video"])
