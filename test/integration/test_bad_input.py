@@ -572,6 +572,17 @@ def test_a_missing_flag(world, capsys, without, words):
     _judge(code, capsys.readouterr().err, words)
 
 
+def test_a_script_in_a_terminal_ends_with_exit_code_2(world):
+    done = subprocess.run(
+        [sys.executable, ROOT / GENERATE, *world.words(GENERATE, "--num-frames 10")],
+        cwd=world.root / "out",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    _judge(done.returncode, done.stderr, ["--num-frames"])
+
+
 def test_a_rank_that_refuses_its_file_prints_no_traceback(finished, capfd):
     """A rank writes to the same terminal."""
     flags = "--artifacts-dir {bad}/other-tensors --no-prompt-cache"
