@@ -1,18 +1,13 @@
 """Artifacts are pushed to a store and pulled from it whole, each file once, and refused where a
 byte is another one. Over a folder, fsspec's memory, and a server that speaks S3."""
 
-import http.client
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import fsspec
@@ -57,33 +52,24 @@ GRAPHS = {
 }
 
 
-def answers(url: str) -> bool:
-    """Whether a server answers. That a port can be connected to does not say so: a socket whose own
-    port is that one connects to itself."""
-    try:
-        urllib.request.urlopen(url, timeout=5).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, http.client.HTTPException):
-        return False
-    return True
+# On a port that the system chooses: one that is free now may be another process's a moment later.
+SERVER = """
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+input()
+"""
 
 
 @pytest.fixture(scope="module")
 def s3():
     """A server that speaks S3 (moto), in a process of its own, and the environment that leads
     there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 60
-    while not answers(f"http://127.0.0.1:{port}"):
-        assert server.poll() is None and time.monotonic() < until, (
-            "no S3 server: pip install -e .[dev]"
-        )
-        time.sleep(0.05)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stderr=subprocess.DEVNULL, **pipes)
+    port = server.stdout.readline().strip()
+    assert port, "no S3 server: pip install -e .[dev]"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
