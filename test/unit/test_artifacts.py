@@ -70,7 +70,7 @@ def s3():
     server = subprocess.Popen([sys.executable, "-c", SERVER], stderr=subprocess.DEVNULL, **pipes)
     port = server.stdout.readline().strip()
     assert port, "no S3 server: pip install -e .[dev]"
-    # fsspec keeps file systems: also those of a server that an earlier set-up of this fixture began.
+    # fsspec keeps file systems, also those of a server of an earlier set-up of this fixture.
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
