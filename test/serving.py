@@ -1,4 +1,5 @@
-"""The service as a process of its own, and its worker in this process. Imported as `serving`."""
+"""The service as a process of its own, and its worker in this process. Test files take the fixtures
+by assignment. Imported as `serving`."""
 
 import json
 import signal
@@ -9,6 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from conftest import ROOT, SCRIPT_SECONDS, once, succeeded
 from helpers import wait_for
@@ -37,13 +39,22 @@ ASKED = [
 ]
 
 
-def prepared(scripts, tiny):
+@pytest.fixture(scope="module")
+def openai():
+    """Not when tests are collected: importing it takes seconds."""
+    reason = "an extra is not installed: pip install -e .[dev,serve]"
+    return pytest.importorskip("openai", reason=reason)
+
+
+@pytest.fixture(scope="module")
+def setup(scripts, tiny):
     made = scripts(tiny, TP)
     made.prepare(**SIZE, image=((tiny.image, 0, 1.0),))
     return made
 
 
-def wanted_videos(setup, tiny, shared: Path) -> list[bytes]:
+@pytest.fixture(scope="module")
+def wanted(setup, tiny, shared: Path) -> list[bytes]:
     """The videos of ASKED and of one with an image, as generate_ltx23.py makes them; made once a
     session."""
     said = [*ASKED, ({"prompt": "a golden retriever"}, SMALL | {"image": [str(tiny.image), 0]})]
@@ -121,9 +132,9 @@ class Service:
         return self.process.wait(SCRIPT_SECONDS)
 
 
-@contextmanager
-def running(setup, tiny, folder: Path):
-    made = Service(setup, tiny, folder)
+@pytest.fixture(scope="module")
+def service(openai, setup, tiny, tmp_path_factory):
+    made = Service(setup, tiny, tmp_path_factory.mktemp("service"))
     made.start()
     yield made
     made.stop()

@@ -8,11 +8,17 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 
 # What every script imports sooner or later. Nothing of it starts a thread, so it may be forked.
 MODULES = ["torch", "torch.export", "safetensors.torch", "numpy", "transformers", "av", "PIL.Image"]
+
+# Held where a process is asked after, and where one is started, which asks after all: of two
+# threads that ask at once, one gets the exit code and the other 255.
+_ASKING = threading.Lock()
 
 
 @cache
@@ -30,14 +36,17 @@ def run(command: list[str], cwd: Path, timeout: float) -> subprocess.CompletedPr
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         files = [multiprocessing.reduction.DupFd(file.fileno()) for file in (out, err)]
         process = _context().Process(target=_script, args=(command, cwd, dict(os.environ), *files))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(command, timeout)
+        with _ASKING:
+            process.start()
+        ended = wait([process.sentinel], timeout)
+        with _ASKING:
+            if not ended:
+                process.kill()
+                process.join()
+                raise subprocess.TimeoutExpired(command, timeout)
+            exit_code = process.exitcode
         said = [file.seek(0) or file.read() for file in (out, err)]
-    return subprocess.CompletedProcess(command, process.exitcode, *said)
+    return subprocess.CompletedProcess(command, exit_code, *said)
 
 
 def _script(command: list[str], cwd: Path, environment: dict, out, err) -> None:

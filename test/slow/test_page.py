@@ -9,9 +9,13 @@ from contextlib import closing
 import pytest
 from conftest import SCRIPT_SECONDS, needs
 from helpers import wait_for
-from integration.test_service import openai, service, setup  # noqa: F401
 
-needs("playwright", extras="dev,serve")
+needs("fastapi", "openai", "playwright", extras="dev,serve")
+
+import serving  # noqa: E402
+
+# Fixtures.
+openai, setup, service = serving.openai, serving.setup, serving.service
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 pytestmark = [

@@ -18,7 +18,8 @@ pytest.importorskip(
     "prometheus_client", reason="an extra is not installed: pip install -e .[dev,serve]"
 )
 
-from serving import ASKED, TP, ask, prepared, running, stop_after, wanted_videos, worker
+import serving
+from serving import ASKED, TP, ask, stop_after, worker
 
 from ltx_neuron.job import Size
 from ltx_neuron.service import preview
@@ -28,28 +29,8 @@ from ltx_neuron.service.jobs import VIDEO
 # The wire format lives on.
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
-
-@pytest.fixture(scope="module")
-def openai():
-    """Not when tests are collected: importing it takes seconds."""
-    reason = "an extra is not installed: pip install -e .[dev,serve]"
-    return pytest.importorskip("openai", reason=reason)
-
-
-@pytest.fixture(scope="module")
-def setup(scripts, tiny):
-    return prepared(scripts, tiny)
-
-
-@pytest.fixture(scope="module")
-def wanted(setup, tiny, shared) -> list[bytes]:
-    return wanted_videos(setup, tiny, shared)
-
-
-@pytest.fixture(scope="module")
-def service(openai, setup, tiny, tmp_path_factory):
-    with running(setup, tiny, tmp_path_factory.mktemp("service")) as made:
-        yield made
+# Fixtures.
+openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, serving.service
 
 
 def test_a_size_that_shares_another_ones_graph_is_listed_once_it_is_compiled(service, setup, tiny):
