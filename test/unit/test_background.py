@@ -125,6 +125,24 @@ def test_workers_made_meanwhile_do_not_change_its_number_of_threads():
     assert BackgroundTask(torch.get_num_threads).result() == 3
 
 
+def test_a_task_that_begins_while_workers_are_made_has_the_usual_number_of_threads():
+    """A clip's latents are upsampled while the last one's frames and sound are decoded, each by
+    workers of its own: with another number of threads, the video would have other bits."""
+    torch.set_num_threads(3)
+    over, counts = threading.Event(), []
+
+    def make_workers() -> None:
+        while not over.is_set():
+            with Workers(2):
+                pass
+            counts.append(torch.get_num_threads())
+
+    with BackgroundTask(make_workers), BackgroundTask(make_workers):
+        counts += [BackgroundTask(torch.get_num_threads).result() for _ in range(200)]
+        over.set()
+    assert {*counts} == {3}
+
+
 def counted(count: int, made: list[int]):
     """A generator of numbers, each of which is noted; its end is noted as well."""
     try:

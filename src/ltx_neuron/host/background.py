@@ -16,6 +16,10 @@ from torch import Tensor
 POLL_SECONDS = 0.1  # how often `BackgroundTask.result` calls `poll`
 Item = TypeVar("Item")
 _current = threading.local()  # .task: the BackgroundTask whose function runs in this thread
+# A thread takes its number of threads for an operation from the default at its first one, and
+# Workers change that for a moment: with another number, sums have other bits. Held meanwhile, and
+# while a thread takes it.
+_default_threads = threading.Lock()
 
 
 class Cancelled(BaseException):
@@ -56,9 +60,8 @@ class BackgroundTask:
 
     def _run(self, ready: threading.Event) -> None:
         _current.task = self
-        # A thread takes its number of threads for an operation from the default at its first one,
-        # and Workers change that for a moment: with another number, sums have other bits.
-        torch.get_num_threads()
+        with _default_threads:
+            torch.get_num_threads()
         ready.set()
         try:
             self._result = self._function()
@@ -179,16 +182,16 @@ class Workers:
             torch.set_num_threads(1)
             all_started.wait()
 
-        try:
-            for started in [self._threads.submit(start) for _ in range(self.count)]:
-                started.result()
-        except BaseException:  # Ctrl-C, or a thread that could not be started
-            all_started.abort()
-            self._threads.shutdown()
-            raise
-        finally:
-            # What a worker sets is also the default of threads that start later.
-            torch.set_num_threads(default)
+        with _default_threads:
+            try:
+                for started in [self._threads.submit(start) for _ in range(self.count)]:
+                    started.result()
+            except BaseException:  # Ctrl-C, or a thread that could not be started
+                all_started.abort()
+                self._threads.shutdown()
+                raise
+            finally:
+                torch.set_num_threads(default)
 
     def __enter__(self) -> "Workers":
         return self
