@@ -15,6 +15,7 @@ import json
 import statistics
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.engine import Engine
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.job import Job, Size
+from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.programs import Program, dit_program
 from ltx_neuron.profiles import resolve
 from ltx_neuron.report.recorder import Recorder
@@ -107,7 +109,8 @@ class Ours:
             source, self.weights, {"model": "dit", "tp": tp}, tp, DTYPE, shard_specs(source, tp, {})
         )
         host = open_host_file(self.weights)
-        self.adaln = {name: host.read(name) for name in host.shapes}
+        weights = {name: host.read(name) for name in host.shapes}
+        self.modulation = partial(modulation_table, weights, self.workspace.transformer)
         self.buckets = {case: job.buckets[0] for case, job in cases.items()}
         for bucket in set(self.buckets.values()):
             path = folder / bucket.name
@@ -151,7 +154,7 @@ class Ours:
             CompiledStep(self.buckets[case], self.programs[self.buckets[case].name]),
             config,
             DTYPE,
-            self.adaln,
+            self.modulation,
             COMPAT[None],
         )
         self.run.prepare(

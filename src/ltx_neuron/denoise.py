@@ -8,7 +8,7 @@ Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct ti
 `steps` rows of the compiled graph's schedule tables (at least as many as there are steps).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -33,6 +33,25 @@ from ltx_neuron.sampling.schedules import sigma_pairs, stream_sigmas
 from ltx_neuron.text.encoders import Contexts
 
 _STREAMS = ("video", "audio")
+_REMEMBERED_TABLES = 8  # of a weight set; at most 11 MB for each distinct timestep
+
+
+class ModulationTables:
+    """The modulation tables of a weight set, each computed once: a schedule's are the same for
+    every job, and the weights (0.87 GB) are read only where one is missing."""
+
+    def __init__(self, weights: Mapping[str, Tensor], config: TransformerConfig):
+        self.weights, self.config = weights, config
+        self._tables: dict[tuple, Tensor] = {}
+
+    def __call__(self, stream: str, *rows: Tensor | bool) -> Tensor:
+        """modulation_table of a stream, with its arguments from `sigmas` on."""
+        key = stream, *(tuple(x.tolist()) if isinstance(x, Tensor) else x for x in rows)
+        if key not in self._tables:
+            if len(self._tables) >= _REMEMBERED_TABLES:
+                self._tables.clear()
+            self._tables[key] = modulation_table(self.weights, self.config, stream, *rows)
+        return self._tables[key]
 
 
 @dataclass(frozen=True)
@@ -46,8 +65,8 @@ class CompiledStep:
 class StageRun:
     """One stage on the ranks: `prepare`, `start`, a `step` for each number, `result`.
 
-    adaln   the weight set's host tensors, which the modulation table is computed from
-    res_2s  that sampler of a stage that has it
+    modulation  a stream's modulation table of the weight set, as ModulationTables
+    res_2s      that sampler of a stage that has it
     """
 
     res_2s: Res2s | None = None
@@ -58,11 +77,12 @@ class StageRun:
         compiled: CompiledStep,
         config: TransformerConfig,
         dtype: torch.dtype,
-        adaln: dict[str, Tensor],
+        modulation: Callable[..., Tensor],
         compat: Compat,
     ):
         self.ranks, self.compiled, self.bucket = ranks, compiled, compiled.bucket
-        self.config, self.dtype, self.adaln, self.compat = config, dtype, adaln, compat
+        self.config, self.dtype, self.compat = config, dtype, compat
+        self.modulation = modulation
 
     def prepare(
         self,
@@ -131,8 +151,7 @@ class StageRun:
         tables = {"sigmas": pairs, "step_numbers": torch.arange(max_steps, dtype=torch.int32)}
         for i, stream in enumerate(_STREAMS):
             rows = own[i], masks[i], self.compat.cross_sigma, own[1 - i]
-            table = modulation_table(self.adaln, self.config, stream, *rows)
-            tables[f"{stream}_modulation"] = table
+            tables[f"{stream}_modulation"] = self.modulation(stream, *rows)
         return tables
 
     def start(self) -> None:

@@ -302,12 +302,12 @@ class Engine:
     def _prepare(self, run: JobRun, stage: Stage, compiled: CompiledStep) -> StageRun:
         """A stage with all that its steps share uploaded."""
         job, workspace = run.job, self.workspace
-        adaln = self.residency.use_weights(stage.loras)
+        modulation = self.residency.use_weights(stage.loras)
         if job.has_media and not (stage.upsampled or "video_latent" in run.tensors):
             with self.recorder.phase("encode_inputs"):
                 run.tensors |= conditions.encode(self.host, job)
         start, ranks = self._initial_latents(run, stage), self.residency.ranks
-        shared = workspace.transformer, workspace.dtype, adaln, self.compat
+        shared = workspace.transformer, workspace.dtype, modulation, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):
             images = conditions.encode_images(self.host, job, stage.height, stage.width)
             stage_run = StageRun(ranks, compiled, *shared)

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest
 from ltx_neuron.backends.ranks import Ranks
 from ltx_neuron.backends.tiles import RankSound, RankTiles
+from ltx_neuron.denoise import ModulationTables
 from ltx_neuron.errors import NoPermission, UserError
 from ltx_neuron.files import check_readable
 from ltx_neuron.models.vocoder import resampling_filters
@@ -27,6 +27,8 @@ from ltx_neuron.text.encoders import RankTextEncoder
 from ltx_neuron.weights.lora import WeightSet
 from ltx_neuron.weights.rankfiles import open_host_file
 from ltx_neuron.workspace import Workspace
+
+_REMEMBERED_WEIGHT_SETS = 4  # whose modulation tables are kept
 
 
 class Residency:
@@ -42,7 +44,7 @@ class Residency:
         self._decoders: frozenset[str] = frozenset()  # the decoders' programs there
         self._decoding = threading.Lock()  # held by who loads decoders, or runs one
         self.decoder_stays = False  # whether it fits beside the transformer
-        self._host_tensors: dict[str, Tensor] = {}  # of the weight set that is on the ranks
+        self._modulation: dict[Path, ModulationTables] = {}  # by weight set
 
     @contextmanager
     def text_encoder(self, prompts: list[list[list[int]]]) -> Iterator[RankTextEncoder]:
@@ -91,19 +93,19 @@ class Residency:
                 " process again"
             )
 
-    def use_weights(self, loras: WeightSet) -> dict[str, Tensor]:
-        """Have the weights with these LoRAs in the loaded transformer.
-
-        Returns the set's host tensors (AdaLN), which never go to a device.
-        """
+    def use_weights(self, loras: WeightSet) -> ModulationTables:
+        """Have the weights with these LoRAs in the loaded transformer; returns the modulation
+        tables of the set."""
         weights = self.workspace.dit_weights(loras)
         if self.weights != weights:
             with self.recorder.phase("load_transformer"), self._swapping(weights):
                 self.ranks.replace_weights(weights)
-        if not self._host_tensors:
-            file = open_host_file(weights)
-            self._host_tensors = {name: file.read(name) for name in file.shapes}
-        return self._host_tensors
+        if weights not in self._modulation:
+            if len(self._modulation) >= _REMEMBERED_WEIGHT_SETS:
+                self._modulation.clear()
+            tables = ModulationTables(open_host_file(weights), self.workspace.transformer)
+            self._modulation[weights] = tables
+        return self._modulation[weights]
 
     @contextmanager
     def _swapping(self, weights: Path) -> Iterator[None]:
@@ -111,8 +113,6 @@ class Residency:
         began, swapped = time.perf_counter(), self.weights not in (None, weights)
         with _remedy(weights):
             yield
-        if self.weights != weights:
-            self._host_tensors = {}
         if swapped:
             self.recorder.counters.weight_swaps += 1
             self.recorder.counters.weight_swap_seconds += time.perf_counter() - began
@@ -177,8 +177,7 @@ class Residency:
         self._forget()
 
     def _forget(self) -> None:
-        self.weights, self._programs, self._host_tensors = None, frozenset(), {}
-        self._decoders = frozenset()
+        self.weights, self._programs, self._decoders = None, frozenset(), frozenset()
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def test_ranks_that_end_with_different_latents_are_an_error():
         hashes=lambda *names: ["a", "a", "b", "a"], get=lambda *_: torch.zeros(1, 1, 128)
     )
     compiled = SimpleNamespace(bucket=SimpleNamespace(name="v1"))
-    run = StageRun(ranks, compiled, None, torch.float32, {}, COMPAT[None])
+    run = StageRun(ranks, compiled, None, torch.float32, None, COMPAT[None])
     run.latent_shape = (1, 1, 1)
     with pytest.raises(RuntimeError, match="different latents"):
         run.result()

@@ -29,6 +29,7 @@ from world import BLUEPRINT
 
 from ltx_neuron import denoise
 from ltx_neuron.demo import ASSETS
+from ltx_neuron.denoise import ModulationTables
 from ltx_neuron.engine import Engine
 from ltx_neuron.sampling import latents
 from ltx_neuron.sampling.conditioning import LatentState
@@ -169,8 +170,8 @@ def first_frame_of_eight(monkeypatch):
 
 
 def rows_off_by_one(monkeypatch):
-    table = denoise.modulation_table
-    monkeypatch.setattr(denoise, "modulation_table", lambda *given: table(*given).roll(1, dims=2))
+    call = ModulationTables.__call__
+    monkeypatch.setattr(ModulationTables, "__call__", lambda *given: call(*given).roll(1, dims=2))
 
 
 FAULTS = another_base, rounded_positions, sound_not_noised_again

@@ -7,6 +7,7 @@ import torch
 from helpers import SIZES, STREAMS, fp32_bound, ltx_model, made_config, rel
 from helpers import one_thread as one_thread
 
+from ltx_neuron.denoise import _REMEMBERED_TABLES, ModulationTables
 from ltx_neuron.models.modulation import (
     A2V,
     AV_GATE,
@@ -194,3 +195,58 @@ def test_a_model_without_prompt_adaln_has_rows_of_zeros_for_it():
     table = modulation_table(without, config, "video", SIGMAS, MASKS)
     assert (table[:, :, PROMPT.rows] == 0).all()
     assert (table[:, :, EMBEDDED_TIMESTEP.rows] != 0).any()
+
+
+class Read(dict):
+    """Weights that note which of them are read."""
+
+    def __init__(self, weights):
+        super().__init__(weights)
+        self.names = []
+
+    def __getitem__(self, name):
+        self.names.append(name)
+        return super().__getitem__(name)
+
+
+def test_the_weights_are_read_for_the_first_table_of_a_schedule_alone():
+    _, config, weights = model_of()
+    weights = Read(weights)
+    tables = ModulationTables(weights, config)
+    first = tables("video", SIGMAS, MASKS, False, SIGMAS)
+    assert weights.names and not any(name.startswith("audio_") for name in weights.names)
+    weights.names.clear()
+    assert tables("video", SIGMAS.clone(), MASKS.clone(), False, SIGMAS.clone()) is first
+    assert not weights.names
+
+
+@pytest.mark.parametrize("changed", ["stream", "sigmas", "masks", "cross_sigma", "other_sigmas"])
+def test_another_schedule_has_another_table(changed):
+    _, config, weights = model_of()
+    given = {
+        "stream": "video",
+        "sigmas": SIGMAS,
+        "masks": MASKS,
+        "cross_sigma": False,
+        "other_sigmas": SIGMAS,
+    }
+    other = {
+        "stream": "audio",
+        "sigmas": SIGMAS / 2,
+        "masks": MASKS / 2,
+        "cross_sigma": True,
+        "other_sigmas": SIGMAS * 0,
+    }
+    tables = ModulationTables(weights, config)
+    tables(*given.values())
+    asked = {**given, changed: other[changed]}
+    expected = modulation_table(weights, config, **asked)
+    torch.testing.assert_close(tables(*asked.values()), expected, rtol=0, atol=0)
+
+
+def test_no_more_tables_are_kept_than_fit_in_memory(monkeypatch):
+    _, config, weights = model_of()
+    tables = ModulationTables(weights, config)
+    for number in range(1, 3 * _REMEMBERED_TABLES):
+        tables("video", SIGMAS / number, MASKS, False, SIGMAS)
+        assert len(tables._tables) <= _REMEMBERED_TABLES

@@ -191,7 +191,7 @@ def stage_run(stage, masks, dtype=torch.float32) -> StageRun:
     """A prepared stage on those ranks."""
     bucket = Bucket(12, 7, 4, stage.max_steps, stage.guided)
     ranks = Ranks(stage, masks, dtype)
-    run = StageRun(ranks, CompiledStep(bucket, None), None, dtype, {}, None)
+    run = StageRun(ranks, CompiledStep(bucket, None), None, dtype, None, None)
     run.stage, run.sequence = stage, ["guided" if stage.guided else "main"] * 64
     (run.video, *_), (run.audio, *_) = starts(dtype).values()
     run.states = [

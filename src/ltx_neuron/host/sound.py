@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ltx_neuron.config.sound import AUDIO_SCALE, AudioDecoderConfig, VocoderConfig
 from ltx_neuron.host.background import Workers
+from ltx_neuron.host.vocoder import compute_on_host
 from ltx_neuron.models.programs import Part, Program, spectrogram_program, waveform_program
 from ltx_neuron.models.vocoder import Stage, arrangement, resampling_filters
 
@@ -167,6 +168,8 @@ class HostVocoder(_OnHost):
                 named[name] = arrange(weight)
         constants = {"resampling": resampling_filters(config)}
         super().__init__(waveform_program(config, 1), 3, named, **constants)
+        for graph in self.graphs:
+            compute_on_host(graph.module)
         self.reach = config.reach
 
     @torch.no_grad()

@@ -1,5 +1,7 @@
 """One denoising step on random latents and contexts, on the ranks or as a reference in float32."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -8,6 +10,7 @@ from ltx_neuron.backends import ranks
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.denoise import CompiledStep, StageRun
 from ltx_neuron.job import Job, Stage
+from ltx_neuron.models.modulation import modulation_table
 from ltx_neuron.models.parallel import SingleRank
 from ltx_neuron.models.programs import Program, dit_program, weight_name
 from ltx_neuron.sampling import latents
@@ -28,7 +31,7 @@ def prepared(
     """A stage on ranks that have its program, with random noise, contexts and images: the same in
     every run. bfloat16 holds the numbers exactly, so runs of every dtype start from equal ones."""
     host, config = open_host_file(workspace.dit_weights(job.loras)), workspace.transformer
-    adaln = {name: host.read(name).to(dtype) for name in host.shapes}
+    weights = {name: host.read(name).to(dtype) for name in host.shapes}
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -50,7 +53,8 @@ def prepared(
     generator = torch.Generator().manual_seed(1)
     held = 1, latents.VIDEO_CHANNELS, 1, *shape[1:]
     images = [(image, torch.randn(held, generator=generator).to(dtype)) for image in job.images]
-    run = StageRun(on, compiled, config, dtype, adaln, COMPAT[None])
+    modulation = partial(modulation_table, weights, config)
+    run = StageRun(on, compiled, config, dtype, modulation, COMPAT[None])
     run.prepare(job, stage, contexts, *empty, generator, images)
     run.video, run.audio = video, audio
     return run
