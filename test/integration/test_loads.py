@@ -104,21 +104,26 @@ def test_every_weight_is_loaded_once(events, tiny):
 
 
 def test_between_the_stages_nothing_happens_but_upsampling(events):
-    before = ["load_gemma3", "encode_text", "unload_gemma3", "load_transformer", "read by the host"]
     decode, stages = ["decode_video", "decode_audio"], ["upsample", "denoise_stage_2"]
     wanted = [
-        *before,
+        *("load_gemma3", "encode_text", "unload_gemma3", "load_transformer"),
         "denoise_stage_1",
         # Stage 1 of all, then the weights with the LoRA take the others' place.
         "load_transformer",
-        "read by the host",
         *2 * [*stages, *decode],
         *stages,
         "unload_transformer",
         *decode,
     ]
-    phases = [phase for phase, _ in groupby(event.phase or "read by the host" for event in events)]
+    phases = [phase for phase, _ in groupby(event.phase for event in events)]
     assert phases == wanted
+
+
+def test_adaln_is_read_for_the_first_clip_of_a_stage_alone(events):
+    clips = [first for first, event in enumerate(events) if event == Event("denoise_stage_2", "")]
+    reads = [first for first, event in enumerate(events) if "host.safetensors: " in event.what]
+    assert any(first < clips[0] for first in reads)
+    assert {first < clips[1] for first in reads if first > clips[0]} == {True}
 
 
 def test_models_of_the_host_are_loaded_in_the_phases_that_use_them(events, tiny):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ltx_neuron.models.vocoder import EPS, Activation, Convolution, Filter, Snake, Upsample
 
 
+@torch.no_grad()
 def compute_on_host(graph: nn.Module) -> None:
     """Lays out the weights of a vocoder's graph for the host, and takes its functions."""
     for module in [*graph.modules()]:

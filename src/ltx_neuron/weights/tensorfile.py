@@ -158,7 +158,8 @@ class TensorFile:
                 view, offset = view[count:], offset + count
         return memory.view(self.torch_dtype(name)).view(shape)
 
-    __getitem__ = read
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
 
     def read_mapped(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A tensor, or its rows start..stop, that is the file's own pages in the system's page
