@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from helpers import allowed
 
 from ltx_neuron.backends.torchdist import liveness
 from ltx_neuron.backends.torchdist.liveness import ProcessState, Watch, process_state
@@ -139,8 +140,9 @@ def test_a_rank_that_sleeps_while_a_process_that_it_started_computes_does_not_ha
     """As a rank that waits for neuronx-cc."""
     watch, _ = watched(code, IDLE)
     watch.begin()
-    look_for(watch, 3 * LIMIT)
-    assert watch.hanging({0, 1}, LIMIT) is None
+    limit = allowed(LIMIT)  # others may have the cores for as long
+    look_for(watch, 3 * limit)
+    assert watch.hanging({0, 1}, limit) is None
 
 
 def test_a_process_that_is_gone_has_no_state():
