@@ -244,7 +244,7 @@ def test_another_schedule_has_another_table(changed):
     torch.testing.assert_close(tables(*asked.values()), expected, rtol=0, atol=0)
 
 
-def test_no_more_tables_are_kept_than_fit_in_memory(monkeypatch):
+def test_no_more_tables_are_kept_than_fit_in_memory():
     _, config, weights = model_of()
     tables = ModulationTables(weights, config)
     for number in range(1, 3 * _REMEMBERED_TABLES):
