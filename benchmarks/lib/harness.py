@@ -147,4 +147,8 @@ def _command() -> str:
     words = [Path(sys.argv[0]).name, *(word for word in sys.argv[1:] if word != "--record")]
     places = [index for index, word in enumerate(words[:-1], 1) if word in FOLDERS]
     words = ["DIR" if index in places else word for index, word in enumerate(words)]
+    for index, word in enumerate(words):
+        flag, joined, _ = word.partition("=")
+        if joined and flag in FOLDERS:
+            words[index] = f"{flag}=DIR"
     return shlex.join(words)

@@ -183,6 +183,12 @@ def test_windows_round_their_times_as_the_first_release_rounded_a_clips(seconds)
             assert torch.equal(exact, video_positions(shape, 24.0))
 
 
+@pytest.mark.timeout(60)  # it would have been cut into windows without end
+def test_a_window_of_no_more_than_its_overlap_is_refused():
+    with pytest.raises(UserError, match="can have 25 to 49 frames"):
+        _ = Extension(1.0, 25, 17, 24.0).windows
+
+
 @pytest.mark.parametrize("seconds", [1.0, -1.0])
 def test_a_window_goes_on_from_those_before_it(seconds):
     extension = Extension(seconds, 25, 25, 24.0)

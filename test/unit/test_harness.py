@@ -45,6 +45,13 @@ def test_numbers_are_the_last_line_and_recorded_only_when_that_is_asked_for(resu
     assert {row[4] for row in rows} == {"clip.py --folder DIR"}  # no path of this machine
 
 
+def test_a_folder_joined_to_its_flag_is_not_recorded_either(results, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["clip.py", "--folder=/somewhere", "--repeats=5"])
+    harness.record({"ratio": 2})
+    (_, row) = csv.reader(results.read_text().splitlines())
+    assert row[4] == "clip.py --folder=DIR --repeats=5"
+
+
 def test_the_published_results_are_numbers_with_what_they_were_measured_on():
     head, *rows = csv.reader(harness.RESULTS.read_text().splitlines())
     assert tuple(head) == harness.COLUMNS and len(rows) > 20

@@ -168,7 +168,9 @@ class Extension:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """In the order in which they are made: away from what is known."""
+        """In the order in which they are made: away from what is known. Raises FieldError for what
+        cannot be made: a window as short as its overlap would never reach the end."""
+        self.check()
         length, total = self.window_latents, self.video_latents
         starts = [0]  # seen from what is known
         while starts[-1] + length < total:
