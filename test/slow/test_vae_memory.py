@@ -72,6 +72,7 @@ ENCODED = {
     "one frame": ((1, 768, 1024), FLOAT32),
     "tiles": ((89, 128, 256), FLOAT32),
     "bfloat16": ((25, 256, 384), BFLOAT16),
+    "bfloat16, by Winograd": ((25, 256, 384), Arithmetic(torch.bfloat16, 1)),
 }
 ENCODE = f"""
 import sys

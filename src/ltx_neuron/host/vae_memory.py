@@ -114,7 +114,7 @@ class _Walk:
         self.threads, self.speed = threads, arithmetic.speed
         self.bordered = arithmetic.dtype == torch.float32
         self.itemsize = arithmetic.dtype.itemsize
-        self.scratch = 0  # bytes of all workers so far, which they keep
+        self.filters = self.pieces = 0  # bytes of scratch memory so far, which workers keep
 
     def decode(self, decoder: nn.Module, latent: Shape) -> int:
         """Bytes at most for a tile's latent (F, h, w)."""
@@ -161,6 +161,10 @@ class _Walk:
         given, shape = (*size, conv.in_channels), (*size, conv.out_channels)
         return shape, self._convolution(given, shape[3], self._maps(given, *[shape] * 3))
 
+    @property
+    def scratch(self) -> int:
+        return self.filters + self.pieces
+
     def _maps(self, *shapes: Shape) -> int:
         """Bytes of feature maps with their borders: winograd.FeatureMap."""
         numbers = 0
@@ -177,9 +181,9 @@ class _Walk:
         weight, result = 27 * inputs * outputs, prod(shape[:3]) * outputs
         if winograd_is_faster(shape, outputs, self.speed) and not (self.bordered and frames == 1):
             tiles = prod(piece_size(shape, self.threads)) * tile_counts(shape)[2]
-            scratch = POINTS * inputs * outputs
-            scratch += self.threads * tiles * _TILE_SCRATCH * max(inputs, outputs)
-            self.scratch = max(self.scratch, _FLOAT32 * scratch)
+            pieces = self.threads * tiles * _TILE_SCRATCH * max(inputs, outputs)
+            self.filters = max(self.filters, _FLOAT32 * POINTS * inputs * outputs)
+            self.pieces = max(self.pieces, _FLOAT32 * pieces)
             beside = 2 * _FLOAT32 * weight  # as float32, and reordered for their transform
         elif self.bordered:
             # oneDNN arranges all once more. Of one frame the taps in time are summed.
