@@ -56,6 +56,7 @@ lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	PYTHONPATH=src .venv/bin/lint-imports --no-cache --no-logo
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright --pythonpath $(PY)
 
 # worksteal: a worker that has no tests left takes some of another's; long ones begin first.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal

@@ -139,6 +139,7 @@ class Profile:
         return chips * link
 
     def _chips_of(self, tp: int) -> float:
+        assert self.chip
         return tp * self.lnc / self.chip.cores
 
     def flags(self, model: str) -> str:
@@ -208,7 +209,7 @@ DIT_FLAGS = tuple(
         " --vectorize-strided-dma --cc-pipeline-tiling-factor=2",
     )
 )
-_TRN2 = dict(
+_TRN2: dict[str, Any] = dict(
     backend="nxd",
     tp=4,
     device="neuron",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,7 +116,7 @@ def on_chips(examination: Examination) -> Iterator[Finding]:
 def packages(examination: Examination) -> Iterator[Finding]:
     """Python, torch, the packages of the profile's backend and those of the host models."""
     yield Finding("python", "ok", f"{examination.system.python} in {examination.system.prefix}")
-    version, low, high = examination.system.version("torch"), *sdk.TORCH
+    version, (low, high) = examination.system.version("torch") or "", sdk.TORCH
     numbers = sdk.version_numbers(version)[:2]
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
@@ -164,7 +165,7 @@ def media(examination: Examination) -> Iterator[Finding]:
 
 
 def _encodes(codec: str) -> bool:
-    import av
+    import av.codec
 
     try:
         av.codec.Codec(codec, "w")
@@ -279,7 +280,8 @@ def _gemma(examination: Examination) -> str:
 
 
 def _upsampler(path: Path, kind: str) -> str:
-    models = HostModels(path, {}, torch.float32, **{f"{kind}_upsampler_path": path})
+    paths: dict[str, Any] = {f"{kind}_upsampler_path": path}
+    models = HostModels(path, {}, torch.float32, **paths)
     models.check([f"{kind}_upsampler"])
     return f"{path} is whole"
 

@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(
-    description: str, example: str, gemma: bool, required: bool = True
+    description: str | None, example: str, gemma: bool, required: bool = True
 ) -> argparse.ArgumentParser:
     """A parser with the flags common to all the scripts.
 
@@ -187,10 +187,10 @@ def _options(field: FieldInfo) -> dict[str, Any]:
     if field.default is False:
         return {"action": "store_true"}
     if field.default == ():  # PATH [FRAME_IDX [STRENGTH [CRF]]]
-        path, _, rest = field.title.partition(" ")
+        path, _, rest = (field.title or "").partition(" ")
         metavar = path, rest.removeprefix("[").removesuffix("]")
         return {"action": "append", "nargs": "+", "metavar": metavar, "default": []}
-    options = {"metavar": field.title} if field.title else {}
+    options: dict[str, Any] = {"metavar": field.title} if field.title else {}
     for kind in (field.annotation, *get_args(field.annotation)):
         if get_origin(kind) is Literal:
             options["choices"] = get_args(kind)

@@ -53,7 +53,8 @@ def _lower_plain_attention() -> None:
     own."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return matmul(*(x.transpose(1, 2) for x in (query, key, value)), scale)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return matmul(query, key, value, scale)
 
     torch.library.register_kernel("ltx_neuron::attention_const_max", "xla", attention)
 

@@ -212,6 +212,7 @@ def be_api(args: argparse.Namespace) -> None:
             max_queued=(args.max_queue, args.max_queue_per_token or args.max_queue),
             max_pixels=args.max_image_pixels,
         )
+        assert app  # `main` refuses to run without it
         settings = app.Settings(
             max_body_bytes=int(args.max_body_mb * 2**20),
             per_minute=args.rate,
