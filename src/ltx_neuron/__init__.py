@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ltx_neuron.pipeline import LTXPipeline
 
 __all__ = ["LTXPipeline"]
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str):

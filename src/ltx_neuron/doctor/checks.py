@@ -22,7 +22,7 @@ from ltx_neuron.format import format_bytes
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.machine import Machine
-from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
+from ltx_neuron.profiles import PROFILES, Profile, install_runtime, require_runtime, resolve
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import gemma_files
@@ -31,16 +31,12 @@ from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
 GRAPH_BYTES = 2 * 2**30  # room for compiled graphs: a guess
-_REQUIREMENTS = "pip install -r requirements.txt"
-_ON_NEURON = {
-    "nxd": "pip install -r requirements-neuron.txt",
-    "torchdist": "pip install -r requirements-torchneuron.txt",
-}
 _PACKAGES = {
-    "ltx-core": ("VAE, vocoder and upsamplers", "pip install --no-deps -r requirements-ltx.txt"),
-    "transformers": ("the tokenizer", _REQUIREMENTS),
-    "safetensors": ("weights", _REQUIREMENTS),
-    "av": ("MP4 files", _REQUIREMENTS),
+    # Its wheel depends on torchaudio, which does not load beside a CPU's torch.
+    "ltx-core": ("VAE, vocoder and upsamplers", "pip install --no-deps ltx-core==1.0.0"),
+    "transformers": ("the tokenizer", "pip install ltx-neuron"),
+    "safetensors": ("weights", "pip install ltx-neuron"),
+    "av": ("MP4 files", "pip install ltx-neuron"),
 }
 
 
@@ -122,15 +118,15 @@ def packages(examination: Examination) -> Iterator[Finding]:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
         fix = f'pip install "{wanted}"'
         if examination.profile.device == "neuron":  # torch-neuronx is for one torch alone
-            fix = f"in an environment of its own: {_ON_NEURON[examination.profile.backend]}"
+            fix = f"in an environment of its own: {install_runtime(examination.profile.backend)}"
         yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
     elif examination.profile.backend == "nxd" and numbers != sdk.NXD_TORCH:
         yield Finding(
             "torch",
             "blocks",
             f"torch is {version}; NxD needs {sdk.dotted(sdk.NXD_TORCH)}, the last of PyTorch/XLA",
-            "in an environment of its own: pip install -r requirements-neuron.txt; or, with"
-            " torch-neuronx 2.13, --profile-set backend=torchdist",
+            f"in an environment of its own: {install_runtime('nxd')}; or, with torch-neuronx 2.13,"
+            " --profile-set backend=torchdist",
         )
     else:
         yield Finding("torch", "ok", version)

@@ -308,7 +308,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
     """Where else the work is done: of what runs many jobs."""
-    add = parser.add_argument_group("fleet (pip install -e .[fleet])").add_argument
+    add = parser.add_argument_group('fleet (pip install "ltx-neuron[fleet]")').add_argument
     help = "run on every chip of this Ray cluster: auto (the one that this machine is in),"
     help += " HOST:PORT, or local (this machine's own chips)"
     add("--ray", metavar="ADDRESS", help=help)
@@ -332,7 +332,8 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
         raise UserError(f"--replicas {args.replicas}: wanted 1 or more")
     if args.ray and not find_spec("ray"):
         raise UserError(
-            "--ray needs ray, which this Python does not have\nType: pip install -e .[fleet]"
+            "--ray needs ray, which this Python does not have\n"
+            'Type: pip install "ltx-neuron[fleet]"'
         )
 
 

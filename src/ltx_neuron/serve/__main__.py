@@ -235,7 +235,7 @@ def main() -> None:
     args = build_parser().parse_args()
     if app is None:
         raise UserError(
-            f"the service's packages are missing ({absent})\nType: pip install -e .[serve]"
+            f'the service\'s packages are missing ({absent})\nType: pip install "ltx-neuron[serve]"'
         )
     if args.new_token:
         path = errors.require(args.tokens_file, "--tokens-file", "--new-token", EXAMPLE)
