@@ -15,11 +15,11 @@ SIZE := --height 128 --width 192 --num-frames 49 --frame-rate 24 --two-stage
 .PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test test-all stress lint venv
 venv: .venv/installed
 
-.venv/installed: pyproject.toml requirements.txt requirements-ltx.txt constraints.txt
+.venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install -q "$(TORCH)" -c constraints.txt
-	$(PY) -m pip install -q -r requirements.txt -c constraints.txt
-	$(PY) -m pip install -q --no-deps -r requirements-ltx.txt
+	$(PY) -m pip install -q -e ".[dev,plot,serve]" -c constraints.txt
+	$(PY) -m pip install -q --no-deps ltx-core ltx-pipelines -c constraints.txt
 	touch $@
 
 demo-artifacts: venv
@@ -56,6 +56,7 @@ lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	PYTHONPATH=src .venv/bin/lint-imports --no-cache --no-logo
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright --pythonpath $(PY)
 
 # worksteal: a worker that has no tests left takes some of another's; long ones begin first.
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(WORKERS) --dist worksteal

@@ -5,7 +5,13 @@
 Importing the package imports nothing else of it. The names of __all__ are loaded when first used.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ltx_neuron.pipeline import LTXPipeline
+
 __all__ = ["LTXPipeline"]
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str):

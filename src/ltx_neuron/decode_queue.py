@@ -1,7 +1,7 @@
 """Jobs whose latents are there: upscaled, decoded, written and handed over, one at a time, also
 while the next job is denoised."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -61,7 +61,9 @@ class Result:
 
     def clip(self) -> Clip:
         """The video, of frames that were kept."""
-        return Clip(self.job, iter([self.frames]), lambda: self.waveform, self.sample_rate)
+        frames, waveform = self.frames, self.waveform
+        assert frames is not None and waveform is not None
+        return Clip(self.job, iter([frames]), lambda: waveform, self.sample_rate)
 
 
 @dataclass
@@ -178,7 +180,8 @@ class DecodeQueue:
         if job.sampler == "res_2s":
             tensors["final_audio"] = tensors[job.heard].clone()
         if job.sound:  # what was given is what is heard
-            sound, rate = partial(tensors.get, "waveform"), int(tensors["waveform_rate"])
+            given = tensors["waveform"]
+            sound, rate = lambda: given, int(tensors["waveform_rate"])
         else:
             sound, rate = partial(self._sound, job, tensors[job.heard]), self.host.sample_rate
         if self.decode:
@@ -214,7 +217,7 @@ class DecodeQueue:
 
             yield Clip(job, self._awaited(chunks), waveform, rate, lambda: bool(task) and task.done)
 
-    def _pictures(self, video: Tensor) -> Iterator[Tensor]:
+    def _pictures(self, video: Tensor) -> Generator[Tensor, None, None]:
         chunks = self.decode_video(video)
         with self.recorder.phase("decode_video"):
             for chunk in chunks:

@@ -11,6 +11,7 @@ Shapes: Tv video tokens (appended ones included), Ta audio tokens, U distinct ti
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +41,11 @@ class ModulationTables:
     """The modulation tables of a weight set, each computed once: a schedule's are the same for
     every job, and the weights (0.87 GB) are read only where one is missing."""
 
-    def __init__(self, weights: Mapping[str, Tensor], config: TransformerConfig):
+    def __init__(self, weights: Any, config: TransformerConfig):
         self.weights, self.config = weights, config
         self._tables: dict[tuple, Tensor] = {}
 
-    def __call__(self, stream: str, *rows: Tensor | bool) -> Tensor:
+    def __call__(self, stream: str, *rows: Any) -> Tensor:
         """modulation_table of a stream, with its arguments from `sigmas` on."""
         key = stream, *(tuple(x.tolist()) if isinstance(x, Tensor) else x for x in rows)
         if key not in self._tables:
@@ -101,7 +102,7 @@ class StageRun:
         images        each with its latent (1, 128, 1, h, w) at this stage's size
         encoded       the job's sound and videos, by their names in --save-tensors
         """
-        self.stage, self.latent_shape = stage, tuple(video.shape[2:])
+        self.stage, self.latent_shape = stage, video.shape[2:]
         if job.sound:  # given sound reads the prompt in the negative pass as well
             contexts = [each._replace(audio=contexts[0].audio) for each in contexts]
         # What `step` runs at each number; guidance replaces it.
@@ -111,26 +112,28 @@ class StageRun:
         # The generator draws video first.
         noise = generator, stage.sigmas[0], self.compat.conditioning
         self.video, self.audio = (state.noised(*noise) for state in self.states)
-        video, audio = self.states
-        masks, video_choice = video.timestep_choice(self.bucket.timesteps, self.dtype)
-        audio_masks, audio_choice = audio.timestep_choice(self.bucket.audio_timesteps, self.dtype)
+        video_state, audio_state = self.states
+        masks, video_choice = video_state.timestep_choice(self.bucket.timesteps, self.dtype)
+        audio_timesteps = self.bucket.audio_timesteps
+        audio_masks, audio_choice = audio_state.timestep_choice(audio_timesteps, self.dtype)
         shared = {
             **self._schedule(stage, (masks, audio_masks)),
-            **rope_tables(self.config, video.positions, audio.positions),
+            **rope_tables(self.config, video_state.positions, audio_state.positions),
             "timestep_mask": video_choice,  # (Tv, U) one-hot
-            "denoise_mask": video.denoise_mask,  # (Tv, 1)
-            "clean_latent": video.clean_latent,  # (1, Tv, 128)
+            "denoise_mask": video_state.denoise_mask,  # (Tv, 1)
+            "clean_latent": video_state.clean_latent,  # (1, Tv, 128)
             "video_context": contexts[0].video,  # (1, 1024, Dv)
             "audio_context": contexts[0].audio,  # (1, 1024, Da)
         }
-        if self.bucket.audio_timesteps > 1:
-            masked = audio_choice, audio.denoise_mask, audio.clean_latent
+        if audio_timesteps > 1:
+            masked = audio_choice, audio_state.denoise_mask, audio_state.clean_latent
             shared |= dict(zip(AUDIO_MASKS, masked, strict=True))
         if self.bucket.biased:
-            shared["video_bias"] = video.bias
+            assert video_state.bias is not None  # a biased bucket is of references with a mask
+            shared["video_bias"] = video_state.bias
         if "rank_one_hot" in self.compiled.manifest.fields:  # sequence parallelism
             shared["rank_one_hot"] = torch.eye(self.ranks.tp)
-        self.ranks.put(self.bucket.name, **shared)
+        self.ranks.put(self.bucket.name, None, **shared)
         self.ranks.put_numbers(self.bucket.name, "step", len(stage.evaluations))
         if self.bucket.guided:
             # What a step that computes nothing repeats; the first step overwrites it.
@@ -184,20 +187,23 @@ class StageRun:
 
     def _double_step(self, number: int) -> float:
         """A step of res_2s: each evaluation goes from the host's latents to a prediction there."""
-        times, guided = [], self.bucket.guided
+        times, guided, sampler = [], self.bucket.guided, self.res_2s
+        assert sampler
 
         def predict(video: Tensor, audio: Tensor, evaluation: int) -> tuple[Tensor, Tensor]:
             self._upload(video, audio)
             times.append(self._run(evaluation))
-            predictions = self._read(*(f"guided_{s}" for s in _STREAMS) if guided else LATENTS)
+            names = [f"guided_{s}" for s in _STREAMS] if guided else LATENTS
+            predictions = video, audio = self._read(*names)
             if not guided:
                 # The graph's Euler step to sigma 0 leaves them, held tokens put back. Twice is
                 # once too often for a token that is held in part.
-                return predictions
-            streams = zip(self.res_2s.streams, predictions, strict=True)
-            return tuple(stream.held(prediction) for stream, prediction in streams)
+                return video, audio
+            held = zip(sampler.streams, predictions, strict=True)
+            video, audio = (stream.held(prediction) for stream, prediction in held)
+            return video, audio
 
-        self.res_2s.step(number, predict)
+        sampler.step(number, predict)
         return sum(times)
 
     def _read(self, *names: str) -> tuple[Tensor, ...]:

@@ -51,8 +51,8 @@ class RunOptions:
 
     neuron_gemma: bool = False
     compat: str | None = None
-    spatial_upsampler_path: Path | None = None
-    temporal_upsampler_path: Path | None = None
+    spatial_upsampler_path: str | Path | None = None
+    temporal_upsampler_path: str | Path | None = None
     warmup: bool = False
     cache_prompts: bool = False
     neuron_vae: bool = False
@@ -310,6 +310,7 @@ class Engine:
         shared = workspace.transformer, workspace.dtype, modulation, self.compat
         with self.recorder.phase(f"denoise_{stage.name}"):
             images = conditions.encode_images(self.host, job, stage.height, stage.width)
+            assert ranks
             stage_run = StageRun(ranks, compiled, *shared)
             stage_run.prepare(job, stage, run.contexts, *start, run.generator, images, run.tensors)
         return stage_run
@@ -317,6 +318,7 @@ class Engine:
     def _initial_latents(self, run: JobRun, stage: Stage) -> tuple[Tensor, Tensor]:
         """What a stage starts from, (1, 128, F, h, w) and (1, 8, Ta, 16)."""
         if stage.window:
+            assert run.job.extension
             return start_of(run.job.extension, stage.window, run.tensors)
         if stage.upsampled:
             tensors = run.tensors

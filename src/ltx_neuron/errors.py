@@ -90,7 +90,7 @@ class Terminated(KeyboardInterrupt):
 def reason(error: Exception) -> str:
     """Why the system refused a path, in words; another error's own text."""
     own = getattr(error, "strerror", None) or str(error)
-    return _SYSTEM_ERRORS.get(getattr(error, "errno", None), (own, ""))[0]
+    return _SYSTEM_ERRORS.get(getattr(error, "errno", None) or 0, (own, ""))[0]
 
 
 def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
@@ -102,7 +102,7 @@ def refusal(error: OSError, flag: str = "", advice: str = "") -> UserError:
     path = os.fsdecode(error.filename)
     if len(path) > _MAX_SHOWN:
         path = f"{path[: _MAX_SHOWN // 2]}... ({len(path)} characters)"
-    _, remedy = _SYSTEM_ERRORS.get(error.errno, ("", ""))
+    _, remedy = _SYSTEM_ERRORS.get(error.errno or 0, ("", ""))
     kind = NoPermission if isinstance(error, PermissionError) else UserError
     lines = [f"{flag} {path}: {reason(error)}".lstrip(), *([remedy] if remedy else [])]
     return kind("\n".join(lines) + advice)
@@ -152,7 +152,8 @@ def end_with_parent(seconds: float) -> None:
     group if it leads one."""
 
     def watch() -> None:
-        while sys.stdin.buffer.raw.read(1):
+        raw = sys.stdin.buffer.raw  # pyright: ignore[reportAttributeAccessIssue]: a BufferedReader
+        while raw.read(1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(seconds)

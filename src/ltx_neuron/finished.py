@@ -39,7 +39,7 @@ from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
 from ltx_neuron.weights.gains import check_const_max
 from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.sharding import MODELS
-from ltx_neuron.weights.tensorfile import DTYPES
+from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
 ROOT = Path(__file__).resolve().parents[2]  # where the scripts lie
 MAX_TIMESTEPS = 4  # how many more distinct timesteps than needed a found graph may have
@@ -51,16 +51,16 @@ class Finished:
 
     def __init__(
         self,
-        checkpoint_path: Path,
+        checkpoint_path: str | Path,
         profile: Profile,
-        artifacts_dir: Path,
+        artifacts_dir: str | Path,
         tp: int,
         dtype: str,
-        gemma_root: Path | None = None,
+        gemma_root: str | Path | None = None,
         blocks_per_graph: int | None = None,
     ):
         self.checkpoint_path = Path(checkpoint_path)
-        self.gemma_root = gemma_root and Path(gemma_root)
+        self.gemma_root = Path(gemma_root) if gemma_root else None
         self.artifacts = Path(artifacts_dir)
         self.profile, self.tp = profile, tp
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
@@ -97,21 +97,26 @@ class Finished:
 
     @cached_property
     def gemma(self):
+        assert self.gemma_root
         config = gemma_config(self.gemma_root)
         projection = self.checkpoint.shapes.get(
             "text_embedding_projection.video_aggregate_embed.weight"
         )
-        check_gemma_fits(config, self.transformer, self.gemma_root, projection and projection[1])
+        check_gemma_fits(
+            config, self.transformer, self.gemma_root, projection[1] if projection else None
+        )
         return config
 
     def source(self, model: str, loras: WeightSet = ()) -> Source:
         """The weights of a model, one of MODELS; of the DiT with LoRAs merged in. UserError where
         one of them is not of this model."""
         if (model, loras) not in self._sources:
-            files, heads = [self.checkpoint], self.transformer.heads
+            files: list[TensorFile] = [self.checkpoint]
+            heads = self.transformer.heads
             if model == "dit":
                 source = MergedSource(MODELS[model], files, loras, heads)
             elif model == "gemma3":
+                assert self.gemma_root
                 files += gemma_files(self.gemma_root)
                 source = Source(MODELS[model], files, heads | self.gemma.heads)
             else:
@@ -137,6 +142,7 @@ class Finished:
     @cached_property
     def tokenizer(self):
         """Gemma's tokenizer."""
+        assert self.gemma_root
         return load_tokenizer(self.gemma_root)
 
     def host_text_encoder(self) -> HostTextEncoder:
@@ -309,9 +315,10 @@ class Finished:
         for sets, job in different.items():
             identities = (self.weights_identity(self.source("dit", loras)) for loras in sets)
             if not all(map(self._is_made, identities)):
-                given = job.loras, job.stage_1_loras, job.stage_2_loras
+                given: tuple[WeightSet, ...] = job.loras, job.stage_1_loras, job.stage_2_loras
                 given = given if len(sets) > 1 else (*sets, (), ())
-                named = dict(zip(("--lora", "--ic-lora", "--distilled-lora"), given, strict=True))
+                flags = "--lora", "--ic-lora", "--distilled-lora"
+                named: dict[str, WeightSet] = dict(zip(flags, given, strict=True))
                 commands[self._shard_command("dit", named)] = None
         for loras in chain.from_iterable(different):
             self.weights("dit", loras, "\n".join(commands))

@@ -12,11 +12,11 @@ def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
           the last one
     """
     count = len(rows[0])
-    left = {index % count for index in left}
+    to_left = {index % count for index in left}
     widths = [max(len(row[index]) for row in rows) for index in range(count)]
     return [
         "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
+            cell.ljust(width) if index in to_left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

@@ -11,7 +11,7 @@ import torch
 from ltx_neuron import batch, progress
 from ltx_neuron.artifacts import code_digest
 from ltx_neuron.batch import Line
-from ltx_neuron.decode_queue import Clip
+from ltx_neuron.decode_queue import Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.files import check_folder, check_outputs, check_writable, write_json
@@ -59,6 +59,7 @@ class Outputs:
         inputs  what the job reads: files and folders by flag
         """
         require(self.video, "--output-path", "--prompt", "Type for example --output-path out.mp4")
+        assert self.video
         check_output_path(self.video)
         beside = progress.beside(self.video).items()
         named = {
@@ -99,6 +100,7 @@ class Outputs:
         }.items():
             if value:
                 raise UserError(f"{flag} is for one video; a --prompts-file writes to --output-dir")
+        assert self.folder
         check_folder(self.folder, "--output-dir DIR")
         if self.report:
             check_writable(self.report, "--perf-dump-path FILE")
@@ -109,6 +111,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
     recorder = Recorder()
     engine = Engine(workspace, recorder, options)
     outputs.check(engine.preflight.files_read([job]))
+    assert outputs.video
     state = progress.state_path(outputs.video)
     with progress.logging_failure(progress.log_path(outputs.video), state), engine:
         # Once, when `run` has checked the job: what it names is there then.
@@ -119,6 +122,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
             return interrupted_run(job, outputs, identity(), workspace.dtype)
 
         def write(clip: Clip) -> None:
+            assert outputs.video
             with recorder.phase("encode_mp4"):
                 # Each file appears under its name only when whole.
                 if outputs.frames:
@@ -127,6 +131,7 @@ def generate(job: Job, workspace: Workspace, options: RunOptions, outputs: Outpu
 
         # Tensors are written first, and hold all frames: no video without them.
         (result,) = engine.run([job], resume=resume, write=None if outputs.tensors else write)
+        assert isinstance(result, Result)
         if outputs.tensors:
             progress.write_run_tensors(outputs.tensors, result.tensors, identity())
             write(result.clip())
@@ -149,6 +154,7 @@ def generate_batch(
             clip.write_mp4(path)
         write_sidecar(path, clip.job, recorder, workspace)
 
+    assert outputs.folder
     log = progress.log_path(outputs.folder / batch.RESULTS)
     with progress.logging_failure(log), Engine(workspace, recorder, options) as engine:
         read = engine.preflight.files_read([line.job for line in lines])
@@ -184,6 +190,7 @@ def interrupted_run(
     job: Job, outputs: Outputs, identity: dict, dtype: torch.dtype
 ) -> JobRun | None:
     """The run that --resume names; None where there is none to continue."""
+    assert outputs.video
     state = progress.state_path(outputs.video)
     if outputs.resume is None:
         if state.is_file():
@@ -192,7 +199,7 @@ def interrupted_run(
                 " one)"
             )
         return None
-    path = state if outputs.resume is True else Path(outputs.resume)
+    path = Path(outputs.resume) if isinstance(outputs.resume, str) else state
     if outputs.resume is True and not path.is_file():
         print(f"nothing to resume: there is no {path}; beginning anew")
         return None

@@ -85,7 +85,7 @@ def load() -> list[str]:
 
 def cpus() -> int:
     """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _lines_of(path: str) -> list[str]:

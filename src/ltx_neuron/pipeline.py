@@ -1,7 +1,7 @@
 """LTXPipeline, the Python API."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +79,8 @@ class LTXPipeline:
         recipe: str = "distilled",
         spatial_upsampler_path: str | Path | None = None,
         temporal_upsampler_path: str | Path | None = None,
-        loras: list[tuple] = (),
-        distilled_loras: list[tuple] = (),
+        loras: Sequence[tuple] = (),
+        distilled_loras: Sequence[tuple] = (),
         compat: str | None = None,
         profile_set: tuple[str, ...] = (),
         tuned: bool = False,
@@ -161,8 +161,8 @@ class LTXPipeline:
         generator: torch.Generator | None = None,
         seed: int = Job.seed,
         upscale: str | None = None,
-        loras: list[tuple] | None = None,
-        distilled_loras: list[tuple] | None = None,
+        loras: Sequence[tuple] | None = None,
+        distilled_loras: Sequence[tuple] | None = None,
         audio: str | Path | SoundCondition | None = None,
         video: str | Path | Retake | None = None,
         start_time: float | None = None,
@@ -174,7 +174,7 @@ class LTXPipeline:
         images_as_guides: bool = False,
         skip_stage_2: bool = False,
         sampler: str = Job.sampler,
-        ic_loras: list[tuple] = (),
+        ic_loras: Sequence[tuple] = (),
         output_type: str = "np",
         output_path: str | Path | None = None,
         callback_on_step_end: Callable[["LTXPipeline", int, float, dict], Any] | None = None,
@@ -231,6 +231,7 @@ class LTXPipeline:
         _check_generator(generator)
         if output_type == "mp4":
             require(output_path, "output_path", 'output_type="mp4"', "Give output_path='out.mp4'")
+            assert output_path
             check_output_path(output_path)
             job.check()  # before its files are looked at
             inputs = self.engine.preflight.files_read([job])
@@ -238,10 +239,12 @@ class LTXPipeline:
         options = {"keep": True, "decode": output_type != "latent", "generator": generator}
 
         def write(clip: Clip) -> None:
+            assert output_path
             with self.engine.recorder.phase("encode_mp4"):
-                clip.write_mp4(output_path)
+                clip.write_mp4(Path(output_path))
 
         def on_step_end(stage: Stage, step: int) -> None:
+            assert callback_on_step_end
             callback_on_step_end(self, step, stage.sigmas[step], {"stage": stage.name})
 
         if output_type == "mp4":
@@ -249,6 +252,7 @@ class LTXPipeline:
         with self._exclusively("call"):
             self.engine.on_step_end = callback_on_step_end and on_step_end
             (result,) = self.engine.run([job], **options)
+        assert isinstance(result, Result)  # one job that fails is an error
         return _output(result, output_type, output_path)
 
     def _size_and_retake(
@@ -275,9 +279,9 @@ class LTXPipeline:
 
     def _recipe_fields(
         self,
-        loras: list[tuple] | None,
-        distilled: list[tuple] | None,
-        ic: list[tuple],
+        loras: Sequence[tuple] | None,
+        distilled: Sequence[tuple] | None,
+        ic: Sequence[tuple],
         two_stage: bool,
     ) -> dict[str, Any]:
         """The recipe and LoRAs of a call as a Job's fields, else the pipeline's own."""
@@ -301,7 +305,7 @@ def _plain(value):
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _loras(given: list[tuple]) -> WeightSet:
+def _loras(given: Sequence[tuple]) -> WeightSet:
     return tuple(Lora(Path(path), strength) for path, strength in given)
 
 
@@ -328,7 +332,7 @@ def _several(name: str, value: Any, kind: Any, of_path: Callable[[str], Any]) ->
     return (value,) if isinstance(value, kind) else tuple(value or ())
 
 
-def _references(reference: Any, ic_loras: list[tuple]) -> tuple[ReferenceVideo, ...]:
+def _references(reference: Any, ic_loras: Sequence[tuple]) -> tuple[ReferenceVideo, ...]:
     """A Job's references; those of a path are scaled as the LoRAs that take them say."""
 
     def of_path(path: str) -> ReferenceVideo:
@@ -349,8 +353,11 @@ def _output(result: Result, output_type: str, output_path: str | Path | None) ->
         frame_rate=result.job.output_frame_rate, sample_rate=result.sample_rate
     )
     if output_type == "np":
-        output.frames, output.audio = result.frames.numpy(), result.waveform.numpy()
+        frames, waveform = result.frames, result.waveform
+        assert frames is not None and waveform is not None
+        output.frames, output.audio = frames.numpy(), waveform.numpy()
     elif output_type == "mp4":
+        assert output_path
         output.path = Path(output_path)
     else:
         upscaled = [UPSCALED[kind] for kind in UPSCALES.get(result.job.upscale, ())]

@@ -139,6 +139,7 @@ class Profile:
         return chips * link
 
     def _chips_of(self, tp: int) -> float:
+        assert self.chip
         return tp * self.lnc / self.chip.cores
 
     def flags(self, model: str) -> str:
@@ -208,7 +209,7 @@ DIT_FLAGS = tuple(
         " --vectorize-strided-dma --cc-pipeline-tiling-factor=2",
     )
 )
-_TRN2 = dict(
+_TRN2: dict[str, Any] = dict(
     backend="nxd",
     tp=4,
     device="neuron",
@@ -399,19 +400,19 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
     runs on."""
     profile.check_degree(tp)
     if profile.device == "neuron":
-        package, requirements = _RUNTIMES[profile.backend]
+        (package, _), install = _RUNTIMES[profile.backend], install_runtime(profile.backend)
         version = package_version(package)
         if version is None:
             other = "torchdist" if profile.backend == "nxd" else "nxd"
             raise UserError(
                 f"profile {profile.name!r} runs on {package}, which is not installed.\nInstall it:"
-                f" pip install -r {requirements}; or type --profile-set backend={other} in an"
+                f" {install}; or type --profile-set backend={other} in an"
                 f" environment with {_RUNTIMES[other][0]}, or --profile cpu"
             )
         if profile.backend == "torchdist" and [*map(int, version.split(".")[:2])] < [2, 13]:
             raise UserError(
                 f"torch-neuronx {version} is for torch-xla; TorchNeuron begins with 2.13.\nInstall"
-                f" it: pip install -r {requirements}, or type --profile-set backend=nxd"
+                f" it: {install}, or type --profile-set backend=nxd"
             )
     elif profile.device == "cuda":
         count = (machine or probe()).cuda_devices
@@ -423,10 +424,15 @@ def require_runtime(profile: Profile, tp: int, machine: Machine | None = None) -
             )
 
 
-# What Neuron profiles run on, by backend.
+def install_runtime(backend: str) -> str:
+    """What to type for the packages that a Neuron profile's backend runs on."""
+    return f'pip install "ltx-neuron[{_RUNTIMES[backend][1]}]"'
+
+
+# What Neuron profiles run on, by backend: a package, and the extra of this one that names all.
 _RUNTIMES = {
-    "nxd": ("neuronx-distributed", "requirements-neuron.txt"),
-    "torchdist": ("torch-neuronx", "requirements-torchneuron.txt"),
+    "nxd": ("neuronx-distributed", "neuron"),
+    "torchdist": ("torch-neuronx", "torchneuron"),
 }
 _FIXED = ("name", "source", "chip", "settings", "host_memory_bytes")
 _TABLES = ("environment", "compiler_flags")  # --profile-set names their entries

@@ -54,7 +54,7 @@ class Residency:
         """
         workspace = self.workspace
         with self.recorder.phase("load_gemma3"):
-            self._start()
+            ranks = self._start()
             if (self.weights or self._decoders) and not workspace.profile.resident:
                 self._unload()
             known = workspace.profile.text_buckets
@@ -62,9 +62,9 @@ class Residency:
             buckets = tuple({inputs.bucket_for(group, known) for group in groups})
             weights = workspace.weights("gemma3")
             with _remedy(weights):
-                self.ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
+                ranks.load(weights, workspace.text_programs(buckets), workspace.dtype)
             models = workspace.gemma, workspace.transformer
-            encoder = RankTextEncoder(self.ranks, weights, *models, buckets, workspace.dtype)
+            encoder = RankTextEncoder(ranks, weights, *models, buckets, workspace.dtype)
         yield encoder
         with self.recorder.phase("unload_gemma3"):
             if not workspace.profile.resident:
@@ -77,11 +77,11 @@ class Residency:
             return
         weights = self.workspace.dit_weights(loras)
         with self.recorder.phase("load_transformer"):
-            self._start()
+            ranks = self._start()
             if self._decoders and not self.decoder_stays:
                 self._unload()
             with self._swapping(weights):
-                self.ranks.load(weights, programs, self.workspace.dtype)
+                ranks.load(weights, programs, self.workspace.dtype)
         self._programs = frozenset(programs)
         profile, earlier = self.workspace.profile, self._ran - self._programs
         self._ran |= self._programs
@@ -99,6 +99,7 @@ class Residency:
         weights = self.workspace.dit_weights(loras)
         if self.weights != weights:
             with self.recorder.phase("load_transformer"), self._swapping(weights):
+                assert self.ranks  # load_transformer
                 self.ranks.replace_weights(weights)
         if weights not in self._modulation:
             if len(self._modulation) >= _REMEMBERED_WEIGHT_SETS:
@@ -124,11 +125,13 @@ class Residency:
         """The video decoder with the programs of these tiles: beside the transformer, or in its
         place. With it come the decoders of sound."""
         self._load_decoders(tiles, sound or {})
+        assert self.ranks
         return RankTiles(self.ranks, self._decoding)
 
     def sound_decoder(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> RankSound:
         """Mel decoder and vocoder with these programs, as video_decoder."""
         self._load_decoders(tiles, sound)
+        assert self.ranks
         return RankSound(self.ranks, resampling_filters(self.workspace.vocoder), self._decoding)
 
     def _load_decoders(self, tiles: dict[str, Manifest], sound: dict[str, Manifest]) -> None:
@@ -141,12 +144,12 @@ class Residency:
                 with self.recorder.phase("unload_transformer"):
                     self._unload()
             with self.recorder.phase("load_vae"):
-                self._start()
+                ranks = self._start()
                 with _remedy(weights := workspace.weights("vae")):
-                    self.ranks.load(weights, tiles, workspace.dtype)
+                    ranks.load(weights, tiles, workspace.dtype)
                 if sound:
                     with _remedy(weights := workspace.weights("sound")):
-                        self.ranks.load(weights, sound, torch.float32)
+                        ranks.load(weights, sound, torch.float32)
             self._decoders = frozenset({*tiles, *sound})
 
     def unload_transformer(self) -> None:
@@ -167,13 +170,15 @@ class Residency:
         self.ranks, self._ran = None, frozenset()
         self._forget()
 
-    def _start(self) -> None:
+    def _start(self) -> Ranks:
         if not self.ranks:
             workspace = self.workspace
             self.ranks = registry.ranks(workspace.profile, workspace.tp, workspace.compiler_cache)
+        return self.ranks
 
     def _unload(self) -> None:
-        self.ranks.unload()
+        if self.ranks:
+            self.ranks.unload()
         self._forget()
 
     def _forget(self) -> None:

@@ -167,8 +167,9 @@ class Workspace(Finished):
             )
         identities = [self._dit_identity(bucket, profile) for bucket in buckets]
         paths = self._compile(identities, programs, profile)
-        for path in paths if job else ():
-            record_size(path, asdict(job.size) | {"recipe": job.recipe})
+        if job:
+            for path in paths:
+                record_size(path, asdict(job.size) | {"recipe": job.recipe})
         return paths
 
     def compile_text(self) -> list[Path]:

@@ -19,7 +19,11 @@ from device import conftest as device
 
 from ltx_neuron.backends import neuron_errors
 
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+]
 README_LINES, PATH_FILES, PATH_LINES = 130, 12, 2500
 DEVICE = ("-m", "pytest", "test/device")
 MADE_BY_RUNNING = ("artifacts/", "outputs/")

@@ -185,7 +185,7 @@ WRONG = {
         (),
         "blocks: runtime",
         "neuronx-distributed, which is not installed",
-        "pip install -r requirements-neuron.txt",
+        'pip install "ltx-neuron[neuron]"',
     ),
     "an SDK of before ModelBuilder V2": (
         Trn2(packages=OLD),
@@ -206,7 +206,7 @@ WRONG = {
         (),
         "blocks: torch",
         "NxD needs 2.9",
-        "requirements-neuron.txt",
+        "ltx-neuron[neuron]",
     ),
     "a torch that nothing here takes": (
         Trn2(packages={**NXD_29, "torch": "2.8.0"}),
@@ -220,7 +220,7 @@ WRONG = {
         ("--profile-set", "backend=torchdist"),
         "blocks: torch",
         "torch is 2.14.0, wanted torch>=2.9,<2.14",
-        "an environment of its own: pip install -r requirements-torchneuron.txt",
+        'an environment of its own: pip install "ltx-neuron[torchneuron]"',
     ),
     "a compiler that is Neuron's by name alone": (
         Trn2(packages={**TORCH_NEURON, "neuronx-cc": DECOYS["neuronx-cc"]}),
@@ -255,7 +255,7 @@ WRONG = {
         ("--profile-set", "backend=torchdist"),
         "blocks: runtime",
         "is for torch-xla",
-        "pip install -r requirements-torchneuron.txt",
+        'pip install "ltx-neuron[torchneuron]"',
     ),
     "no kernels": (
         Trn2(broken=("nkilib",)),

@@ -12,5 +12,5 @@ here=$(cd "$(dirname "$0")/../.." && pwd)
 pip() { "$dir/bin/python" -m pip install -q "$@"; }
 pip "torch==2.9.*" "torch_xla==2.9.*"
 pip -e "$here[dev,plot]" "jaxlib>=0.7" "protobuf>=5" requests "transformers>=4.57,<5"
-pip --no-deps -r "$here/requirements-ltx.txt"
+pip --no-deps ltx-core ltx-pipelines -c "$here/constraints.txt"
 "$dir/bin/python" -c "import torch_xla, jaxlib, transformers; print('ready:', torch_xla.__version__, jaxlib.__version__)"

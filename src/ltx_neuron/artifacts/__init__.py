@@ -142,7 +142,9 @@ def _digest_of_code(names: tuple[str, ...]) -> str:
             tree = ast.parse(path.read_text())
             for node in ast.walk(tree):
                 body = getattr(node, "body", None)
-                first = body[0] if isinstance(body, list) and body else None
+                if not isinstance(body, list) or not body:
+                    continue
+                first = body[0]
                 if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                     del body[0]
             hasher.update(f"{path.relative_to(package)} {ast.dump(tree)}".encode())

@@ -52,7 +52,8 @@ class Described(NamedTuple):
         entry = self.files[file]
         kind, hasher = ("sha256", "sha256") if "sha256" in entry else ("blake3", blake3)
         with open(path, "rb") as opened:
-            return hashlib.file_digest(opened, hasher).hexdigest() == entry[kind]
+            digest = hashlib.file_digest(opened, hasher)  # pyright: ignore[reportArgumentType]
+            return digest.hexdigest() == entry[kind]
 
 
 def described(name: str, text: bytes) -> Described:

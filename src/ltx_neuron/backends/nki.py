@@ -45,7 +45,8 @@ class Kernel(NamedTuple):
             return kernel
         import nki
 
-        return nki.jit(kernel)  # up to SDK 2.27 nkilib leaves the decoration to its callers
+        # Up to SDK 2.27 nkilib leaves the decoration to its callers.
+        return nki.jit(kernel)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _cte_arguments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict:
@@ -108,7 +109,7 @@ def native_attention(name: str, lnc: int):
 
 def register_for_xla(name: str, lnc: int) -> None:
     """Have PyTorch/XLA trace the kernel where a program has an operation of KERNELS, for NxD."""
-    launched = KERNELS[name].load()[lnc]  # on the physical cores of a logical one
+    launched = KERNELS[name].load()[lnc]  # pyright: ignore[reportIndexIssue] on a logical core's physical ones
 
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return launched(**KERNELS[name].arguments(query, key, value, scale))

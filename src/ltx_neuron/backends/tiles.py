@@ -37,7 +37,7 @@ class _OnRanks:
             # Ranks for which there is no part decode the last one as well.
             idle = [parts[-1]] * (self.at_once - len(together))
             with self._lock:
-                self.ranks.put(program, **{given: torch.cat([*together, *idle])}, **constants)
+                self.ranks.put(program, None, **{given: torch.cat([*together, *idle])}, **constants)
                 with suppress(NotFiniteError):
                     self.ranks.run(program)
                 decoded += self.ranks.get(program, made).split(1)[: len(together)]
@@ -49,7 +49,8 @@ class RankTiles(_OnRanks):
 
     def __call__(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Latents (1, 128, f, h, w) of one shape to frames (1, 3, 8f - 7, 32h, 32w)."""
-        program = tile_program_name(tuple(latents[0].shape[2:]))
+        frames, height, width = latents[0].shape[2:]
+        program = tile_program_name((frames, height, width))
         return self._decode(program, "tile_latent", latents, "tile_pixels")
 
 

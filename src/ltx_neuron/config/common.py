@@ -69,7 +69,7 @@ class ModelConfig:
     @property
     def digest(self) -> str:
         """Identity of the traced models: equal configs give equal graphs."""
-        return digest(dataclasses.asdict(self))
+        return digest(dataclasses.asdict(self))  # pyright: ignore[reportArgumentType]: of subclasses
 
     def check_tensor_parallel(self, tp: int) -> None:
         check_heads(tp, self.heads)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ltx_neuron.config.common import HOST_DECODES, ModelConfig, check_numbers, check_values
 from ltx_neuron.errors import UserError
@@ -71,7 +72,7 @@ def video_decoder_config(metadata: dict) -> VideoDecoderConfig:
     return config
 
 
-def _up_block(described: object) -> int | Upsampling:
+def _up_block(described: Any) -> int | Upsampling:
     """An entry of the config's decoder_blocks: [name, number or settings]."""
     try:
         name, settings = described

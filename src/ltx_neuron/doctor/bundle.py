@@ -224,7 +224,7 @@ def pack(
     return packed
 
 
-def _free(name: str, members: Mapping[str, str]) -> str:
+def _free(name: str, members: Mapping[str, object]) -> str:
     """The name, or one with a number where two folders have files of one name."""
     number, free = 1, name
     while free in members:

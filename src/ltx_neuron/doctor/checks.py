@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from ltx_neuron.format import format_bytes
 from ltx_neuron.host.models import HostModels
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.machine import Machine
-from ltx_neuron.profiles import PROFILES, Profile, require_runtime, resolve
+from ltx_neuron.profiles import PROFILES, Profile, install_runtime, require_runtime, resolve
 from ltx_neuron.sampling.latents import video_latent_shape
 from ltx_neuron.text.inputs import load_tokenizer
 from ltx_neuron.weights.checkpoint import gemma_files
@@ -30,16 +31,12 @@ from ltx_neuron.weights.tensorfile import DTYPES
 from ltx_neuron.workspace import Workspace
 
 GRAPH_BYTES = 2 * 2**30  # room for compiled graphs: a guess
-_REQUIREMENTS = "pip install -r requirements.txt"
-_ON_NEURON = {
-    "nxd": "pip install -r requirements-neuron.txt",
-    "torchdist": "pip install -r requirements-torchneuron.txt",
-}
 _PACKAGES = {
-    "ltx-core": ("VAE, vocoder and upsamplers", "pip install --no-deps -r requirements-ltx.txt"),
-    "transformers": ("the tokenizer", _REQUIREMENTS),
-    "safetensors": ("weights", _REQUIREMENTS),
-    "av": ("MP4 files", _REQUIREMENTS),
+    # Its wheel depends on torchaudio, which does not load beside a CPU's torch.
+    "ltx-core": ("VAE, vocoder and upsamplers", "pip install --no-deps ltx-core==1.0.0"),
+    "transformers": ("the tokenizer", "pip install ltx-neuron"),
+    "safetensors": ("weights", "pip install ltx-neuron"),
+    "av": ("MP4 files", "pip install ltx-neuron"),
 }
 
 
@@ -115,21 +112,21 @@ def on_chips(examination: Examination) -> Iterator[Finding]:
 def packages(examination: Examination) -> Iterator[Finding]:
     """Python, torch, the packages of the profile's backend and those of the host models."""
     yield Finding("python", "ok", f"{examination.system.python} in {examination.system.prefix}")
-    version, low, high = examination.system.version("torch"), *sdk.TORCH
+    version, (low, high) = examination.system.version("torch") or "", sdk.TORCH
     numbers = sdk.version_numbers(version)[:2]
     if not low <= numbers < high:
         wanted = f"torch>={sdk.dotted(low)},<{sdk.dotted(high)}"
         fix = f'pip install "{wanted}"'
         if examination.profile.device == "neuron":  # torch-neuronx is for one torch alone
-            fix = f"in an environment of its own: {_ON_NEURON[examination.profile.backend]}"
+            fix = f"in an environment of its own: {install_runtime(examination.profile.backend)}"
         yield Finding("torch", "blocks", f"torch is {version or 'absent'}, wanted {wanted}", fix)
     elif examination.profile.backend == "nxd" and numbers != sdk.NXD_TORCH:
         yield Finding(
             "torch",
             "blocks",
             f"torch is {version}; NxD needs {sdk.dotted(sdk.NXD_TORCH)}, the last of PyTorch/XLA",
-            "in an environment of its own: pip install -r requirements-neuron.txt; or, with"
-            " torch-neuronx 2.13, --profile-set backend=torchdist",
+            f"in an environment of its own: {install_runtime('nxd')}; or, with torch-neuronx 2.13,"
+            " --profile-set backend=torchdist",
         )
     else:
         yield Finding("torch", "ok", version)
@@ -164,7 +161,7 @@ def media(examination: Examination) -> Iterator[Finding]:
 
 
 def _encodes(codec: str) -> bool:
-    import av
+    import av.codec
 
     try:
         av.codec.Codec(codec, "w")
@@ -279,7 +276,8 @@ def _gemma(examination: Examination) -> str:
 
 
 def _upsampler(path: Path, kind: str) -> str:
-    models = HostModels(path, {}, torch.float32, **{f"{kind}_upsampler_path": path})
+    paths: dict[str, Any] = {f"{kind}_upsampler_path": path}
+    models = HostModels(path, {}, torch.float32, **paths)
     models.check([f"{kind}_upsampler"])
     return f"{path} is whole"
 

@@ -94,7 +94,7 @@ def sdk_packages(profile: Profile, driver: str | None, system: System) -> Iterat
         return  # what is missing is a finding of `checks.packages`
     state, usable = sdk.nxd_support(release)
     yield judged("nxd", usable, state, _OTHER_ENVIRONMENT)
-    if usable and release >= (2, 30):
+    if usable and release and release >= (2, 30):
         yield Finding(
             "nxd",
             "note",

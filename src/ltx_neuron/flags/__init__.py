@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(
-    description: str, example: str, gemma: bool, required: bool = True
+    description: str | None, example: str, gemma: bool, required: bool = True
 ) -> argparse.ArgumentParser:
     """A parser with the flags common to all the scripts.
 
@@ -187,10 +187,10 @@ def _options(field: FieldInfo) -> dict[str, Any]:
     if field.default is False:
         return {"action": "store_true"}
     if field.default == ():  # PATH [FRAME_IDX [STRENGTH [CRF]]]
-        path, _, rest = field.title.partition(" ")
+        path, _, rest = (field.title or "").partition(" ")
         metavar = path, rest.removeprefix("[").removesuffix("]")
         return {"action": "append", "nargs": "+", "metavar": metavar, "default": []}
-    options = {"metavar": field.title} if field.title else {}
+    options: dict[str, Any] = {"metavar": field.title} if field.title else {}
     for kind in (field.annotation, *get_args(field.annotation)):
         if get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
@@ -308,7 +308,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
     """Where else the work is done: of what runs many jobs."""
-    add = parser.add_argument_group("fleet (pip install -e .[fleet])").add_argument
+    add = parser.add_argument_group('fleet (pip install "ltx-neuron[fleet]")').add_argument
     help = "run on every chip of this Ray cluster: auto (the one that this machine is in),"
     help += " HOST:PORT, or local (this machine's own chips)"
     add("--ray", metavar="ADDRESS", help=help)
@@ -332,7 +332,8 @@ def check_fleet(args: argparse.Namespace, many: object = True) -> None:
         raise UserError(f"--replicas {args.replicas}: wanted 1 or more")
     if args.ray and not find_spec("ray"):
         raise UserError(
-            "--ray needs ray, which this Python does not have\nType: pip install -e .[fleet]"
+            "--ray needs ray, which this Python does not have\n"
+            'Type: pip install "ltx-neuron[fleet]"'
         )
 
 

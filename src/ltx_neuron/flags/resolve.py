@@ -3,6 +3,7 @@ one field needs or excludes another."""
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from ltx_neuron.errors import FieldError, UserError, flag_of
@@ -24,9 +25,10 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
             " references"
         )
     _check_owner(spec, "audio_path", ("audio_start_time", "audio_max_duration"))
-    sound = spec.audio_path and SoundCondition(
-        spec.audio_path, spec.audio_start_time or 0.0, spec.audio_max_duration
-    )
+    sound = None
+    if spec.audio_path:
+        start = spec.audio_start_time or 0.0
+        sound = SoundCondition(spec.audio_path, start, spec.audio_max_duration)
     return Job(
         size=size_of(spec, upright),
         guidance=_guidance(spec),
@@ -96,6 +98,7 @@ def retake_of(spec: JobSpec, named: str = flag_of("video_path")) -> Retake | Non
                 f"{{video_path}} needs {{{name}}}: which seconds are made anew? Type for example"
                 " {start_time} 0.5 {end_time} 1"
             )
+    assert spec.start_time is not None and spec.end_time is not None
     regenerate = spec.regenerate or Retake.regenerate
     return Retake(spec.video_path, spec.start_time, spec.end_time, regenerate)
 
@@ -114,7 +117,7 @@ def _said(spec: JobSpec, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(spec, name) is not None]
 
 
-def _listed(fields: list[str], separator: str = " ") -> str:
+def _listed(fields: Iterable[str], separator: str = " ") -> str:
     """Fields for the text of a FieldError."""
     return separator.join(f"{{{name}}}" for name in fields)
 

@@ -27,6 +27,7 @@ _MAX_FAILURES = 3  # replicas that end at once, until the command does
 def generate_batch(lines: list[Line], args: Namespace, workspace: Workspace) -> None:
     """Make the videos of a prompts file's lines; exit code 1 where one failed."""
     outputs, options = flags.outputs(args), flags.run_options(args)
+    assert outputs.folder  # Outputs.check_batch
     if outputs.report:
         raise UserError("--perf-dump-path is of one machine; it does not go with --ray")
     read = Engine(workspace, Recorder(), options).preflight.files_read([line.job for line in lines])
@@ -59,7 +60,9 @@ def _make(lines: list[Line], args: Namespace, queue: Queue, folder: Path, result
     def take_ended() -> None:
         for id, line in list(left.items()):
             entry = queue.get(OWNER, id)
+            assert entry
             if entry.status == FAILED:
+                assert entry.error
                 results.failed(line, RunError(entry.error["message"]))
             elif entry.status == COMPLETED:
                 _take_video(line, queue.folder_of(id) / VIDEO, folder / line.file)

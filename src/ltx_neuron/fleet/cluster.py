@@ -1,5 +1,6 @@
 """Ray: how this process joins it, and what a replica takes of it."""
 
+import logging
 import os
 import signal
 import socket
@@ -77,7 +78,7 @@ def connected(address: str, profile: Profile) -> Iterator[None]:
     handler = main and signal.getsignal(signal.SIGTERM)
     try:
         _check_answers(address)
-        ray.init(address, **own, logging_level="warning")
+        ray.init(address, **own, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
@@ -111,6 +112,7 @@ def check_cores(profile: Profile, tp: int) -> list[int]:
             " RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES where Ray is started"
         )
     cores = environment.cores(profile, tp)
+    assert profile.chip
     a_chip = profile.chip.cores // profile.lnc
     if tp <= a_chip and len({core // a_chip for core in cores}) > 1:
         raise UserError(

@@ -9,10 +9,10 @@ import secrets
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -37,7 +37,7 @@ class _Member(NamedTuple):
     """A replica: the name by which the queue knows it, its actor, and when it was started."""
 
     name: str
-    actor: object
+    actor: Any
     began: float
 
 
@@ -60,7 +60,7 @@ class Pool:
         capability_jobs: list[Job],
         max_replicas: int | None = None,
         max_failures: int | None = None,
-        sets: list[tuple] = (),
+        sets: Sequence[tuple] = (),
     ):
         self.queue, self.args = queue, absolute(args)
         self.capability_jobs, self.sets = capability_jobs, sets
@@ -176,11 +176,11 @@ def _reason(error: Exception | None) -> str:
 
 def absolute(args: Namespace) -> Namespace:
     """Flags whose paths mean the same in other processes' working folders."""
-    values = {
+    values: dict[str, Any] = {
         key: Path(os.path.abspath(value)) if isinstance(value, Path) else value
         for key, value in vars(args).items()
     }
-    if values["artifacts_from"] and "://" not in values["artifacts_from"]:
+    if values["artifacts_from"] and "://" not in str(values["artifacts_from"]):
         values["artifacts_from"] = os.path.abspath(values["artifacts_from"])
     for key in ("lora", "ic_lora", "distilled_lora"):
         values[key] = [[os.path.abspath(path), *rest] for path, *rest in values.get(key) or []]

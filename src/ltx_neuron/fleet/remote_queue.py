@@ -105,7 +105,7 @@ class RemoteQueue:
         files = {name: (folder / name).read_bytes() for name in RESULTS}
         done = ray.get(self.actor.complete.remote(entry, bytes, detail, files))
         self._clear(entry)
-        return done
+        return bool(done)
 
     def release_worker(self, worker: str, crashed: bool = False) -> None:
         for folder in self.scratch.iterdir():

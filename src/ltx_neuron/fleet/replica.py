@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -27,7 +28,7 @@ class Replica:
         """Take no further job; `run` returns when those that were taken are made."""
         self.stopped.set()
 
-    def run(self, capability_jobs: list, sets: list = ()) -> None:
+    def run(self, capability_jobs: list, sets: Sequence = ()) -> None:
         """Make videos until `stop` is called. UserError if this machine cannot.
 
         capability_jobs  jobs that it must be able to make
@@ -63,7 +64,8 @@ class Replica:
                 raise UserError(f"{error}\n{advice}") from None
             queue = RemoteQueue(self.queue_actor, self.lease, Path(folder))
             previews = not getattr(args, "no_page", True)  # a batch has no page
-            worker = Worker(queue, engine, self.name, previews)
+            # The queue has what workers use of one.
+            worker = Worker(queue, engine, self.name, previews)  # pyright: ignore[reportArgumentType]
             worker.stop = self.stopped
             on = f"cores {','.join(map(str, cores))}" if cores else workspace.profile.name
             print(f"{self.name} is ready on {on}", flush=True)

@@ -226,7 +226,7 @@ def _fastest(functions: dict[str, Callable[[], object]]) -> str:
     for _ in range(_ATTEMPTS):
         latest = _in_turns(functions, _TURNS)
         turns += latest
-        if len({min(turn, key=turn.get) for turn in latest}) == 1:
+        if len({min(turn, key=turn.__getitem__) for turn in latest}) == 1:
             turns = latest
             break
     return min(functions, key=lambda name: min(turn[name] for turn in turns))

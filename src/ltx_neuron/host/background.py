@@ -5,10 +5,10 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class BackgroundTask:
     """
 
     def __init__(self, function: Callable):
-        self._function, self._result, self._error = function, None, None
+        self._function, self._error = function, None
+        self._result: Any = None
         self._cancelled = False
         ready, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="background")
@@ -116,7 +117,7 @@ class BackgroundTask:
 
 
 @contextmanager
-def ahead(items: Iterator[Item]) -> Iterator[Iterator[Item]]:
+def ahead(items: Generator[Item, None, None]) -> Iterator[Iterator[Item]]:
     """The items of a generator, which runs in a thread of its own: one may wait to be taken while
     the next one is made.
 

@@ -6,7 +6,7 @@ What a file lacks for its job is a UserError, which the checks raise before a mo
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
@@ -98,6 +98,7 @@ def encode(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _encode_sound(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+    assert inputs.sound
     sound = _stereo(_read_sound_condition(inputs), f"{SOUND} {inputs.sound.path}")
     mel, latent = host.encode_audio(sound)
     return {
@@ -110,6 +111,7 @@ def _encode_sound(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
 
 def _read_sound_condition(inputs: Inputs) -> Sound:
     """The samples that a sound condition asks for, in one or two channels."""
+    assert inputs.sound
     path, start, duration = inputs.sound.path, inputs.sound.start_time, inputs.sound.max_duration
     duration = inputs.size.seconds if duration is None else duration
     sound = read_sound(path, SOUND, start, duration)
@@ -128,6 +130,7 @@ def _read_sound_condition(inputs: Inputs) -> Sound:
 
 def _too_short(inputs: Inputs, sound: Sound, audio_frames: int) -> UserError:
     """audio_frames  latents that the sound is encoded as"""
+    assert inputs.sound
     asked, size, where, advice = inputs.sound, inputs.size, "", "pass a longer sound"
     if asked.start_time:
         where += f" from --audio-start-time {asked.start_time:g} on"
@@ -185,6 +188,7 @@ def _stereo(sound: Sound, typed: str) -> Sound:
 
 def _check_source(inputs: Inputs) -> None:
     """Raise UserError unless every frame of the video is there by its time, with a usable sound."""
+    assert inputs.retake
     path, size, extension = inputs.retake.path, inputs.size, inputs.extension
     frames, seconds, times = size.num_frames, size.seconds, size.seconds
     if extension:
@@ -196,6 +200,7 @@ def _check_source(inputs: Inputs) -> None:
 
 
 def _encode_retake(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
+    assert inputs.retake
     path = inputs.retake.path
     timed = frames_until(path, RETAKE, inputs.size.seconds, inputs.upright)
     pixels = pixels_of(_exactly(inputs.size.num_frames, timed, path, RETAKE), *inputs.size.sides)
@@ -226,6 +231,7 @@ def _retaken_sound(path: str | Path, seconds: float) -> Sound | None:
 
 def _encode_extension(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
     extension, dtype = inputs.extension, host.dtype
+    assert extension
     pixels = pixels_of(_known_frames(inputs), *inputs.size.sides)
     known = host.encode_video(pixels.to(dtype))[:, :, int(extension.before) :]
     video = known.new_zeros(*known.shape[:2], extension.video_latents, *known.shape[3:])
@@ -240,6 +246,7 @@ def _encode_extension(host: HostModels, inputs: Inputs) -> dict[str, Tensor]:
 def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
     """The file's frames that the windows see."""
     extension, frames = inputs.extension, _source_frames(inputs)
+    assert extension
     if not extension.before:
         return islice(frames, extension.source_frames - extension.known_frames, None)
     # A latent of its own for one frame: the file's are behind the first latent of the clip. Nothing
@@ -250,7 +257,9 @@ def _known_frames(inputs: Inputs) -> Iterator[np.ndarray]:
 
 def _extended_sound(inputs: Inputs) -> Sound:
     """The file's sound as long as its video, behind as much silence as is made before it."""
-    extension, path = inputs.extension, inputs.retake.path
+    extension, retake = inputs.extension, inputs.retake
+    assert extension and retake
+    path = retake.path
     sound = _retaken_sound(path, extension.source_seconds)
     if sound is None:
         print(f"{RETAKE} {path} has no sound: what is added goes on from silence")
@@ -262,17 +271,23 @@ def _extended_sound(inputs: Inputs) -> Sound:
 
 
 def _source_frames(inputs: Inputs) -> Iterator[np.ndarray]:
-    path = inputs.retake.path
+    extension, retake = inputs.extension, inputs.retake
+    assert extension and retake
+    path = retake.path
     frames = first_frames(path, RETAKE, inputs.upright)
-    return _exactly(inputs.extension.source_frames, frames, path, RETAKE)
+    return _exactly(extension.source_frames, frames, path, RETAKE)
 
 
-def with_source(inputs: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
+def with_source(
+    inputs: Inputs, decoded: Generator[Tensor, None, None]
+) -> Generator[Tensor, None, None]:
     """The frames of a video that is made longer, in chunks, uint8 (N, H, W, 3): the file's own, bit
     for bit, and the new ones of those that are decoded; later ones are not asked for."""
-    taken, kept = inputs.extension.decoded, map(torch.from_numpy, _source_frames(inputs))
+    extension = inputs.extension
+    assert extension
+    taken, kept = extension.decoded, map(torch.from_numpy, _source_frames(inputs))
     new = islice(chain.from_iterable(decoded), taken.start, taken.stop)
-    frames = chain(new, kept) if inputs.extension.before else chain(kept, new)
+    frames = chain(new, kept) if extension.before else chain(kept, new)
     with closing(decoded):
         while chunk := list(islice(frames, TIME_SCALE)):
             yield torch.stack(chunk)
@@ -284,10 +299,11 @@ def with_source(inputs: Inputs, decoded: Iterator[Tensor]) -> Iterator[Tensor]:
 def _check_references(inputs: Inputs) -> None:
     """Raise UserError unless references and mask can fill the clip and divide among latents."""
     for reference in inputs.references:
-        _, *sides = reference.pixels(inputs.size.first)
-        _check_footage(reference.path, REFERENCE, reference.num_frames, *sides, inputs.upright)
+        _, height, width = reference.pixels(inputs.size.first)
+        sides = height, width
+        _check_footage(reference.path, REFERENCE, reference.num_frames, sides, inputs.upright)
     if mask := inputs.attention_mask:
-        _check_footage(mask.path, MASK, 1, *inputs.size.first.sides, inputs.upright)
+        _check_footage(mask.path, MASK, 1, inputs.size.first.sides, inputs.upright)
         _mask_frames(inputs)
 
 
@@ -305,6 +321,7 @@ def _encode_reference(host: HostModels, inputs: Inputs, reference: ReferenceVide
 def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """(1, M): the mask's weight of each reference's token, times its strength."""
     mask = inputs.attention_mask
+    assert mask
     frames = first_frames(mask.path, MASK, inputs.upright)
     frames = _exactly(_mask_frames(inputs), frames, mask.path, MASK)
     # At the size of the stage, not of the references.
@@ -317,6 +334,7 @@ def _reference_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:
 def _mask_frames(inputs: Inputs) -> int:
     """How many frames of the mask are taken: UserError where they do not divide."""
     mask = inputs.attention_mask
+    assert mask
     frames = min(footage(mask.path, MASK).num_frames, inputs.size.num_frames)
     for reference in inputs.references:
         latent_frames, _, _ = reference.latent_shape(inputs.size.first)
@@ -358,11 +376,11 @@ def token_weights(pixels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
 
 
 def _check_footage(
-    path: str | Path, flag: str, num_frames: int, height: int, width: int, upright: bool
+    path: str | Path, flag: str, num_frames: int, sides: tuple[int, int], upright: bool
 ) -> None:
     found = footage(path, flag, upright)
     _check_number(path, flag, found.num_frames, max(1, num_frames))
-    check_filling(path, found.sides, height, width, flag)
+    check_filling(path, found.sides, *sides, flag)
 
 
 def _check_number(path: str | Path, flag: str, got: int, wanted: int) -> None:

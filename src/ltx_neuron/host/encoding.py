@@ -47,6 +47,7 @@ def encode_tiled(encode: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
         weights = time.weights[:, None, None] * row.weights[:, None] * column.weights
         place = total[:, :, time.start : time.stop, row.start : row.stop]
         place[..., column.start : column.stop] += encoded * weights
+    assert total is not None  # a clip has a tile
     return total
 
 
@@ -67,8 +68,8 @@ def _latent(pixels: Sequence[int]) -> tuple[int, int, int]:
 def _tiles(latent: tuple[int, int, int]) -> Iterator[tuple[Part, Part, Part]]:
     """The tiles of a clip's latents."""
     times = parts(latent[0], TIME_TILE, TIME_OVERLAP, causal=True)
-    sides = (parts(length, SPACE_TILE, SPACE_OVERLAP) for length in latent[1:])
-    return itertools.product(times, *sides)
+    rows, columns = (parts(length, SPACE_TILE, SPACE_OVERLAP) for length in latent[1:])
+    return itertools.product(times, rows, columns)
 
 
 def parts(length: int, tile: int, overlap: int, causal: bool = False) -> list[Part]:

@@ -154,5 +154,5 @@ def _h264_round_trip(image: np.ndarray, crf: int) -> np.ndarray:
         container.mux(stream.encode(frame.reformat(format="yuv420p")))
         container.mux(stream.encode())
     file.seek(0)
-    with av.open(file) as container:
-        return next(container.decode(video=0)).to_ndarray(format="rgb24")
+    with av.open(file, "r") as written:
+        return next(written.decode(video=0)).to_ndarray(format="rgb24")

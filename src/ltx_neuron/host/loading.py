@@ -1,6 +1,9 @@
 """Loading the host's models: ltx-core's modules, with their tensors from a checkpoint or from an
 upsampler's file."""
 
+# ltx-core's from_config is a class method that names the class that it builds as its own.
+# pyright: reportAttributeAccessIssue=false
+
 import json
 import sys
 from collections.abc import Callable
@@ -101,7 +104,9 @@ class ModelSpec(NamedTuple):
         module.register_forward_hook(self.check_output)
         return module.eval().requires_grad_(False)
 
-    def check_output(self, module: torch.nn.Module, given: tuple, output: torch.Tensor) -> None:
+    def check_output(
+        self, module: torch.nn.Module | None, given: tuple, output: torch.Tensor
+    ) -> None:
         """A hook of the module's forward: raise RunError where it returned NaN or Inf, which a
         picture shows as black, and a sound as silence or noise."""
         if finite(output):
@@ -183,14 +188,14 @@ def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> Mo
     import_ltx_core()
     from ltx_core.model import upsampler
 
+    config = _upsampler_config(kind, path)
+    assert path
     return ModelSpec(
         name=f"{kind} upsampler",
         path=path,
         flag=f"--{kind}-upsampler-path",
         download=upsampler_download(kind),
-        build=partial(
-            upsampler.LatentUpsamplerConfigurator.from_config, _upsampler_config(kind, path)
-        ),
+        build=partial(upsampler.LatentUpsamplerConfigurator.from_config, config),
         prefixes={"": ""},
         dtype=dtype,
     )

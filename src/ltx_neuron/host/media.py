@@ -4,6 +4,7 @@ Source: ltx_pipelines utils/media_io/decode.py. Whatever PyAV reads is read; wha
 UserError that names the file and its flag.
 """
 
+import math
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ class Sound(NamedTuple):
 def _opened(path: str | Path, flag: str) -> Iterator:
     """The file as PyAV's container. What PyAV raises in the block is a UserError."""
     import av
+    from av.error import FFmpegError
 
     advice = f"pass another file with {flag}"
     try:
@@ -50,7 +52,7 @@ def _opened(path: str | Path, flag: str) -> Iterator:
         raise UserError(f"there is no file {path}: {advice}") from None
     except PermissionError as error:
         raise refusal(error, flag) from None
-    except (av.FFmpegError, OSError, ValueError) as error:
+    except (FFmpegError, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {reason(error)}\n{advice}") from None
 
 
@@ -64,7 +66,7 @@ def read_sound(
         if stream is None:
             return None
         container.seek(int(start / stream.time_base), stream=stream)
-        parts, first, base = [], None, stream.time_base
+        parts, first, base = [], math.nan, stream.time_base
         for frame in container.decode(stream):
             if frame.pts is None:
                 continue
@@ -73,7 +75,7 @@ def read_sound(
                 continue
             if duration is not None and begins > start + duration:
                 break
-            first = begins if first is None else first
+            first = first if parts else begins
             parts.append(_samples(frame))
         rate = stream.rate
     if not parts:
@@ -111,11 +113,11 @@ def footage(path: str | Path, flag: str, upright: bool = True) -> Size:
             raise ValueError("it does not say its frame rate")
         context, rate = stream.codec_context, float(stream.average_rate)
         number = stream.frames or sum(1 for _ in container.decode(stream))
-        sides = context.height, context.width
+        height, width = context.height, context.width
     _check_constant_rate(path, flag)
     if upright:
-        sides = next(first_frames(path, flag)).shape[:2]
-    return Size(*sides, number, rate)
+        height, width = next(first_frames(path, flag)).shape[:2]
+    return Size(height, width, number, rate)
 
 
 # Of the mean time between two frames: how much the shortest and the longest may differ. Containers
@@ -131,7 +133,7 @@ def _check_constant_rate(path: str | Path, flag: str) -> None:
         times = _packet_times(container, stream)
         base, said = float(stream.time_base), float(stream.average_rate)
         expected = max(3, stream.frames)
-    if len(times) < expected or None in times:
+    if len(times) < expected:
         return  # too few to tell, or a file that is cut off, which decoding says
     steps = [after - before for before, after in pairwise(sorted(times))]
     mean = sum(steps) / len(steps)
@@ -174,15 +176,15 @@ def timed_frames(path: str | Path, flag: str, seconds: float) -> int | None:
     with _opened(path, flag) as container:
         stream = _video_stream(container, path, flag)
         times = _packet_times(container, stream)
-    if not times or None in times:
+    if not times:
         return None
     return sum(0 <= time < seconds for time in times)
 
 
-def _packet_times(container, stream) -> list[float | None]:
-    """Seconds at which a video's frames begin, by its packets; None for one without."""
-    packets = (packet for packet in container.demux(stream) if packet.size)
-    return [packet.pts and float(packet.pts * stream.time_base) for packet in packets]
+def _packet_times(container, stream) -> list[float]:
+    """Seconds at which a video's frames begin, by its packets; empty where one has no time."""
+    times = [packet.pts for packet in container.demux(stream) if packet.size]
+    return [] if None in times else [float(time * stream.time_base) for time in times]
 
 
 def video_size(

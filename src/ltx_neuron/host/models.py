@@ -4,6 +4,7 @@ ltx-core's modules."""
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -106,8 +107,9 @@ class HostModels:
         The upsamplers work on un-normalised latents: ltx_core.model.upsampler.upsample_video.
         """
         upsampler = self.spatial_upsampler if kind == "spatial" else self.temporal_upsampler
-        latent = self.video_statistics.un_normalize(latent.to(self.latent_dtype))
-        return self.video_statistics.normalize(upsampler(latent)).to(self.dtype)
+        statistics: Any = self.video_statistics
+        latent = statistics.un_normalize(latent.to(self.latent_dtype))
+        return statistics.normalize(upsampler(latent)).to(self.dtype)
 
     # No torch.no_grad, which would keep what a generator yielded last: no weight has gradients.
     def decode_video(
@@ -122,7 +124,8 @@ class HostModels:
 
         rank_tiles  decodes the tiles on the ranks, as backends.tiles.RankTiles does
         """
-        decoder, tiling = self._tiled_decoder(tuple(latent.shape[2:]), rank_tiles)
+        frames, height, width = latent.shape[2:]
+        decoder, tiling = self._tiled_decoder((frames, height, width), rank_tiles)
         from ltx_neuron.host.vae import FastVideoDecoder
 
         dtype = torch.float32 if isinstance(decoder, FastVideoDecoder) else self.dtype
@@ -141,13 +144,14 @@ class HostModels:
 
     def _tiled_decoder(
         self, clip: tuple[int, int, int], rank_tiles: Callable | None
-    ) -> tuple[torch.nn.Module, object]:
+    ) -> tuple[Any, Any]:
         """What decodes a clip of latents (F, h, w), and ltx-core's TilingConfig for it."""
         self._spec("video_decoder")  # its imports of ltx-core come before all others
         from ltx_neuron.host import tiles
 
         if not rank_tiles:
             return self.video_decoder, tiles.tiling(self.profile)
+        assert self.profile  # of the ranks
         decoder = tiles.TiledDecoder(rank_tiles, rank_tiles.at_once)
         return decoder, tiles.tiling_for_ranks(self.profile, clip, rank_tiles.at_once)
 
@@ -271,8 +275,11 @@ class HostModels:
         if model == "upsampler":
             return upsampler_spec(kind, self.upsampler_paths[kind], self.latent_dtype)
         # The video encoder and decoder keep their weights as they are stored.
-        dtypes = {"video_encoder": None, "video_decoder": None}
-        dtypes["video_statistics"] = self.latent_dtype
+        dtypes = {
+            "video_encoder": None,
+            "video_decoder": None,
+            "video_statistics": self.latent_dtype,
+        }
         dtype = dtypes.get(name, self.audio_dtype)
         return checkpoint_spec(name, self.checkpoint_path, self.config, dtype)
 

@@ -7,6 +7,9 @@ residual blocks beside one another, or spans of its own where these add little w
 each. Spans are cut by length alone, so the number of threads does not change the bits.
 """
 
+# A module's parts are Tensor | Module to type checkers: what is built here is known to be more.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple

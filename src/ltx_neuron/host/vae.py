@@ -6,6 +6,10 @@ convolution hands over its result piece by piece, and what follows it (residual 
 SiLU, depth to space) is done while the piece is in cache.
 """
 
+# A module's parts are Tensor | Module to type checkers: what is built here is known to be more.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAssignmentType=false
+
 import ctypes
 import itertools
 import math

@@ -7,13 +7,13 @@ the rows, which overlap and are not copied; a convolution before upsampling is o
 
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ltx_neuron.models.vocoder import EPS, Activation, Convolution, Filter, Snake, Upsample
+from ltx_neuron.models.vocoder import EPS, Activation, Convolution, Snake, Upsample
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ class RowFilter(NamedTuple):
     after: int
 
     @classmethod
-    def of(cls, module: Filter) -> "RowFilter":
+    def of(cls, module: Any) -> "RowFilter":
         matrix, size = module.filter.squeeze(2).transpose(1, 2).flatten(1), module.filter.shape[1]
         read = matrix.any(dim=0).nonzero().flatten()
         first, last = min(int(read[0]), size), max(int(read[-1]) + 1, 2 * size)

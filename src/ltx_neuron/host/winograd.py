@@ -235,7 +235,8 @@ def convolve_winograd(
 def tile_counts(shape: Sequence[int]) -> tuple[int, int, int]:
     """Tiles along time, height and width of a map (F, H, W, C); the last ones may be partly
     empty."""
-    return tuple(-(-size // TILE) for size in shape[:3])
+    frames, height, width = (-(-size // TILE) for size in shape[:3])
+    return frames, height, width
 
 
 def piece_size(shape: Sequence[int], workers: int) -> tuple[int, int]:

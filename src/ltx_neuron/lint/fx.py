@@ -1,6 +1,7 @@
 """The FX front end: reads exported programs and AOT graphs, as TorchNeuron is given them."""
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -149,7 +150,8 @@ def _kind(value: Tensor) -> Kind:
 
 
 def _collective(node: fx.Node) -> Collective:
-    given = {
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given: dict[str, Any] = {
         argument.name: value
         for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
     }

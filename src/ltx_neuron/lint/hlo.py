@@ -62,7 +62,7 @@ def operations(text: str) -> list[Operation]:
                 roots[computation] = instruction["name"]
     if not parsed:
         raise ValueError("no HLO instruction in this text")
-    return [_operation(*each, kinds, roots) for each in parsed]
+    return [_operation(where, instruction, kinds, roots) for where, instruction in parsed]
 
 
 def _operation(computation: str, instruction: re.Match, kinds: dict, roots: dict) -> Operation:

@@ -29,7 +29,7 @@ INSTALL = """torch_xla {problem}.
 It wants the torch of its own number, so give it a venv of its own:
   test/xla/make_xla_venv.sh /path/to/venv-xla
   PYTHONPATH=src /path/to/venv-xla/bin/python -m ltx_neuron.lint
-(torch==2.9.* and torch_xla==2.9.* from PyPI, and requirements.txt)"""
+(torch==2.9.* and torch_xla==2.9.* from PyPI)"""
 
 
 def require() -> None:
@@ -53,7 +53,8 @@ def _lower_plain_attention() -> None:
     own."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        return matmul(*(x.transpose(1, 2) for x in (query, key, value)), scale)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return matmul(query, key, value, scale)
 
     torch.library.register_kernel("ltx_neuron::attention_const_max", "xla", attention)
 

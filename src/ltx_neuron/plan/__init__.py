@@ -286,7 +286,7 @@ def plan(
     dit_files = weights["rank"] * tp + weights["host"]
     fits = None if limit is None else memory.in_turn <= limit
     nearest = None
-    if fits is False:
+    if limit is not None and not fits:
         room = limit - weights["rank"] - ASSUMED["runtime_bytes_per_core"]
         nearest = _nearest(job, last, room, lambda of: _activations(stage_plans(of)))
     return Plan(
@@ -310,7 +310,7 @@ def plan(
         **_on_the_host(checkpoint, profile, job, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
-        collectives_buffer_bytes=buffer and int(buffer),
+        collectives_buffer_bytes=int(buffer) if buffer else None,
         assumed=ASSUMED,
         stages=stages,
     )
@@ -389,12 +389,14 @@ def _stage(
     parameters = [p for name in calls for p in program.graphs[name].module.parameters()]
     weight_bytes = sum(parameter.numel() for parameter in parameters) * dtype.itemsize
     (held, scores), score_ms = _score_bytes(config, bucket, profile, tp), None
-    compute_ms = memory_ms = expected = None
-    if profile.chip:
+    compute_ms = memory_ms = ideal_ms = expected = None
+    rate, bandwidth = profile.flops(tp), profile.memory_bytes_per_second(tp)
+    if rate and bandwidth:
         moved = 2 * scores * config.num_layers * tp
-        score_ms = moved / profile.memory_bytes_per_second(tp) * 1e3
-        compute_ms = flops * tp / profile.flops(tp) * 1e3
-        memory_ms = weight_bytes * tp / profile.memory_bytes_per_second(tp) * 1e3
+        score_ms = moved / bandwidth * 1e3
+        compute_ms = flops * tp / rate * 1e3
+        memory_ms = weight_bytes * tp / bandwidth * 1e3
+        ideal_ms = max(compute_ms, memory_ms)
         launches, blocks = 1, profile.blocks_per_graph
         if blocks:  # what is counted has a block in a graph
             launches = len(calls) - config.num_layers + config.num_layers // blocks
@@ -409,7 +411,7 @@ def _stage(
         video_tokens=bucket.video_tokens,
         audio_tokens=bucket.audio_tokens,
         flops_per_step=flops * tp,
-        ideal_step_ms=profile.chip and max(compute_ms, memory_ms),
+        ideal_step_ms=ideal_ms,
         compute_ms=compute_ms,
         memory_ms=memory_ms,
         forecast=expected,
@@ -467,9 +469,9 @@ def _step(
 
 def _between_ranks(step: dict[str, int], profile: Profile, tp: int) -> dict:
     """What sequence parallelism changes in a step: its collectives and elementwise work."""
-    seconds = profile.chip and tp * step["moved_bytes"] / profile.link_bytes_per_second(tp)
+    rate = profile.link_bytes_per_second(tp)
     return {
-        "collectives_ms": profile.chip and seconds * 1e3,
+        "collectives_ms": rate and tp * step["moved_bytes"] / rate * 1e3,
         "collectives_per_step": {"count": step["collectives"], "bytes": step["collective_bytes"]},
         "elementwise_bytes_per_step": step["elementwise_bytes"],
     }

@@ -31,7 +31,7 @@ EXAMPLE = """python -m ltx_neuron.plan --checkpoint-path CKPT --profile trn2.3xl
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = flags.parser(__doc__.partition("\n\n")[0], EXAMPLE, gemma=False)
+    parser = flags.parser((__doc__ or "").partition("\n\n")[0], EXAMPLE, gemma=False)
     parser.prog = "python -m ltx_neuron.plan"
     flags.add_size(parser)
     flags.add_conditions(parser, shape_only=True)

@@ -4,6 +4,9 @@ FLOPs are counted, rates are documented or assumed, and every row says which. A 
 its models were loaded for one before it and its prompt is new.
 """
 
+# ltx-core's from_config is a class method that names the class that it builds as its own.
+# pyright: reportAttributeAccessIssue=false
+
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -108,9 +111,9 @@ class Clip:
         last = [*self._video(), *sound, self._mp4()]
         rows, seconds, batch_seconds = [*first, *last], None, None
         if all(row.seconds is not None for row in rows):
-            before = sum(row.seconds for row in first)
+            before = sum(row.seconds or 0 for row in first)
             device, host = (
-                sum(row.seconds for row in last if row.where == where)
+                sum(row.seconds or 0 for row in last if row.where == where)
                 for where in ("device", "host")
             )
             seconds = before + device + host

@@ -58,13 +58,15 @@ def forecast(
     memory_ms  to read the weights once: products never take less
     score_ms   to write and read the scores that attention holds
     """
-    peak, memory = profile.flops(tp) / tp, profile.memory_bytes_per_second(tp) / tp
+    chip, flops, link = profile.chip, profile.flops(tp), profile.link_bytes_per_second(tp)
+    bandwidth = profile.memory_bytes_per_second(tp)
+    assert chip and flops and link and bandwidth  # a profile with documented limits
+    peak, memory = flops / tp, bandwidth / tp
     attention, small = step["attention_flops"], step["small_collectives"]
     linear, large = step["flops"] - attention, step["collectives"] - small
     unfused, moved = step["elementwise_bytes"], step["moved_bytes"]
     # Between chips, sums are as much slower as the link is.
-    on_chip = profile.chip.link_bytes_per_second * profile.flops(tp) / profile.chip.flops
-    slower = on_chip / profile.link_bytes_per_second(tp)
+    slower = chip.link_bytes_per_second * flops / chip.flops / link
     ranges = {
         "linear": [max(linear / (share * peak) * 1e3, memory_ms) for share in _LINEAR],
         "attention": [attention / (share * peak) * 1e3 + score_ms for share in _ATTENTION],
@@ -91,7 +93,7 @@ def forecast(
         "elementwise": f"{unfused / 1e9:.0f} GB a rank, {_percent(_UNFUSED)} not fused, assumed",
         "waiting": f"{_percent(_WAITING)} of these: engines that wait, as in Wan 2.1 (Difflet)",
     }
-    parts = [Part(name, *ms, sources[name]) for name, ms in ranges.items()]
+    parts = [Part(name, low, high, sources[name]) for name, (low, high) in ranges.items()]
     low, high = map(sum, zip(*ranges.values(), strict=True))
     return Forecast(low, low + _MIDDLE * (high - low), high, parts)
 

@@ -39,7 +39,7 @@ def plot(reports: list[dict], path: str | Path) -> None:
     else:
         axes.set_ylim(0, 1.1 * max(all_steps) or 1)
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=9)
     with whole_file(path) as partial:

@@ -25,7 +25,7 @@ _FIELDS = {
 def validate(report: object, source: str = "report") -> None:
     """Raise UserError, naming `source` and the fields, unless the report has those of schema 1."""
     schema = report.get("schema") if isinstance(report, dict) else None
-    if schema != 1:
+    if not isinstance(report, dict) or schema != 1:
         raise UserError(
             f"{source} is not a latency report of schema 1: its schema is {schema}; "
             "make one with generate_ltx23.py --perf-dump-path"
@@ -107,7 +107,9 @@ def _phase_lines(report: dict) -> list[str]:
 
 def _step_lines(report: dict) -> list[str]:
     """A line for every stage that has steps, then every step's time."""
-    rows = [("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")]
+    rows: list[tuple[str, ...]] = [
+        ("denoise", "steps", "cold ms", "warm median ms", "p90 ms", "host ms", "device ms")
+    ]
     each_step = []
     for stage, steps in report["denoise_steps_ms"].items():
         if steps:
@@ -198,12 +200,12 @@ def exceeded(report: dict, limits: list[str], source: str = "report") -> list[st
                 f"--max got {limit!r}, wanted NAME=VALUE with a number, such as"
                 " end_to_end_seconds=20"
             )
-        if measured.get(name) is None:
+        if (value := measured.get(name)) is None:
             reason = (
                 "has no value in this run" if name in measured else "is not a number of this report"
             )
             near = difflib.get_close_matches(name, [key for key in measured if key != name], 5, 0.3)
             raise UserError(f"{source}: {name} {reason}; near it: {', '.join(near)}")
-        if measured[name] > allowed:
-            sentences.append(f"{source}: {name} is {measured[name]:g}, allowed is {allowed:g}")
+        if value > allowed:
+            sentences.append(f"{source}: {name} is {value:g}, allowed is {allowed:g}")
     return sentences

@@ -108,13 +108,13 @@ class LatentState:
         if self.frozen:
             scale, clean_latent, mask = self.frozen_noise, latent, torch.ones_like(mask)
         noise = torch.randn(latent.shape, dtype=latent.dtype, generator=generator)
-        scale = torch.tensor(scale, dtype=torch.float32)
+        weight = torch.tensor(scale, dtype=torch.float32)
         if compat_1_0_0:
             # One blend by mask * scale: a held token keeps what it started from, the image.
-            mixed = noise * (mask * scale) + latent * (1 - mask * scale)
+            mixed = noise * (mask * weight) + latent * (1 - mask * weight)
         else:
             # Noise first, by scale, then the image over it, by the mask (since 1.1.6).
-            noisy = torch.lerp(latent.float(), noise.float(), scale)
+            noisy = torch.lerp(latent.float(), noise.float(), weight)
             mixed = torch.lerp(clean_latent.float(), noisy, mask)
         return mixed.to(latent.dtype)
 
@@ -220,7 +220,7 @@ def _with_references(
     video: LatentState, inputs: Inputs, own_tokens: int, tensors: Mapping[str, Tensor]
 ) -> LatentState:
     """With the references appended, and their mask as a bias; own_tokens: of the clip."""
-    groups = [(len(video.denoise_mask) - own_tokens, None)]
+    groups: list[tuple[int, Tensor | None]] = [(len(video.denoise_mask) - own_tokens, None)]
     weights = tensors.get("reference_attention")
     for number, reference in enumerate(inputs.references):
         latent = tensors[f"reference_latent_{number}" if number else "reference_latent"]

@@ -44,7 +44,7 @@ def check_type(name: str, value, kind, example=None) -> None:
     kinds = get_args(kind) if isinstance(kind, UnionType) else (get_origin(kind) or kind,)
     if not any(_is_a(each, value) for each in kinds):
         got = f"{name}={reprlib.repr(value)} is of type {type(value).__name__}"
-        wanted = " or ".join(_IN_WORDS.get(each, each.__name__) for each in kinds)
+        wanted = " or ".join(_IN_WORDS.get(each) or each.__name__ for each in kinds)
         as_in = "" if example is None else f", as in {name}={example!r}"
         raise UserError(f"{got}; wanted {wanted}{as_in}")
 

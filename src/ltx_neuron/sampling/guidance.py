@@ -133,7 +133,7 @@ def default_guidance(sampler: str = "euler", sound: bool = False) -> Guidance:
     return replace(guidance, audio=StreamGuidance()) if sound else guidance
 
 
-def check_guidable(fields: Iterable[str], recipe: str) -> None:
+def check_guidable(fields: Iterable[str], recipe: str | None) -> None:
     """Raise FieldError where fields that steer guidance are asked of the recipe that has none."""
     if recipe == "distilled":
         what = ", ".join(f"{{{name}}}" for name in fields) or "guidance"

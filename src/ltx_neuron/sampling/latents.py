@@ -8,6 +8,8 @@ Shapes (the batch is always 1): C video channels (128), F latent frames, h, w la
 columns, Ta audio latents; an audio token has AUDIO_CHANNELS * MEL_BINS = 128 numbers.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def patchify_video(latent: Tensor) -> Tensor:
     return latent.flatten(2).transpose(1, 2)
 
 
-def unpatchify_video(tokens: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def unpatchify_video(tokens: Tensor, shape: Sequence[int]) -> Tensor:
     """(1, F*h*w, C) -> (1, C, F, h, w); keyframe tokens beyond the clip are dropped."""
     count = shape[0] * shape[1] * shape[2]
     return tokens[:, :count].transpose(1, 2).unflatten(2, shape).contiguous()
@@ -69,7 +71,7 @@ def unpatchify_audio(tokens: Tensor) -> Tensor:
 
 
 def video_positions(
-    shape: tuple[int, int, int],
+    shape: Sequence[int],
     frame_rate: float,
     dtype: torch.dtype = torch.float32,
     midpoints_dtype: torch.dtype | None = None,
@@ -94,7 +96,7 @@ def video_seconds(latent_frames: int, frame_rate: float) -> Tensor:
 
 
 def reference_positions(
-    shape: tuple[int, int, int], frame_rate: float, space_scale: int = 1, time_scale: int = 1
+    shape: Sequence[int], frame_rate: float, space_scale: int = 1, time_scale: int = 1
 ) -> Tensor:
     """Mid-points (1, 3, F*h*w) of a reference video's tokens beside a clip of `frame_rate`.
 

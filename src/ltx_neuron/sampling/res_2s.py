@@ -12,7 +12,7 @@ Shapes: T tokens of a stream, (1, T, C) latents.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -97,7 +97,9 @@ class Stream:
             self.anchor = _refined(self.anchor, middle, self.first, size)
         self.latent = middle.to(self.latent.dtype)
 
-    def step(self, x0: Tensor, h: float, weights: tuple, sigmas: Tensor, noise: Tensor) -> None:
+    def step(
+        self, x0: Tensor, h: float, weights: Sequence[float], sigmas: Tensor, noise: Tensor
+    ) -> None:
         """From the second prediction to the next state; `weights` are both predictions'."""
         first, second = self.first - self.anchor, x0.double() - self.anchor
         latent = self.anchor + h * (weights[0] * first + weights[1] * second)

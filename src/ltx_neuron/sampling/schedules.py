@@ -1,6 +1,7 @@
 """Noise schedules. Source: ltx-pipelines utils/constants.py."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def sigma_pairs(sigmas: tuple[float, ...], max_steps: int) -> Tensor:
     return torch.cat([pairs, pairs[-1:].expand(max_steps - len(pairs), 2)])
 
 
-def stream_sigmas(pairs: Tensor, frozen: tuple[bool, bool] = (False, False)) -> Tensor:
+def stream_sigmas(pairs: Tensor, frozen: Iterable[bool] = (False, False)) -> Tensor:
     """(max_steps, 2, 2) fp32: sigma_pairs of video and of audio. One that stays as it is has each
     step's sigma twice: Euler then adds nothing to it."""
     return torch.stack([pairs[:, [0, 0]] if stays else pairs for stays in frozen], dim=1)

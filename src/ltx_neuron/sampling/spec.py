@@ -6,6 +6,9 @@ schema of a body, and the way back from a job (`JobSpec.line`, `JobSpec.words`) 
 fields. A field's description is the flag's help, and its title is the name of the flag's value.
 """
 
+# Literals of what other modules list, which pydantic evaluates.
+# pyright: reportInvalidTypeForm=false
+
 import dataclasses
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
@@ -115,10 +118,11 @@ class Fields(BaseModel):
     @classmethod
     def _check_list(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse a list that is too long before each of its values is validated, and a switch."""
+        assert info.field_name
         field = cls.model_fields[info.field_name]
         most = next((each.max_length for each in field.metadata if isinstance(each, MaxLen)), None)
         if most is not None and isinstance(value, list) and len(value) > most:
-            raise PydanticCustomError("too_many_values", f"wanted at most {most}")
+            raise PydanticCustomError("too_many_values", "wanted at most {most}", {"most": most})
         if _has_switch(value) and field.annotation not in (bool, bool | None):
             raise ValueError("wanted text or a number")
         return value
@@ -309,10 +313,10 @@ SIZES = tuple(field.name for field in dataclasses.fields(Size))  # as the flags 
 LORAS = ("lora", "ic_lora", "distilled_lora")
 
 
-def names_of(field: str) -> list[str]:
-    """The names of a JobSpec's field, its own first."""
-    alias = JobSpec.model_fields[field].validation_alias
-    return list(alias.choices) if alias else [field]
+def names_of(field: str, model: type[BaseModel] | None = None) -> list[str]:
+    """The names of a field of a model, by default of JobSpec, its own first."""
+    alias = (model or JobSpec).model_fields[field].validation_alias
+    return [*map(str, alias.choices)] if isinstance(alias, AliasChoices) else [field]
 
 
 def by_field(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,7 +340,7 @@ def validated(values: Mapping[str, Any]) -> JobSpec:
         return JobSpec.model_validate(dict(values))
     except ValidationError as error:
         mistake = error.errors(include_url=False, include_context=False)[0]
-        name, (got, wanted) = mistake["loc"][0], got_and_wanted(mistake)
+        name, (got, wanted) = str(mistake["loc"][0]), got_and_wanted(mistake)
         path, part = _place(mistake, values)
         title = JobSpec.model_fields[name].title or ""
         if title.startswith("PATH"):
@@ -365,7 +369,7 @@ def _place(mistake: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, 
     if isinstance(part, int):
         part = parts[part] if part < len(parts) else None
     known = part in parts and mistake["type"] != "missing"
-    return f" {path}", part.replace("_", " ") if known else "got"
+    return f" {path}", str(part).replace("_", " ") if known else "got"
 
 
 _WORDS = {

@@ -5,7 +5,11 @@ Shapes: (F, h, w), latent frames, rows and columns.
 
 Shape = tuple[int, int, int]
 # --upscale -> the latent upsamplers that run after a one-stage run, in their order.
-UPSCALES = {"spatial": ("spatial",), "temporal": ("temporal",), "both": ("spatial", "temporal")}
+UPSCALES: dict[str | None, tuple[str, ...]] = {
+    "spatial": ("spatial",),
+    "temporal": ("temporal",),
+    "both": ("spatial", "temporal"),
+}
 
 
 def upscaled(latent: Shape, upscale: str | None) -> Shape:

@@ -212,6 +212,7 @@ def be_api(args: argparse.Namespace) -> None:
             max_queued=(args.max_queue, args.max_queue_per_token or args.max_queue),
             max_pixels=args.max_image_pixels,
         )
+        assert app  # `main` refuses to run without it
         settings = app.Settings(
             max_body_bytes=int(args.max_body_mb * 2**20),
             per_minute=args.rate,
@@ -234,7 +235,7 @@ def main() -> None:
     args = build_parser().parse_args()
     if app is None:
         raise UserError(
-            f"the service's packages are missing ({absent})\nType: pip install -e .[serve]"
+            f'the service\'s packages are missing ({absent})\nType: pip install "ltx-neuron[serve]"'
         )
     if args.new_token:
         path = errors.require(args.tokens_file, "--tokens-file", "--new-token", EXAMPLE)

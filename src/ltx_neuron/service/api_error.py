@@ -55,7 +55,7 @@ class ApiError(Exception):
         # What a client sent may be in it: long, and with characters that no UTF-8 has.
         message = self.message[:_MAX_MESSAGE].encode(errors="replace").decode()
         param = self.param and self.param.encode(errors="replace").decode()
-        error = {"message": message, "type": kind, "param": param, "code": self.code}
+        error: Any = {"message": message, "type": kind, "param": param, "code": self.code}
         return {"error": error | self.more}
 
     @property

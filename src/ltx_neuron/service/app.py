@@ -147,6 +147,7 @@ class Api:
             if not ended:
                 await asyncio.shield(run_in_threadpool(self.queue.cancel, owner, entry.id))
         if entry.status == FAILED:
+            assert entry.error
             raise ApiError(500, entry.error["code"], entry.error["message"])
         return self._file(entry, "video")
 
@@ -199,6 +200,7 @@ class Api:
             known = ", ".join((*_FILES, PREVIEW))
             raise invalid("variant", f"variant is one of {known}", code)
         if entry.status == FAILED:
+            assert entry.error
             raise ApiError(409, "video_failed", f"this video failed: {entry.error['message']}")
         if entry.status != COMPLETED:
             message = f"this video is {entry.status} ({entry.progress} %); poll it until completed"
@@ -256,7 +258,7 @@ class Api:
         sizes = self.jobs.sizes
         compiled = sizes.compiled
         default = sizes.default if sizes.default in compiled else next(iter(compiled), None)
-        loras = {
+        loras: Any = {
             name: [
                 {"name": lora.path.name, "strength": lora.strength}
                 for loras in fields.values()

@@ -22,7 +22,14 @@ from starlette.datastructures import UploadFile
 
 from ltx_neuron.config.common import digest
 from ltx_neuron.sampling.conditions import Crf, FrameIndex, Strength
-from ltx_neuron.sampling.spec import Fields, GuidanceFields, JobSpec, SamplingFields, got_and_wanted
+from ltx_neuron.sampling.spec import (
+    Fields,
+    GuidanceFields,
+    JobSpec,
+    SamplingFields,
+    got_and_wanted,
+    names_of,
+)
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.service.sizes import RequestedSize
 
@@ -108,10 +115,7 @@ _AS_TEXT = WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$|^aut
 
 def _names_of(model: type[Fields]) -> dict[str, list[str]]:
     """Every field with the names that it may be said by."""
-    return {
-        field: info.validation_alias.choices if info.validation_alias else [field]
-        for field, info in model.model_fields.items()
-    }
+    return {field: names_of(field, model) for field in model.model_fields}
 
 
 def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
@@ -211,7 +215,7 @@ def read_request(fields: Mapping[str, Any]) -> VideoRequest:
     return request
 
 
-def _api_error(mistake: dict[str, Any], said: dict[str, Any]) -> ApiError:
+def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
     """An error of pydantic's, under the name that was said."""
     kind, (field, *place) = mistake["type"], mistake["loc"]
     if field == "prompt":

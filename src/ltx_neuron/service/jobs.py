@@ -196,7 +196,7 @@ def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> Vi
     ended, detail = entry.completed_at, entry.detail
     if detail and PREVIEW in detail:
         detail = detail | {PREVIEW: True}  # the picture itself is asked for by itself
-    return {
+    fields: Any = {
         **entry.public_fields,
         "id": entry.id,
         "object": "video",
@@ -210,3 +210,4 @@ def video_object(entry: Entry, keep_days: float, ahead: int | None = None) -> Vi
         "detail": detail,
         "ahead": ahead,
     }
+    return fields

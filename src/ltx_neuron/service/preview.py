@@ -51,6 +51,7 @@ class Previews:
         if self.clock() - self._shown < SECONDS:
             return None
         run, before = self.engine.stage_run, self._before
+        assert run
         if number == 0:  # what the steps begin with is on the host
             before = stage, -1, middle(unpatchify_video(run.video, run.latent_shape))
         if (clean := run.predicted_video()) is not None:
@@ -81,9 +82,9 @@ def picture(latent: Tensor, matrix: Tensor) -> bytes:
     colours = (with_one(latent) @ matrix).nan_to_num(0.0).clamp(0, 1)
     image = Image.fromarray((colours * 255).byte().numpy())
     scale = LONGEST / max(image.size)
-    size = tuple(max(1, round(side * scale)) for side in image.size)
+    width, height = (max(1, round(side * scale)) for side in image.size)
     file = BytesIO()
-    image.resize(size, Image.Resampling.BICUBIC).save(file, format="JPEG", quality=80)
+    image.resize((width, height), Image.Resampling.BICUBIC).save(file, format="JPEG", quality=80)
     return file.getvalue()
 
 

@@ -389,7 +389,7 @@ class Queue:
     def counts(self) -> dict[str, int]:
         """Jobs by status."""
         rows = self.database.read("SELECT status, count(*) FROM jobs GROUP BY status")
-        return dict.fromkeys(STATUSES, 0) | dict(rows)
+        return dict.fromkeys(STATUSES, 0) | {row[0]: row[1] for row in rows}
 
     def oldest_wait(self) -> float:
         """Seconds for which the oldest waiting job has waited."""

@@ -67,7 +67,8 @@ def supervise_worker(command: list[str], queue: Queue) -> Iterator[None]:
             # Its stdin ends with this process: errors.end_with_parent.
             process = subprocess.Popen([*command, "--supervised"], stdin=subprocess.PIPE)
             code = process.wait()
-            process.stdin.close()
+            if process.stdin:
+                process.stdin.close()
             queue.release_worker(worker_name(process.pid), crashed=True)
             if ending.is_set():
                 return

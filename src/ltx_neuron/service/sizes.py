@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -24,7 +24,7 @@ from ltx_neuron.sampling.spec import SIZES, SizeFields, VideoFields
 from ltx_neuron.service.api_error import ApiError, invalid
 from ltx_neuron.workspace import Workspace
 
-NO_LORAS = {"default": dict.fromkeys(LORA_FIELDS, ())}
+NO_LORAS: dict[str, dict[str, tuple]] = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LISTED = 12  # sizes in a message
 
 
@@ -32,10 +32,10 @@ class RequestedSize(VideoFields):
     """What a request says of the size; None is what it does not say."""
 
     seconds: float | None = Field(
-        None, ge=0.01, le=3600, description="from the first frame to the last"
+        default=None, ge=0.01, le=3600, description="from the first frame to the last"
     )
     two_stage: bool | None = Field(
-        None, description=SizeFields.model_fields["two_stage"].description
+        default=None, description=SizeFields.model_fields["two_stage"].description
     )
 
     def frames(self, rate: float) -> int | None:
@@ -133,13 +133,13 @@ class SizeRegistry:
             self._read = found
         return self._compiled
 
-    def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, tuple]:
+    def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, Any]:
         """A Job's LoRAs by the name of their set: those of stage 2 only where dev has one. Raises
         ApiError for an unknown name."""
-        if (name or "default") not in self.lora_sets:
+        if (key := name or "default") not in self.lora_sets:
             known = ", ".join(map(repr, self.lora_sets))
-            raise invalid("lora_set", f"lora_set {name[:64]!r} is not there; known: {known}")
-        fields = self.lora_sets[name or "default"]
+            raise invalid("lora_set", f"lora_set {key[:64]!r} is not there; known: {known}")
+        fields = self.lora_sets[key]
         return fields if chosen.refines else fields | {"stage_2_loras": ()}
 
     def _fits(self, chosen: CompiledSize, images: tuple[ImageCondition, ...] = ()) -> bool:

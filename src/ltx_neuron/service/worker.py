@@ -125,10 +125,11 @@ class Worker:
         """Further jobs with the batch key that is loaded; none if it is another's turn."""
         if self.stop.is_set() or self._count >= MAX_JOBS_PER_RUN:
             return []
-        if self.queue.next_batch_key(self.batch_key, MAX_SWITCH_DELAY_S) != self.batch_key:
+        key = self.batch_key
+        if key is None or self.queue.next_batch_key(key, MAX_SWITCH_DELAY_S) != key:
             return []
         jobs = []
-        for entry in self.queue.claim(self.name, self.batch_key, PROMPT_BATCH_SIZE):
+        for entry in self.queue.claim(self.name, key, PROMPT_BATCH_SIZE):
             try:
                 job = job_of(entry.params, self._folder(entry).absolute())
                 self.engine.preflight.check([job])
@@ -174,6 +175,7 @@ class Worker:
     def _step(self, stage: Stage, number: int) -> None:
         """Report a step; raise Gone if the job is not this worker's any more."""
         job, now = self.engine.job, time.monotonic()
+        assert job
         entry, last = self._entry(job), number + 1 == stage.steps
         self._see(job, stage, number)
         if not last and now - self._reported < REPORT_SECONDS:

@@ -72,7 +72,9 @@ class PromptCache:
                 if (shape, file.torch_dtype(name)) != self._kept[name.split(".")[0]]:
                     return None
             contexts = [
-                Contexts(*(file.read(f"{field}.{i}") for field in self._kept), None)
+                Contexts(
+                    **{field: file.read(f"{field}.{i}") for field in self._kept}, hidden_states=None
+                )
                 for i in range(len(prompts))
             ]
         # It is damaged, or another process has made room since.
@@ -107,7 +109,7 @@ class PromptCache:
         for path in self.folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):  # another process has made room just now
                 used[path] = path.stat().st_mtime_ns
-        for path in sorted(used, key=used.get)[:-MAX_FILES]:
+        for path in sorted(used, key=used.__getitem__)[:-MAX_FILES]:
             path.unlink(missing_ok=True)
 
     def _say(self, why: str) -> None:

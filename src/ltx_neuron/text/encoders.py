@@ -94,7 +94,7 @@ class RankTextEncoder:
         where the ranks return them."""
         self.ranks.put("connectors", **connector_inputs(features, registers, self.config)._asdict())
         self.ranks.run("connectors")
-        contexts = (self.ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
+        video, audio = (self.ranks.get("connectors", f"{m}_context") for m in ("video", "audio"))
         states = features.get("hidden_states")
         mask = attention_mask(features["video_features"].shape[1])
-        return Contexts(*contexts, mask, None if states is None else pad_left(states))
+        return Contexts(video, audio, mask, None if states is None else pad_left(states))

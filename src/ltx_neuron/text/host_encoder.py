@@ -5,6 +5,7 @@ Shapes as in encoders.py.
 
 import math
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,8 @@ class HostTextEncoder:
         """Gemma3 whose layers get their weights when they run. The projections of its hidden
         states are computed by `_features` instead."""
         with torch.device("meta"):
-            encoder = Gemma3Encoder(self.gemma, self.config, 1, SingleRank(), return_states=True)
+            comm: Any = SingleRank()  # without what sequence parallelism needs
+            encoder = Gemma3Encoder(self.gemma, self.config, 1, comm, return_states=True)
         encoder.layers = StreamedLayers(encoder.layers, "layers.", self.weights)
         return encoder
 
@@ -85,7 +87,8 @@ class HostTextEncoder:
     def connectors(self) -> Connectors:
         """Both connectors, whose blocks get their weights when they run."""
         with torch.device("meta"):
-            connectors = Connectors(self.config, 1, SingleRank(), sdpa)
+            comm: Any = SingleRank()
+            connectors = Connectors(self.config, 1, comm, sdpa)
         for name in ("video_connector", "audio_connector"):
             connector, prefix = getattr(connectors, name), f"{name}.transformer_1d_blocks."
             connector.transformer_1d_blocks = StreamedLayers(

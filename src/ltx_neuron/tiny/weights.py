@@ -1,5 +1,8 @@
 """Random weights under the released names: checkpoint, upsamplers and LoRA."""
 
+# ltx-core's from_config is a class method that names the class that it builds as its own.
+# pyright: reportAttributeAccessIssue=false
+
 import json
 import math
 from pathlib import Path

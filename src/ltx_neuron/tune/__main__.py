@@ -127,10 +127,12 @@ class Tuning:
         depth = f", the first {args.layers} blocks" if args.layers else ""
         print(f"\n{workspace.profile.name}, TP {workspace.tp}, {self.key}{depth}")
         print(table(journal.rows, baseline, best))
-        if problem := journal.find(best, 0).problem:
-            print(f"nothing can be chosen: {problem}", file=sys.stderr)
+        row, ms = journal.find(best, 0), median_ms(journal.rows, best)
+        if row and row.problem:
+            print(f"nothing can be chosen: {row.problem}", file=sys.stderr)
             sys.exit(1)
-        self.keep(best, median_ms(journal.rows, best), median_ms(journal.rows, baseline))
+        assert ms is not None  # of a variant without a problem
+        self.keep(best, ms, median_ms(journal.rows, baseline))
         print(f"chosen: {name_of(best, baseline)} ({self.tuned.path})")
 
     def keep(self, best: Settings, ms: float, baseline_ms: float | None) -> None:

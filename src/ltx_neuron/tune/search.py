@@ -53,6 +53,7 @@ class Row:
     @property
     def step_ms(self) -> float:
         """Milliseconds of a warm step: a generation's mean of the stages' medians."""
+        assert self.steps_ms and self.counts  # it was measured to its end
         medians = {name: statistics.median(times[1:]) for name, times in self.steps_ms.items()}
         total = sum(self.counts[name] * median for name, median in medians.items())
         return total / sum(self.counts.values())

@@ -1,6 +1,7 @@
 """One denoising step on random latents and contexts, on the ranks or as a reference in float32."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,9 @@ def prepared(
     video = randn(1, compiled.bucket.video_tokens, config.in_channels)
     audio = randn(1, compiled.bucket.audio_tokens, config.audio_in_channels)
     widths, mask = (config.video.inner, config.audio.inner), torch.ones(1, TEXT_TOKENS)
-    contexts = [  # of the prompt and of the negative one
-        Contexts(*(randn(1, TEXT_TOKENS, width) for width in widths), mask, None) for _ in range(2)
-    ]
+    of_both = [[randn(1, TEXT_TOKENS, width) for width in widths] for _ in range(2)]
+    # Of the prompt and of the negative one.
+    contexts = [Contexts(of_video, of_audio, mask, None) for of_video, of_audio in of_both]
     shape = latents.video_latent_shape(stage.height, stage.width, job.size.num_frames)
     empty = (
         torch.zeros(1, latents.VIDEO_CHANNELS, *shape, dtype=dtype),
@@ -87,8 +88,9 @@ def reference(workspace: Workspace, job: Job, layers: int | None) -> dict[str, T
     weights, outputs = RankSource(workspace.dit_weights(job.loras), quick=True), {}
     for stage in job.stages:
         bucket = job.bucket(stage)
-        program = dit_program(workspace.transformer, bucket, 1, SingleRank(), torch.float32, 1)
-        on = _HostRanks(bucket.name, program, weights, layers)
+        comm: Any = SingleRank()  # without what sequence parallelism needs
+        program: Any = dit_program(workspace.transformer, bucket, 1, comm, torch.float32, 1)
+        on: Any = _HostRanks(bucket.name, program, weights, layers)
         compiled = CompiledStep(bucket, program)
         outputs |= last_step(prepared(on, compiled, workspace, torch.float32, job, stage))
     return outputs

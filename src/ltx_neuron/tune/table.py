@@ -48,6 +48,7 @@ def _line(
     text, first = f"{name_of(settings, baseline)}: {verdict}", runs[0]
     if (ms := median_ms(rows, settings)) is None:
         return ("-", str(len(runs)), "-", "-", "-", text)
+    assert first.steps_ms and first.rel_l2
     cold = sum(times[0] for times in first.steps_ms.values()) / 1e3
     error = max(first.rel_l2.values())
     numbers = (f"{ms:.2f}", str(len(runs)), f"{cold:.2f}", f"{first.compile_seconds:.1f}")

@@ -155,7 +155,8 @@ class Trials:
 def end_group(process: subprocess.Popen) -> None:
     """End a process that leads a group, and all that it started and left. The end of its stdin asks
     it to tidy up, and what does not listen is killed."""
-    process.stdin.close()
+    if process.stdin:
+        process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_TIDY_SECONDS)
     with suppress(ProcessLookupError):

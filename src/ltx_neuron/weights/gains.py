@@ -62,7 +62,7 @@ def check_const_max(source: Source, head_dim: int, dtype: torch.dtype) -> None:
         return  # no attention of the model is the kernel's
     lost = {name: b for name, b in largest_bounds(source).items() if not b <= LARGEST_GAP}  # or NaN
     if lost:
-        worst = max(lost, key=lost.get)
+        worst = max(lost, key=lost.__getitem__)
         raise UserError(
             f"attention=nki_const_max loses rows with these weights: by the norms of {worst} its"
             f" bound is up to {lost[worst]:.0f} nats above a score, and {LARGEST_GAP:.0f} at most"

@@ -164,7 +164,7 @@ class MergedSource(Source):
             return "matches no weight of the model"
         shape, wanted = file.shapes[key], self.shape(name)
         partner_suffix, axis = (_UP, 1) if suffix == _DOWN else (_DOWN, 0)
-        partner = key.removesuffix(suffix) + partner_suffix
+        partner = key.removesuffix(suffix or "") + partner_suffix
         if len(shape) != 2 or len(wanted) != 2 or shape[axis] != wanted[axis]:
             return f"shape {list(shape)} does not fit {name} of shape {list(wanted)}"
         if partner not in file.shapes:

@@ -180,7 +180,9 @@ class RankSource:
         files = self._files_of(name)
         if len(files) == 1:
             return (files[0].read(name, *rows) for rows in bounds)
-        whole = torch.cat([file.read_mapped(name) for file in files], self.split(name))
+        split = self.split(name)
+        assert isinstance(split, int)  # else it is whole in one file
+        whole = torch.cat([file.read_mapped(name) for file in files], split)
         return (whole[start:stop] for start, stop in bounds)
 
     def provenance(self, tensors: dict[str, str]) -> dict:

@@ -97,6 +97,7 @@ class ShardSpec:
         elif self.split is None:
             yield from ((rank, piece) for rank in range(tp))
         else:
+            assert isinstance(self.split, int)
             size = self.shape[self.split] // tp
             yield from ((rank, piece.narrow(self.split, size * rank, size)) for rank in range(tp))
 
@@ -271,7 +272,7 @@ class _File:
         self.path, self.dtype = path, dtype
         self.partial = path.with_name(path.name + PARTIAL)
         self.error: OSError | None = None
-        entries = {"__metadata__": {"rank": rank}}
+        entries: dict[str, dict] = {"__metadata__": {"rank": rank}}
         # Where the data of the first n = 0, 1, ... tensors of all specs ends, after the header.
         self.ends = [0]
         for spec in specs:
@@ -297,7 +298,7 @@ class _File:
             os.replace(self.path, self.partial)
         self.file = open(self.partial, "r+b" if self.partial.exists() else "w+b", buffering=0)
         self.file.truncate(len(self.header) + self.ends[tensors] if digest else 0)
-        self.hasher = hashlib.file_digest(self.file, blake3)
+        self.hasher = hashlib.file_digest(self.file, blake3)  # pyright: ignore[reportArgumentType]
         if digest and self.hasher.hexdigest() != digest:
             self.file.close()
             return False
@@ -398,8 +399,7 @@ class _Writer:
         """Wait until all is written and on the disk. Returns the digests of the source's
         tensors."""
         self._wait(0)
-        self._save()
-        return self._saving.result()
+        return self._save().result()
 
     def _to_file(self, index: int, task: Callable, *arguments) -> Future:
         return self._writers[index % len(self._writers)].submit(task, *arguments)
@@ -410,13 +410,14 @@ class _Writer:
             for task in self._in_flight.popleft():
                 task.result()
 
-    def _save(self) -> None:
+    def _save(self) -> Future:
         """Begin to write the journal, once all that was submitted before is on the disk."""
         if self._saving:
             self._saving.result()
         digests = [self._to_file(index, file.digest) for index, file in enumerate(self.files)]
         self._saving = self._saver.submit(self._write_journal, dict(self._digests), digests)
         self._unsaved = 0
+        return self._saving
 
     def _write_journal(self, tensors: dict[str, Future], files: list[Future]) -> dict[str, str]:
         done = self.done | {name: digest.result() for name, digest in tensors.items()}
@@ -429,7 +430,7 @@ class _Writer:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _resume(folder: Path, identity: dict, files: list[_File]) -> dict[str, str]:

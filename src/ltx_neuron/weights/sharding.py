@@ -196,7 +196,7 @@ def local_shape(
     shape: tuple[int, ...], split: int | str | None, tp: int, name: str
 ) -> tuple[int, ...]:
     """The shape of a rank's part of a tensor. UserError where it cannot be split evenly."""
-    if split in (ALL, HOST):
+    if not isinstance(split, int):  # ALL or HOST
         return tuple(shape)
     if split >= len(shape) or shape[split] % tp:
         raise UserError(

@@ -59,7 +59,7 @@ class TensorFile:
     download  the command that fetches or makes the file, for error messages
     """
 
-    def __init__(self, path: Path, download: str):
+    def __init__(self, path: str | Path, download: str):
         self.path, self.download = Path(path), download
         try:
             check_regular(self.path)
@@ -150,7 +150,7 @@ class TensorFile:
         """A tensor, or its rows start..stop along the first dimension, in memory of its own."""
         offset, size, shape = self._byte_range(name, start, stop)
         memory = torch.empty(size, dtype=torch.uint8)
-        view = memoryview(memory.numpy())
+        view = memory.numpy().data
         with self._open() as file, self._reading(name):
             while view:
                 if not (count := os.preadv(file.fileno(), [view], offset)):

@@ -95,7 +95,7 @@ class _WeightSet:
         weights = {}
         for parameter, shape in described["parameters"].items():
             name = weight_name(parameter, first_block)
-            weights[parameter] = [tensors[name] for tensors in self.tensors]
+            weights[parameter] = [tensors[name] for tensors in self.tensors or ()]
             _check(name, weights[parameter], (tuple(shape), self.dtype))
         return weights
 
@@ -191,6 +191,7 @@ class Ranks(ranks.Ranks):
             open_rank_file(rank_path(weights, rank), held.wanted, held.dtype)
             for rank in range(self.tp)
         ]
+        assert held.tensors is not None  # a set is of loaded programs
         for rank, file in enumerate(files):
             for name, tensor in file.tensors():
                 # In place, tensor by tensor: the graphs hold these, and there is no second copy.

@@ -77,7 +77,8 @@ def replace_attention(module: fx.GraphModule, make_kernel: Callable[[str], Calla
 def sum_of_ones(ones: Tensor) -> tuple[Tensor]:
     """Sum a tensor of ones over the ranks: the smallest graph with a collective."""
     # `* 1`: TorchNeuron reduces intermediates, never a graph's input.
-    return (functional.wait_tensor(functional.all_reduce(ones * 1, "sum", GROUP)),)
+    summed = functional.all_reduce(ones * 1, "sum", GROUP)  # pyright: ignore[reportArgumentType]
+    return (functional.wait_tensor(summed),)
 
 
 def compile_only(folders: list[Path], settings: RankSettings) -> None:

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from math import inf
 from multiprocessing import connection, get_context
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -274,7 +275,7 @@ class Ranks(ranks.Ranks):
         answers, deadline = {}, inf
         while len(answers) < self.tp and time.monotonic() < deadline:
             waiting = {*range(self.tp)} - {*answers}
-            ends = {self._pipes[rank]: rank for rank in waiting}
+            ends: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
             ends |= {self._processes[rank].sentinel: rank for rank in waiting}
             ready = connection.wait([*ends], timeout=_POLL_SECONDS)
             answers |= {rank: self._receive(rank) for rank in {ends[end] for end in ready}}

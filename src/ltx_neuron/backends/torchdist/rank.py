@@ -116,7 +116,8 @@ class Rank:
                     # On a CPU these are the file's own pages: no copy.
                     tensors[name] = tensor.to(self.device)
                 elif tensors[name].device == tensor.device:
-                    tensors[name].set_(tensor)  # in place: calls hold these very tensors
+                    # In place: calls hold these very tensors.
+                    tensors[name].set_(tensor)  # pyright: ignore[reportArgumentType]
                 else:
                     tensors[name].copy_(tensor)
             self.weights[model] = folder, tensors
@@ -233,7 +234,7 @@ def serve(
                 pipe.send(getattr(rank, method)(**arguments) or True)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         # The host is done, or is ending the run, or was killed: then it cannot remove its folder.
-        if connection.wait([parent_process().sentinel], timeout=_CLOSING_SECONDS):
+        if connection.wait([_host_sentinel()], timeout=_CLOSING_SECONDS):
             shutil.rmtree(folder, ignore_errors=True)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the host must hear it
         pipe.send(failure_of(error, settings.profile.device))
@@ -241,9 +242,15 @@ def serve(
         os._exit(0)  # gloo's threads may wait for a rank that is gone
 
 
+def _host_sentinel() -> int:
+    host = parent_process()
+    assert host is not None  # ranks are multiprocessing's children
+    return host.sentinel
+
+
 def _end_with_host(folder: Path) -> None:
     """End this process when the host's has ended, and remove the host's temporary folder."""
-    connection.wait([parent_process().sentinel])
+    connection.wait([_host_sentinel()])
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
@@ -254,15 +261,18 @@ def _join_group(settings: RankSettings) -> Callable[[], None]:
 
     dist.init_process_group(
         {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[settings.profile.device],
-        store=dist.FileStore(settings.store, settings.tp),
+        store=dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+            settings.store, settings.tp
+        ),
         rank=settings.rank,
         world_size=settings.tp,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    if dist.group.WORLD.group_name != GROUP:
+    world = dist.group.WORLD
+    assert world is not None
+    if world.group_name != GROUP:
         raise RuntimeError(
-            f"the default process group is named {dist.group.WORLD.group_name!r}, graphs say"
-            f" {GROUP!r}"
+            f"the default process group is named {world.group_name!r}, graphs say {GROUP!r}"
         )
     # The device's group carries tensors of the device alone: the host's side has one of its own.
     host = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)

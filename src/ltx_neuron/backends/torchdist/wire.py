@@ -57,7 +57,7 @@ class SharedTensor:
         return self
 
     def __exit__(self, *_) -> None:
-        self.tensor = None  # the buffer cannot be closed while a tensor lies on it
+        del self.tensor  # the buffer cannot be closed while a tensor lies on it
         self._memory.close()
         os.close(self._file)
 
