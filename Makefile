@@ -15,10 +15,10 @@ SIZE := --height 128 --width 192 --num-frames 49 --frame-rate 24 --two-stage
 .PHONY: demo demo-sheet demo-style serve-demo demo-artifacts test test-all stress lint venv
 venv: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install -q "$(TORCH)" -c constraints.txt
-	$(PY) -m pip install -q -e ".[dev,plot,serve]" -c constraints.txt
+	$(PY) -m pip install -q -r requirements.txt -c constraints.txt
 	$(PY) -m pip install -q --no-deps ltx-core ltx-pipelines -c constraints.txt
 	touch $@
 
