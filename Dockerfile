@@ -2,12 +2,12 @@
 # versions of the extra "neuron". The image has no weights. Everything is read and written in /work.
 #
 #   docker build -t ltx-neuron .
-#   docker run --device=/dev/neuron0 --ipc=host -v "$PWD:/work" ltx-neuron doctor
+#   docker run --device=/dev/neuron0 -v "$PWD:/work" ltx-neuron doctor
 #
 # The same for a machine without an accelerator:
 #
 #   docker build -t ltx-neuron:cpu --build-arg BASE=python:3.11-slim .
-#   docker run --ipc=host -v "$PWD:/work" ltx-neuron:cpu doctor
+#   docker run -v "$PWD:/work" ltx-neuron:cpu doctor
 ARG BASE=public.ecr.aws/neuron/pytorch-inference-neuronx:2.9.0-neuronx-py312-sdk2.31.1-ubuntu24.04
 FROM ${BASE}
 
