@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron import artifacts
+from ltx_neuron import artifacts, hub
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
@@ -326,7 +326,7 @@ class Finished:
     def _shard_command(self, model: str, loras: dict[str, WeightSet]) -> str:
         """What makes the weight sets of a model that LoRAs name, given by their flags."""
         given = [(flag, lora) for flag, several in loras.items() for lora in several]
-        words = [word for flag, lora in given for word in (flag, lora.path, lora.strength)]
+        words = [word for flag, x in given for word in (flag, hub.spelled(x.path), x.strength)]
         script = {"dit": "backbone", "sound": "vae"}.get(model, model)
         return self._command(f"shards/shard_{script}_weights.py", *words, gemma=model == "gemma3")
 
@@ -392,8 +392,9 @@ class Finished:
         """What to type to make something of this workspace with one of the scripts."""
         on_path = shutil.which("python") == sys.executable
         python = "python" if on_path else _from_here(Path(sys.executable))
-        words = [python, _from_here(ROOT / script), "--checkpoint-path", self.checkpoint_path]
-        words += ["--gemma-root", self.gemma_root] if gemma else []
+        checkpoint = hub.spelled(self.checkpoint_path)
+        words = [python, _from_here(ROOT / script), "--checkpoint-path", checkpoint]
+        words += ["--gemma-root", hub.spelled(self.gemma_root)] if gemma else []
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self._typed:

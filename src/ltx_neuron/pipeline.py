@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ltx_neuron import hub
 from ltx_neuron.decode_queue import UPSCALED, Clip, Result
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import FieldError, UserError, require
@@ -87,6 +88,9 @@ class LTXPipeline:
     ) -> "LTXPipeline":
         """Open a sharded and compiled checkpoint; models load at the first call.
 
+        The checkpoint, Gemma, upsamplers and LoRAs are local paths or names on the Hugging Face
+        Hub, OWNER/REPO[@REVISION][/FILE], which are downloaded.
+
         loras, distilled_loras  [(path, strength), ...], as merged when the weights were sharded:
                                 of calls that do not say their own
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
@@ -102,16 +106,22 @@ class LTXPipeline:
         check_type("tp_degree", tp_degree, int | None)
         resolved = resolve(profile, tuple(profile_set))
         workspace = Workspace(
-            checkpoint_path, resolved, artifacts_dir, resolved.degree(tp_degree), dtype, gemma_root
+            hub.local_path(checkpoint_path, recipe),
+            resolved,
+            artifacts_dir,
+            resolved.degree(tp_degree),
+            dtype,
+            gemma_root and hub.local_path(gemma_root, "gemma"),
         )
         if tuned:
             workspace.take_tuned()
+        spatial, temporal = spatial_upsampler_path, temporal_upsampler_path
         options = RunOptions(
             neuron_gemma=neuron_gemma,
             neuron_vae=neuron_vae,
             compat=compat,
-            spatial_upsampler_path=spatial_upsampler_path,
-            temporal_upsampler_path=temporal_upsampler_path,
+            spatial_upsampler_path=spatial and hub.local_path(spatial, "spatial"),
+            temporal_upsampler_path=temporal and hub.local_path(temporal, "temporal"),
         )
         pipeline = cls(Engine(workspace, Recorder(), options), recipe)
         pipeline.loras, pipeline.distilled_loras = _loras(loras), _loras(distilled_loras)
@@ -306,7 +316,7 @@ def _plain(value):
 
 
 def _loras(given: Sequence[tuple]) -> WeightSet:
-    return tuple(Lora(Path(path), strength) for path, strength in given)
+    return tuple(Lora(hub.local_path(path, "lora"), strength) for path, strength in given)
 
 
 def _check_generator(generator: torch.Generator | None) -> None:

@@ -4,14 +4,14 @@ import argparse
 import math
 import os
 from collections.abc import Iterator, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ltx_neuron import flags
+from ltx_neuron import flags, hub
 from ltx_neuron.config.gemma import gemma_config
 from ltx_neuron.doctor import sdk
 from ltx_neuron.doctor.finding import Finding, attempt, blocked, judged
@@ -69,7 +69,15 @@ class Examination:
 
 def examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
     """All findings, in the order of the table; a fact that cannot be had is a finding as well.
-    Raises UserError for a flag's wrong value."""
+    Nothing is downloaded. Raises UserError for a flag's wrong value."""
+    with hub.no_downloads():
+        return _examine(args, system, machine)
+
+
+def _examine(args: argparse.Namespace, system: System, machine: Machine) -> list[Finding]:
+    for flag in flags.MODEL_FILES:
+        with suppress(hub.NotDownloaded):  # `files` reports it
+            setattr(args, flag, flags.local(args, flag))
     images, recipe = flags.spec(args).image, args.recipe or Job.recipe
     job = Job("", flags.size(args), images=images, recipe=recipe)
     profile = PROFILES.get(machine.instance, PROFILES["cpu"])  # while none is resolved
@@ -241,8 +249,8 @@ def files(examination: Examination) -> Iterator[Finding]:
     else:
         yield Finding("gemma", "note", "not looked at: type --gemma-root DIR")
     for kind in ("spatial", "temporal"):
-        if path := getattr(args, f"{kind}_upsampler_path"):
-            yield attempt(f"{kind} upsampler", partial(_upsampler, path, kind))
+        if getattr(args, f"{kind}_upsampler_path"):
+            yield attempt(f"{kind} upsampler", partial(_upsampler, args, kind))
 
 
 def _checkpoint(examination: Examination) -> str:
@@ -260,7 +268,7 @@ def _checkpoint(examination: Examination) -> str:
 
 
 def _gemma(examination: Examination) -> str:
-    checkpoint, root = examination.args.checkpoint_path, examination.args.gemma_root
+    checkpoint, root = examination.args.checkpoint_path, flags.local(examination.args, "gemma_root")
     config, weight_files = gemma_config(root), gemma_files(root)
     config.check_tensor_parallel(examination.tp)
     load_tokenizer(root)
@@ -275,7 +283,8 @@ def _gemma(examination: Examination) -> str:
     )
 
 
-def _upsampler(path: Path, kind: str) -> str:
+def _upsampler(args: argparse.Namespace, kind: str) -> str:
+    path = flags.local(args, f"{kind}_upsampler_path")
     paths: dict[str, Any] = {f"{kind}_upsampler_path": path}
     models = HostModels(path, {}, torch.float32, **paths)
     models.check([f"{kind}_upsampler"])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ltx_neuron.errors import NoPermission, UserError
+from ltx_neuron.hub import NotDownloaded
 
 State = Literal["ok", "note", "todo", "blocks"]
 
@@ -39,6 +40,8 @@ def attempt(check: str, fact: Callable[[], object], missing: State = "blocks") -
     """
     try:
         return Finding(check, "ok", str(fact()))
+    except NotDownloaded as error:
+        return blocked(check, error, "todo")
     except UserError as error:
         damaged = any(words in str(error) for words in (" is damaged", "cannot be read"))
         blocks = damaged or isinstance(error, NoPermission)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from ltx_neuron import hub
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError, flag_of, require
 from ltx_neuron.files import check_folder, read_json
@@ -74,10 +75,10 @@ def parser(
     )
     add = parser.add_argument
     names = ("--checkpoint-path", "--distilled-checkpoint-path", "--model-path")
-    help = "the single-file LTX-2.3 checkpoint"
+    help = "the single-file LTX-2.3 checkpoint, or a name on the Hub: Lightricks/LTX-2.3[/FILE]"
     add(*names, type=Path, required=required, metavar="FILE", help=help)
     if gemma:
-        help = "Gemma3-12B: weights and tokenizer"
+        help = "Gemma3-12B: weights and tokenizer, a folder or a repository of the Hub"
         add("--gemma-root", type=Path, required=required, metavar="DIR", help=help)
     help = "where weights and graphs lie (default: artifacts)"
     add("--artifacts-dir", type=Path, default=Path("artifacts"), metavar="DIR", help=help)
@@ -107,6 +108,22 @@ def add_tuned(parser: argparse.ArgumentParser) -> None:
     )
 
 
+MODEL_FILES: dict[str, hub.Kind | None] = {
+    "checkpoint_path": None,  # of a recipe
+    "gemma_root": "gemma",
+    "spatial_upsampler_path": "spatial",
+    "temporal_upsampler_path": "temporal",
+}
+
+
+def local(args: argparse.Namespace, flag: str) -> Path | None:
+    """The local path of one of MODEL_FILES, if it was typed. What a Hub name stands for is
+    downloaded, at the first call. Raises UserError."""
+    name, kind = getattr(args, flag, None), MODEL_FILES[flag]
+    recipe = getattr(args, "recipe", None) or Job.recipe
+    return name and hub.local_path(name, kind or recipe)
+
+
 def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
     """The checkpoint, profile and artifacts of the common flags.
 
@@ -123,12 +140,12 @@ def workspace(args: argparse.Namespace, writes: bool = True) -> Workspace:
             f"--blocks-per-graph {blocks} is negative; type 0 for the whole step in one graph"
         )
     opened = Workspace(
-        args.checkpoint_path,
+        local(args, "checkpoint_path"),
         profile,
         args.artifacts_dir,
         profile.degree(args.tp_degree),
         args.dtype,
-        getattr(args, "gemma_root", None),
+        local(args, "gemma_root"),
         blocks,
     )
     opened.ignores_tuned = getattr(args, "ignore_tuned", True)
@@ -360,8 +377,8 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         neuron_gemma=args.neuron_gemma,
         neuron_vae=args.neuron_vae,
         compat=args.compat,
-        spatial_upsampler_path=args.spatial_upsampler_path,
-        temporal_upsampler_path=args.temporal_upsampler_path,
+        spatial_upsampler_path=local(args, "spatial_upsampler_path"),
+        temporal_upsampler_path=local(args, "temporal_upsampler_path"),
         warmup=args.warmup,
         # The cache keeps no hidden states, which --save-tensors writes.
         cache_prompts=not (args.no_prompt_cache or getattr(args, "save_tensors", None)),

@@ -4,8 +4,8 @@ one field needs or excludes another."""
 import dataclasses
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
+from ltx_neuron import hub
 from ltx_neuron.errors import FieldError, UserError, flag_of
 from ltx_neuron.host.media import footage, video_size
 from ltx_neuron.job import LORA_FIELDS, SPEC_FIELDS, Job, Size
@@ -186,8 +186,7 @@ def lora_fields(spec: JobSpec) -> dict[str, WeightSet]:
 def _loras(given: tuple[LoraFile, ...], strength: float = 1.0) -> WeightSet:
     """strength  of those that do not say their own"""
     return tuple(
-        Lora(Path(lora.path), strength if lora.strength is None else lora.strength)
-        for lora in given
+        Lora(hub.local_path(path, "lora"), strength if own is None else own) for path, own in given
     )
 
 

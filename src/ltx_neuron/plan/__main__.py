@@ -64,13 +64,11 @@ def main(argv: list[str] | None = None) -> None:
 def planned(args: argparse.Namespace) -> tuple[Plan, ClipPlan]:
     """The plan of what was typed, and that of a whole clip's time."""
     profile = resolve(args.profile, tuple(args.profile_set))
-    checkpoint, shape = (
-        Checkpoint(args.checkpoint_path),
-        flags.shape(args, args.recipe or Job.recipe),
-    )
+    checkpoint = Checkpoint(flags.local(args, "checkpoint_path"))
+    shape = flags.shape(args, args.recipe or Job.recipe)
     steps, upscale = args.num_inference_steps, args.upscale
     job = dataclasses.replace(shape, num_inference_steps=steps, upscale=upscale)
-    gemma = gemma_config(args.gemma_root) if args.gemma_root else GEMMA_3_12B
+    gemma = gemma_config(flags.local(args, "gemma_root")) if args.gemma_root else GEMMA_3_12B
     tp = profile.degree(args.tp_degree)
     result = plan(checkpoint, profile, job, tp, args.dtype, gemma)
     config = transformer_config(checkpoint.config)

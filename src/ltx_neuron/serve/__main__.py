@@ -208,7 +208,7 @@ def be_api(args: argparse.Namespace) -> None:
         submitter = jobs.JobSubmitter(
             queue,
             registry,
-            args.model_name or args.checkpoint_path.stem,
+            args.model_name or engine.workspace.checkpoint_path.stem,
             max_queued=(args.max_queue, args.max_queue_per_token or args.max_queue),
             max_pixels=args.max_image_pixels,
         )

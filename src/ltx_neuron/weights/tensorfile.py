@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ltx_neuron.errors import UserError, in_words, reason, refusal
 from ltx_neuron.files import check_regular
+from ltx_neuron.hub import download_again, nearest
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -60,7 +61,8 @@ class TensorFile:
     """
 
     def __init__(self, path: str | Path, download: str):
-        self.path, self.download = Path(path), download
+        self.path = Path(path)
+        self.download = download_again(self.path) or download
         try:
             check_regular(self.path)
         except IsADirectoryError:
@@ -69,7 +71,9 @@ class TensorFile:
                 f" yet.\nWanted: one .safetensors file, as published: {self.download}"
             ) from None
         except FileNotFoundError:
-            raise UserError(f"no such file: {self.path}\nDownload it: {self.download}") from None
+            raise UserError(
+                f"no such file: {self.path}{nearest(self.path)}\nDownload it: {self.download}"
+            ) from None
         except OSError as error:
             raise refusal(error) from None
         self.size = self.path.stat().st_size

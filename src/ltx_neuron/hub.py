@@ -1,0 +1,214 @@
+"""Files of the Hugging Face Hub, named where a path could stand: OWNER/REPO[@REVISION][/FILE].
+
+huggingface_hub downloads them into its cache, with its token, its endpoint and its offline mode.
+What the cache has is taken as it is, without a request.
+"""
+
+import errno
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from ltx_neuron.errors import UserError, refusal
+from ltx_neuron.format import format_bytes
+
+# A checkpoint of a recipe, Gemma's folder, a LoRA, a latent upsampler.
+Kind = Literal["distilled", "dev", "gemma", "lora", "spatial", "temporal"]
+# What OWNER/REPO alone is: the files that Lightricks' README lists.
+RELEASED: dict[str, dict[str, str]] = {
+    "Lightricks/LTX-2.3": {
+        "distilled": "ltx-2.3-22b-distilled-1.1.safetensors",
+        "dev": "ltx-2.3-22b-dev.safetensors",
+        "lora": "ltx-2.3-22b-distilled-lora-384-1.1.safetensors",
+        "spatial": "ltx-2.3-spatial-upscaler-x2-1.1.safetensors",
+        "temporal": "ltx-2.3-temporal-upscaler-x2-1.0.safetensors",
+    },
+    "Lightricks/LTX-2.3-fp8": {
+        "distilled": "ltx-2.3-22b-distilled-fp8.safetensors",
+        "dev": "ltx-2.3-22b-dev-fp8.safetensors",
+    },
+}
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([^/]+))?(?:/(.+))?", re.ASCII)
+_CACHED = re.compile(r"(.*/models--([^/]+?)--([^/]+))/snapshots/([^/]+)(/.+)?")
+_SHARD = re.compile(r"model(?:-\d+-of-(\d+))?\.safetensors")
+_GEMMA = "config.json", "tokenizer.json", "tokenizer_config.json"  # besides the shards
+_GEMMA_TOO = "model.safetensors.index.json", "special_tokens_map.json", "added_tokens.json"
+_may_download = ContextVar("may_download", default=True)
+
+
+class NotDownloaded(UserError):
+    """A file of the Hub is not in the cache, and may not be downloaded now."""
+
+
+@contextmanager
+def no_downloads() -> Iterator[None]:
+    """Within it, local_path raises NotDownloaded in place of a download."""
+    token = _may_download.set(False)
+    try:
+        yield
+    finally:
+        _may_download.reset(token)
+
+
+def local_path(name: str | Path, kind: Kind) -> Path:
+    """The path of a file, or of Gemma's folder. What a Hub name stands for is downloaded once.
+
+    An existing path wins. A name that can only be a path is returned as it is. Raises UserError
+    where the Hub lacks the file or does not give it, and where it does not fit the disk.
+    """
+    match = None if os.path.exists(name) else _NAME.fullmatch(str(name))
+    if not match or match[0] == match[1] and match[1].endswith(".safetensors"):
+        return Path(name)
+    repo, revision = match[1], match[2] or "main"
+    file = match[3] or RELEASED.get(repo, {}).get(kind, "")
+    if kind == "gemma" and file:
+        raise UserError(f"{name} is one file, wanted the repository of a Gemma\nType {repo}")
+    full = str(name) if match[3] or not file else f"{name}/{file}"
+    with _in_words(full, repo, revision):
+        path = _cached(repo, revision, file, kind)
+        if path is None:
+            file = _download(full, repo, revision, file, kind)
+            path = _cached(repo, revision, file, kind)
+    if path is None:
+        raise UserError(f"{repo} changed during its download\nType the same command again")
+    return path
+
+
+def spelled(path: str | Path) -> str:
+    """A path as the user may type it: what is in the Hub's cache by its Hub name."""
+    if not (match := _CACHED.fullmatch(str(path))):
+        return str(path)
+    storage, owner, repo, commit, file = match.groups()
+    main = Path(storage, "refs", "main")
+    latest = main.is_file() and main.read_text() == commit
+    return f"{owner}/{repo}{'' if latest else f'@{commit}'}{file or ''}"
+
+
+def download(name: str, *options: str) -> str:
+    """The hf command that downloads what a Hub name stands for."""
+    repo, revision, file = _NAME.fullmatch(name).groups()
+    options += ("--revision", revision) if revision else ()
+    return shlex.join(["hf", "download", repo, *([file] if file else []), *options])
+
+
+def download_again(path: Path) -> str:
+    """The hf command that replaces a damaged file of the cache; "" for another file."""
+    return download(spelled(path), "--force-download") if _CACHED.fullmatch(str(path)) else ""
+
+
+def nearest(path: str | Path) -> str:
+    """Of an absent path, the one of almost the same name, as the end of a message."""
+    folder, wanted = os.path.split(path)
+    names = os.listdir(folder or ".") if os.access(folder or ".", os.R_OK) else []
+    near = get_close_matches(wanted, names, 1)
+    return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+
+
+def _cached(repo: str, revision: str, file: str, kind: Kind) -> Path | None:
+    """The file or Gemma's folder, where the cache has all of it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not file and kind != "gemma":
+        return None
+    found = try_to_load_from_cache(repo, file or _GEMMA[0], revision=revision)
+    if not isinstance(found, str):  # None, or a mark of a file that the repository lacks
+        return None
+    if file:
+        return Path(found)
+    folder = Path(found).parent
+    shards = [shard for each in os.listdir(folder) if (shard := _SHARD.fullmatch(each))]
+    whole = shards and len(shards) == int(shards[0][1] or 1)
+    return folder if whole and all((folder / each).is_file() for each in _GEMMA) else None
+
+
+def _download(name: str, repo: str, revision: str, file: str, kind: Kind) -> str:
+    """Download what a name stands for; returns the file's name there, "" of Gemma's folder."""
+    from huggingface_hub import HfApi, constants, hf_hub_download
+
+    if not _may_download.get():
+        raise NotDownloaded(f"{name} is not downloaded yet\n{download(name)}")
+    info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    listed = {each.rfilename: each for each in info.siblings or ()}
+    files = _chosen(f"{constants.ENDPOINT}/{repo}", list(listed), file, kind)
+    cache = Path(constants.HF_HUB_CACHE)
+    blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
+    blob_of = {each: str(of.lfs.sha256 if of.lfs else of.blob_id) for each, of in listed.items()}
+    absent = [each for each in files if not (blobs / blob_of[each]).exists()]
+    if absent:
+        size = sum(listed[each].size or 0 for each in absent)
+        what = f"{repo}/{absent[0]}" if len(absent) == 1 else f"{repo}, {len(absent)} files"
+        disk = next(each for each in (cache, *cache.parents) if each.exists())
+        if size > (free := shutil.disk_usage(disk).free):
+            raise UserError(
+                f"{what}: {format_bytes(size)} do not fit {cache}, which has {format_bytes(free)}"
+                " free\nFree some space, or choose a larger disk with HF_HOME=DIR"
+            )
+        print(f"downloading {what} ({format_bytes(size)}) to {cache}", flush=True)
+    for each in sorted(files, key=lambda each: listed[each].size or 0):
+        hf_hub_download(repo, each, revision=revision)
+    return "" if kind == "gemma" else files[0]
+
+
+def _chosen(url: str, listed: list[str], file: str, kind: Kind) -> list[str]:
+    """Which of a repository's files are downloaded."""
+    if kind == "gemma":
+        if absent := {*_GEMMA} - {*listed}:
+            raise UserError(
+                f"{url} is no Gemma: it has no {min(absent)}\n"
+                "Type --gemma-root google/gemma-3-12b-it-qat-q4_0-unquantized"
+            )
+        return [f for f in listed if f in _GEMMA + _GEMMA_TOO or _SHARD.fullmatch(f)]
+    weights = [each for each in listed if each.endswith(".safetensors")]
+    if file in listed or (not file and len(weights) == 1):
+        return [file or weights[0]]
+    shown = get_close_matches(file, listed, 3) or weights[:8]
+    what = f"has no file {file}" if file else f"has {len(weights)} files of weights; which one?"
+    raise UserError(
+        f"{url} {what}\nType OWNER/REPO/FILE with one of {url}/tree/main: {', '.join(shown) or '-'}"
+    )
+
+
+@contextmanager
+def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
+    """Raise what huggingface_hub raises inside the block as a UserError."""
+    from huggingface_hub import constants
+    from huggingface_hub import errors as of
+
+    url = f"{constants.ENDPOINT}/{repo}"
+    try:
+        yield
+    except UserError:
+        raise
+    except of.GatedRepoError:
+        text = f"{repo} is gated: its licence is to be accepted once"
+        fix = f"Accept it on {url}, then type hf auth login (or set HF_TOKEN)"
+    except (of.RepositoryNotFoundError, of.HFValidationError):
+        text = f"{name}: no such file here{nearest(name)}, and no repository {url} that is public"
+        fix = "Type a path or a name such as Lightricks/LTX-2.3; of a private one: hf auth login"
+    except of.RevisionNotFoundError:
+        text, fix = f"{repo} has no revision {revision}", f"Its commits: {url}/commits/main"
+    except of.OfflineModeIsEnabled:
+        text = f"{name}: no such file here{nearest(name)}, nor in {constants.HF_HUB_CACHE}; "
+        text += "HF_HUB_OFFLINE forbids a download"
+        fix = f"Unset HF_HUB_OFFLINE, or type where there is a network: {download(name)}"
+    except Exception as error:
+        if getattr(error, "filename", None):  # of the cache's folder
+            raise refusal(error) from None
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            text = f"{name}: the disk of {constants.HF_HUB_CACHE} is full"
+            fix = "Free some space, or choose a larger disk with HF_HOME=DIR"
+        else:
+            cause = error.__cause__ or error
+            said = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+            text = f"{name}: no such file here{nearest(name)}, and {url} did not give it ({said})"
+            fix = "Check the network and the token (hf auth whoami), then type the same again"
+    else:
+        return
+    raise UserError(f"{text}\n{fix}") from None

@@ -1,0 +1,125 @@
+"""A Hugging Face Hub on loopback, as far as huggingface_hub reads one: its files are local ones."""
+
+import hashlib
+import json
+import threading
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_reader"  # of a reader who accepted every licence
+
+
+class Request(NamedTuple):
+    method: str
+    path: str
+    range: str | None
+
+
+class Hub(ThreadingHTTPServer):
+    """repos  the files of each repository, by their names there
+
+    Attributes that a test may change: gated repositories, revisions, and broken: after how many
+    bytes the next download of a file breaks off.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, repos: dict[str, dict[str, Path]]):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos, self.gated, self.broken = repos, set(), {}
+        self.revisions = {"main": "a" * 40, "v1": "b" * 40}
+        self.requests: list[Request] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def downloads(self) -> list[str]:
+        """The names of the files whose bytes were requested."""
+        gets = [request.path for request in self.requests if request.method == "GET"]
+        return [path.split("/")[-1] for path in gets if "/resolve/" in path]
+
+
+@cache
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub: Hub = self.server
+        path = unquote(urlsplit(self.path).path)
+        hub.requests.append(Request(self.command, path, self.headers["Range"]))
+        kind, _, rest = path[1:].partition("/")
+        if (kind, rest.split("/")[0]) == ("api", "models"):
+            repo, _, revision = rest.removeprefix("models/").partition("/revision/")
+            name = None
+        else:
+            repo, _, rest = path[1:].partition("/resolve/")
+            revision, _, name = rest.partition("/")
+        commit = {**hub.revisions, **{c: c for c in hub.revisions.values()}}.get(revision or "main")
+        allowed = self.headers["Authorization"] == f"Bearer {TOKEN}"
+        files = hub.repos.get(repo)
+        if files is None:
+            self.refuse(404 if allowed else 401, "RepoNotFound")
+        elif commit is None:
+            self.refuse(404, "RevisionNotFound")
+        elif name is None:
+            self.answer(json.dumps(self.info(repo, commit, files)).encode(), commit)
+        elif repo in hub.gated and not allowed:
+            self.refuse(403 if self.headers["Authorization"] else 401, "GatedRepo")
+        elif name not in files:
+            self.refuse(404, "EntryNotFound")
+        else:
+            self.send_file(files[name], name, commit)
+
+    def info(self, repo: str, commit: str, files: dict[str, Path]) -> dict:
+        siblings = []
+        for name, path in files.items():
+            size, sha = path.stat().st_size, digest(path)
+            lfs = {"size": size, "sha256": sha, "pointerSize": 134}
+            large = {"lfs": lfs} if name.endswith(".safetensors") else {}
+            siblings.append({"rfilename": name, "size": size, "blobId": sha, **large})
+        return {"id": repo, "sha": commit, "siblings": siblings}
+
+    def send_file(self, path: Path, name: str, commit: str) -> None:
+        content, first = path.read_bytes(), 0
+        if self.headers["Range"]:
+            first = int(self.headers["Range"].removeprefix("bytes=").rstrip("-"))
+        headers = {"ETag": f'"{digest(path)}"', "Accept-Ranges": "bytes"}
+        if first:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        until = self.server.broken.pop(name, None) if self.command == "GET" else None
+        self.answer(content[first:], commit, 206 if first else 200, headers, until)
+
+    def refuse(self, status: int, code: str) -> None:
+        self.answer(b"", "", status, {"X-Error-Code": code})
+
+    def answer(
+        self,
+        body: bytes,
+        commit: str,
+        status: int = 200,
+        headers: dict[str, str] | None = None,
+        until: int | None = None,
+    ) -> None:
+        """until: so many bytes are sent, and the connection is closed."""
+        self.send_response(status)
+        known = {"Content-Length": str(len(body)), "X-Repo-Commit": commit}
+        for name, value in (known | (headers or {})).items():
+            if value:
+                self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[:until])
+        self.close_connection = self.close_connection or until is not None

@@ -1,0 +1,273 @@
+"""Files named by their Hub names, from a hub on loopback."""
+
+import argparse
+import shutil
+from contextlib import suppress
+
+import pytest
+from hub_server import TOKEN, Hub
+from huggingface_hub import constants
+
+from ltx_neuron import flags
+from ltx_neuron.doctor.__main__ import main as doctor
+from ltx_neuron.errors import UserError
+from ltx_neuron.hub import RELEASED, download_again, local_path, no_downloads, spelled
+from ltx_neuron.pipeline import LTXPipeline
+
+LTX, GEMMA = "Lightricks/LTX-2.3", "google/gemma-3-12b-it-qat-q4_0-unquantized"
+LORA = "someone/lora"
+FILES = RELEASED[LTX]
+CHECKPOINT = FILES["distilled"]
+
+
+@pytest.fixture
+def hub(tiny, tmp_path, monkeypatch):
+    """The released repositories with tiny files, and an empty cache, from an empty folder."""
+    files = {
+        FILES["distilled"]: tiny.checkpoint,
+        FILES["dev"]: tiny.checkpoint,
+        FILES["lora"]: tiny.lora,
+        FILES["spatial"]: tiny.spatial_upsampler,
+        FILES["temporal"]: tiny.temporal_upsampler,
+    }
+    gemma = {path.name: path for path in tiny.gemma_root.iterdir()}
+    others = dict.fromkeys(("README.md", "model.gguf", "tokenizer.model"), tiny.image)
+    one_lora = {"README.md": tiny.image, "lora.safetensors": tiny.lora}
+    hub = Hub({LTX: files, GEMMA: gemma | others, LORA: one_lora})
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name, value in {
+        "ENDPOINT": hub.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_TOKEN_PATH": str(tmp_path / "token"),
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+def refused(name: str, kind: str = "distilled") -> str:
+    with pytest.raises(UserError) as error:
+        local_path(name, kind)
+    return str(error.value)
+
+
+# --- what a name stands for ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_repository_alone_is_the_released_file_of_its_kind(hub, kind):
+    path = local_path(LTX, kind)
+    assert path.name == FILES[kind] and hub.downloads == [FILES[kind]]
+    assert path.read_bytes() == hub.repos[LTX][FILES[kind]].read_bytes()
+
+
+def test_a_name_may_say_the_file_and_the_revision(hub):
+    path = local_path(f"{LTX}@v1/{FILES['dev']}", "distilled")
+    assert path.name == FILES["dev"] and path.parent.name == hub.revisions["v1"]
+
+
+def test_of_gemma_weights_config_and_tokenizer_are_downloaded_and_nothing_else(hub, tiny):
+    folder = local_path(GEMMA, "gemma")
+    wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {each.name for each in folder.iterdir()} == set(hub.downloads) == wanted
+
+
+def test_of_a_repository_with_one_file_of_weights_that_is_taken(hub):
+    assert local_path(LORA, "lora").name == "lora.safetensors"
+
+
+def test_of_a_repository_with_several_files_of_weights_one_must_be_named(hub, tiny):
+    hub.repos[LORA]["second.safetensors"] = tiny.lora
+    error = refused(LORA, "lora")
+    assert "has 2 files of weights" in error and "lora.safetensors, second.safetensors" in error
+
+
+def test_a_path_that_exists_wins(hub, tiny):
+    shutil.copytree(tiny.gemma_root, GEMMA)
+    assert str(local_path(GEMMA, "gemma")) == GEMMA and not hub.requests
+
+
+@pytest.mark.parametrize("path", ["absent.safetensors", "a/absent.safetensors", "/a/b/c", "./a/b"])
+def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(hub, path):
+    assert str(local_path(path, "distilled")) == str(path).removeprefix("./")
+    assert not hub.requests
+
+
+# --- downloads -----------------------------------------------------------------------------------
+
+
+def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_requested(
+    hub, capsys
+):
+    first = local_path(LTX, "distilled"), local_path(GEMMA, "gemma")
+    said = capsys.readouterr().out
+    assert f"downloading {LTX}/{CHECKPOINT} (" in said and f"downloading {GEMMA}, 4 files (" in said
+    hub.requests.clear()
+    assert first == (local_path(LTX, "distilled"), local_path(GEMMA, "gemma"))
+    assert not hub.requests and not capsys.readouterr().out
+
+
+def test_a_connection_that_breaks_is_resumed_where_it_broke(hub):
+    written = constants.DOWNLOAD_CHUNK_SIZE  # what has come in whole chunks is not sent again
+    hub.broken[CHECKPOINT] = written + 1000
+    path = local_path(LTX, "distilled")
+    assert [request.range for request in hub.requests][-2:] == [None, f"bytes={written}-"]
+    assert path.read_bytes() == hub.repos[LTX][CHECKPOINT].read_bytes()
+
+
+def test_an_interrupted_download_leaves_no_half_file_and_is_made_good_by_the_next(hub, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("huggingface_hub.file_download.http_get", interrupted)
+        local_path(GEMMA, "gemma")
+    assert len(list(local_path(GEMMA, "gemma").iterdir())) == 4
+
+
+def test_of_a_gemma_that_is_there_in_part_only_the_rest_is_downloaded(hub):
+    (local_path(GEMMA, "gemma") / "tokenizer.json").resolve().unlink()
+    hub.requests.clear()
+    local_path(GEMMA, "gemma")
+    assert hub.downloads == ["tokenizer.json"]
+
+
+def test_a_file_that_does_not_fit_the_disk_is_refused_before_it_is_downloaded(hub, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=10))
+    assert "do not fit" in (error := refused(LTX)) and "HF_HOME" in error
+    assert not hub.downloads
+
+
+# --- what the hub refuses ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", ["", "hf_of_nobody"])
+def test_a_gated_repository_is_told_with_where_to_accept_its_licence(hub, monkeypatch, token):
+    hub.gated.add(GEMMA)
+    monkeypatch.setenv("HF_TOKEN", token)
+    error = refused(GEMMA, "gemma")
+    assert f"gated: its licence is to be accepted once\nAccept it on {hub.url}/{GEMMA}" in error
+    assert "hf auth login" in error
+
+
+def test_a_gated_repository_is_read_with_the_token_of_who_accepted_its_licence(hub, monkeypatch):
+    hub.gated.add(GEMMA)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert (local_path(GEMMA, "gemma") / "config.json").is_file()
+
+
+def test_a_name_that_neither_the_hub_nor_the_disk_knows_is_told_with_the_nearest_path(hub, tiny):
+    shutil.copytree(tiny.gemma_root, "models/gemma-3-12b")
+    error = refused("models/gemma-3-12", "gemma")
+    assert "models/gemma-3-12: no such file here; did you mean models/gemma-3-12b?" in error
+    assert f"no repository {hub.url}/models/gemma-3-12" in error and LTX in error
+
+
+def test_an_absent_file_is_told_with_the_nearest_ones(hub):
+    error = refused(f"{LTX}/ltx-2.3-22b-distiled.safetensors")
+    assert "has no file ltx-2.3-22b-distiled.safetensors" in error and CHECKPOINT in error
+
+
+def test_an_absent_revision_is_told(hub):
+    assert f"{LTX} has no revision v9" in refused(f"{LTX}@v9")
+
+
+def test_a_repository_that_holds_no_gemma_is_told(hub):
+    assert "no Gemma: it has no config.json" in refused(LTX, "gemma")
+
+
+def test_without_a_network_the_hub_is_said_not_to_answer(hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "http://127.0.0.1:9/Lightricks/LTX-2.3 did not give it (ConnectError" in refused(LTX)
+
+
+def test_offline_a_filled_cache_is_enough_and_an_empty_one_says_what_to_type(hub, monkeypatch):
+    filled = local_path(LTX, "distilled")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert local_path(LTX, "distilled") == filled
+    error = refused(LTX, "dev")
+    assert "HF_HUB_OFFLINE" in error and error.endswith(f"hf download {LTX} {FILES['dev']}")
+
+
+def test_a_cache_that_may_not_be_written_is_told(hub, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file"))
+    assert f"{tmp_path}/file" in refused(LTX)
+
+
+# --- in flags, the API and messages --------------------------------------------------------------
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = flags.parser("", "", gemma=True, required=False)
+    flags.add_loras(parser)
+    flags.add_models(parser)
+    return parser.parse_args(["--profile", "cpu", *words])
+
+
+def test_files_of_the_hub_have_the_identities_of_their_local_copies(hub, tiny):
+    local = parsed("--checkpoint-path", str(tiny.checkpoint), "--gemma-root", str(tiny.gemma_root))
+    named = parsed("--checkpoint-path", LTX, "--gemma-root", GEMMA, "--lora", LTX, "0.5")
+    local, own, given = flags.workspace(local), flags.workspace(named), flags.spec(named)
+    for model in ("dit", "gemma3"):
+        assert own.weights_identity(own.source(model)) == local.weights_identity(
+            local.source(model)
+        )
+    (lora,) = flags.lora_fields(given)["loras"]
+    assert lora.path.name == FILES["lora"] and lora.strength == 0.5
+
+
+def test_flags_of_upsamplers_take_names_too(hub):
+    args = parsed("--spatial-upsampler-path", LTX, "--temporal-upsampler-path", LTX)
+    options = flags.run_options(args)
+    assert options.spatial_upsampler_path.name == FILES["spatial"]
+    assert options.temporal_upsampler_path.name == FILES["temporal"]
+
+
+def test_the_recipe_chooses_the_checkpoint(hub):
+    args = argparse.Namespace(checkpoint_path=LTX, recipe="dev")
+    assert flags.local(args, "checkpoint_path").name == FILES["dev"]
+
+
+def test_a_pipeline_opens_by_names(hub):
+    names = dict(checkpoint_path=LTX, gemma_root=GEMMA, spatial_upsampler_path=LTX)
+    with LTXPipeline.from_pretrained(**names, loras=[(LORA, 1.0)], profile="cpu") as pipeline:
+        assert pipeline.engine.workspace.checkpoint_path.name == CHECKPOINT
+    assert {CHECKPOINT, FILES["spatial"], "config.json", "lora.safetensors"} < set(hub.downloads)
+
+
+def test_the_command_of_a_message_has_the_hub_name(hub, tmp_path):
+    words = "--checkpoint-path", LTX, "--artifacts-dir", str(tmp_path / "artifacts")
+    with pytest.raises(UserError, match=f"--checkpoint-path {LTX}/{CHECKPOINT} "):
+        flags.workspace(parsed(*words)).dit_weights()
+
+
+def test_a_name_of_another_revision_is_spelled_with_its_commit(hub):
+    path = local_path(f"{LTX}@v1", "distilled")
+    assert spelled(path) == f"{LTX}@{hub.revisions['v1']}/{CHECKPOINT}"
+    assert str(local_path(spelled(path), "distilled")) == str(path)
+
+
+def test_a_damaged_file_of_the_cache_is_told_with_the_command_that_replaces_it(hub):
+    path = local_path(LTX, "distilled")
+    path.write_bytes(b"")
+    command = f"hf download {LTX} {CHECKPOINT} --force-download"
+    with pytest.raises(UserError, match=command):
+        flags.workspace(parsed("--checkpoint-path", LTX))
+    assert download_again(path) == command
+
+
+def test_the_doctor_downloads_nothing_and_says_what_is_not_downloaded_yet(hub, capsys):
+    with suppress(SystemExit):
+        doctor(["--profile", "cpu", "--checkpoint-path", LTX, "--gemma-root", GEMMA])
+    said = capsys.readouterr().out
+    assert f"{LTX}/{CHECKPOINT} is not downloaded yet" in said and f"> hf download {GEMMA}" in said
+    assert not hub.requests
+    with no_downloads(), pytest.raises(UserError, match="not downloaded yet"):
+        local_path(LTX, "distilled")
