@@ -21,9 +21,11 @@ from ltx_neuron.format import format_bytes
 
 # A checkpoint of a recipe, Gemma's folder, a LoRA, a latent upsampler.
 Kind = Literal["distilled", "dev", "gemma", "lora", "spatial", "temporal"]
-# What OWNER/REPO alone is: the files that Lightricks' README lists.
+RELEASE = "Lightricks/LTX-2.3"
+# What OWNER/REPO alone stands for: the files that Lightricks' MODELS-LTX-2.3.md lists, and theirs
+# in fp8.
 RELEASED: dict[str, dict[str, str]] = {
-    "Lightricks/LTX-2.3": {
+    RELEASE: {
         "distilled": "ltx-2.3-22b-distilled-1.1.safetensors",
         "dev": "ltx-2.3-22b-dev.safetensors",
         "lora": "ltx-2.3-22b-distilled-lora-384-1.1.safetensors",
@@ -69,7 +71,7 @@ def local_path(name: str | Path, kind: Kind) -> Path:
     repo, revision = match[1], match[2] or "main"
     file = match[3] or RELEASED.get(repo, {}).get(kind, "")
     if kind == "gemma" and file:
-        raise UserError(f"{name} is one file, wanted the repository of a Gemma\nType {repo}")
+        raise UserError(f"{name} is one file; Gemma needs a whole repository\nType {repo}")
     full = str(name) if match[3] or not file else f"{name}/{file}"
     with _in_words(full, repo, revision):
         path = _cached(repo, revision, file, kind)
@@ -98,17 +100,22 @@ def download(name: str, *options: str) -> str:
     return shlex.join(["hf", "download", repo, *([file] if file else []), *options])
 
 
+def download_released(kind: Kind) -> str:
+    """The hf command that downloads the released file of a kind to this folder."""
+    return download(f"{RELEASE}/{RELEASED[RELEASE][kind]}", "--local-dir", ".")
+
+
 def download_again(path: Path) -> str:
     """The hf command that replaces a damaged file of the cache; "" for another file."""
     return download(spelled(path), "--force-download") if _CACHED.fullmatch(str(path)) else ""
 
 
 def nearest(path: str | Path) -> str:
-    """Of an absent path, the one of almost the same name, as the end of a message."""
+    """Of an absent path, " (nearest: PATH)" where one of almost the same name is."""
     folder, wanted = os.path.split(path)
     names = os.listdir(folder or ".") if os.access(folder or ".", os.R_OK) else []
     near = get_close_matches(wanted, names, 1)
-    return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+    return f" (nearest: {os.path.join(folder, near[0])})" if near else ""
 
 
 def _cached(repo: str, revision: str, file: str, kind: Kind) -> Path | None:
@@ -161,8 +168,8 @@ def _chosen(url: str, listed: list[str], file: str, kind: Kind) -> list[str]:
     if kind == "gemma":
         if absent := {*_GEMMA} - {*listed}:
             raise UserError(
-                f"{url} is no Gemma: it has no {min(absent)}\n"
-                "Type --gemma-root google/gemma-3-12b-it-qat-q4_0-unquantized"
+                f"{url} is not Gemma: it has no {min(absent)}\n"
+                "Type google/gemma-3-12b-it-qat-q4_0-unquantized"
             )
         return [f for f in listed if f in _GEMMA + _GEMMA_TOO or _SHARD.fullmatch(f)]
     weights = [each for each in listed if each.endswith(".safetensors")]
@@ -187,11 +194,11 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
     except UserError:
         raise
     except of.GatedRepoError:
-        text = f"{repo} is gated: its licence is to be accepted once"
+        text = f"{repo} is gated: you must accept its licence once"
         fix = f"Accept it on {url}, then type hf auth login (or set HF_TOKEN)"
     except (of.RepositoryNotFoundError, of.HFValidationError):
-        text = f"{name}: no such file here{nearest(name)}, and no repository {url} that is public"
-        fix = "Type a path or a name such as Lightricks/LTX-2.3; of a private one: hf auth login"
+        text = f"{name}: no such file here{nearest(name)}, and no public repository {url}"
+        fix = f"Type a path or a name such as {RELEASE}; for a private one, hf auth login first"
     except of.RevisionNotFoundError:
         text, fix = f"{repo} has no revision {revision}", f"Its commits: {url}/commits/main"
     except of.OfflineModeIsEnabled:
@@ -206,8 +213,8 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
             fix = "Free some space, or choose a larger disk with HF_HOME=DIR"
         else:
             cause = error.__cause__ or error
-            said = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-            text = f"{name}: no such file here{nearest(name)}, and {url} did not give it ({said})"
+            said = f"{type(cause).__name__}: {cause}".partition("\n")[0][:150]
+            text = f"{name}: no such file here{nearest(name)}, and no download from {url} ({said})"
             fix = "Check the network and the token (hf auth whoami), then type the same again"
     else:
         return

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from ltx_neuron.backends.manifest import Manifest
-from ltx_neuron.config.common import upsampler_download
 from ltx_neuron.config.sound import SPAN_LATENTS, span_sizes
 from ltx_neuron.denoise import CompiledStep
 from ltx_neuron.errors import UserError, require
 from ltx_neuron.host import conditions
 from ltx_neuron.host.models import HostModels
+from ltx_neuron.hub import download_released
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.programs import spectrogram_program_name
 from ltx_neuron.profiles import require_runtime
@@ -67,7 +67,7 @@ class Preflight:
             if job.recipe == "dev":
                 job.resolved_guidance.check(workspace.transformer.num_layers)
             for kind, flag in job.upsamplers.items():
-                download = f"Download it: {upsampler_download(kind)}"
+                download = f"Download it: {download_released(kind)}"
                 require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
         _check_distilled_loras(jobs)
         require_runtime(workspace.profile, workspace.tp)

@@ -295,9 +295,9 @@ def _other_tensors(content: bytes) -> bytes:
 
 # A mistake a line: the script, unless it is GENERATE; its flags; and what the message must hold.
 NAMES = {
-    "CHECKPOINT": "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled.safetensors",
+    "CHECKPOINT": "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled-1.1.safetensors",
     "GEMMA": "hf download google/gemma-3-12b-it-qat-q4_0-unquantized",
-    "SPATIAL": "hf download Lightricks/LTX-2.3 ltx-2.3-spatial-upscaler-x2-1.0.safetensors",
+    "SPATIAL": "hf download Lightricks/LTX-2.3 ltx-2.3-spatial-upscaler-x2-1.1.safetensors",
     "TEMPORAL": "hf download Lightricks/LTX-2.3 ltx-2.3-temporal-upscaler-x2-1.0.safetensors",
     "SHARD_DIT": SHARD_DIT,
     "SHARD_GEMMA": SHARD_GEMMA,

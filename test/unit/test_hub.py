@@ -152,7 +152,7 @@ def test_a_gated_repository_is_told_with_where_to_accept_its_licence(hub, monkey
     hub.gated.add(GEMMA)
     monkeypatch.setenv("HF_TOKEN", token)
     error = refused(GEMMA, "gemma")
-    assert f"gated: its licence is to be accepted once\nAccept it on {hub.url}/{GEMMA}" in error
+    assert f"gated: you must accept its licence once\nAccept it on {hub.url}/{GEMMA}" in error
     assert "hf auth login" in error
 
 
@@ -165,8 +165,8 @@ def test_a_gated_repository_is_read_with_the_token_of_who_accepted_its_licence(h
 def test_a_name_that_neither_the_hub_nor_the_disk_knows_is_told_with_the_nearest_path(hub, tiny):
     shutil.copytree(tiny.gemma_root, "models/gemma-3-12b")
     error = refused("models/gemma-3-12", "gemma")
-    assert "models/gemma-3-12: no such file here; did you mean models/gemma-3-12b?" in error
-    assert f"no repository {hub.url}/models/gemma-3-12" in error and LTX in error
+    assert "models/gemma-3-12: no such file here (nearest: models/gemma-3-12b)" in error
+    assert f"no public repository {hub.url}/models/gemma-3-12" in error and LTX in error
 
 
 def test_an_absent_file_is_told_with_the_nearest_ones(hub):
@@ -179,12 +179,12 @@ def test_an_absent_revision_is_told(hub):
 
 
 def test_a_repository_that_holds_no_gemma_is_told(hub):
-    assert "no Gemma: it has no config.json" in refused(LTX, "gemma")
+    assert "not Gemma: it has no config.json" in refused(LTX, "gemma")
 
 
 def test_without_a_network_the_hub_is_said_not_to_answer(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "http://127.0.0.1:9/Lightricks/LTX-2.3 did not give it (ConnectError" in refused(LTX)
+    assert "no download from http://127.0.0.1:9/Lightricks/LTX-2.3 (ConnectError" in refused(LTX)
 
 
 def test_offline_a_filled_cache_is_enough_and_an_empty_one_says_what_to_type(hub, monkeypatch):

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ltx_neuron.errors import UserError
+from ltx_neuron.hub import download_released
 
 SUPPORTED_VERSION = "2.3"
-CHECKPOINT_DOWNLOAD = (
-    "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled.safetensors --local-dir ."
-)
+CHECKPOINT_DOWNLOAD = download_released("distilled")
 # the tokenizer pads to this many, and the connectors return this many (ltx-core
 # base_encoder.py:182)
 TEXT_TOKENS = 1024
@@ -33,13 +32,6 @@ def gemma_download(root: Path) -> str:
         f" {shlex.quote(str(root))}\n(once, before: accept the terms on"
         " https://huggingface.co/google/gemma-3-12b-it-qat-q4_0-unquantized and type hf auth"
         " login)"
-    )
-
-
-def upsampler_download(kind: str) -> str:
-    """The command that fetches the "spatial" or "temporal" latent upsampler."""
-    return (
-        f"hf download Lightricks/LTX-2.3 ltx-2.3-{kind}-upscaler-x2-1.0.safetensors --local-dir ."
     )
 
 

@@ -16,6 +16,7 @@ from ltx_neuron.config.common import (
 from ltx_neuron.config.transformer import TransformerConfig
 from ltx_neuron.errors import UserError, reason, refusal
 from ltx_neuron.files import check_regular
+from ltx_neuron.hub import nearest
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def gemma_config(root: Path) -> GemmaConfig:
     except OSError as error:
         what = f"{path}: {reason(error)}"
         if not os.path.isdir(root):
-            what = f"--gemma-root {root} is not a folder"
+            what = f"--gemma-root {root} is not a folder{nearest(root)}"
         raise UserError(
             f"{what}; wanted Gemma3-12B's folder.\nDownload it: {gemma_download(root)}"
         ) from None

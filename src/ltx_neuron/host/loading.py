@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, upsampler_download
+from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
+from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
 from ltx_neuron.weights.tensorfile import TensorFile
 
@@ -194,7 +195,7 @@ def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> Mo
         name=f"{kind} upsampler",
         path=path,
         flag=f"--{kind}-upsampler-path",
-        download=upsampler_download(kind),
+        download=download_released(kind),
         build=partial(upsampler.LatentUpsamplerConfigurator.from_config, config),
         prefixes={"": ""},
         dtype=dtype,
@@ -203,7 +204,7 @@ def upsampler_spec(kind: str, path: str | Path | None, dtype: torch.dtype) -> Mo
 
 def _upsampler_config(kind: str, path: str | Path | None) -> dict:
     """The config of an upsampler's own file."""
-    flag, download = f"--{kind}-upsampler-path", upsampler_download(kind)
+    flag, download = f"--{kind}-upsampler-path", download_released(kind)
     if path is None:
         raise UserError(
             f"{kind} upsampling needs its own model and got none: pass its file with {flag}"

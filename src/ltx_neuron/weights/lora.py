@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ltx_neuron.errors import FieldError, UserError
+from ltx_neuron.hub import download_released
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.sharding import Model
 from ltx_neuron.weights.tensorfile import TensorFile, listed
 
-DOWNLOAD = "hf download Lightricks/LTX-2.3 ltx-2.3-22b-distilled-lora-384.safetensors --local-dir ."
+DOWNLOAD = download_released("lora")
 _PREFIX = "diffusion_model."  # of the published files; others leave it out
 # Of an IC-LoRA's metadata: how often a reference's sides and frames go into those of stage 1.
 _FACTORS = "reference_downscale_factor", "reference_temporal_scale_factor"
