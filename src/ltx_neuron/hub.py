@@ -10,17 +10,14 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
 
 from ltx_neuron.errors import UserError, refusal
 from ltx_neuron.format import format_bytes
 
-# A checkpoint of a recipe, Gemma's folder, a LoRA, a latent upsampler.
-Kind = Literal["distilled", "dev", "gemma", "lora", "spatial", "temporal"]
 RELEASE = "Lightricks/LTX-2.3"
 # What OWNER/REPO alone stands for: the files that Lightricks' MODELS-LTX-2.3.md lists, and theirs
 # in fp8.
@@ -59,11 +56,14 @@ def no_downloads() -> Iterator[None]:
         _may_download.reset(token)
 
 
-def local_path(name: str | Path, kind: Kind) -> Path:
+def local_path(name: str | Path, kind: str) -> Path:
     """The path of a file, or of Gemma's folder. What a Hub name stands for is downloaded once.
 
     An existing path wins. A name that can only be a path is returned as it is. Raises UserError
     where the Hub lacks the file or does not give it, and where it does not fit the disk.
+
+    kind  "distilled" or "dev" (a checkpoint of this recipe), "gemma", "lora", "spatial" or
+          "temporal" (an upsampler)
     """
     match = None if os.path.exists(name) else _NAME.fullmatch(str(name))
     if not match or match[0] == match[1] and match[1].endswith(".safetensors"):
@@ -100,7 +100,7 @@ def download(name: str, *options: str) -> str:
     return shlex.join(["hf", "download", repo, *([file] if file else []), *options])
 
 
-def download_released(kind: Kind) -> str:
+def download_released(kind: str) -> str:
     """The hf command that downloads the released file of a kind to this folder."""
     return download(f"{RELEASE}/{RELEASED[RELEASE][kind]}", "--local-dir", ".")
 
@@ -113,12 +113,13 @@ def download_again(path: Path) -> str:
 def nearest(path: str | Path) -> str:
     """Of an absent path, " (nearest: PATH)" where one of almost the same name is."""
     folder, wanted = os.path.split(path)
-    names = os.listdir(folder or ".") if os.access(folder or ".", os.R_OK) else []
-    near = get_close_matches(wanted, names, 1)
-    return f" (nearest: {os.path.join(folder, near[0])})" if near else ""
+    with suppress(OSError, ValueError):  # no folder, or a character that no path can have
+        for near in get_close_matches(wanted, os.listdir(folder or "."), 1):
+            return f" (nearest: {os.path.join(folder, near)})"
+    return ""
 
 
-def _cached(repo: str, revision: str, file: str, kind: Kind) -> Path | None:
+def _cached(repo: str, revision: str, file: str, kind: str) -> Path | None:
     """The file or Gemma's folder, where the cache has all of it."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -135,7 +136,7 @@ def _cached(repo: str, revision: str, file: str, kind: Kind) -> Path | None:
     return folder if whole and all((folder / each).is_file() for each in _GEMMA) else None
 
 
-def _download(name: str, repo: str, revision: str, file: str, kind: Kind) -> str:
+def _download(name: str, repo: str, revision: str, file: str, kind: str) -> str:
     """Download what a name stands for; returns the file's name there, "" of Gemma's folder."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
@@ -163,7 +164,7 @@ def _download(name: str, repo: str, revision: str, file: str, kind: Kind) -> str
     return "" if kind == "gemma" else files[0]
 
 
-def _chosen(url: str, listed: list[str], file: str, kind: Kind) -> list[str]:
+def _chosen(url: str, listed: list[str], file: str, kind: str) -> list[str]:
     """Which of a repository's files are downloaded."""
     if kind == "gemma":
         if absent := {*_GEMMA} - {*listed}:

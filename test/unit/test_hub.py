@@ -3,6 +3,7 @@
 import argparse
 import shutil
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hub_server import TOKEN, Hub
@@ -144,6 +145,16 @@ def test_a_file_that_does_not_fit_the_disk_is_refused_before_it_is_downloaded(hu
     assert not hub.downloads
 
 
+def test_a_disk_that_fills_up_during_a_download_is_told(hub, monkeypatch, small_disk):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(small_disk))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=10**12))
+    error = refused(LTX)
+    assert f"the disk of {small_disk} is full\nFree some space" in error
+    assert not [
+        path for path in small_disk.rglob("*") if path.is_file() and path.stat().st_size > 1000
+    ]
+
+
 # --- what the hub refuses ------------------------------------------------------------------------
 
 
@@ -231,8 +242,10 @@ def test_flags_of_upsamplers_take_names_too(hub):
 
 
 def test_the_recipe_chooses_the_checkpoint(hub):
-    args = argparse.Namespace(checkpoint_path=LTX, recipe="dev")
+    args = argparse.Namespace(checkpoint_path=Path(LTX), recipe="dev")
     assert flags.local(args, "checkpoint_path").name == FILES["dev"]
+    args = argparse.Namespace(checkpoint_path=Path(LTX, FILES["dev"]), recipe=None)
+    assert flags.recipe(args) == "dev"
 
 
 def test_a_pipeline_opens_by_names(hub):

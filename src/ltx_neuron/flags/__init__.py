@@ -108,7 +108,7 @@ def add_tuned(parser: argparse.ArgumentParser) -> None:
     )
 
 
-MODEL_FILES: dict[str, hub.Kind | None] = {
+MODEL_FILES = {  # flags, and what hub.local_path calls their files
     "checkpoint_path": None,  # of a recipe
     "gemma_root": "gemma",
     "spatial_upsampler_path": "spatial",
