@@ -114,6 +114,12 @@ def test_the_size_is_printed_before_a_download_and_the_second_time_nothing_is_re
     assert not hub.requests and not capsys.readouterr().out
 
 
+def test_a_file_that_another_revision_has_too_is_not_downloaded_again(hub, capsys):
+    local_path(LTX, "distilled"), capsys.readouterr(), hub.requests.clear()
+    local_path(f"{LTX}@v1", "distilled")
+    assert not hub.downloads and not capsys.readouterr().out
+
+
 def test_a_connection_that_breaks_is_resumed_where_it_broke(hub):
     written = constants.DOWNLOAD_CHUNK_SIZE  # what has come in whole chunks is not sent again
     hub.broken[CHECKPOINT] = written + 1000
