@@ -95,7 +95,7 @@ def spelled(path: str | Path) -> str:
 
 def download(name: str, *options: str) -> str:
     """The hf command that downloads what a Hub name stands for."""
-    repo, revision, file = _NAME.fullmatch(name).groups()
+    [(repo, revision, file)] = _NAME.findall(name)
     options += ("--revision", revision) if revision else ()
     return shlex.join(["hf", "download", repo, *([file] if file else []), *options])
 
@@ -207,9 +207,9 @@ def _in_words(name: str, repo: str, revision: str) -> Iterator[None]:
         text += "HF_HUB_OFFLINE forbids a download"
         fix = f"Unset HF_HUB_OFFLINE, or type where there is a network: {download(name)}"
     except Exception as error:
-        if getattr(error, "filename", None):  # of the cache's folder
+        if isinstance(error, OSError) and error.filename:  # of the cache's folder
             raise refusal(error) from None
-        if getattr(error, "errno", None) == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             text = f"{name}: the disk of {constants.HF_HUB_CACHE} is full"
             fix = "Free some space, or choose a larger disk with HF_HOME=DIR"
         else:
