@@ -394,7 +394,7 @@ class Finished:
         python = "python" if on_path else _from_here(Path(sys.executable))
         checkpoint = hub.spelled(self.checkpoint_path)
         words = [python, _from_here(ROOT / script), "--checkpoint-path", checkpoint]
-        words += ["--gemma-root", hub.spelled(self.gemma_root)] if gemma else []
+        words += ["--gemma-root", hub.spelled(self.gemma_root)] if gemma and self.gemma_root else []
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self._typed:

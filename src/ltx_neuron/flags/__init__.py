@@ -116,9 +116,9 @@ MODEL_FILES = {  # flags, and what hub.local_path calls their files
 }
 
 
-def local(args: argparse.Namespace, flag: str) -> Path | None:
-    """The local path of one of MODEL_FILES, if it was typed. What a Hub name stands for is
-    downloaded, at the first call. Raises UserError."""
+def local(args: argparse.Namespace, flag: str) -> Any:
+    """The local Path of one of MODEL_FILES, None where it was not typed. What a Hub name stands for
+    is downloaded, at the first call. Raises UserError."""
     name, kind = getattr(args, flag, None), MODEL_FILES[flag]
     recipe = getattr(args, "recipe", None) or Job.recipe
     return name and hub.local_path(name, kind or recipe)
