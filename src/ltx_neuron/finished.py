@@ -2,9 +2,6 @@
 identity of each; for what is not, the command that makes it."""
 
 import os
-import shlex
-import shutil
-import sys
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain
@@ -12,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron import artifacts
+from ltx_neuron import artifacts, invocation
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
@@ -41,7 +38,6 @@ from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
-ROOT = Path(__file__).resolve().parents[2]  # where the scripts lie
 MAX_TIMESTEPS = 4  # how many more distinct timesteps than needed a found graph may have
 
 
@@ -76,7 +72,7 @@ class Finished:
         self._sources: dict[tuple[str, WeightSet], Source] = {}
 
     def take_tuned(self) -> None:
-        """Take what python -m ltx_neuron.tune chose for this device and model, if it did. What was
+        """Take what ltx-neuron tune chose for this device and model, if it did. What was
         typed still wins."""
         config = self.transformer.digest
         identity = tuned_settings.identity(self.profile, self.tp, self.dtype_name, config)
@@ -327,28 +323,27 @@ class Finished:
         """What makes the weight sets of a model that LoRAs name, given by their flags."""
         given = [(flag, lora) for flag, several in loras.items() for lora in several]
         words = [word for flag, lora in given for word in (flag, lora.path, lora.strength)]
-        script = {"dit": "backbone", "sound": "vae"}.get(model, model)
-        return self._command(f"shards/shard_{script}_weights.py", *words, gemma=model == "gemma3")
+        return self._command(shard_verb(model), *words, gemma=model == "gemma3")
 
     def tile_programs(self, clip: tuple[int, int, int]) -> dict[str, Manifest]:
         """The compiled video decoder, a program per shape of the tiles of a clip, given as its
         latent (F, h, w)."""
         frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
         flags = "--height", height, "--width", width, "--num-frames", frames
-        command = self._command("compile/compile_vae.py", *flags)
+        command = self._command("compile vae", *flags)
         return self._programs(self._tile_identities(clip), command)
 
     def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
         """The compiled mel decoder and vocoder, for the spans of so many latents of sound. size:
         what they are compiled for."""
         flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
-        command = self._command("compile/compile_vae.py", *flags)
+        command = self._command("compile vae", *flags)
         return self._programs(self._sound_identities(latents), command)
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
-        command = self._command("compile/compile_gemma3.py", gemma=True)
+        command = self._command("compile gemma3", gemma=True)
         return self._programs(self._text_identities(buckets), command)
 
     def _programs(self, identities: dict[str, dict], command: str) -> dict[str, Manifest]:
@@ -363,7 +358,7 @@ class Finished:
         self.check_attention(profile)
         compiled = (b for b in candidates if self._is_made(self._dit_identity(b, profile)))
         bucket = next(compiled, candidates[0])
-        command = self._command("compile/compile_transformer.py", *_shape_flags(job))
+        command = self._command("compile transformer", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
@@ -388,23 +383,21 @@ class Finished:
             self._found[key] = artifacts.find(self.artifacts, identity, command)
         return self._found[key]
 
-    def _command(self, script: str, *flags, gemma: bool = False) -> str:
-        """What to type to make something of this workspace with one of the scripts."""
-        on_path = shutil.which("python") == sys.executable
-        python = "python" if on_path else _from_here(Path(sys.executable))
-        words = [python, _from_here(ROOT / script), "--checkpoint-path", self.checkpoint_path]
+    def _command(self, verb: str, *flags, gemma: bool = False) -> str:
+        """What to type to make something of this workspace."""
+        words = ["--checkpoint-path", self.checkpoint_path]
         words += ["--gemma-root", self.gemma_root] if gemma else []
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self._typed:
             words += ["--profile-set", setting]
-        if not script.startswith("compile/"):
-            return shlex.join(map(str, words))
-        if script == "compile/compile_transformer.py" and self.blocks_per_graph is not None:
+        if not verb.startswith("compile"):
+            return invocation.command(verb, *words)
+        if verb == "compile transformer" and self.blocks_per_graph is not None:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         words += ["--ignore-tuned"] if self.ignores_tuned else []
         tuned = self.tuned_settings and self.tuned_settings.line()
-        return shlex.join(map(str, words)) + (f"\n{tuned}" if tuned else "")
+        return invocation.command(verb, *words) + (f"\n{tuned}" if tuned else "")
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
         """The different shapes of the tiles in which the ranks decode a clip's latent (F, h, w):
@@ -415,13 +408,14 @@ class Finished:
         return list(dict.fromkeys(map(tiles.tile_shape, cut)))
 
 
-def _from_here(path: Path) -> Path:
-    """A path as it is typed in this folder."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def shard_verb(model: str) -> str:
+    """The verb that makes the weights of a model, one of MODELS."""
+    named = {"dit": "transformer", "sound": "vae"}
+    return f"shard {named.get(model, model)}"
 
 
 def _shape_flags(job: Job) -> list:
-    """What compile_transformer.py takes for a job's graphs."""
+    """The flags of compile transformer for a job's graphs."""
     # An IC-LoRA's metadata says how its references are scaled.
     loras = ["ic_lora"] if job.references else []
     return job.spec.words([*SizeFields.model_fields, *loras, *ConditionFields.model_fields])

@@ -1,5 +1,5 @@
-"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the scripts
-share.
+"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the
+commands share.
 
 It makes weight sets and graphs, compares them with what they are of, and knows whether they fit
 the device. What is there it finds as Finished does.
@@ -18,7 +18,8 @@ from ltx_neuron.config.sound import span_sizes
 from ltx_neuron.config.transformer import REGISTERS, Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
-from ltx_neuron.finished import Finished
+from ltx_neuron.finished import Finished, shard_verb
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
@@ -86,13 +87,14 @@ class Workspace(Finished):
             for source in self._sources_of(model, loras):
                 path = self.weights(source.model.name, loras)
                 dtype = DTYPES[self.weights_identity(source)["dtype"]]
-                check_whole(path, verify(path) or compare(source, path, dtype, self._specs(source)))
+                problems = verify(path) or compare(source, path, dtype, self._specs(source))
+                check_whole(path, problems, self._shard_command(model, {"--lora": loras}))
                 paths.append(path)
         return paths
 
     def _sources_of(self, model: str, loras: WeightSet) -> list[Source]:
-        """What a shard script cuts."""
-        return [self.source(name, loras) for name in _models_of_script(model)]
+        """What is sharded by one command."""
+        return [self.source(name, loras) for name in _models_of(model)]
 
     def _specs(self, source: Source) -> list[ShardSpec]:
         """How the tensors of a model are distributed over its files. UserError where they are not
@@ -271,7 +273,7 @@ def _rank_bytes(folder: Path) -> int:
     return rank_path(folder, 0).stat().st_size
 
 
-# --- what a shard script does without a checkpoint --------------------------------------------
+# --- sharding without a checkpoint ------------------------------------------------------------
 
 
 def reshard(
@@ -282,12 +284,12 @@ def reshard(
     Returns their folder. Raises UserError where the finished ones cannot give that tp or dtype.
     """
     source = RankSource(folder)
-    if source.model.name == "sound" and model == "vae":  # both are cut by one script
+    if source.model.name == "sound" and model == "vae":  # both are sharded by one command
         dtype = "float32"
     elif source.model.name != model:
         raise UserError(
-            f"{folder} holds weights of {source.model.name}, wanted {model}: use its own shard"
-            " script"
+            f"{folder} holds weights of {source.model.name}, wanted {model}: type"
+            f" {command(shard_verb(source.model.name))}"
         )
     source.check(tp, DTYPES[dtype])
     identity = source.identity | {"tp": tp, "dtype": dtype}
@@ -300,7 +302,7 @@ def reshard(
 
 def verify_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
-    models = _models_of_script(model)
+    models = _models_of(model)
     folders = [path for each in models for path in artifacts.finished_weights(artifacts_dir, each)]
     if not folders:
         raise UserError(
@@ -308,10 +310,10 @@ def verify_finished(model: str, artifacts_dir: Path) -> None:
             " --artifacts-dir DIR"
         )
     for path in folders:
-        check_whole(path, verify(path))
+        check_whole(path, verify(path), command(shard_verb(model), "--checkpoint-path", "FILE"))
         print(f"whole: {path} (with --checkpoint-path it is compared with the source as well)")
 
 
-def _models_of_script(model: str) -> tuple[str, ...]:
-    """The models whose weights one shard script cuts."""
+def _models_of(model: str) -> tuple[str, ...]:
+    """The models whose weights one command shards."""
     return ("vae", "sound") if model == "vae" else (model,)

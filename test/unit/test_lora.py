@@ -4,14 +4,11 @@ weight is refused."""
 import argparse
 import dataclasses
 import json
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers import one_thread, randn  # noqa: F401
 from recipes_oracle import fused_state
 from safetensors import safe_open
@@ -19,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from ltx_neuron import flags
 from ltx_neuron.artifacts import finished_weights
+from ltx_neuron.commands import dispatch
 from ltx_neuron.errors import UserError
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.preflight import _check_distilled_loras
@@ -352,7 +351,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
     assert len(set(made)) == 2
     assert [workspace().dit_weights(loras) for loras in sets(copy)] == made
     with pytest.raises(
-        UserError, match=r"shard_backbone_weights\.py .*--lora .* 0\.75 .*--tp-degree 2"
+        UserError, match=r"shard transformer .*--lora .* 0\.75 .*--tp-degree 2"
     ):
         workspace().dit_weights((Lora(tiny.lora, 0.75),))
 
@@ -463,7 +462,7 @@ def test_the_keys_of_a_jobs_loras_make_the_same_weight_sets(tmp_path):
     assert again == job and len({stage.loras for stage in job.stages}) == 2
 
 
-def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_path, monkeypatch):
+def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_path):
     """Typed as it is said, it makes the missing sets and no other."""
     lora = Lora(tiny.lora, 0.5)
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path / "artifacts", 1, "bfloat16")
@@ -477,12 +476,11 @@ def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_pa
     workspace.shard("dit")
     with pytest.raises(UserError) as error:
         workspace.check_dit_weights(jobs)
-    commands = [line for line in str(error.value).splitlines() if "shard_backbone" in line]
+    program = command("shard transformer")
+    commands = [line for line in str(error.value).splitlines() if program in line]
     assert len(commands) == 3
-    for command in commands:
-        words = shlex.split(command[command.index("shards/") :])[1:]
-        monkeypatch.setattr(sys, "argv", ["shard", *words])
-        runpy.run_path(str(ROOT / "shards/shard_backbone_weights.py"), run_name="__main__")
+    for typed in commands:
+        dispatch(["shard", "transformer", *shlex.split(typed.partition(program)[2])])
     workspace.check_dit_weights(jobs)
     assert len(finished_weights(workspace.artifacts, "dit")) == 4
 
