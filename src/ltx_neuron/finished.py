@@ -64,6 +64,7 @@ class Finished:
         self._typed = profile.settings
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self.ignores_tuned, self._said = False, ""
+        self.prepare_command = ""  # of a run that names one command for all that is missing
         self._checked_attention = False
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
@@ -254,13 +255,18 @@ class Finished:
             "sequence_parallel": self._divides(bucket, profile),
         }
 
+    def dit_identities(self, buckets: list[Bucket]) -> list[dict]:
+        """The DiT step for each bucket, of one size."""
+        profile = self.dit_profile(buckets)
+        return [self._dit_identity(bucket, profile) for bucket in buckets]
+
     def _divides(self, bucket: Bucket, profile: Profile) -> bool:
         """Whether a bucket's graphs are sequence parallel."""
         return profile.sequence_parallel and may_divide(bucket, self.tp)
 
     # Of the other models, by the names of their programs.
 
-    def _text_identities(self, buckets: Iterable[int]) -> dict[str, dict]:
+    def text_identities(self, buckets: Iterable[int]) -> dict[str, dict]:
         """The text encoder for these buckets of tokens, and the connectors."""
         profile, config = self.profile, self.transformer.digest
         identities = {}
@@ -272,7 +278,7 @@ class Finished:
         connectors = self._graph_identity("connectors", "1024", config)
         return identities | {"connectors": connectors | {"attention": profile.connector_attention}}
 
-    def _tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
+    def tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
         """The video decoder for every shape of the tiles of a clip's latent (F, h, w)."""
         config = self.video_decoder.digest
         return {
@@ -280,7 +286,7 @@ class Finished:
             for tile in self.tile_shapes(clip)
         }
 
-    def _sound_identities(self, latents: int) -> dict[str, dict]:
+    def sound_identities(self, latents: int) -> dict[str, dict]:
         """Mel decoder and vocoder for the spans of so many latents of sound."""
         latents, rows = span_sizes(latents)
         configs = {
@@ -310,7 +316,7 @@ class Finished:
         commands = {}
         for sets, job in different.items():
             identities = (self.weights_identity(self.source("dit", loras)) for loras in sets)
-            if not all(map(self._is_made, identities)):
+            if not all(map(self.is_made, identities)):
                 given: tuple[WeightSet, ...] = job.loras, job.stage_1_loras, job.stage_2_loras
                 given = given if len(sets) > 1 else (*sets, (), ())
                 flags = "--lora", "--ic-lora", "--distilled-lora"
@@ -331,20 +337,20 @@ class Finished:
         frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
         flags = "--height", height, "--width", width, "--num-frames", frames
         command = self._command("compile vae", *flags)
-        return self._programs(self._tile_identities(clip), command)
+        return self._programs(self.tile_identities(clip), command)
 
     def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
         """The compiled mel decoder and vocoder, for the spans of so many latents of sound. size:
         what they are compiled for."""
         flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
         command = self._command("compile vae", *flags)
-        return self._programs(self._sound_identities(latents), command)
+        return self._programs(self.sound_identities(latents), command)
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
         command = self._command("compile gemma3", gemma=True)
-        return self._programs(self._text_identities(buckets), command)
+        return self._programs(self.text_identities(buckets), command)
 
     def _programs(self, identities: dict[str, dict], command: str) -> dict[str, Manifest]:
         return {name: Manifest(self._find(each, command)) for name, each in identities.items()}
@@ -356,7 +362,7 @@ class Finished:
         candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
         profile = self.dit_profile(job.buckets)
         self.check_attention(profile)
-        compiled = (b for b in candidates if self._is_made(self._dit_identity(b, profile)))
+        compiled = (b for b in candidates if self.is_made(self._dit_identity(b, profile)))
         bucket = next(compiled, candidates[0])
         command = self._command("compile transformer", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
@@ -373,7 +379,8 @@ class Finished:
                 sizes.setdefault(stored["bucket"], []).extend(recorded_sizes(path))
         return sizes
 
-    def _is_made(self, identity: dict) -> bool:
+    def is_made(self, identity: dict) -> bool:
+        """Whether the folder of an identity is finished; its files are not looked at."""
         return os.path.isfile(artifacts.folder(self.artifacts, identity) / artifacts.MANIFEST)
 
     def _find(self, identity: dict, command: str) -> Path:
@@ -385,6 +392,8 @@ class Finished:
 
     def _command(self, verb: str, *flags, gemma: bool = False) -> str:
         """What to type to make something of this workspace."""
+        if self.prepare_command:
+            return self.prepare_command
         words = ["--checkpoint-path", self.checkpoint_path]
         words += ["--gemma-root", self.gemma_root] if gemma else []
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]

@@ -21,7 +21,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.preflight import _check_distilled_loras
+from ltx_neuron.preflight import check_distilled_loras
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
@@ -350,9 +350,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
     made = workspace().shard("dit", sets(tiny.lora))
     assert len(set(made)) == 2
     assert [workspace().dit_weights(loras) for loras in sets(copy)] == made
-    with pytest.raises(
-        UserError, match=r"shard transformer .*--lora .* 0\.75 .*--tp-degree 2"
-    ):
+    with pytest.raises(UserError, match=r"shard transformer .*--lora .* 0\.75 .*--tp-degree 2"):
         workspace().dit_weights((Lora(tiny.lora, 0.75),))
 
 
@@ -489,18 +487,18 @@ def test_the_distilled_lora_is_for_stage_2_of_dev_and_that_stage_needs_it():
     two, lora = Size(64, 64, 9, two_stage=True), (Lora(Path("d")),)
     refining = Job("x", two, recipe="dev", stage_2_loras=lora)
     one_stage = Job("x", Size(64, 64, 9), recipe="dev", stage_2_loras=lora)
-    _check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
+    check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
     half = dataclasses.replace(refining, stage_2_loras=(), skip_stage_2=True)
-    _check_distilled_loras([half])  # no stage 2 is run
+    check_distilled_loras([half])  # no stage 2 is run
     for jobs in (
         [refining, dataclasses.replace(refining, stage_2_loras=())],
         [Job("x", two, recipe="dev")],
     ):
         with pytest.raises(UserError, match="needs --distilled-lora: .*\n.*hf download"):
-            _check_distilled_loras(jobs)
+            check_distilled_loras(jobs)
     for jobs in ([one_stage], [refining, dataclasses.replace(refining, recipe="distilled")]):
         with pytest.raises(UserError, match="--distilled-lora is for stage 2 of --recipe dev"):
-            _check_distilled_loras(jobs)
+            check_distilled_loras(jobs)
 
 
 def test_a_call_of_the_api_may_have_its_own_loras(tiny, tmp_path):

@@ -335,7 +335,7 @@ def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_pat
     ours = dit_identity(workspace)
     assert (ours["attention"], ours["blocks_per_graph"]) == ("matmul", 1)
     assert dit_identity(workspace, Size(96, 64, 9)) == dit_identity(plain, Size(96, 64, 9))
-    assert workspace._text_identities([64]) == plain._text_identities([64])
+    assert workspace.text_identities([64]) == plain.text_identities([64])
     assert workspace.profile.attention == "sdpa" and workspace.profile.threads == 2
     assert workspace.identity["rank_threads"] == 2
 
