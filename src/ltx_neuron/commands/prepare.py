@@ -8,7 +8,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,15 +41,22 @@ _SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure how fast wei
 class Part(NamedTuple):
     """Weights or graphs that are made together.
 
-    identities  of their folders
-    make        makes those that are missing
-    size        bytes of weights; None of graphs, whose size is not known before
+    folders  by their identities' digests: where they are when they are finished
+    make     makes those that are missing
+    size     bytes of weights; None of graphs, whose size is not known before
     """
 
     title: str
     identities: list[dict]
+    folders: list[Path]
     make: Callable[[], object]
     size: int | None = None
+
+    @property
+    def bytes_there(self) -> int:
+        """That it takes on disk now."""
+        folders = filter(Path.is_dir, self.folders)
+        return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
 
 
 class Preparation:
@@ -64,12 +72,9 @@ class Preparation:
         file = choices_file(workspace.artifacts)
         self._file = file.with_name(f"preparation-{file.name}")
         self.took: dict[str, Any] = {"rate": None, "seconds": {}, "folders": []}
-        if self._file.is_file():
+        with suppress(UserError):  # there is none, or it is damaged
             self.took |= read_json(self._file)
         self.missing = [part for part in parts if not self._is_there(part)]
-
-    def _folders(self, part: Part) -> list[Path]:
-        return [artifacts.folder(self.workspace.artifacts, each) for each in part.identities]
 
     def _is_there(self, part: Part) -> bool:
         """Raises UserError for a folder that is damaged."""
@@ -79,31 +84,23 @@ class Preparation:
         if len(made) < len(part.identities):
             return False
         # The manifests say nothing of the ranks' own compiler.
-        return not self._compiled_by_ranks(part) or {*self._names(part)} <= {*self.took["folders"]}
+        known = {*map(str, part.folders)} <= {*self.took["folders"]}
+        return known or not self._compiled_by_ranks(part)
 
     def _compiled_by_ranks(self, part: Part) -> bool:
         profile = self.workspace.profile
         ranks = profile.backend == "torchdist" and profile.compile_backend != "export"
         return ranks and part.size is None
 
-    def _names(self, part: Part) -> list[str]:
-        return [path.name for path in self._folders(part)]
-
-    def _bytes(self, part: Part) -> int:
-        """That a part takes on disk now."""
-        folders = filter(Path.is_dir, self._folders(part))
-        return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
-
     # --- what is said beforehand ------------------------------------------------------------------
 
     def table(self) -> str:
         rows = [["part", "size on disk", "time", "state"]]
         for part in self.parts:
-            size = self._bytes(part) or None if part.size is None else part.size
-            state = "there"
+            size, state, expected = part.size or part.bytes_there or None, "there", "-"
             if part in self.missing:
-                state = "begun" if any(map(Path.is_dir, self._folders(part))) else "to make"
-            expected = self._expected(part) if part in self.missing else "-"
+                state = "begun" if any(map(Path.is_dir, part.folders)) else "to make"
+                expected = self._expected(part)
             rows.append([part.title, format_bytes(size), expected, state])
         lines = columns(rows, left=(0, -1))
         if weights := sum(part.size or 0 for part in self.missing):
@@ -130,7 +127,7 @@ class Preparation:
 
     def _key(self, part: Part) -> str:
         """Names a part's graphs, whatever code they are of."""
-        names = (name.rpartition("-")[0] for name in self._names(part))
+        names = (path.name.rpartition("-")[0] for path in part.folders)
         profile = self.workspace.profile
         return " ".join([profile.name, profile.backend, profile.compile_backend, *names])
 
@@ -142,8 +139,8 @@ class Preparation:
 
     def check_space(self) -> None:
         """Raise UserError where the disk has no room for the weights that are missing."""
-        sizes = [(part.size, self._bytes(part)) for part in self.missing if part.size is not None]
-        needed = sum(max(0, size - there) for size, there in sizes)
+        weights = (part for part in self.missing if part.size is not None)
+        needed = sum(max(0, part.size - part.bytes_there) for part in weights)
         check_space(self.place, needed, "the weights need")
 
     # --- making -----------------------------------------------------------------------------------
@@ -152,14 +149,15 @@ class Preparation:
         """Make the missing parts in their order, and keep how long each took."""
         for number, part in enumerate(self.missing, 1):
             print(f"{number} of {len(self.missing)}: {part.title}", flush=True)
-            began, before = time.monotonic(), self._bytes(part)
+            began, whole = time.monotonic(), not part.bytes_there
             part.make()
             seconds = time.monotonic() - began
-            if part.size is None:
+            if part.size is None and whole:
                 self.took["seconds"][self._key(part)] = round(seconds, 1)
-                self.took["folders"] += self._names(part) if self._compiled_by_ranks(part) else []
-            elif not before and part.size >= _SAMPLE_BYTES:  # small ones take their start's time
+            elif whole and part.size >= _SAMPLE_BYTES:  # of less, the start takes the time
                 self.took["rate"] = part.size / seconds
+            if self._compiled_by_ranks(part):
+                self.took["folders"] += map(str, part.folders)
             write_json(self._file, self.took | {"machine": this_machine()})
 
 
@@ -187,36 +185,41 @@ def parts_of(
 ) -> list[Part]:
     """The weights and graphs of the jobs, in the order in which they are made."""
 
-    def weights(title: str, model: str, loras: WeightSet = ()) -> Part:
-        sources = workspace.sources_of(model, loras)
-        identities = [workspace.weights_identity(source) for source in sources]
-        make = partial(workspace.shard, model, (loras,), workers)
-        return Part(title, identities, make, sum(map(workspace.weight_bytes, sources)))
-
     parts = []
+
+    def add(title: str, identities: Iterable[dict], make: Callable, size: int | None = None):
+        folders = [artifacts.folder(workspace.artifacts, each) for each in identities]
+        parts.append(Part(title, [*identities], folders, make, size))
+
+    def add_weights(title: str, model: str, loras: WeightSet = ()) -> None:
+        sources = workspace.sources_of(model, loras)
+        size, make = sum(map(workspace.weight_bytes, sources)), workspace.shard
+        identities = [workspace.weights_identity(source) for source in sources]
+        add(title, identities, partial(make, model, (loras,), workers), size)
+
     for loras in dict.fromkeys(stage.loras for job in jobs for stage in job.stages):
         names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
-        parts.append(weights(f"DiT weights{names}", "dit", loras))
+        add_weights(f"DiT weights{names}", "dit", loras)
     for buckets, job in {tuple(job.buckets_to_compile): job for job in jobs}.items():
         size, stages = job.size, ", two stages" if job.size.two_stage else ""
         title = f"DiT graphs, {size.height}x{size.width}, {size.num_frames} frames{stages}"
         make = partial(workspace.compile_dit, [*buckets], job)
-        parts.append(Part(title, workspace.dit_identities([*buckets]), make))
+        add(title, workspace.dit_identities([*buckets]), make)
     if options.neuron_gemma:
-        parts.append(weights("Gemma3 weights", "gemma3"))
+        add_weights("Gemma3 weights", "gemma3")
         identities = workspace.text_identities(workspace.profile.text_buckets)
-        parts.append(Part("Gemma3 graphs", [*identities.values()], workspace.compile_text))
+        add("Gemma3 graphs", identities.values(), workspace.compile_text)
     if options.neuron_vae:
-        parts.append(weights("decoder weights", "vae"))
+        add_weights("decoder weights", "vae")
         for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in jobs):
             title = f"video decoder graphs, {'x'.join(map(str, clip))} latents"
             identities, make = workspace.tile_identities(clip), workspace.compile_vae
-            parts.append(Part(title, [*identities.values()], partial(make, clip)))
+            add(title, identities.values(), partial(make, clip))
         decoded = (job for job in jobs if not job.sound and sound_size(job))
         for latents in dict.fromkeys(job.audio_latents for job in decoded):
             title = f"sound decoder graphs, {latents} latents"
             identities, make = workspace.sound_identities(latents), workspace.compile_sound
-            parts.append(Part(title, [*identities.values()], partial(make, latents)))
+            add(title, identities.values(), partial(make, latents))
     return parts
 
 
