@@ -52,7 +52,7 @@ def choose(verb: str, choices: dict[str, str], argv: list[str]) -> tuple[str, li
     Raises UserError for another word, which names the nearest choice.
     """
     typed, kind = invocation.command(verb), "model" if verb else "verb"
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {typed} {kind.upper()} [flags]\n")
         for name, line in choices.items():
             print(f"  {name:12} {line}")
