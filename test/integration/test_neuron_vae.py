@@ -124,6 +124,6 @@ def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(
     path = tmp_path / "other.safetensors"
     other = rewrite(tiny.checkpoint, path, lambda tensors: None, {"vae": changed})
     causal = Workspace(other, workspace.profile, artifacts, 2, "float32", tiny.gemma_root)
-    for neuron_vae, said in ((True, "vae.causal_decoder is True"), (False, "shard_backbone")):
+    for neuron_vae, said in ((True, "vae.causal_decoder is True"), (False, "shard transformer")):
         with pytest.raises(UserError, match=said):
             Engine(causal, Recorder(), RunOptions(neuron_vae=neuron_vae)).preflight.check(JOBS)
