@@ -75,7 +75,7 @@ def test_a_mistyped_flag_names_the_nearest_one_and_the_help_of_its_verb(capsys):
 
 def test_the_version_is_that_of_the_package(capsys):
     dispatch(["--version"])
-    assert re.fullmatch(r"ltx-neuron (\d+\.\d+\.\d+|None)\n", capsys.readouterr().out)
+    assert re.fullmatch(r"ltx-neuron \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_python_runs_the_package_as_the_program():

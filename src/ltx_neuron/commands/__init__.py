@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from functools import partial
 from pkgutil import resolve_name
 
-from ltx_neuron import errors, invocation
-from ltx_neuron.machine import package_version
+from ltx_neuron import __version__, errors, invocation
 
 # Verb -> the function of its command line, and what it does
 VERBS = {
@@ -38,7 +37,7 @@ def main(verb: str = "") -> None:
 def dispatch(argv: list[str]) -> None:
     """Run the verb that the words begin with. Raises UserError for an unknown one."""
     if argv[:1] == ["--version"]:
-        print(f"ltx-neuron {package_version('ltx-neuron')}")
+        print(f"ltx-neuron {__version__}")
         return
     verb, words = choose("", {verb: line for verb, (_, line) in VERBS.items()}, argv)
     resolve_name(f"ltx_neuron.{VERBS[verb][0]}")(words)

@@ -139,8 +139,7 @@ class Preparation:
 
     def check_space(self) -> None:
         """Raise UserError where the disk has no room for the weights that are missing."""
-        weights = (part for part in self.missing if part.size is not None)
-        needed = sum(max(0, part.size - part.bytes_there) for part in weights)
+        needed = sum(max(0, (part.size or 0) - part.bytes_there) for part in self.missing)
         check_space(self.place, needed, "the weights need")
 
     # --- making -----------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ class Preparation:
             seconds = time.monotonic() - began
             if part.size is None and whole:
                 self.took["seconds"][self._key(part)] = round(seconds, 1)
-            elif whole and part.size >= _SAMPLE_BYTES:  # of less, the start takes the time
+            elif part.size and whole and part.size >= _SAMPLE_BYTES:  # of less, the start counts
                 self.took["rate"] = part.size / seconds
             if self._compiled_by_ranks(part):
                 self.took["folders"] += map(str, part.folders)
