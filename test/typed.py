@@ -7,7 +7,7 @@ from unittest import mock
 
 from conftest import ROOT
 
-from ltx_neuron import errors, flags
+from ltx_neuron import flags
 from ltx_neuron.job import Job
 
 
@@ -35,9 +35,8 @@ def run(script: str, words: list[str]) -> int:
         mock.patch.object(sys, "argv", [script, *words]),
         mock.patch.object(sys, "path", list(sys.path)),
     ):
-        main = runpy.run_path(str(ROOT / script))["main"]
         try:
-            errors.run(main)
+            runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as ending:
             return ending.code
     return 0

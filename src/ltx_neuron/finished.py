@@ -2,9 +2,6 @@
 identity of each; for what is not, the command that makes it."""
 
 import os
-import shlex
-import shutil
-import sys
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain
@@ -12,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ltx_neuron import artifacts, hub
+from ltx_neuron import artifacts, hub, invocation
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.manifest import Manifest, recorded_sizes
 from ltx_neuron.config.common import digest
@@ -41,7 +38,6 @@ from ltx_neuron.weights.lora import MergedSource, WeightSet
 from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.weights.tensorfile import DTYPES, TensorFile
 
-ROOT = Path(__file__).resolve().parents[2]  # where the scripts lie
 MAX_TIMESTEPS = 4  # how many more distinct timesteps than needed a found graph may have
 
 
@@ -68,6 +64,7 @@ class Finished:
         self._typed = profile.settings
         self.tuned_settings: tuned_settings.TunedSettings | None = None
         self.ignores_tuned, self._said = False, ""
+        self.prepare_command = ""  # of a run that names one command for all that is missing
         self._checked_attention = False
         self.checkpoint = Checkpoint(self.checkpoint_path)
         self.transformer = transformer_config(self.checkpoint.config)
@@ -76,7 +73,7 @@ class Finished:
         self._sources: dict[tuple[str, WeightSet], Source] = {}
 
     def take_tuned(self) -> None:
-        """Take what python -m ltx_neuron.tune chose for this device and model, if it did. What was
+        """Take what ltx-neuron tune chose for this device and model, if it did. What was
         typed still wins."""
         config = self.transformer.digest
         identity = tuned_settings.identity(self.profile, self.tp, self.dtype_name, config)
@@ -258,13 +255,18 @@ class Finished:
             "sequence_parallel": self._divides(bucket, profile),
         }
 
+    def dit_identities(self, buckets: list[Bucket]) -> list[dict]:
+        """The DiT step for each bucket, of one size."""
+        profile = self.dit_profile(buckets)
+        return [self._dit_identity(bucket, profile) for bucket in buckets]
+
     def _divides(self, bucket: Bucket, profile: Profile) -> bool:
         """Whether a bucket's graphs are sequence parallel."""
         return profile.sequence_parallel and may_divide(bucket, self.tp)
 
     # Of the other models, by the names of their programs.
 
-    def _text_identities(self, buckets: Iterable[int]) -> dict[str, dict]:
+    def text_identities(self, buckets: Iterable[int]) -> dict[str, dict]:
         """The text encoder for these buckets of tokens, and the connectors."""
         profile, config = self.profile, self.transformer.digest
         identities = {}
@@ -276,7 +278,7 @@ class Finished:
         connectors = self._graph_identity("connectors", "1024", config)
         return identities | {"connectors": connectors | {"attention": profile.connector_attention}}
 
-    def _tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
+    def tile_identities(self, clip: tuple[int, int, int]) -> dict[str, dict]:
         """The video decoder for every shape of the tiles of a clip's latent (F, h, w)."""
         config = self.video_decoder.digest
         return {
@@ -284,7 +286,7 @@ class Finished:
             for tile in self.tile_shapes(clip)
         }
 
-    def _sound_identities(self, latents: int) -> dict[str, dict]:
+    def sound_identities(self, latents: int) -> dict[str, dict]:
         """Mel decoder and vocoder for the spans of so many latents of sound."""
         latents, rows = span_sizes(latents)
         configs = {
@@ -314,7 +316,7 @@ class Finished:
         commands = {}
         for sets, job in different.items():
             identities = (self.weights_identity(self.source("dit", loras)) for loras in sets)
-            if not all(map(self._is_made, identities)):
+            if not all(map(self.is_made, identities)):
                 given: tuple[WeightSet, ...] = job.loras, job.stage_1_loras, job.stage_2_loras
                 given = given if len(sets) > 1 else (*sets, (), ())
                 flags = "--lora", "--ic-lora", "--distilled-lora"
@@ -327,29 +329,28 @@ class Finished:
         """What makes the weight sets of a model that LoRAs name, given by their flags."""
         given = [(flag, lora) for flag, several in loras.items() for lora in several]
         words = [word for flag, x in given for word in (flag, hub.spelled(x.path), x.strength)]
-        script = {"dit": "backbone", "sound": "vae"}.get(model, model)
-        return self._command(f"shards/shard_{script}_weights.py", *words, gemma=model == "gemma3")
+        return self._command(shard_verb(model), *words, gemma=model == "gemma3")
 
     def tile_programs(self, clip: tuple[int, int, int]) -> dict[str, Manifest]:
         """The compiled video decoder, a program per shape of the tiles of a clip, given as its
         latent (F, h, w)."""
         frames, height, width = 8 * clip[0] - 7, 32 * clip[1], 32 * clip[2]
         flags = "--height", height, "--width", width, "--num-frames", frames
-        command = self._command("compile/compile_vae.py", *flags)
-        return self._programs(self._tile_identities(clip), command)
+        command = self._command("compile vae", *flags)
+        return self._programs(self.tile_identities(clip), command)
 
     def sound_programs(self, size: Size, latents: int) -> dict[str, Manifest]:
         """The compiled mel decoder and vocoder, for the spans of so many latents of sound. size:
         what they are compiled for."""
         flags = "--num-frames", size.num_frames, "--frame-rate", size.frame_rate
-        command = self._command("compile/compile_vae.py", *flags)
-        return self._programs(self._sound_identities(latents), command)
+        command = self._command("compile vae", *flags)
+        return self._programs(self.sound_identities(latents), command)
 
     def text_programs(self, buckets: tuple[int, ...]) -> dict[str, Manifest]:
         """The compiled text encoder, a program per bucket of tokens, and the connectors."""
         self.gemma.check_tensor_parallel(self.tp)
-        command = self._command("compile/compile_gemma3.py", gemma=True)
-        return self._programs(self._text_identities(buckets), command)
+        command = self._command("compile gemma3", gemma=True)
+        return self._programs(self.text_identities(buckets), command)
 
     def _programs(self, identities: dict[str, dict], command: str) -> dict[str, Manifest]:
         return {name: Manifest(self._find(each, command)) for name, each in identities.items()}
@@ -361,9 +362,9 @@ class Finished:
         candidates = [job.bucket(stage, needed + more) for more in range(MAX_TIMESTEPS)]
         profile = self.dit_profile(job.buckets)
         self.check_attention(profile)
-        compiled = (b for b in candidates if self._is_made(self._dit_identity(b, profile)))
+        compiled = (b for b in candidates if self.is_made(self._dit_identity(b, profile)))
         bucket = next(compiled, candidates[0])
-        command = self._command("compile/compile_transformer.py", *_shape_flags(job))
+        command = self._command("compile transformer", *_shape_flags(job))
         return bucket, Manifest(self._find(self._dit_identity(bucket, profile), command))
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
@@ -378,7 +379,8 @@ class Finished:
                 sizes.setdefault(stored["bucket"], []).extend(recorded_sizes(path))
         return sizes
 
-    def _is_made(self, identity: dict) -> bool:
+    def is_made(self, identity: dict) -> bool:
+        """Whether the folder of an identity is finished; its files are not looked at."""
         return os.path.isfile(artifacts.folder(self.artifacts, identity) / artifacts.MANIFEST)
 
     def _find(self, identity: dict, command: str) -> Path:
@@ -388,24 +390,23 @@ class Finished:
             self._found[key] = artifacts.find(self.artifacts, identity, command)
         return self._found[key]
 
-    def _command(self, script: str, *flags, gemma: bool = False) -> str:
-        """What to type to make something of this workspace with one of the scripts."""
-        on_path = shutil.which("python") == sys.executable
-        python = "python" if on_path else _from_here(Path(sys.executable))
-        checkpoint = hub.spelled(self.checkpoint_path)
-        words = [python, _from_here(ROOT / script), "--checkpoint-path", checkpoint]
+    def _command(self, verb: str, *flags, gemma: bool = False) -> str:
+        """What to type to make something of this workspace."""
+        if self.prepare_command:
+            return self.prepare_command
+        words = ["--checkpoint-path", hub.spelled(self.checkpoint_path)]
         words += ["--gemma-root", hub.spelled(self.gemma_root)] if gemma and self.gemma_root else []
         words += [*flags, "--tp-degree", self.tp, "--dtype", self.dtype_name]
         words += ["--artifacts-dir", self.artifacts, "--profile", self.profile.name]
         for setting in self._typed:
             words += ["--profile-set", setting]
-        if not script.startswith("compile/"):
-            return shlex.join(map(str, words))
-        if script == "compile/compile_transformer.py" and self.blocks_per_graph is not None:
+        if not verb.startswith("compile"):
+            return invocation.command(verb, *words)
+        if verb == "compile transformer" and self.blocks_per_graph is not None:
             words += ["--blocks-per-graph", self.blocks_per_graph]
         words += ["--ignore-tuned"] if self.ignores_tuned else []
         tuned = self.tuned_settings and self.tuned_settings.line()
-        return shlex.join(map(str, words)) + (f"\n{tuned}" if tuned else "")
+        return invocation.command(verb, *words) + (f"\n{tuned}" if tuned else "")
 
     def tile_shapes(self, clip: tuple[int, int, int]) -> list[tuple[int, int, int]]:
         """The different shapes of the tiles in which the ranks decode a clip's latent (F, h, w):
@@ -416,13 +417,14 @@ class Finished:
         return list(dict.fromkeys(map(tiles.tile_shape, cut)))
 
 
-def _from_here(path: Path) -> Path:
-    """A path as it is typed in this folder."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def shard_verb(model: str) -> str:
+    """The verb that makes the weights of a model, one of MODELS."""
+    named = {"dit": "transformer", "sound": "vae"}
+    return f"shard {named.get(model, model)}"
 
 
 def _shape_flags(job: Job) -> list:
-    """What compile_transformer.py takes for a job's graphs."""
+    """The flags of compile transformer for a job's graphs."""
     # An IC-LoRA's metadata says how its references are scaled.
     loras = ["ic_lora"] if job.references else []
     return job.spec.words([*SizeFields.model_fields, *loras, *ConditionFields.model_fields])

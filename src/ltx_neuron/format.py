@@ -38,3 +38,10 @@ def format_bytes(count: float | None) -> str:
 def format_flops(count: float | None) -> str:
     """Floating-point operations as 1.2 TFLOP."""
     return "-" if count is None else f"{count / 1e12:,.1f} TFLOP"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time as 12 s, 34 min or 5.6 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""What generate_ltx23.py does once its flags are parsed: run a job or a batch on an engine, write
+"""What ltx-neuron generate does once its flags are parsed: run a job or a batch on an engine, write
 the files that were asked for, and print the latency table."""
 
 import platform

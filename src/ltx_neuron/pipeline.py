@@ -96,9 +96,9 @@ class LTXPipeline:
         neuron_gemma            encode prompts on the ranks, else on the host's CPU
         neuron_vae              decode latents there, else on the host's CPU
         profile_set             what --profile-set takes, as in ("attention=matmul",)
-        tuned                   take what python -m ltx_neuron.tune chose, as the scripts do
+        tuned                   take what ltx-neuron tune chose, as the command line does
 
-        Raises UserError as the scripts do, with the command to type where an artifact is missing.
+        Raises UserError as the command line does, with the command that makes what is missing.
         """
         _check_known("dtype", dtype, DTYPES)
         _check_known("recipe", recipe, RECIPES)

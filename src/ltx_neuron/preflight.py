@@ -69,7 +69,7 @@ class Preflight:
             for kind, flag in job.upsamplers.items():
                 download = f"Download it: {download_released(kind)}"
                 require(self.host.upsampler_paths[kind], f"--{kind}-upsampler-path", flag, download)
-        _check_distilled_loras(jobs)
+        check_distilled_loras(jobs)
         require_runtime(workspace.profile, workspace.tp)
         for job in jobs:
             conditions.check(job)
@@ -137,7 +137,7 @@ class Preflight:
             for latent in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in jobs):
                 self.tiles |= workspace.tile_programs(latent)
         decoded = [job for job in jobs if not job.sound]  # what is given is not decoded
-        sounds = {job.audio_latents: size for job in decoded if (size := _sound_size(job))}
+        sounds = {job.audio_latents: size for job in decoded if (size := sound_size(job))}
         if self.sound_on_ranks and sounds:
             workspace.weights("sound")
             for latents, size in sounds.items():
@@ -146,7 +146,7 @@ class Preflight:
         return compiled
 
 
-def _check_distilled_loras(jobs: list[Job]) -> None:
+def check_distilled_loras(jobs: list[Job]) -> None:
     """Raise UserError where stage 2 of dev lacks the distilled LoRA, or nothing is for one."""
     refining = [job for job in jobs if job.recipe == "dev" and job.stages[-1].upsampled]
     if not all(job.stage_2_loras for job in refining):
@@ -163,7 +163,7 @@ def _check_distilled_loras(jobs: list[Job]) -> None:
         )
 
 
-def _sound_size(job: Job) -> Size | None:
+def sound_size(job: Job) -> Size | None:
     """The size whose decoders are compiled for the job's sound. None for an extended video that is
     shorter than a span: there may be no size of just as many latents, and the host decodes it."""
     if not job.extension:

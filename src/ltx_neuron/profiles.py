@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ltx_neuron.config.common import TEXT_TOKENS
 from ltx_neuron.errors import UserError
+from ltx_neuron.invocation import command
 from ltx_neuron.machine import Machine, package_version, probe
 
 
@@ -385,7 +386,7 @@ def detect(machine: Machine) -> str:
     if known and not machine.neuron_devices:
         raise UserError(
             f"this is a {here}, but there is no /dev/neuron*: the Neuron driver is not loaded.\n"
-            f"Find out why: python -m ltx_neuron.doctor. {type_one} to run without it"
+            f"Find out why: {command('doctor')}. {type_one} to run without it"
         )
     if machine.neuron_devices and not known:
         raise UserError(

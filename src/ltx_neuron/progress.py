@@ -23,6 +23,7 @@ from ltx_neuron import artifacts, machine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MARK, first_bytes, read_json, whole_file, write_tensors
 from ltx_neuron.host.arithmetic import CHOSEN_FIELDS
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.sampling import latents
 from ltx_neuron.text.encoders import Contexts
@@ -235,8 +236,8 @@ def _check_identity(path: Path, file: TensorFile, identity: dict, may_differ: tu
         differences = artifacts.differences(json.loads(json.dumps(identity)), stored)
     except (KeyError, ValueError, AttributeError, TypeError):
         raise UserError(
-            f"--resume {path} is not what a run of generate_ltx23.py left; leave it out to begin"
-            " anew"
+            f"--resume {path} is not what a run of {command('generate')} left; leave it out to"
+            " begin anew"
         ) from None
     for key, here, there in (each for each in differences if each[0] in may_differ):
         print(

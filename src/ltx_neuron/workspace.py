@@ -1,5 +1,5 @@
-"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the scripts
-share.
+"""Workspace: one checkpoint on one profile, and the artifacts that belong to it. What the
+commands share.
 
 It makes weight sets and graphs, compares them with what they are of, and knows whether they fit
 the device. What is there it finds as Finished does.
@@ -10,6 +10,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from tqdm import tqdm
+
 from ltx_neuron import artifacts
 from ltx_neuron.backends import registry
 from ltx_neuron.backends.export import TorchDistComm
@@ -18,7 +20,8 @@ from ltx_neuron.config.sound import span_sizes
 from ltx_neuron.config.transformer import REGISTERS, Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
-from ltx_neuron.finished import Finished
+from ltx_neuron.finished import Finished, shard_verb
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.models.gemma3 import layers_first
 from ltx_neuron.models.modulation import host_weights
@@ -43,12 +46,20 @@ from ltx_neuron.plan import (
 from ltx_neuron.profiles import Profile, require_runtime
 from ltx_neuron.weights.checkpoint import Source
 from ltx_neuron.weights.lora import WeightSet
-from ltx_neuron.weights.rankfiles import RankSource, check_whole, rank_path, verify
+from ltx_neuron.weights.rankfiles import (
+    RankSource,
+    check_whole,
+    file_entries,
+    is_finished,
+    rank_path,
+    verify,
+)
 from ltx_neuron.weights.sharder import (
     Layout,
     ShardSpec,
     check_specs,
     compare,
+    set_bytes,
     shard_specs,
     shard_weights,
 )
@@ -66,7 +77,7 @@ class Workspace(Finished):
         """Write the rank files of a model, one of MODELS, of the DiT once for every set of LoRAs;
         returns the folders. With those of the video decoder come those of sound."""
         # One that does not fit is refused before anything is written.
-        sources = [source for loras in sets for source in self._sources_of(model, loras)]
+        sources = [source for loras in sets for source in self.sources_of(model, loras)]
         specs_of = [self._specs(source) for source in sources]
         paths = []
         for source, specs in zip(sources, specs_of, strict=True):
@@ -83,16 +94,25 @@ class Workspace(Finished):
         returns the folders. sets: the DiT's."""
         paths = []
         for loras in sets:
-            for source in self._sources_of(model, loras):
+            for source in self.sources_of(model, loras):
                 path = self.weights(source.model.name, loras)
                 dtype = DTYPES[self.weights_identity(source)["dtype"]]
-                check_whole(path, verify(path) or compare(source, path, dtype, self._specs(source)))
+                problems = verify(path) or compare(source, path, dtype, self._specs(source))
+                check_whole(path, problems, self._shard_command(model, {"--lora": loras}))
                 paths.append(path)
         return paths
 
-    def _sources_of(self, model: str, loras: WeightSet) -> list[Source]:
-        """What a shard script cuts."""
-        return [self.source(name, loras) for name in _models_of_script(model)]
+    def weight_bytes(self, source: Source) -> int:
+        """Of the rank files of a model's weights, finished or not."""
+        identity = self.weights_identity(source)
+        path, dtype = artifacts.folder(self.artifacts, identity), DTYPES[identity["dtype"]]
+        if is_finished(path, identity):
+            return sum(entry["bytes"] for entry in file_entries(path).values())
+        return set_bytes(self._specs(source), self.tp, dtype)
+
+    def sources_of(self, model: str, loras: WeightSet) -> list[Source]:
+        """What is sharded by one command."""
+        return [self.source(name, loras) for name in _models_of(model)]
 
     def _specs(self, source: Source) -> list[ShardSpec]:
         """How the tensors of a model are distributed over its files. UserError where they are not
@@ -165,12 +185,16 @@ class Workspace(Finished):
                 f"{tokens} video tokens do not divide over {self.tp} ranks: compiled without"
                 " sequence parallelism"
             )
-        identities = [self._dit_identity(bucket, profile) for bucket in buckets]
-        paths = self._compile(identities, programs, profile)
+        paths = self._compile(self.dit_identities(buckets), programs, profile)
         if job:
-            for path in paths:
-                record_size(path, asdict(job.size) | {"recipe": job.recipe})
+            self.record_size(job, buckets)
         return paths
+
+    def record_size(self, job: Job, buckets: list[Bucket]) -> None:
+        """Have the manifests of the DiT's graphs name the job's size and recipe."""
+        for identity in self.dit_identities(buckets):
+            path = artifacts.folder(self.artifacts, identity)
+            record_size(path, asdict(job.size) | {"recipe": job.recipe})
 
     def compile_text(self) -> list[Path]:
         """Trace the text encoder for every bucket of tokens, and the connectors."""
@@ -182,21 +206,21 @@ class Workspace(Finished):
         buckets = profile.text_buckets
         programs = [partial(gemma3_program, gemma, config, n, *shared, states) for n in buckets]
         programs.append(partial(connector_program, config, *shared, attention))
-        return self._compile(self._text_identities(buckets).values(), programs)
+        return self._compile(self.text_identities(buckets).values(), programs)
 
     def compile_vae(self, clip: tuple[int, int, int]) -> list[Path]:
         """Trace the video decoder for every shape of a clip's tiles; `clip` is its latent (F, h,
         w)."""
         tiles, decoder = self.tile_shapes(clip), self.video_decoder
         programs = [partial(tile_program, decoder, tile, self.dtype) for tile in tiles]
-        return self._compile(self._tile_identities(clip).values(), programs)
+        return self._compile(self.tile_identities(clip).values(), programs)
 
     def compile_sound(self, latents: int) -> list[Path]:
         """Trace mel decoder and vocoder for the spans of so many latents of sound."""
         span, rows = span_sizes(latents)
         spectrogram = partial(spectrogram_program, self.audio_decoder, span)
         waveform = partial(waveform_program, self.vocoder, rows)
-        return self._compile(self._sound_identities(latents).values(), [spectrogram, waveform])
+        return self._compile(self.sound_identities(latents).values(), [spectrogram, waveform])
 
     def _compile(
         self,
@@ -206,15 +230,17 @@ class Workspace(Finished):
     ) -> list[Path]:
         """Compile each program of an identity that is not there yet; returns all folders. Where
         another process compiles one, this waits and takes it. profile: another than the run's."""
-        profile, paths = profile or self.profile, []
-        for identity, make in zip(identities, programs, strict=True):
-            path = artifacts.folder(self.artifacts, identity)
-            paths.append(path)
-            if self._is_made(identity):
-                continue
+        profile, identities = profile or self.profile, [*identities]
+        paths = [artifacts.folder(self.artifacts, identity) for identity in identities]
+        named = [*zip(paths, identities, programs, strict=True)]
+        missing = [each for each in named if not self.is_made(each[1])]
+        model = identities[0]["model"]
+        for path, identity, make in tqdm(
+            missing, f"{model} graphs", disable=not missing, unit="graph"
+        ):
             require_runtime(profile, self.tp)
             with exclusive(path, "compiling"):
-                if not self._is_made(identity):
+                if not self.is_made(identity):
                     dtype = DTYPES[identity["dtype"]]
                     registry.compile_program(make, path, identity, dtype, profile, self.tp)
         registry.precompile(paths, profile, self.tp, self.compiler_cache)
@@ -271,7 +297,7 @@ def _rank_bytes(folder: Path) -> int:
     return rank_path(folder, 0).stat().st_size
 
 
-# --- what a shard script does without a checkpoint --------------------------------------------
+# --- sharding without a checkpoint ------------------------------------------------------------
 
 
 def reshard(
@@ -282,12 +308,12 @@ def reshard(
     Returns their folder. Raises UserError where the finished ones cannot give that tp or dtype.
     """
     source = RankSource(folder)
-    if source.model.name == "sound" and model == "vae":  # both are cut by one script
+    if source.model.name == "sound" and model == "vae":  # both are sharded by one command
         dtype = "float32"
     elif source.model.name != model:
         raise UserError(
-            f"{folder} holds weights of {source.model.name}, wanted {model}: use its own shard"
-            " script"
+            f"{folder} holds weights of {source.model.name}, wanted {model}: type"
+            f" {command(shard_verb(source.model.name))}"
         )
     source.check(tp, DTYPES[dtype])
     identity = source.identity | {"tp": tp, "dtype": dtype}
@@ -300,7 +326,7 @@ def reshard(
 
 def verify_finished(model: str, artifacts_dir: Path) -> None:
     """Compare every finished weight set of a model with its manifest."""
-    models = _models_of_script(model)
+    models = _models_of(model)
     folders = [path for each in models for path in artifacts.finished_weights(artifacts_dir, each)]
     if not folders:
         raise UserError(
@@ -308,10 +334,10 @@ def verify_finished(model: str, artifacts_dir: Path) -> None:
             " --artifacts-dir DIR"
         )
     for path in folders:
-        check_whole(path, verify(path))
+        check_whole(path, verify(path), command(shard_verb(model), "--checkpoint-path", "FILE"))
         print(f"whole: {path} (with --checkpoint-path it is compared with the source as well)")
 
 
-def _models_of_script(model: str) -> tuple[str, ...]:
-    """The models whose weights one shard script cuts."""
+def _models_of(model: str) -> tuple[str, ...]:
+    """The models whose weights one command shards."""
     return ("vae", "sound") if model == "vae" else (model,)

@@ -108,9 +108,9 @@ def test_a_rank_killed_in_the_vocoder_is_named_and_its_latents_are_decoded_again
 
 
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tiny, artifacts, tmp_path):
-    with pytest.raises(UserError, match=r"shards/shard_vae_weights.py --checkpoint-path"):
+    with pytest.raises(UserError, match=r" shard vae --checkpoint-path"):
         opened(tiny, tmp_path, 2).weights("vae")
-    wanted = r"compile/compile_vae.py --checkpoint-path .* --height 64 --width 96 --num-frames 65"
+    wanted = r" compile vae --checkpoint-path .* --height 64 --width 96 --num-frames 65"
     with pytest.raises(UserError, match=wanted):
         prepared(tiny, artifacts).tile_programs((9, 2, 3))
 
@@ -124,6 +124,6 @@ def test_a_decoder_that_the_ranks_cannot_run_is_refused_before_anything_loads(
     path = tmp_path / "other.safetensors"
     other = rewrite(tiny.checkpoint, path, lambda tensors: None, {"vae": changed})
     causal = Workspace(other, workspace.profile, artifacts, 2, "float32", tiny.gemma_root)
-    for neuron_vae, said in ((True, "vae.causal_decoder is True"), (False, "shard_backbone")):
+    for neuron_vae, said in ((True, "vae.causal_decoder is True"), (False, "shard transformer")):
         with pytest.raises(UserError, match=said):
             Engine(causal, Recorder(), RunOptions(neuron_vae=neuron_vae)).preflight.check(JOBS)

@@ -22,6 +22,7 @@ from ltx_neuron import flags
 from ltx_neuron.artifacts.store import Store
 from ltx_neuron.artifacts.transfer import push
 from ltx_neuron.batch import RESULTS, read_lines
+from ltx_neuron.commands import generate
 from ltx_neuron.errors import UserError
 from ltx_neuron.host.video import write_video
 from ltx_neuron.job import Job, Size
@@ -126,13 +127,9 @@ def node(cluster):
     cluster.wait_for_nodes()  # the next test finds none of them
 
 
-def parsed(monkeypatch, setup, **more):
+def parsed(setup, **more):
     """The flags of a command, as the script parses them."""
-    monkeypatch.syspath_prepend(str(ROOT / "src"))
-    import generate_ltx23
-
-    monkeypatch.setattr(sys, "argv", ["generate_ltx23.py", *command(setup, **more)])
-    return generate_ltx23.arguments()
+    return generate.arguments(command(setup, **more))
 
 
 def make_batch(args) -> None:
@@ -160,7 +157,7 @@ def assert_same_videos(folder, wanted) -> None:
 
 
 def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_interrupted(
-    cluster, node, setup, prompts, wanted, tmp_path, monkeypatch, capsys
+    cluster, node, setup, prompts, wanted, tmp_path, capsys
 ):
     from ltx_neuron.fleet.batch import FOLDER
 
@@ -174,7 +171,7 @@ def test_two_replicas_make_a_batch_bit_for_bit_and_go_on_with_one_that_was_inter
     _, said = process.communicate(timeout=SCRIPT_SECONDS)
     assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
     assert (out / FOLDER).is_dir()
-    make_batch(parsed(monkeypatch, setup, **flags))
+    make_batch(parsed(setup, **flags))
     assert "lines were done before" in capsys.readouterr().out
     assert_same_videos(out, wanted)
     recorded = json.loads((out / RESULTS).read_text())
@@ -197,9 +194,7 @@ def test_the_replicas_of_a_batch_are_told_of_footage_that_lies_where_it_lay(
         raise UserError("enough")
 
     monkeypatch.setattr("ltx_neuron.fleet.batch.Pool", pool)
-    args = parsed(
-        monkeypatch, setup, prompts_file=tmp_path / "lines.jsonl", output_dir=tmp_path / "out"
-    )
+    args = parsed(setup, prompts_file=tmp_path / "lines.jsonl", output_dir=tmp_path / "out")
     with pytest.raises(UserError, match="enough"):
         make_batch(args)
     assert told == [()]
@@ -210,7 +205,7 @@ def test_a_command_without_a_cluster_or_without_room_says_what_to_type(
 ):
     for address, what in (("127.0.0.1:1", "ray start --head"), (cluster.address, "--num-cpus 1")):
         out = tmp_path / "out"
-        args = parsed(monkeypatch, setup, prompts_file=prompts, output_dir=out, ray=address)
+        args = parsed(setup, prompts_file=prompts, output_dir=out, ray=address)
         with pytest.raises(UserError, match=what):
             make_batch(args)
     monkeypatch.setattr(flags, "find_spec", lambda name: None)
@@ -276,10 +271,10 @@ def quick(monkeypatch):
 
 
 def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_last_stage(
-    cluster, node, setup, wanted, tmp_path, monkeypatch, quick, capfd
+    cluster, node, setup, wanted, tmp_path, quick, capfd
 ):
     first = node(num_cpus=1)
-    args = parsed(monkeypatch, setup, ray=cluster.address, prompt="-")
+    args = parsed(setup, ray=cluster.address, prompt="-")
     scene = Scene(tmp_path, args)
     one, two = scene.submit(LINES[0]), scene.submit(LINES[2])
     processes = []
@@ -307,12 +302,12 @@ def test_a_killed_replica_and_a_lost_node_leave_their_jobs_to_others_after_the_l
 
 
 def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_step(
-    cluster, node, setup, wanted, tmp_path, monkeypatch, quick
+    cluster, node, setup, wanted, tmp_path, quick
 ):
     push(Store(tmp_path / "store"), setup.artifacts, [])
     node(num_cpus=1)
     empty = {"artifacts_dir": tmp_path / "empty", "ray": cluster.address, "prompt": "-"}
-    args = parsed(monkeypatch, setup, artifacts_from=tmp_path / "store", **empty)
+    args = parsed(setup, artifacts_from=tmp_path / "store", **empty)
     scene, cancelled = Scene(tmp_path, args), []
     one, two = scene.submit(LINES[0]), scene.submit(LINES[1])
 
@@ -329,7 +324,7 @@ def test_a_node_without_artifacts_pulls_them_and_a_job_is_cancelled_within_a_ste
     assert made.read_bytes() == (wanted / "0002.mp4").read_bytes()
     assert [folder.name for folder in scene.queue.folder.iterdir()] == [two]
     shutil.rmtree(tmp_path / "empty")
-    args = parsed(monkeypatch, setup, **empty)
+    args = parsed(setup, **empty)
     with pytest.raises(UserError, match="no dit graphs in(.|\n)*--artifacts-from URL"):
         jobs = [Job("-", Size(64, 64, 9))]
         Scene(tmp_path, args, max_failures=1, capability_jobs=jobs).run(until(lambda: 0))

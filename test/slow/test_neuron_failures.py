@@ -182,7 +182,7 @@ FAILURES = {
         "to_neuron",
         "Failed to allocate 134217728 bytes (usage: tensors) status=4 Allocation Failure",
         "device's memory is full",
-        "python -m ltx_neuron.plan",
+        "plan says which fit",
     ),
     "timeout": (
         "run",

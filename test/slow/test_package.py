@@ -1,19 +1,25 @@
 """The sdist and the wheel: built as for a release, and what is in them."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import urllib.request
 import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, SCRIPT_SECONDS, succeeded
 from packaging.metadata import Metadata
 
 import ltx_neuron
+from ltx_neuron.commands import VERBS
+from ltx_neuron.demo import ASSETS
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINING = "tools/train_demo/"
 DEMO = "src/ltx_neuron/demo/"
 
@@ -77,18 +83,105 @@ def test_an_index_takes_the_wheels_metadata(wheel):
     assert metadata.description.strip() == (ROOT / "README.md").read_text().strip()
 
 
-def test_the_wheel_runs_in_an_empty_folder_without_the_clone(wheel, tmp_path):
-    site, folder = tmp_path / "site", tmp_path / "empty"
-    folder.mkdir()
-    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
-    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
-    # Before this environment's own installation, if there is one.
-    options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(site)}, "text": True}
-    where = [sys.executable, "-c", "import ltx_neuron; print(ltx_neuron.__file__)"]
-    answer = subprocess.run(where, **options, check=True, stdout=subprocess.PIPE)
-    assert Path(answer.stdout.strip()).is_relative_to(site)
-    subprocess.run([sys.executable, "-m", "ltx_neuron.tiny", "tiny"], **options, check=True)
-    assert any(folder.glob("tiny/*.safetensors"))
+# --- in an environment of its own: from an empty folder, without the clone -----------------------
+
+# In place of the size that the demo's commands name: what is tested is not how long it takes.
+SMALL = "--height 64 --width 64 --num-frames 9 --tp-degree 1 --profile cpu --artifacts-dir made"
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The program, in a new environment that has this one's packages but for ltx-neuron."""
+    environment = tmp_path_factory.mktemp("environment")
+    run([sys.executable, "-m", "venv", "--without-pip", environment])
+    install = ["install", "--quiet", "--no-deps", "--no-index", wheel]
+    run([sys.executable, "-m", "pip", "--python", environment / "bin/python", *install])
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return environment / "bin/ltx-neuron"
+
+
+def run(words: list, folder: Path | None = None) -> subprocess.CompletedProcess:
+    """A command in a folder, where nothing leads to this checkout."""
+    return succeeded(
+        subprocess.run(
+            [*map(str, words)],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=without_checkout(),
+            timeout=SCRIPT_SECONDS,
+        )
+    )
+
+
+def without_checkout() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def clip(installed, tmp_path_factory) -> Path:
+    """The folder in which the demo's two commands were typed, of a smaller size."""
+    folder = tmp_path_factory.mktemp("empty")
+    printed = run([installed, "demo", ASSETS.checkpoint.parent], folder).stdout.splitlines()
+    for line in printed[-2:]:
+        program, *words = shlex.split(line)
+        assert folder.joinpath(program).resolve() == installed.resolve()
+        print(run([installed, *words, *SMALL.split()], folder).stdout)
+    return folder
+
+
+def test_a_wheel_makes_a_clip_of_the_demo_in_an_empty_folder(clip, installed):
+    assert (clip / "demo.mp4").stat().st_size > 1000
+    assert {path.name for path in clip.iterdir()} == {"demo.json", "demo.mp4", "made"}
+
+
+def test_a_wheel_names_its_program_and_no_script(clip, installed):
+    words = ["prepare", "--checkpoint-path", ASSETS.checkpoint, "--gemma-root", ASSETS.gemma_root]
+    absent = run([installed, *words, *SMALL.split(), "--neuron-vae", "--dry-run"], clip)
+    assert "to make" in absent.stdout
+    generate = ["generate", *words[1:], *SMALL.split(), "--neuron-vae"]
+    generate += ["--prompt", "x", "--output-path", "x.mp4"]
+    process = subprocess.run(
+        [*map(str, [installed, *generate])],
+        capture_output=True,
+        text=True,
+        cwd=clip,
+        env=without_checkout(),
+    )
+    assert process.returncode == 2
+    assert re.search(r"Make them: \S*ltx-neuron prepare ", process.stderr), process.stderr
+    assert ".py" not in process.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_of_a_wheel_has_help(installed, verb, tmp_path):
+    assert f"ltx-neuron {verb}" in run([installed, verb, "--help"], tmp_path).stdout
+
+
+def test_a_wheel_serves(clip, installed):
+    files = ["--checkpoint-path", ASSETS.checkpoint, "--gemma-root", ASSETS.gemma_root]
+    files += ["--spatial-upsampler-path", ASSETS.spatial_upsampler, "--neuron-gemma"]
+    words = [installed, "serve", *files, *SMALL.split(), "--two-stage", "--port", "0"]
+    process = subprocess.Popen(
+        [*map(str, words)], cwd=clip, env=without_checkout(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        url = next(line.split()[1] for line in process.stdout if line.startswith("serving: "))
+        assert urllib.request.urlopen(f"{url[:-3]}/health").status == 200
+    finally:
+        process.terminate()
+    assert process.wait(SCRIPT_SECONDS) in (0, 143)
+
+
+def test_a_wheel_makes_tiny_assets(installed, tmp_path):
+    run([installed.with_name("python"), "-m", "ltx_neuron.tiny", "tiny"], tmp_path)
+    assert any(tmp_path.glob("tiny/*.safetensors"))
+
+
+def test_the_demos_files_are_not_in_a_wheel_which_says_where_they_are(installed, tmp_path):
+    process = subprocess.run([installed, "demo"], capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 2 and "src/ltx_neuron/demo" in process.stderr
 
 
 @pytest.mark.timeout(1800)

@@ -24,6 +24,7 @@ from ltx_neuron.artifacts.transfer import pull, push
 from ltx_neuron.backends.manifest import sha256
 from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.files import MANIFEST, read_json, write_json
+from ltx_neuron.invocation import command
 from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.rankfiles import verify
 
@@ -400,7 +401,7 @@ def test_a_damaged_file_is_refused_and_the_push_in_the_message_mends_it(
         assert not (here / name / MANIFEST).exists()
         for path in (here / name).glob("*"):  # what has its name is right
             assert path.read_bytes() == (made / name / path.name).read_bytes()
-        typed = str(refused.value).rpartition("type: python -m ltx_neuron.artifacts ")[2].split()
+        typed = str(refused.value).rpartition(f"type: {command('artifacts')} ")[2].split()
         main([*typed, "--artifacts-dir", str(made)])
         pull(Store(url), here, [])
         assert content(here) == sets_of(made)

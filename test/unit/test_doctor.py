@@ -13,7 +13,7 @@ from helpers import one_thread  # noqa: F401
 from packaging.requirements import Requirement
 from plans import counted_once  # noqa: F401
 
-from ltx_neuron import artifacts, plan
+from ltx_neuron import artifacts, invocation, plan
 from ltx_neuron.doctor.__main__ import main
 from ltx_neuron.doctor.finding import Finding, attempt
 from ltx_neuron.doctor.sdk import DECOYS, SDKS, nxd_support, release_of
@@ -452,7 +452,10 @@ def test_a_machine_without_neuron_says_what_it_can_run(doctor):
         texts["can run here"].startswith("cpu; not cuda")
         and "trn2.3xlarge (1 Neuron chips wanted" in texts["can run here"]
     )
-    assert "trn2.48xlarge: python -m ltx_neuron.plan" in texts["can plan here"]
+    assert (
+        f"trn2.48xlarge: {invocation.command('plan')} --checkpoint-path FILE"
+        in texts["can plan here"]
+    )
     assert doctor(Trn2(driver=None, chips=0, instance=""), "--profile", "trn2.48xlarge")[0] == 1
 
 
@@ -531,8 +534,8 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     commands = {f["check"]: f["fix"] for f in others}
     assert "VAE weights" not in commands
     assert (
-        "shards/shard_backbone_weights.py" in commands["DiT weights"]
-        and "compile_gemma3.py" in commands["Gemma3 graphs"]
+        invocation.command("shard transformer") in commands["DiT weights"]
+        and invocation.command("compile gemma3") in commands["Gemma3 graphs"]
     )
     assert "--height 64 --width 64 --num-frames 9" in commands["DiT graphs, stage_2"]
     assert {"checkpoint", "gemma", "spatial upsampler"} <= {
@@ -540,8 +543,8 @@ def test_files_are_read_strictly_and_what_is_not_made_yet_has_its_command(
     }
     _, others, _ = doctor(here, "--checkpoint-path", tiny.checkpoint, *flags, "--neuron-vae")
     commands = {f["check"]: f["fix"] for f in others}
-    assert "shards/shard_vae_weights.py" in commands["VAE weights"]
-    assert "compile/compile_vae.py" in commands["VAE graphs"]
+    assert invocation.command("shard vae") in commands["VAE weights"]
+    assert invocation.command("compile vae") in commands["VAE graphs"]
     assert "--height 64 --width 64 --num-frames 9" in commands["VAE graphs"]
     code, others, _ = doctor(here, "--checkpoint-path", damaged, *flags)
     (broken,) = [f for f in others if f["check"] == "checkpoint"]

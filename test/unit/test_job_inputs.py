@@ -19,6 +19,7 @@ from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.errors import UserError
 from ltx_neuron.generate import run_identity
 from ltx_neuron.host.video import write_video
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
 from ltx_neuron.profiles import resolve
@@ -524,8 +525,8 @@ def test_what_is_not_compiled_is_said_with_the_command_for_just_that(tiny, tmp_p
     for kind in kinds:
         with pytest.raises(UserError) as error:
             opened.dit_program_for(kind, kind.stages[0])
-        words = shlex.split(str(error.value).splitlines()[-1].removeprefix("Type: "))
-        words = words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
+        line = str(error.value).splitlines()[-1]
+        words = shlex.split(line.partition(command("compile transformer"))[2])
         parser = flags.parser("", "", gemma=False)
         flags.add_size(parser)
         flags.add_conditions(parser, shape_only=True)

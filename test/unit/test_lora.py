@@ -4,14 +4,11 @@ weight is refused."""
 import argparse
 import dataclasses
 import json
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers import one_thread, randn  # noqa: F401
 from recipes_oracle import fused_state
 from safetensors import safe_open
@@ -19,10 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from ltx_neuron import flags
 from ltx_neuron.artifacts import finished_weights
+from ltx_neuron.commands import dispatch
 from ltx_neuron.errors import UserError
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.pipeline import LTXPipeline
-from ltx_neuron.preflight import _check_distilled_loras
+from ltx_neuron.preflight import check_distilled_loras
 from ltx_neuron.profiles import resolve
 from ltx_neuron.weights.checkpoint import Checkpoint, Source
 from ltx_neuron.weights.lora import Lora, MergedSource, reference_scale
@@ -351,9 +350,7 @@ def test_a_set_is_found_by_the_loras_content_and_missing_ones_name_the_command(t
     made = workspace().shard("dit", sets(tiny.lora))
     assert len(set(made)) == 2
     assert [workspace().dit_weights(loras) for loras in sets(copy)] == made
-    with pytest.raises(
-        UserError, match=r"shard_backbone_weights\.py .*--lora .* 0\.75 .*--tp-degree 2"
-    ):
+    with pytest.raises(UserError, match=r"shard transformer .*--lora .* 0\.75 .*--tp-degree 2"):
         workspace().dit_weights((Lora(tiny.lora, 0.75),))
 
 
@@ -463,7 +460,7 @@ def test_the_keys_of_a_jobs_loras_make_the_same_weight_sets(tmp_path):
     assert again == job and len({stage.loras for stage in job.stages}) == 2
 
 
-def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_path, monkeypatch):
+def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_path):
     """Typed as it is said, it makes the missing sets and no other."""
     lora = Lora(tiny.lora, 0.5)
     workspace = Workspace(tiny.checkpoint, resolve("cpu"), tmp_path / "artifacts", 1, "bfloat16")
@@ -477,12 +474,11 @@ def test_a_missing_set_names_the_command_that_makes_what_is_missing(tiny, tmp_pa
     workspace.shard("dit")
     with pytest.raises(UserError) as error:
         workspace.check_dit_weights(jobs)
-    commands = [line for line in str(error.value).splitlines() if "shard_backbone" in line]
+    program = command("shard transformer")
+    commands = [line for line in str(error.value).splitlines() if program in line]
     assert len(commands) == 3
-    for command in commands:
-        words = shlex.split(command[command.index("shards/") :])[1:]
-        monkeypatch.setattr(sys, "argv", ["shard", *words])
-        runpy.run_path(str(ROOT / "shards/shard_backbone_weights.py"), run_name="__main__")
+    for typed in commands:
+        dispatch(["shard", "transformer", *shlex.split(typed.partition(program)[2])])
     workspace.check_dit_weights(jobs)
     assert len(finished_weights(workspace.artifacts, "dit")) == 4
 
@@ -491,18 +487,18 @@ def test_the_distilled_lora_is_for_stage_2_of_dev_and_that_stage_needs_it():
     two, lora = Size(64, 64, 9, two_stage=True), (Lora(Path("d")),)
     refining = Job("x", two, recipe="dev", stage_2_loras=lora)
     one_stage = Job("x", Size(64, 64, 9), recipe="dev", stage_2_loras=lora)
-    _check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
+    check_distilled_loras([refining, one_stage])  # the command's flags, of lines of both kinds
     half = dataclasses.replace(refining, stage_2_loras=(), skip_stage_2=True)
-    _check_distilled_loras([half])  # no stage 2 is run
+    check_distilled_loras([half])  # no stage 2 is run
     for jobs in (
         [refining, dataclasses.replace(refining, stage_2_loras=())],
         [Job("x", two, recipe="dev")],
     ):
         with pytest.raises(UserError, match="needs --distilled-lora: .*\n.*hf download"):
-            _check_distilled_loras(jobs)
+            check_distilled_loras(jobs)
     for jobs in ([one_stage], [refining, dataclasses.replace(refining, recipe="distilled")]):
         with pytest.raises(UserError, match="--distilled-lora is for stage 2 of --recipe dev"):
-            _check_distilled_loras(jobs)
+            check_distilled_loras(jobs)
 
 
 def test_a_call_of_the_api_may_have_its_own_loras(tiny, tmp_path):

@@ -17,6 +17,7 @@ from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host import vae_memory
 from ltx_neuron.host.arithmetic import FLOAT32, Arithmetic
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size
 from ltx_neuron.plan.__main__ import main
 from ltx_neuron.plan.clip import Clip
@@ -555,7 +556,7 @@ def test_a_step_that_was_tuned_counts_as_it_was_measured(clip, tmp_path):
     sizes = {tuned_settings.size_key(buckets): {"step_ms": 500.0}}
     ms = tuned_settings.TunedSettings(tmp_path, {}, {}, sizes).step_ms(buckets)
     (steps,) = (row for row in clip(tuned_step_ms=ms).rows if row.name == "denoise_stage_1")
-    assert steps.seconds == pytest.approx(4.0, abs=0.1) and "by python -m ltx_neu" in steps.rate
+    assert steps.seconds == pytest.approx(4.0, abs=0.1) and f"by {command('tune')}" in steps.rate
 
 
 def test_a_profile_without_a_documented_peak_has_no_time_of_its_ranks(released, clip):

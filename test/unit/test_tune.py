@@ -11,7 +11,7 @@ import torch
 from helpers import one_thread, within  # noqa: F401
 from safetensors.torch import save_file
 
-from ltx_neuron import artifacts, flags, profiles
+from ltx_neuron import artifacts, flags, invocation, profiles
 from ltx_neuron.backends import registry
 from ltx_neuron.engine import RunOptions
 from ltx_neuron.errors import UserError
@@ -335,7 +335,7 @@ def test_graph_settings_are_those_of_the_dit_and_of_its_size_alone(tiny, tmp_pat
     ours = dit_identity(workspace)
     assert (ours["attention"], ours["blocks_per_graph"]) == ("matmul", 1)
     assert dit_identity(workspace, Size(96, 64, 9)) == dit_identity(plain, Size(96, 64, 9))
-    assert workspace._text_identities([64]) == plain._text_identities([64])
+    assert workspace.text_identities([64]) == plain.text_identities([64])
     assert workspace.profile.attention == "sdpa" and workspace.profile.threads == 2
     assert workspace.identity["rank_threads"] == 2
 
@@ -479,18 +479,18 @@ def test_graphs_compiled_before_the_tuning_are_named_with_what_to_type(tiny, tmp
         workspace.dit_program_for(Job("", SIZE), Job("", SIZE).stages[0])
     _, make, tuned_line = str(error.value).splitlines()
     assert "attention: got sdpa, wanted matmul" in str(error.value)
-    assert "compile/compile_transformer.py" in make and "attention" not in make
+    assert invocation.command("compile transformer") in make and "attention" not in make
     assert tuned_line == f"tuned: attention=matmul ({kept.path}; --ignore-tuned ignores it)"
 
 
 def test_a_command_says_ignore_tuned_where_that_was_typed(tiny, tmp_path):
     choose(opened(tiny, tmp_path), {"threads": "2"}, {"attention": "matmul"})
     workspace = flags.workspace(arguments(tiny, tmp_path, "--ignore-tuned"))
-    with pytest.raises(UserError, match="compile_transformer.py .*--ignore-tuned$"):
+    with pytest.raises(UserError, match="compile transformer .*--ignore-tuned$"):
         workspace.dit_program_for(Job("", SIZE), Job("", SIZE).stages[0])
     with pytest.raises(UserError) as error:
         workspace.dit_weights()
-    assert "--ignore-tuned" not in str(error.value)  # the shard scripts have no such flag
+    assert "--ignore-tuned" not in str(error.value)  # sharding has no such flag
 
 
 # --- what is typed --------------------------------------------------------------------------------
@@ -503,7 +503,7 @@ WRONG = {
     "no steps": (["--steps", "-1"], "--steps -1: wanted 1 or more"),
     "half a block": (["--layers", "1"], "--layers 1: wanted a multiple of 2"),
     "a size that cannot be": (["--height", "65"], "--height 65 is not a multiple of 32"),
-    "no rank files": ([], "no dit weights in .*\nMake them: .*shards/shard_backbone_weights.py"),
+    "no rank files": ([], "no dit weights in .*\nMake them: .* shard transformer "),
 }
 
 

@@ -1,5 +1,5 @@
 """Where weights and graphs lie under --artifacts-dir, and the identities that say what they were
-made from and for. `python -m ltx_neuron.artifacts` sends them to other machines.
+made from and for. `ltx-neuron artifacts` sends them to other machines.
 
 Weights depend on (checkpoint, tp, dtype); graphs on (model config, bucket, tp, dtype, backend, cut,
 code, versions). They never mix. A folder is named by its identity; when the wanted one is absent,

@@ -10,8 +10,8 @@ has the folders of --artifacts-dir. Files are checked by their digests; typed ag
 interruption, push and pull go on with the files that are missing. Calibrations and cached prompts
 stay where they are, and so does what a compiler of the ranks keeps.
 
-python -m ltx_neuron.artifacts push s3://bucket/ltx
-python -m ltx_neuron.artifacts pull s3://bucket/ltx --only graphs --only 'weights/dit*'
+ltx-neuron artifacts push s3://bucket/ltx
+ltx-neuron artifacts pull s3://bucket/ltx --only graphs --only 'weights/dit*'
 """
 
 import argparse
@@ -23,6 +23,7 @@ from ltx_neuron.artifacts.transfer import is_tuned, manifest_file, opened, pull,
 from ltx_neuron.errors import UserError, run
 from ltx_neuron.files import check_folder
 from ltx_neuron.format import format_bytes
+from ltx_neuron.invocation import command
 
 _MODELS = {
     "dit": "transformer",
@@ -36,7 +37,7 @@ _IN_NAME = ("kind", "model", "bucket", "tp", "dtype", "layout")  # of an identit
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m ltx_neuron.artifacts",
+        prog=command("artifacts"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -22,10 +22,9 @@ from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST, check_space, exclusive, remove_leftovers, whole_file
 from ltx_neuron.format import format_bytes
+from ltx_neuron.invocation import command
 from ltx_neuron.weights.rankfiles import entries_in
 from ltx_neuron.weights.sharder import JOURNAL, PARTIAL
-
-COMMAND = "python -m ltx_neuron.artifacts"
 
 
 class Described(NamedTuple):
@@ -95,7 +94,7 @@ def opened(store: Store, name: str) -> Described:
 def _damaged(store: Store, name: str, file: str, why: str) -> UserError:
     return UserError(
         f"{store.url}/{file} is damaged: {why}\nNothing of {name} is used. Where it was made, type:"
-        f" {COMMAND} push {shlex.quote(store.url)} --force --only {name}"
+        f" {command('artifacts', 'push', store.url, '--force', '--only', name)}"
     )
 
 
@@ -129,8 +128,8 @@ def push(store: Store, artifacts: Path, only: list[str], force: bool = False) ->
     names += [f"tuned/{path.stem}" for path in (artifacts / "tuned").glob("*.json")]
     if not names:
         raise UserError(
-            f"no finished weights or graphs in {artifacts}: nothing to push\nMake them (shards/,"
-            " compile/), or type another --artifacts-dir DIR"
+            f"no finished weights or graphs in {artifacts}: nothing to push\nMake them"
+            f" ({command('prepare')}), or type another --artifacts-dir DIR"
         )
     names, stored, sent = selected(names, only, artifacts), store.files(), []
     for name in names:
@@ -168,7 +167,7 @@ def _push(store: Store, artifacts: Path, ours: Described, stored: dict[str, int]
         if not ours.is_file(folder / file, file):
             raise UserError(
                 f"{folder / file} is damaged: its content is not what its {MANIFEST} says\nMake it"
-                f" again: rm -r {shlex.quote(str(folder))}, then the shard or compile script"
+                f" again: rm -r {shlex.quote(str(folder))}, then shard or compile it again"
             )
     files = {f"{ours.name}/{file}": (folder / file).stat().st_size for file in missing}
     total = sum(files.values())
@@ -187,8 +186,8 @@ def pull(store: Store, artifacts: Path, only: list[str], check: bool = False) ->
     stored = store.files()
     if not (names := names_in(stored)):
         raise UserError(
-            f"{store.url} holds no artifacts\nWanted: weights/, graphs/ or tuned/ as {COMMAND} push"
-            " URL sends them"
+            f"{store.url} holds no artifacts\nWanted: weights/, graphs/ or tuned/ as"
+            f" {command('artifacts', 'push', 'URL')} sends them"
         )
     paths = []
     for name in selected(names, only, store.url):

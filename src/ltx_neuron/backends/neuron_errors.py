@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ltx_neuron.errors import RunError
+from ltx_neuron.invocation import command
 
 
 class DeviceFailure(RunError):
@@ -29,7 +30,7 @@ class Known(NamedTuple):
 
 _RESET = "restart the instance if it comes again (sudo reboot); the core stays unusable until then"
 _SMALLER = (
-    "compile a smaller size (python -m ltx_neuron.plan says which fit), or use a profile that holds"
+    f"compile a smaller size ({command('plan')} says which fit), or use a profile that holds"
     " one model at a time"
 )
 # The first row whose text matches counts, then the first with the number: words are more exact than
@@ -107,7 +108,7 @@ TABLE = (
         (1003,),
         "NRT_EXEC_COMPLETED_WITH_NUM_ERR",
         "a run produced NaN",
-        "check the shards: type the shard command again with --verify",
+        f"check the sharded weights: {command('verify')}",
     ),
     Known(
         (6, 101, 1004, 1006, 1200, 1201, 1202, 1203, 1204, 1205),

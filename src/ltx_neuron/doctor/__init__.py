@@ -1,5 +1,5 @@
 """Finds what blocks a generation on this machine, each with the command that corrects it:
-python -m ltx_neuron.doctor
+ltx-neuron doctor
 
 `system` reads facts about the machine, `sdk` knows the Neuron SDK's releases, `neuron` and `checks`
 turn facts into findings.

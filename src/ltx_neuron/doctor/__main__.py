@@ -1,14 +1,14 @@
 """Finds what blocks a generation on this machine, each with the command that corrects it. Changes
 nothing.
 
-  python -m ltx_neuron.doctor
-  python -m ltx_neuron.doctor --checkpoint-path CKPT --gemma-root DIR --height 512 --width 768
+  ltx-neuron doctor
+  ltx-neuron doctor --checkpoint-path CKPT --gemma-root DIR --height 512 --width 768
 
 Checks the machine for the profile; with files, also those files, the rank files and graphs made of
 them, and the memory for the size asked for. Exit code 0 when nothing blocks (what is still to be
 sharded or compiled is listed with its command), 1 when something does, 2 for a wrong flag.
 
-  python -m ltx_neuron.doctor --bundle report.tar.gz --bundle-add outputs
+  ltx-neuron doctor --bundle report.tar.gz --bundle-add outputs
 
 packs the findings with what runs have left, for a bug report.
 """
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from ltx_neuron.doctor.finding import Finding, table
 from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import run
+from ltx_neuron.invocation import command
 
 if TYPE_CHECKING:
     from ltx_neuron.machine import Machine
@@ -34,12 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = flags.parser(
         __doc__,
-        "python -m ltx_neuron.doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors"
+        "ltx-neuron doctor --checkpoint-path ltx-2.3-22b-distilled.safetensors"
         " --gemma-root gemma-3-12b",
         gemma=True,
         required=False,
     )
-    parser.prog = "python -m ltx_neuron.doctor"
+    parser.prog = command("doctor")
     parser.add_argument("--spatial-upsampler-path", type=Path, metavar="FILE")
     parser.add_argument("--temporal-upsampler-path", type=Path, metavar="FILE")
     help = "the ranks are to decode as well"

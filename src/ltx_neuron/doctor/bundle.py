@@ -1,5 +1,5 @@
 """A bug report in one file: texts that a run left, cut to size, without prompts, secrets and names,
-and what can be said of the machine. python -m ltx_neuron.doctor --bundle writes it.
+and what can be said of the machine. ltx-neuron doctor --bundle writes it.
 
 Nothing that is packed is chosen by what it is not: a file is taken because its name is one of those
 below. Weights, latents, videos, images and prompts files have none of these names.

@@ -20,6 +20,7 @@ from ltx_neuron.doctor.system import System
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host.models import HostModels
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Stage
 from ltx_neuron.machine import Machine
 from ltx_neuron.profiles import PROFILES, Profile, install_runtime, require_runtime, resolve
@@ -90,7 +91,7 @@ def _examine(args: argparse.Namespace, system: System, machine: Machine) -> list
         profile = resolve(args.profile, tuple(args.profile_set), machine)
     except UserError as error:
         unresolved = blocked("profile", error)
-        fix = unresolved.fix.replace("Find out why: python -m ltx_neuron.doctor. ", "")
+        fix = unresolved.fix.replace(f"Find out why: {command('doctor')}. ", "")
         findings.append(replace(unresolved, fix=fix))
         checks = (on_chips, can_run)
     else:
@@ -302,7 +303,7 @@ def fits(examination: Examination) -> Iterator[Finding]:
         text = args.gemma_root is not None
         examination.workspace().check_plan_fits(examination.job, text)
         core = f"fits the {format_bytes(limit)} of a core"
-        return f"{core}, by the plan's arithmetic (python -m ltx_neuron.plan)"
+        return f"{core}, by the plan's arithmetic ({command('plan')})"
 
     yield attempt("device memory", check_memory)
 
@@ -365,5 +366,5 @@ def can_run(examination: Examination) -> Iterator[Finding]:
             cannot.append(f"{name} ({str(error).splitlines()[0].rstrip('.')})")
     text = ", ".join(can) + (f"; not {', '.join(cannot)}" if cannot else "")
     yield Finding("can run here", "ok", text)
-    plan = "python -m ltx_neuron.plan --checkpoint-path FILE --profile NAME"
+    plan = command("plan", "--checkpoint-path", "FILE", "--profile", "NAME")
     yield Finding("can plan here", "ok", f"{', '.join(PROFILES)}: {plan}")

@@ -6,7 +6,6 @@ of a prompts file's line and, some of them, the fields of a request.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -54,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\nAll flags: python {sys.argv[0]} --help\n")
+        self.exit(2, f"error: {message}\nAll flags: {self.prog} --help\n")
 
 
 def parser(
@@ -101,7 +100,7 @@ def add_graph_cut(parser: argparse.ArgumentParser) -> None:
 
 def add_tuned(parser: argparse.ArgumentParser) -> None:
     """Whether tuned settings are taken: of the scripts that compile or run graphs."""
-    help = "ignore what python -m ltx_neuron.tune chose; --profile-set wins over it in any case"
+    help = "ignore what ltx-neuron tune chose; --profile-set wins over it in any case"
     parser.add_argument("--ignore-tuned", action="store_true", help=help)
     parser.add_argument(  # its earlier name
         "--no-tuned", dest="ignore_tuned", action="store_true", help=argparse.SUPPRESS
@@ -330,8 +329,8 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     help += " HOST:PORT, or local (this machine's own chips)"
     add("--ray", metavar="ADDRESS", help=help)
     add("--replicas", type=int, metavar="N", help="at most (default: one a chip)")
-    help = "where a machine takes the weights and graphs that it lacks: what python -m"
-    help += " ltx_neuron.artifacts push URL has sent"
+    help = "where a machine takes the weights and graphs that it lacks: what"
+    help += " ltx-neuron artifacts push URL has sent"
     add("--artifacts-from", metavar="URL", help=help)
 
 

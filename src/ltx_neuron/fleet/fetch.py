@@ -1,5 +1,5 @@
-"""The weights and graphs that a machine lacks, from where `python -m ltx_neuron.artifacts push` has
-sent them."""
+"""The weights and graphs that a machine lacks, from where `ltx-neuron artifacts push` has sent
+them."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase

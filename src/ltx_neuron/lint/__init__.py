@@ -1,7 +1,7 @@
 """Checks that neuronx-cc takes the toolkit's graphs: against its documented limits, before anyone
 pays for a compile.
 
-  python -m ltx_neuron.lint
+  ltx-neuron lint
 
 One table of rules (rules.py) and two front ends that read graphs into operations: fx.py for what
 TorchNeuron is given (exported programs, AOT graphs of torch.compile) and hlo.py for what

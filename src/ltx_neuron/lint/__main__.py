@@ -1,4 +1,4 @@
-"""python -m ltx_neuron.lint: check every graph against what neuronx-cc documents that it takes.
+"""ltx-neuron lint: check every graph against what neuronx-cc documents that it takes.
 
 Two parts: exported graphs, as TorchNeuron is given them, which needs torch alone; and HLO, as
 ModelBuilder is given it, which needs torch 2.9 and torch_xla 2.9. Exit code 1 on a finding; without
@@ -16,6 +16,7 @@ import torch
 
 from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.errors import UserError, run
+from ltx_neuron.invocation import command
 from ltx_neuron.lint import fx, lower
 from ltx_neuron.lint.cases import dtype_of, programs
 from ltx_neuron.lint.rules import Finding, Operation, Reading, compare_ranks
@@ -119,7 +120,7 @@ def table(findings: list[Finding]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ltx_neuron.lint",
+        prog=command("lint"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """What a generation needs and how fast it could be, before anyone pays for a compile. Reads
 headers, loads no weights.
 
-`python -m ltx_neuron.plan` prints it.
+`ltx-neuron plan` prints it.
 
 FLOPs, collectives and activations are counted in the real graphs: head, one block and tail are
 exported at full width on the meta device, and blocks repeat. What is assumed rather than counted is
@@ -28,6 +28,7 @@ from ltx_neuron.config.transformer import Bucket, TransformerConfig, transformer
 from ltx_neuron.errors import UserError
 from ltx_neuron.format import format_bytes
 from ltx_neuron.host.arithmetic import arithmetic
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job, Size, Stage
 from ltx_neuron.models.attention import rows_at_once
 from ltx_neuron.models.programs import (
@@ -225,8 +226,7 @@ def does_not_fit(profile: Profile, size: Size, tp: int, needed: int, advice: str
     return UserError(
         f"{size.height}x{size.width}, {size.num_frames} frames at tp {tp} needs"
         f" {format_bytes(needed)} a core, {profile.name} has {format_bytes(limit)}"
-        f" (LNC={profile.lnc}).\n{advice}. All figures: python -m ltx_neuron.plan, with the same"
-        " flags"
+        f" (LNC={profile.lnc}).\n{advice}. All figures: {command('plan')}, with the same flags"
     )
 
 

@@ -1,7 +1,7 @@
 """Plan a generation before compiling: memory, FLOPs, collectives, the ideal step time, the time of
 a whole clip, and whether it fits. Exit code 1 where it does not.
 
-python -m ltx_neuron.plan --checkpoint-path CKPT --profile trn2.3xlarge --height 512 --width 768
+ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge --height 512 --width 768
 """
 
 import argparse
@@ -16,6 +16,7 @@ from ltx_neuron.backends.export import fake_process_group
 from ltx_neuron.config.gemma import GEMMA_3_12B, gemma_config
 from ltx_neuron.config.transformer import transformer_config
 from ltx_neuron.host.arithmetic import arithmetic
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.plan import Plan, plan, text_weights
 from ltx_neuron.plan.clip import Clip, ClipPlan
@@ -26,13 +27,13 @@ from ltx_neuron.tune import tuned_settings
 from ltx_neuron.weights.checkpoint import Checkpoint
 from ltx_neuron.weights.tensorfile import DTYPES
 
-EXAMPLE = """python -m ltx_neuron.plan --checkpoint-path CKPT --profile trn2.3xlarge \\
+EXAMPLE = """ltx-neuron plan --checkpoint-path CKPT --profile trn2.3xlarge \\
     --height 512 --width 768 --num-frames 121"""
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = flags.parser((__doc__ or "").partition("\n\n")[0], EXAMPLE, gemma=False)
-    parser.prog = "python -m ltx_neuron.plan"
+    parser.prog = command("plan")
     flags.add_size(parser)
     flags.add_conditions(parser, shape_only=True)
     add = parser.add_argument

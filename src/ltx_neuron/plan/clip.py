@@ -26,6 +26,7 @@ from ltx_neuron.host.encoding import tile_counts
 from ltx_neuron.host.models import import_ltx_core
 from ltx_neuron.host.sound import cut
 from ltx_neuron.host.spectrogram import mel_sizes
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.models.programs import Program, spectrogram_program, waveform_program
 from ltx_neuron.plan import Plan, StagePlan, weight_sets
@@ -234,9 +235,9 @@ class Clip:
 
     def _step_ms(self, stage: StagePlan) -> tuple[float | None, str]:
         if self.tuned_step_ms:
-            return self.tuned_step_ms, "measured by python -m ltx_neuron.tune"
+            return self.tuned_step_ms, f"measured by {command('tune')}"
         if stage.forecast is None:
-            return None, "not measured: python -m ltx_neuron.tune does"
+            return None, f"not measured: {command('tune')} does"
         return stage.forecast.middle, "the forecast's middle, not measured"
 
     def _upsampling(self, latent: tuple[int, int, int], kind: str) -> Row:

@@ -1,8 +1,8 @@
 """Print one latency report, compare two, draw them, and guard one with thresholds.
 
-python -m ltx_neuron.report run.json
-python -m ltx_neuron.report before.json after.json --plot steps.png
-python -m ltx_neuron.report run.json --max warm_step_ms.stage_1.median=300 end_to_end_seconds=20
+ltx-neuron report run.json
+ltx-neuron report before.json after.json --plot steps.png
+ltx-neuron report run.json --max warm_step_ms.stage_1.median=300 end_to_end_seconds=20
 """
 
 import argparse
@@ -11,13 +11,14 @@ from pathlib import Path
 
 from ltx_neuron.errors import run
 from ltx_neuron.files import check_outputs
+from ltx_neuron.invocation import command
 from ltx_neuron.report.table import compare, exceeded, load, table
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print one report or compare two. Exits with 1 where a report exceeds a limit."""
     parser = argparse.ArgumentParser(
-        prog="python -m ltx_neuron.report",
+        prog=command("report"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

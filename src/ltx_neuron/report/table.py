@@ -10,6 +10,7 @@ from pathlib import Path
 from ltx_neuron.errors import UserError, reason
 from ltx_neuron.files import check_regular
 from ltx_neuron.format import WIDTH, columns
+from ltx_neuron.invocation import command
 
 _FIELDS = {
     "": (
@@ -27,8 +28,8 @@ def validate(report: object, source: str = "report") -> None:
     schema = report.get("schema") if isinstance(report, dict) else None
     if not isinstance(report, dict) or schema != 1:
         raise UserError(
-            f"{source} is not a latency report of schema 1: its schema is {schema}; "
-            "make one with generate_ltx23.py --perf-dump-path"
+            f"{source} is not a latency report of schema 1: its schema is {schema}; make one:"
+            f" {command('generate', '--perf-dump-path', 'FILE.json')}"
         )
     missing = _missing(report, "")
     if not missing:

@@ -1,1 +1,1 @@
-"""python -m ltx_neuron.serve: the flags of the service, and which of its processes this one is."""
+"""ltx-neuron serve: the flags of the service, and which of its processes this one is."""

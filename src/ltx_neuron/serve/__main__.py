@@ -1,9 +1,9 @@
 """Serve videos by OpenAI's API: /v1/videos, with a queue that outlives every process.
 
-  python -m ltx_neuron.serve --neuron-gemma --checkpoint-path CKPT --gemma-root DIR
+  ltx-neuron serve --neuron-gemma --checkpoint-path CKPT --gemma-root DIR
 
 Jobs lie under --data-dir until --keep-days have passed; kill this process at any moment and start
-it again. It listens on this machine alone. For others: python -m ltx_neuron.serve --tokens-file
+it again. It listens on this machine alone. For others: ltx-neuron serve --tokens-file
 tokens.json --new-token NAME, once for each, then --host 0.0.0.0 --tokens-file tokens.json.
 """
 
@@ -18,6 +18,7 @@ from ltx_neuron import errors, flags
 from ltx_neuron.engine import Engine
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import check_folder, exclusive
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 
@@ -29,7 +30,7 @@ try:
 except ImportError as missing:  # --help works without them
     app, absent = None, missing
 
-EXAMPLE = """python -m ltx_neuron.serve --neuron-gemma --gemma-root gemma-3-12b \\
+EXAMPLE = """ltx-neuron serve --neuron-gemma --gemma-root gemma-3-12b \\
     --checkpoint-path ltx-2.3-22b-distilled.safetensors"""
 _GB = 10**9
 _SWEEP_SECONDS = 30.0  # between two deletions of old jobs
@@ -38,7 +39,7 @@ _LAST_SECONDS = 30.0  # for a worker without its parent, to end in good order
 
 def build_parser() -> argparse.ArgumentParser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=True, required=False)
-    parser.prog = "python -m ltx_neuron.serve"
+    parser.prog = command("serve")
     flags.add_size(parser)
     flags.add_graph_cut(parser)
     flags.add_tuned(parser)
@@ -106,11 +107,12 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{flag.replace('_', '-')}: wanted a number above 0")
     check_folder(args.data_dir, "--data-dir DIR")
     flags.check_fleet(args)
+    new_token = "--tokens-file", "tokens.json", "--new-token", "NAME"
     if args.role != "worker" and not (is_local(args.host) or args.tokens_file):
         raise UserError(
             f"--host {args.host} can be reached from other machines, and nobody is asked for a"
-            " token. Make one: python -m ltx_neuron.serve --tokens-file tokens.json --new-token"
-            " NAME\nthen type --tokens-file tokens.json as well"
+            f" token. Make one: {command('serve', *new_token)}\nthen type --tokens-file tokens.json"
+            " as well"
         )
 
 
@@ -201,8 +203,9 @@ def be_api(args: argparse.Namespace) -> None:
         if registry.unrecorded:
             print(
                 f"graphs of {len(registry.unrecorded)} shapes record no size: they are not listed,"
-                " and only a request for exactly their size gets them. Type the"
-                " compile_transformer.py command of each size again: nothing is compiled twice",
+                f" and only a request for exactly their size gets them. Type"
+                f" {command('compile transformer')} with the flags of each size again: nothing is"
+                " compiled twice",
                 flush=True,
             )
         submitter = jobs.JobSubmitter(
@@ -226,13 +229,14 @@ def be_api(args: argparse.Namespace) -> None:
             if args.role == "api":
                 server.serve(served, args.host, args.port)
                 return
-            command = [sys.executable, "-m", "ltx_neuron.serve", *sys.argv[1:], "--role", "worker"]
-            with server.supervise_worker(command, queue):
+            worker = [sys.executable, "-m", "ltx_neuron.serve", *args.typed, "--role", "worker"]
+            with server.supervise_worker(worker, queue):
                 server.serve(served, args.host, args.port)
 
 
-def main() -> None:
-    args = build_parser().parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    args.typed = sys.argv[1:] if argv is None else argv
     if app is None:
         raise UserError(
             f'the service\'s packages are missing ({absent})\nType: pip install "ltx-neuron[serve]"'

@@ -1,4 +1,4 @@
-"""The service behind python -m ltx_neuron.serve: a durable queue, the API that fills it, and the
+"""The service behind ltx-neuron serve: a durable queue, the API that fills it, and the
 workers that empty it.
 
 app.py      the routes of /v1/videos, for OpenAI's client and others

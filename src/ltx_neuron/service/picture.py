@@ -68,7 +68,7 @@ def _convert(source: str, target: str, max_pixels: int) -> None:
             width, height = image.size
             if width * height > max_pixels:
                 _refuse(f"it has {width}x{height} pixels, {max_pixels} in all at most")
-            # PNG has no CMYK; what generate_ltx23.py makes of one is RGB as well.
+            # PNG has no CMYK; what ltx-neuron generate makes of one is RGB as well.
             plain = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else None
             # The orientation travels on: who reads the PNG applies it.
             exif = {"exif": image.getexif()} if image.getexif() else {}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, whole_file
+from ltx_neuron.invocation import command
 
 LOCAL = "local"  # the one owner where there are no tokens
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
@@ -34,8 +35,8 @@ class Tokens:
         )
         if not right or not hashes:
             raise UserError(
-                f"{path} holds no tokens; make one: python -m ltx_neuron.serve --tokens-file"
-                f" {path} --new-token NAME"
+                f"{path} holds no tokens; make one:"
+                f" {command('serve', '--tokens-file', path, '--new-token', 'NAME')}"
             )
         return cls(hashes)
 

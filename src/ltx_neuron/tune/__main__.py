@@ -1,6 +1,6 @@
 """Try on this device what a profile may choose, and keep what is fastest and right for a size.
 
-  python -m ltx_neuron.tune --checkpoint-path CKPT --height 512 --width 768 --num-frames 121
+  ltx-neuron tune --checkpoint-path CKPT --height 512 --width 768 --num-frames 121
 
 Every variant is a process of its own: it compiles, loads the rank files, takes a cold and some warm
 steps on random latents, and is compared with the same step in float32 on the host. The search takes
@@ -21,6 +21,7 @@ from ltx_neuron import errors, flags
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import exclusive
+from ltx_neuron.invocation import command
 from ltx_neuron.job import Job
 from ltx_neuron.profiles import require_runtime
 from ltx_neuron.tune import tuned_settings, variant
@@ -38,13 +39,13 @@ from ltx_neuron.tune.trials import Journal, Trials
 from ltx_neuron.tune.tuned_settings import GRAPH_KEYS, RUN_KEYS, Settings, TunedSettings
 from ltx_neuron.workspace import Workspace
 
-EXAMPLE = """python -m ltx_neuron.tune --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
+EXAMPLE = """ltx-neuron tune --checkpoint-path ltx-2.3-22b-distilled.safetensors \\
     --height 512 --width 768 --num-frames 121"""
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = flags.parser(__doc__, EXAMPLE, gemma=False)
-    parser.prog = "python -m ltx_neuron.tune"
+    parser.prog = command("tune")
     flags.add_size(parser)
     flags.add_loras(parser)
     group = parser.add_argument_group("tuning")

@@ -17,6 +17,7 @@ from ltx_neuron.config.common import digest
 from ltx_neuron.config.transformer import Bucket
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import read_json, write_json
+from ltx_neuron.invocation import command
 from ltx_neuron.profiles import COLLECTIVES_BUFFER, Profile, resolve
 
 Settings = dict[str, str]  # of a profile: key -> value, as --profile-set takes them
@@ -143,7 +144,7 @@ def load(artifacts: Path, identity: dict) -> TunedSettings | None:
         if what := _outdated(other, identity):
             print(
                 f"{other} was tuned with other {' and '.join(what)}, and is not taken:"
-                " python -m ltx_neuron.tune tunes again"
+                f" {command('tune')} tunes again"
             )
             break
     return None

@@ -1,4 +1,4 @@
-"""A variant, measured in a process of its own: python -m ltx_neuron.tune --variant FOLDER
+"""A variant, measured in a process of its own: ltx-neuron tune --variant FOLDER
 
 It compiles what is not compiled yet, loads the rank files, and takes a cold and some warm steps of
 every stage on random latents. The process ends, with all that it started, when its parent has

@@ -23,7 +23,7 @@ from ltx_neuron.weights.tensorfile import DTYPE_NAMES, DTYPES, TensorFile, liste
 HOST_FILE = "host.safetensors"
 SHARED_FILE = "ranks.safetensors"  # of all ranks, where their weights are the same
 _BLOCK_BYTES = 16 * 2**20  # read and hashed at once
-RESHARD = "run the shard script again"
+RESHARD = "shard the weights again"
 
 
 def rank_file(rank: int) -> str:
@@ -256,10 +256,11 @@ def _check_header(path: Path, file: TensorFile) -> None:
         )
 
 
-def check_whole(path: Path, problems: list[str]) -> None:
-    """Raise UserError with the problems of a folder of weights, if there are any."""
+def check_whole(path: Path, problems: list[str], command: str) -> None:
+    """Raise UserError with the problems of a folder of weights, if there are any. command: what
+    makes them."""
     if problems:
         raise UserError(
             "\n  ".join([f"{path} is damaged:", *listed(problems)])
-            + f"\nMake it again: rm -r {shlex.quote(str(path))}, then this script without --verify"
+            + f"\nMake it again: rm -r {shlex.quote(str(path))} && {command}"
         )

@@ -162,14 +162,17 @@ def shard_weights(
         existed = folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            # Where all ranks have the same weights, these are stored once.
-            names = file_names(tp, shared=all(spec.split in (None, HOST) for spec in specs))
-            files = _files(folder, names, specs, dtype)
+            files = _set_files(folder, specs, tp, dtype)
             _write_set(source, folder, identity, files, specs, workers or tp)
         finally:
             if not existed and not any(folder.iterdir()):
                 folder.rmdir()
     return True
+
+
+def set_bytes(specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> int:
+    """What the files of a set take on disk."""
+    return sum(file.size for file in _set_files(Path(), specs, tp, dtype))
 
 
 def _write_set(
@@ -246,6 +249,12 @@ def _pieces(
     for (start, _), piece in zip(bounds, source.pieces(spec.name, bounds), strict=True):
         yield piece, list(spec.parts(piece, start, ranks))
         bar.update(piece.nbytes)
+
+
+def _set_files(folder: Path, specs: list[ShardSpec], tp: int, dtype: torch.dtype) -> list["_File"]:
+    # Where all ranks have the same weights, these are stored once.
+    names = file_names(tp, shared=all(spec.split in (None, HOST) for spec in specs))
+    return _files(folder, names, specs, dtype)
 
 
 def _files(

@@ -1,0 +1,72 @@
+"""ltx-neuron compile MODEL: the graphs of one model."""
+
+import argparse
+from pathlib import Path
+
+from ltx_neuron import flags, invocation
+from ltx_neuron.commands import choose
+from ltx_neuron.sampling.latents import video_latent_shape
+
+# Model -> what has graphs, and what is done
+_MODELS = {
+    "transformer": (
+        "the DiT, for the size of a generation",
+        "Compile the DiT step for the size of a generation; --two-stage compiles the sizes of both"
+        " stages. Without --image the graphs serve text to video and an image at frame 0; with"
+        " --image, exactly those images. A sound needs no graphs of its own.",
+    ),
+    "gemma3": (
+        "Gemma3 and the connectors, for every bucket of tokens",
+        "Compile the encoder-only Gemma3 for every bucket of tokens, and the text connectors.",
+    ),
+    "vae": (
+        "the decoders of video and sound, for --neuron-vae",
+        "Compile the video decoder for the tiles in which the ranks decode a clip of this size"
+        " (--neuron-vae), one set of graphs for each shape of tile, and mel decoder and vocoder for"
+        " the spans of its sound.",
+    ),
+}
+
+
+def main(argv: list[str]) -> None:
+    model, argv = choose("compile", {name: line for name, (line, _) in _MODELS.items()}, argv)
+    gemma = model == "gemma3"
+    size = "--gemma-root gemma-3-12b" if gemma else "--height 384 --width 512 --num-frames 25"
+    checkpoint = "--checkpoint-path ltx-2.3-22b-distilled.safetensors"
+    example = f"ltx-neuron compile {model} {checkpoint} \\\n    {size}"
+    parser = flags.parser(_MODELS[model][1], example, gemma=gemma)
+    parser.prog = invocation.command(f"compile {model}")
+    if not gemma:
+        flags.add_size(parser)
+    if model == "transformer":
+        flags.add_conditions(parser, shape_only=True)
+        flags.add_graph_cut(parser)
+    flags.add_tuned(parser)
+    compiled = {"transformer": _transformer, "gemma3": _gemma3, "vae": _vae}[model]
+    for path in compiled(parser.parse_args(argv)):
+        print(f"graphs: {path}")
+
+
+def _transformer(args: argparse.Namespace) -> list[Path]:
+    job = flags.shape(args, flags.recipe(args))
+    job.check_shape()
+    workspace = flags.workspace(args)
+    workspace.check_plan_fits(job, neuron_gemma=False)
+    workspace.say_tuned(job.buckets_to_compile)
+    return workspace.compile_dit(job.buckets_to_compile, job)
+
+
+def _gemma3(args: argparse.Namespace) -> list[Path]:
+    workspace = flags.workspace(args)
+    workspace.say_tuned()
+    return workspace.compile_text()
+
+
+def _vae(args: argparse.Namespace) -> list[Path]:
+    size = flags.size(args)
+    size.check()
+    clip = video_latent_shape(size.height, size.width, size.num_frames)
+    workspace = flags.workspace(args)
+    shapes = ", ".join("x".join(map(str, shape)) for shape in workspace.tile_shapes(clip))
+    print(f"tiles: {shapes} latents (frames x rows x columns)")
+    return [*workspace.compile_vae(clip), *workspace.compile_sound(size.audio_frames)]

@@ -1,0 +1,109 @@
+"""ltx-neuron generate and ltx-neuron batch: videos with sound from prompts."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from ltx_neuron import flags, invocation
+from ltx_neuron.batch import read_lines
+from ltx_neuron.generate import generate, generate_batch
+from ltx_neuron.sampling.spec import ConditionFields, LoraFields, SizeFields
+from ltx_neuron.workspace import Workspace
+
+_DESCRIPTION = "Generate a video with sound from a prompt."
+_EXAMPLE = """ltx-neuron generate --neuron-gemma --gemma-root gemma-3-12b \\
+    --checkpoint-path ltx-2.3-22b-distilled.safetensors --output-path out.mp4 \\
+    --prompt "a golden retriever puppy runs across a sunny green meadow\""""
+_BATCH_DESCRIPTION = "Generate the videos of a prompts file. Models are loaded once."
+_BATCH_EXAMPLE = """ltx-neuron batch prompts.jsonl --neuron-gemma --gemma-root gemma-3-12b \\
+    --checkpoint-path ltx-2.3-22b-distilled.safetensors --output-dir outputs"""
+# What weights and graphs depend on, by the flags' names in a Namespace
+_DECIDING = {
+    *("checkpoint_path", "gemma_root", "artifacts_dir", "profile", "profile_set", "tp_degree"),
+    *("dtype", "blocks_per_graph", "ignore_tuned", "neuron_gemma", "neuron_vae", "upscale"),
+    *("prompts_file", *SizeFields.model_fields, *LoraFields.model_fields),
+    *ConditionFields.model_fields,
+}
+
+
+def build_parser(
+    verb: str = "generate", description: str = _DESCRIPTION, example: str = _EXAMPLE
+) -> argparse.ArgumentParser:
+    """verb: generate, batch, or prepare, which lists the flags that decide what it makes."""
+    parser = flags.parser(description, example, gemma=True)
+    parser.prog = invocation.command(verb)
+    flags.add_job(parser)
+    flags.add_graph_cut(parser)
+    flags.add_tuned(parser)
+    flags.add_run(parser)
+    flags.add_outputs(parser)
+    if verb == "batch":
+        parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS_FILE")
+    if verb == "prepare":
+        for action in parser._actions:
+            if action.dest not in _DECIDING | {"help"}:
+                action.help = argparse.SUPPRESS
+    return parser
+
+
+def words_of(
+    parser: argparse.ArgumentParser, words: list[str], wanted: Callable[[str], bool]
+) -> list[str]:
+    """The flags that are wanted, by their names in a Namespace, with their values as they were
+    typed."""
+    kept, keeps = [], False
+    for word in words:
+        if word.startswith("--"):
+            action = parser._option_string_actions.get(word.partition("=")[0])
+            keeps = action is not None and wanted(action.dest)
+        kept += [word] if keeps else []
+    return kept
+
+
+def arguments(argv: list[str], verb: str = "generate") -> argparse.Namespace:
+    """The parsed flags; `deciding`: the words of those that prepare takes."""
+    parser = build_parser(verb, *((_BATCH_DESCRIPTION, _BATCH_EXAMPLE) if verb == "batch" else ()))
+    args = parser.parse_args(argv)
+    args.deciding = words_of(parser, argv, lambda dest: dest in _DECIDING)
+    if verb == "batch":
+        if file := args.prompts:
+            words = [word for word in args.deciding if word != str(file)]
+            args.prompts_file, args.deciding = file, ["--prompts-file", str(file), *words]
+        elif not args.prompts_file:
+            parser.error("which prompts? Type for example prompts.jsonl")
+    args.recipe = flags.recipe(args)
+    return args
+
+
+def main(argv: list[str]) -> None:
+    run(arguments(argv))
+
+
+def batch(argv: list[str]) -> None:
+    run(arguments(argv, "batch"))
+
+
+def run(args: argparse.Namespace) -> None:
+    options, outputs = flags.run_options(args), flags.outputs(args)
+    flags.check_fleet(args, args.prompts_file)
+    if args.prompts_file:
+        outputs.check_batch(args.prompt)
+        workspace = _workspace(args)
+        lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
+        if args.ray:
+            from ltx_neuron.fleet import batch  # Ray is an extra
+
+            batch.generate_batch(lines, args, workspace)
+        else:
+            generate_batch(lines, args.prompts_file, workspace, options, outputs)
+    else:
+        job = flags.job(args)
+        job.check()
+        generate(job, _workspace(args), options, outputs)
+
+
+def _workspace(args: argparse.Namespace) -> Workspace:
+    workspace = flags.workspace(args, writes=False)
+    if not invocation.by_script():
+        workspace.prepare_command = invocation.command("prepare", *args.deciding)
+    return workspace

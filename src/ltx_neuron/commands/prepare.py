@@ -1,0 +1,271 @@
+"""ltx-neuron prepare: the weights and graphs that a generation needs, made in one process.
+
+Killed at any moment and typed again, it goes on; when everything is there, it does nothing.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from ltx_neuron import artifacts, flags, invocation
+from ltx_neuron.batch import read_lines
+from ltx_neuron.commands import generate
+from ltx_neuron.engine import RunOptions
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import check_space, read_json, write_json
+from ltx_neuron.format import columns, format_bytes, format_seconds
+from ltx_neuron.host.arithmetic import choices_file, this_machine
+from ltx_neuron.job import Job
+from ltx_neuron.preflight import check_distilled_loras, sound_size
+from ltx_neuron.profiles import require_runtime
+from ltx_neuron.sampling.upscaling import upscaled
+from ltx_neuron.weights.lora import WeightSet
+from ltx_neuron.workspace import Workspace
+
+_DESCRIPTION = """Shard the weights and compile the graphs that a generation needs. Takes all flags
+of generate; those that decide nothing here are not listed, and ignored."""
+_EXAMPLE = """ltx-neuron prepare --neuron-gemma --gemma-root gemma-3-12b \\
+    --checkpoint-path ltx-2.3-22b-distilled.safetensors --height 512 --width 768"""
+_SAMPLE_BYTES = 256 * 2**20  # of the checkpoint, copied to measure how fast weights are written
+
+
+class Part(NamedTuple):
+    """Weights or graphs that are made together.
+
+    folders  by their identities' digests: where they are when they are finished
+    make     makes those that are missing
+    size     bytes of weights; None of graphs, whose size is not known before
+    """
+
+    title: str
+    identities: list[dict]
+    folders: list[Path]
+    make: Callable[[], object]
+    size: int | None = None
+
+    @property
+    def bytes_there(self) -> int:
+        """That it takes on disk now."""
+        folders = filter(Path.is_dir, self.folders)
+        return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+
+
+class Preparation:
+    """Parts on a workspace: which of them are missing, and making these.
+
+    command  what the user types to go on
+    """
+
+    def __init__(self, workspace: Workspace, parts: list[Part], command: str):
+        self.workspace, self.parts, self.command = workspace, parts, command
+        # What earlier ones took on this machine: "rate", bytes of weights a second; "seconds" of
+        # parts; "folders" for which the ranks' own compiler has run.
+        file = choices_file(workspace.artifacts)
+        self._file = file.with_name(f"preparation-{file.name}")
+        self.took: dict[str, Any] = {"rate": None, "seconds": {}, "folders": []}
+        with suppress(UserError):  # there is none, or it is damaged
+            self.took |= read_json(self._file)
+        self.missing = [part for part in parts if not self._is_there(part)]
+
+    def _is_there(self, part: Part) -> bool:
+        """Raises UserError for a folder that is damaged."""
+        made = [identity for identity in part.identities if self.workspace.is_made(identity)]
+        for identity in made:
+            artifacts.find(self.workspace.artifacts, identity, self.command)
+        if len(made) < len(part.identities):
+            return False
+        # The manifests say nothing of the ranks' own compiler.
+        known = {*map(str, part.folders)} <= {*self.took["folders"]}
+        return known or not self._compiled_by_ranks(part)
+
+    def _compiled_by_ranks(self, part: Part) -> bool:
+        profile = self.workspace.profile
+        ranks = profile.backend == "torchdist" and profile.compile_backend != "export"
+        return ranks and part.size is None
+
+    # --- what is said beforehand ------------------------------------------------------------------
+
+    def table(self) -> str:
+        rows = [["part", "size on disk", "time", "state"]]
+        for part in self.parts:
+            size, state, expected = part.size or part.bytes_there or None, "there", "-"
+            if part in self.missing:
+                state = "begun" if any(map(Path.is_dir, part.folders)) else "to make"
+                expected = self._expected(part)
+            rows.append([part.title, format_bytes(size), expected, state])
+        lines = columns(rows, left=(0, -1))
+        if weights := sum(part.size or 0 for part in self.missing):
+            rate, source = self.rate
+            lines.append(
+                f"\n{format_bytes(weights)} of weights at {format_bytes(rate)} a second ({source})"
+            )
+        return "\n".join(lines)
+
+    @cached_property
+    def rate(self) -> tuple[float, str]:
+        """Bytes of weights that are written a second, and where that is known from."""
+        if self.took["rate"]:
+            return self.took["rate"], "as last time"
+        return measured_rate(self.workspace.checkpoint_path, self.place), "of a copied sample"
+
+    def _expected(self, part: Part) -> str:
+        if part.size is not None:
+            return f"about {format_seconds(part.size / self.rate[0])}"
+        if self.workspace.profile.device == "neuron":
+            return "not measured"
+        seconds = self.took["seconds"].get(self._key(part))
+        return f"about {format_seconds(seconds)}" if seconds else "not known yet"
+
+    def _key(self, part: Part) -> str:
+        """Names a part's graphs, whatever code they are of."""
+        names = (path.name.rpartition("-")[0] for path in part.folders)
+        profile = self.workspace.profile
+        return " ".join([profile.name, profile.backend, profile.compile_backend, *names])
+
+    @property
+    def place(self) -> Path:
+        """The artifacts folder, or where it will be."""
+        folder = self.workspace.artifacts.absolute()
+        return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+    def check_space(self) -> None:
+        """Raise UserError where the disk has no room for the weights that are missing."""
+        needed = sum(max(0, (part.size or 0) - part.bytes_there) for part in self.missing)
+        check_space(self.place, needed, "the weights need")
+
+    # --- making -----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Make the missing parts in their order, and keep how long each took."""
+        for number, part in enumerate(self.missing, 1):
+            print(f"{number} of {len(self.missing)}: {part.title}", flush=True)
+            began, whole = time.monotonic(), not part.bytes_there
+            part.make()
+            seconds = time.monotonic() - began
+            if part.size is None and whole:
+                self.took["seconds"][self._key(part)] = round(seconds, 1)
+            elif part.size and whole and part.size >= _SAMPLE_BYTES:  # of less, the start counts
+                self.took["rate"] = part.size / seconds
+            if self._compiled_by_ranks(part):
+                self.took["folders"] += map(str, part.folders)
+            write_json(self._file, self.took | {"machine": this_machine()})
+
+
+def measured_rate(checkpoint: Path, folder: Path) -> float:
+    """Bytes a second at which a sample from the middle of a checkpoint is read, hashed and written
+    to the disk of a folder."""
+    size = checkpoint.stat().st_size
+    count, began = min(size, _SAMPLE_BYTES), time.monotonic()
+    hasher = blake3()
+    with open(checkpoint, "rb") as source, tempfile.TemporaryFile(dir=folder) as target:
+        source.seek((size - count) // 2)
+        while piece := source.read(min(count - target.tell(), 8 * 2**20)):
+            hasher.update(piece)
+            target.write(piece)
+        target.flush()
+        os.fsync(target.fileno())
+    return count / (time.monotonic() - began)
+
+
+# --- what a generation needs ----------------------------------------------------------------------
+
+
+def parts_of(
+    workspace: Workspace, jobs: list[Job], options: RunOptions, workers: int | None = None
+) -> list[Part]:
+    """The weights and graphs of the jobs, in the order in which they are made."""
+
+    parts = []
+
+    def add(title: str, identities: Iterable[dict], make: Callable, size: int | None = None):
+        folders = [artifacts.folder(workspace.artifacts, each) for each in identities]
+        parts.append(Part(title, [*identities], folders, make, size))
+
+    def add_weights(title: str, model: str, loras: WeightSet = ()) -> None:
+        sources = workspace.sources_of(model, loras)
+        size, make = sum(map(workspace.weight_bytes, sources)), workspace.shard
+        identities = [workspace.weights_identity(source) for source in sources]
+        add(title, identities, partial(make, model, (loras,), workers), size)
+
+    for loras in dict.fromkeys(stage.loras for job in jobs for stage in job.stages):
+        names = "".join(f", {lora.path.name} {lora.strength:g}" for lora in loras)
+        add_weights(f"DiT weights{names}", "dit", loras)
+    for buckets, job in {tuple(job.buckets_to_compile): job for job in jobs}.items():
+        size, stages = job.size, ", two stages" if job.size.two_stage else ""
+        title = f"DiT graphs, {size.height}x{size.width}, {size.num_frames} frames{stages}"
+        make = partial(workspace.compile_dit, [*buckets], job)
+        add(title, workspace.dit_identities([*buckets]), make)
+    if options.neuron_gemma:
+        add_weights("Gemma3 weights", "gemma3")
+        identities = workspace.text_identities(workspace.profile.text_buckets)
+        add("Gemma3 graphs", identities.values(), workspace.compile_text)
+    if options.neuron_vae:
+        add_weights("decoder weights", "vae")
+        for clip in dict.fromkeys(upscaled(job.latent_shape, job.upscale) for job in jobs):
+            title = f"video decoder graphs, {'x'.join(map(str, clip))} latents"
+            identities, make = workspace.tile_identities(clip), workspace.compile_vae
+            add(title, identities.values(), partial(make, clip))
+        decoded = (job for job in jobs if not job.sound and sound_size(job))
+        for latents in dict.fromkeys(job.audio_latents for job in decoded):
+            title = f"sound decoder graphs, {latents} latents"
+            identities, make = workspace.sound_identities(latents), workspace.compile_sound
+            add(title, identities.values(), partial(make, latents))
+    return parts
+
+
+def jobs_of(args: argparse.Namespace, workspace: Workspace) -> list[Job]:
+    """What would be generated; prompts count for nothing. Raises UserError for what cannot be."""
+    if args.prompts_file:
+        lines = read_lines(args.prompts_file, flags.job_of_line(args), workspace.identity)
+        jobs = [line.job for line in lines]
+    else:
+        jobs = [flags.shape(args, args.recipe)]
+        jobs[0].check_shape()
+    check_distilled_loras(jobs)
+    return jobs
+
+
+def main(argv: list[str]) -> None:
+    parser = generate.build_parser("prepare", _DESCRIPTION, _EXAMPLE)
+    help = "writing threads (default: one a file)"
+    parser.add_argument("--num-workers", type=int, metavar="N", help=help)
+    help = "print what is missing, and make nothing"
+    parser.add_argument("--dry-run", action="store_true", help=help)
+    args = parser.parse_args(argv)
+    if args.num_workers is not None and args.num_workers < 1:
+        raise UserError(f"--num-workers {args.num_workers}: wanted 1 or more")
+    args.recipe = flags.recipe(args)
+    workspace, options = flags.workspace(args), flags.run_options(args)
+    jobs, command = jobs_of(args, workspace), invocation.command("prepare", *argv)
+    parts = parts_of(workspace, jobs, options, args.num_workers)
+    preparation = Preparation(workspace, parts, command)
+    workspace.say_tuned()
+    if missing := preparation.missing:
+        if any(part.size is None for part in missing):
+            require_runtime(workspace.profile, workspace.tp)
+            for job in {tuple(job.buckets): job for job in jobs}.values():
+                workspace.check_plan_fits(job, options.neuron_gemma)
+        print(preparation.table(), flush=True)
+        preparation.check_space()
+        if args.dry_run:
+            return
+        try:
+            preparation.run()
+        except KeyboardInterrupt:
+            print(f"\nstopped; to go on, type: {command}", file=sys.stderr)
+            raise
+    for job in jobs:  # whose graphs another size may have made
+        workspace.record_size(job, job.buckets_to_compile)
+    done = "all parts are finished" if missing else "everything is there, nothing to do"
+    print(f"{done}: {workspace.artifacts}\nNow type the same flags and a prompt:")
+    words = generate.words_of(parser, argv, lambda dest: dest not in ("num_workers", "dry_run"))
+    print(invocation.command("generate", *words))
