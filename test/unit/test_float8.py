@@ -1,0 +1,354 @@
+"""A checkpoint with float8 weights gives what the file dequantised beforehand gives, bit for bit;
+a layout that is not known and a damaged scale are refused by name."""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+from functools import cache
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import rewrite
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ltx_neuron import flags, plan
+from ltx_neuron.doctor import checks
+from ltx_neuron.errors import UserError
+from ltx_neuron.files import MANIFEST, read_json
+from ltx_neuron.host.loading import checkpoint_spec
+from ltx_neuron.job import Job, Size
+from ltx_neuron.plan.table import table
+from ltx_neuron.profiles import resolve
+from ltx_neuron.weights.checkpoint import Checkpoint, Source, gemma_files
+from ltx_neuron.weights.float8 import WeightFile
+from ltx_neuron.weights.lora import Lora, MergedSource
+from ltx_neuron.weights.sharder import compare, shard_specs, shard_weights
+from ltx_neuron.weights.sharding import MODELS
+from ltx_neuron.workspace import Workspace
+
+BLOCK = "model.diffusion_model.transformer_blocks.1."  # the released ones keep first and last block
+QUERY = f"{BLOCK}attn1.to_q"
+CAST = ".to_q", ".to_k", ".to_v", ".to_out.0", "ff.net.0.proj", "ff.net.2"
+LAYOUTS = "scaled", "cast", "all", "comfy", "comfy_note"
+FORMAT = {"format": "float8_e4m3fn"}
+
+
+def note(**fields) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+def quantise(layout: str, tensors: dict, metadata: dict) -> dict:
+    """Store tensors in float8 as files of that layout do, in place. Returns what they stand for."""
+    plain = {}
+    linears = [name for name in tensors if name.startswith(BLOCK) and name.endswith(".weight")]
+    linears = [name.removesuffix(".weight") for name in linears if tensors[name].ndim == 2]
+    assert len(linears) == 34
+    if layout in ("cast", "all"):
+        parts = [f"{name}.{part}" for name in linears for part in ("weight", "bias")]
+        cast = [part for part in parts if part.rpartition(".")[0].endswith(CAST)]
+        for name in cast if layout == "cast" else list(tensors):
+            if tensors[name].dtype == torch.bfloat16:
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+                plain[name] = tensors[name].bfloat16()
+        return plain
+    for name in linears:
+        weight, key = tensors[f"{name}.weight"].float(), f"{name}.weight"
+        scale = weight.abs().amax() / 448
+        tensors[key] = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        plain[key] = (tensors[key].float() * scale).bfloat16()
+        if layout == "comfy":
+            tensors |= {f"{name}.scale_weight": scale[None], f"{name}.scale_input": scale.clone()}
+        else:
+            tensors[f"{name}.weight_scale"] = scale
+        if layout == "comfy_note":
+            tensors[f"{name}.comfy_quant"] = note(**FORMAT, full_precision_matrix_mult=True)
+        if layout == "scaled":
+            tensors[f"{name}.input_scale"] = torch.tensor(0.02)
+    if layout == "comfy":
+        tensors["model.diffusion_model.scaled_fp8"] = torch.ones(2).to(torch.float8_e4m3fn)
+    if layout == "scaled":
+        said = {"format_version": "1.0", "layers": dict.fromkeys(linears, FORMAT)}
+        metadata["_quantization_metadata"] = json.dumps(said)
+    return plain
+
+
+def write(tiny, path: Path, layout: str, change=lambda tensors, metadata: None) -> Path:
+    """The tiny checkpoint in float8, changed further; beside it what it stands for."""
+    tensors = load_file(tiny.checkpoint)
+    with safe_open(tiny.checkpoint, "pt") as file:
+        metadata = dict(file.metadata())
+    whole = dict(tensors)
+    save_file(whole | quantise(layout, tensors, metadata), path.with_suffix(".plain"), metadata)
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    """made(layout): a float8 checkpoint, and the same one dequantised beforehand."""
+
+    @cache
+    def files(layout: str) -> tuple[Checkpoint, Checkpoint]:
+        path = tmp_path_factory.mktemp(layout) / "ltx-2.3-dev-fp8.safetensors"
+        path = write(tiny, path, layout)
+        return Checkpoint(path), Checkpoint(path.with_suffix(".plain"))
+
+    return files
+
+
+@pytest.fixture(params=LAYOUTS)
+def pair(request, made):
+    return made(request.param)
+
+
+@pytest.fixture
+def scaled(made):
+    return made("scaled")[0].path
+
+
+def shard(source: Source, folder: Path, tp: int, dtype=torch.bfloat16) -> dict[str, bytes]:
+    shard_weights(source, folder, {"tp": tp}, tp, dtype, shard_specs(source, tp, {}))
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("strength", [None, 0.7], ids=["plain", "with a lora"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_rank_files_are_those_of_the_file_dequantised_beforehand(
+    pair, tiny, tmp_path, tp, strength
+):
+    loras = (Lora(tiny.lora, strength),) if strength else ()
+    found, wanted = (
+        shard(MergedSource(MODELS["dit"], [file], loras), tmp_path / file.path.suffix, tp)
+        for file in pair
+    )
+    assert found == wanted and len(found) == tp + 1
+
+
+def test_rank_files_in_float32_hold_the_bfloat16_values(pair, tmp_path):
+    found, wanted = (
+        shard(Source(MODELS["dit"], [file]), tmp_path / file.path.suffix, 2, torch.float32)
+        for file in pair
+    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_way_to_read_a_tensor_gives_the_dequantised_one(pair, tiny, model):
+    files = gemma_files(tiny.gemma_root) if model == "gemma3" else []
+    found, wanted = (Source(MODELS[model], [file, *files]) for file in pair)
+    assert found.locations.keys() == wanted.locations.keys()
+    for name in wanted.names:
+        tensor = wanted.tensor(name)
+        assert found.dtype(name) == tensor.dtype and found.nbytes(name) == tensor.nbytes
+        for read in (found.tensor(name), found.read_mapped(name)):
+            assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
+        if tensor.ndim:
+            assert torch.equal(found.rows(name, [0]), tensor[:1])
+        found.prefetch(name)
+
+
+def test_all_tensors_of_a_file_in_its_order_are_the_dequantised_ones(pair):
+    found, wanted = pair
+    read = dict(found.tensors())
+    assert read.keys() == wanted.shapes.keys()
+    assert all(torch.equal(tensor, wanted.read(name)) for name, tensor in read.items())
+
+
+def test_the_host_s_models_are_those_of_the_file_dequantised_beforehand(made):
+    found, wanted = (
+        checkpoint_spec("video_decoder", file.path, file.config, torch.float32).load().state_dict()
+        for file in made("all")
+    )
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+def test_a_value_is_scaled_in_float32_and_rounded_once(tmp_path):
+    """Every one of the 256 codes."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.tensor(0.0012345678)
+    tensors = {"a.weight": codes.reshape(16, 16), "a.weight_scale": scale, "a.bias": codes.clone()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    file = WeightFile(tmp_path / "a.safetensors", "")
+    wanted = (codes.float() * scale).bfloat16().reshape(16, 16)
+    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(file.read("a.weight"), wanted, **exactly)
+    torch.testing.assert_close(file.read("a.bias"), codes.bfloat16(), **exactly)
+    rounded_before = (codes.bfloat16() * scale.bfloat16()).reshape(16, 16)
+    assert not torch.equal(rounded_before.nan_to_num(), wanted.nan_to_num())
+
+
+def test_half_the_bytes_of_a_weight_are_read_and_never_more_than_a_piece(
+    scaled, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("ltx_neuron.weights.sharder._PIECE_BYTES", 500)
+    read, preadv = [], os.preadv
+
+    def counted(descriptor, buffers, offset):
+        read.append(preadv(descriptor, buffers, offset))
+        return read[-1]
+
+    file = Checkpoint(scaled)
+    source = Source(MODELS["dit"], [file])
+    monkeypatch.setattr(os, "preadv", counted)
+    shard(source, tmp_path, 4)
+    sizes = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+    names = [key for _, key in source.locations.values()]
+    assert sum(read) == sum(prod(file.shapes[key]) * sizes[file.dtypes[key]] for key in names)
+    weights = [f"{QUERY}.weight", f"{BLOCK}ff.net.0.proj.weight"]
+    assert all(file.dtypes[key] == "F8_E4M3" for key in weights)
+    row = max(prod(file.shapes[key][1:]) * sizes[file.dtypes[key]] for key in names)
+    assert max(read) <= max(500, row)
+
+
+def test_an_fp8_file_has_its_own_identity_and_is_verified(scaled, tiny, tmp_path):
+    workspace = Workspace(scaled, resolve("cpu"), tmp_path, 2, "bfloat16")
+    (folder,) = workspace.shard("dit")
+    assert workspace.identity["weights"] == "float8, dequantised"
+    source = workspace.source("dit")
+    specs = shard_specs(source, 2, {})
+    assert compare(source, folder, torch.bfloat16, specs) == []
+    identity = read_json(folder / MANIFEST)["identity"]
+    plain = Workspace(scaled.with_suffix(".plain"), resolve("cpu"), tmp_path, 2, "bfloat16")
+    assert plain.weights_identity(plain.source("dit"))["source"] != identity["source"]
+    assert "weights" not in plain.identity
+    other = tmp_path / "other.safetensors"
+    rewrite(scaled, other, lambda tensors: tensors[f"{QUERY}.weight_scale"].mul_(2))
+    damaged = Source(MODELS["dit"], [Checkpoint(other)])
+    assert damaged.fingerprint != source.fingerprint
+    problems = compare(damaged, folder, torch.bfloat16, specs)
+    name = "transformer_blocks.1.attn1.to_q.weight differs from the source"
+    assert problems == [f"rank{rank}.safetensors: {name}" for rank in range(2)]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+def put(part: str, tensor) -> object:
+    def change(tensors, metadata):
+        tensors[f"{QUERY}.{part}"] = tensor
+
+    return change
+
+
+def leave_out(*parts: str) -> object:
+    def change(tensors, metadata):
+        for part in parts:
+            del tensors[f"{QUERY}.{part}"]
+
+    return change
+
+
+def in_bfloat16(tensors, metadata):
+    tensors[f"{QUERY}.weight"] = tensors[f"{QUERY}.weight"].bfloat16()
+
+
+def of_another_format(tensors, metadata):
+    said = json.loads(metadata["_quantization_metadata"])
+    said["layers"][QUERY] = {"format": "mxfp8"}
+    metadata["_quantization_metadata"] = json.dumps(said)
+
+
+def unlisted_without_input_scale(tensors, metadata):
+    del metadata["_quantization_metadata"], tensors[f"{QUERY}.weight_scale"]
+    del tensors[f"{QUERY}.input_scale"]
+
+
+BAD_SCALE = r"weight_scale is {}, wanted a finite number above 0"
+STORED = r"weight is stored as F8_E4M3"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (put("weight_scale", torch.tensor(float("nan"))), BAD_SCALE.format("nan")),
+        (put("weight_scale", torch.tensor(float("inf"))), BAD_SCALE.format("inf")),
+        (put("weight_scale", torch.tensor(0.0)), BAD_SCALE.format(r"0\.0")),
+        (put("weight_scale", torch.tensor(-0.5)), BAD_SCALE.format(r"-0\.5")),
+        (
+            put("weight_scale", torch.ones(32)),
+            STORED + r" with a weight_scale of shape \[32\], wanted one number",
+        ),
+        (put("weight_scale", torch.ones((), dtype=torch.int8)), r"weight_scale is stored as I8"),
+        (leave_out("weight_scale"), STORED + ", and its weight_scale is missing"),
+        (leave_out("weight_scale", "input_scale"), STORED + ", and its weight_scale is missing"),
+        (unlisted_without_input_scale, STORED + ", and its weight_scale is missing"),
+        (leave_out("weight"), r"_scale is there, \S*attn1\.to_q\.weight is missing"),
+        (in_bfloat16, r"_scale is there, \S*attn1\.to_q\.weight is BF16"),
+        (put("scale_weight", torch.tensor(1.0)), "both a weight_scale and a scale_weight"),
+        (of_another_format, r'weight is quantised as {"format": "mxfp8"}, not implemented'),
+        (put("comfy_quant", note(**FORMAT, convrot=True)), '"convrot": true}, not implemented'),
+        (put("comfy_quant", note(**FORMAT)[:-1]), "comfy_quant is no JSON object"),
+        (
+            put("weight_scale_inv", torch.ones(1, 1)),
+            r"weight_scale_inv is there, .* another layout",
+        ),
+    ],
+)
+def test_another_layout_or_a_damaged_scale_is_refused_by_tensor(tiny, tmp_path, change, said):
+    path = write(tiny, tmp_path / "bad.safetensors", "scaled", change)
+    with pytest.raises(UserError) as refused:
+        Checkpoint(path)
+    lines = str(refused.value).splitlines()
+    assert lines[0] == f"{path} has weights that cannot be read:"
+    assert len(lines) == 3 and lines[2].startswith("Wanted: BF16, or F8_E4M3 with one number")
+    assert "hf download Lightricks/LTX-2.3" in lines[2]
+    assert QUERY in lines[1]
+    assert re.search(said, lines[1]), lines[1]
+
+
+def test_metadata_that_is_no_list_of_layers_is_refused(tiny, tmp_path):
+    def change(tensors, metadata):
+        metadata["_quantization_metadata"] = '{"layers": ["attn1"]}'
+
+    path = write(tiny, tmp_path / "bad.safetensors", "scaled", change)
+    with pytest.raises(UserError, match="_quantization_metadata is damaged"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint8, torch.int8])
+def test_weights_in_another_small_dtype_are_refused_by_name(tiny, tmp_path, dtype):
+    def change(tensors, metadata):
+        for name in [name for name in tensors if name.endswith("_scale")]:
+            del tensors[name]
+        del metadata["_quantization_metadata"]
+        tensors[f"{QUERY}.weight"] = tensors[f"{QUERY}.weight"].float().to(dtype)
+
+    file = Checkpoint(write(tiny, tmp_path / "bad.safetensors", "scaled", change))
+    stored = {torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8"}[dtype]
+    with pytest.raises(UserError, match=f"to_q.weight is stored as {stored}, which is not impl"):
+        Source(MODELS["dit"], [file])
+
+
+# --- what is said ---------------------------------------------------------------------------------
+LINE = (
+    "34 weights in float8 are dequantised while sharding; the sharded set is as large as the bf16"
+    " file's"
+)
+
+
+def test_the_plan_says_it_and_counts_the_bytes_of_the_bfloat16_file(made):
+    scaled, plain = made("scaled")
+    planned = plan.plan(scaled, resolve("cpu"), Job("", Size(64, 64, 9)), 2, "bfloat16", None)
+    assert LINE in " ".join(table(planned).split())
+    assert "float8" not in table(dataclasses.replace(planned, float8=plain.describe_float8()))
+    wanted = plan._dit_bytes(plain, 2, torch.bfloat16)
+    assert plan._dit_bytes(scaled, 2, torch.bfloat16) == wanted
+
+
+def test_the_doctor_says_it_of_a_file_that_is_whole(scaled, tmp_path):
+    workspace = Workspace(scaled, resolve("cpu"), tmp_path, 2, "bfloat16")
+    examination = SimpleNamespace(workspace=lambda: workspace, weight_sets=((),))
+    assert f"; {LINE} (34 have a scale)" in checks._checkpoint(examination)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("ltx-2.3-22b-dev-fp8", "dev"), ("ltx-2.3-22b-distilled-fp8", "distilled")]
+)
+def test_the_recipe_is_guessed_by_a_name_with_fp8(name, recipe):
+    path = Path(f"{name}.safetensors")
+    assert flags.recipe(argparse.Namespace(recipe=None, checkpoint_path=path)) == recipe
