@@ -39,12 +39,13 @@ class WeightFile(TensorFile):
         super().__init__(path, download)
         # Of every float8 tensor: its scale, float32 without dimensions; None where it has none.
         self.scales: dict[str, Tensor | None] = {}
-        float8, problems = [], []
+        float8, dropped, problems = [], [], []
         beside: dict[str, dict[str, str]] = {}  # a weight -> the names of what lies beside it
-        dropped = [key for key in self.shapes if key.rpartition(".")[2] == _MARKER]
-        for key in self.shapes.keys() - dropped:
+        for key in self.shapes:
             module, _, part = key.rpartition(".")
-            if part in (*_SCALES, *_OF_ACTIVATIONS, _NOTE):
+            if part == _MARKER:
+                dropped.append(key)
+            elif part in (*_SCALES, *_OF_ACTIVATIONS, _NOTE):
                 beside.setdefault(f"{module}.weight", {})[part] = key
                 dropped.append(key)
             elif self.dtypes[key] == FLOAT8:
@@ -56,7 +57,7 @@ class WeightFile(TensorFile):
         formats = self._listed_formats()
         # Where nothing lists the layers that have scales, all have, or none.
         scaled = not formats and any(part in _SCALES for parts in beside.values() for part in parts)
-        for key in {*float8, *beside}:
+        for key in dict.fromkeys([*float8, *beside]):
             wanted = scaled and key.endswith(".weight")
             try:
                 self.scales[key] = self._scale(key, beside.get(key, {}), formats.get(key), wanted)
@@ -97,7 +98,7 @@ class WeightFile(TensorFile):
         scales = [beside[part] for part in _SCALES if part in beside]
         if self.dtypes.get(key) != FLOAT8:
             stored = self.dtypes.get(key, "missing")
-            raise ValueError(f"{next(iter(beside.values()))} is there, {key} is {stored}")
+            raise ValueError(f"{[*scales, *beside.values()][0]} is there, {key} is {stored}")
         stored = f"{key} is stored as {FLOAT8}"
         if not scales:
             if wanted or beside or fields:
