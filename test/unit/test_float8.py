@@ -5,7 +5,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -33,7 +32,7 @@ from ltx_neuron.weights.sharding import MODELS
 from ltx_neuron.workspace import Workspace
 
 BLOCK = "model.diffusion_model.transformer_blocks.1."  # the released ones keep first and last block
-QUERY = f"{BLOCK}attn1.to_q"
+QUERY, KEY = f"{BLOCK}attn1.to_q", f"{BLOCK}attn1.to_k"
 CAST = ".to_q", ".to_k", ".to_v", ".to_out.0", "ff.net.0.proj", "ff.net.2"
 LAYOUTS = "scaled", "cast", "all", "comfy", "comfy_note"
 FORMAT = {"format": "float8_e4m3fn"}
@@ -78,14 +77,13 @@ def quantise(layout: str, tensors: dict, metadata: dict) -> dict:
     return plain
 
 
-def write(tiny, path: Path, layout: str, change=lambda tensors, metadata: None) -> Path:
-    """The tiny checkpoint in float8, changed further; beside it what it stands for."""
+def write(tiny, path: Path, layout: str) -> Path:
+    """The tiny checkpoint in float8; beside it, as .plain, the tensors that it stands for."""
     tensors = load_file(tiny.checkpoint)
     with safe_open(tiny.checkpoint, "pt") as file:
         metadata = dict(file.metadata())
     whole = dict(tensors)
     save_file(whole | quantise(layout, tensors, metadata), path.with_suffix(".plain"), metadata)
-    change(tensors, metadata)
     save_file(tensors, path, metadata)
     return path
 
@@ -228,100 +226,107 @@ def test_an_fp8_file_has_its_own_identity_and_is_verified(scaled, tiny, tmp_path
 
 
 # --- what is refused ------------------------------------------------------------------------------
-def put(part: str, tensor) -> object:
+def layers() -> tuple[dict, dict]:
+    """Two scaled layers, and the metadata that lists them."""
+    tensors = {}
+    for name in (QUERY, KEY):
+        tensors[f"{name}.weight"] = torch.ones(8, 4).to(torch.float8_e4m3fn)
+        tensors |= {f"{name}.bias": torch.ones(8).bfloat16()}
+        tensors |= {
+            f"{name}.{part}": torch.tensor(0.02) for part in ("weight_scale", "input_scale")
+        }
+    listed = json.dumps({"layers": dict.fromkeys((QUERY, KEY), FORMAT)})
+    return tensors, {"_quantization_metadata": listed}
+
+
+def put(part: str, tensor: torch.Tensor):
+    return lambda tensors, metadata: tensors.update({f"{QUERY}.{part}": tensor})
+
+
+def leave_out(*parts: str, listed: bool = True):
     def change(tensors, metadata):
-        tensors[f"{QUERY}.{part}"] = tensor
-
-    return change
-
-
-def leave_out(*parts: str) -> object:
-    def change(tensors, metadata):
+        if not listed:
+            metadata.clear()
         for part in parts:
             del tensors[f"{QUERY}.{part}"]
 
     return change
 
 
-def in_bfloat16(tensors, metadata):
-    tensors[f"{QUERY}.weight"] = tensors[f"{QUERY}.weight"].bfloat16()
+def say(format: str):
+    def change(tensors, metadata):
+        listed = json.dumps({"layers": {QUERY: {"format": format}, KEY: FORMAT}})
+        metadata["_quantization_metadata"] = listed
+
+    return change
 
 
-def of_another_format(tensors, metadata):
-    said = json.loads(metadata["_quantization_metadata"])
-    said["layers"][QUERY] = {"format": "mxfp8"}
-    metadata["_quantization_metadata"] = json.dumps(said)
+BAD = "weight_scale is {}, wanted a finite number above 0"
+STORED = "weight is stored as F8_E4M3"
+MISSING = f"{STORED}, and its weight_scale is missing"
+REFUSED = {
+    "NaN": (put("weight_scale", torch.tensor(float("nan"))), BAD.format("nan")),
+    "infinite": (put("weight_scale", torch.tensor(float("inf"))), BAD.format("inf")),
+    "zero": (put("weight_scale", torch.tensor(0.0)), BAD.format("0.0")),
+    "negative": (put("weight_scale", torch.tensor(-0.5)), BAD.format("-0.5")),
+    "one a row": (
+        put("weight_scale", torch.ones(8)),
+        f"{STORED} with a weight_scale of shape [8], wanted one number",
+    ),
+    "whole numbers": (put("weight_scale", torch.tensor(1)), "weight_scale is stored as I64, which"),
+    "missing": (leave_out("weight_scale"), MISSING),
+    "missing, as metadata say": (leave_out("weight_scale", "input_scale"), MISSING),
+    "missing, as input_scale says": (leave_out("weight_scale", listed=False), MISSING),
+    "missing, as others say": (leave_out("weight_scale", "input_scale", listed=False), MISSING),
+    "without a weight": (leave_out("weight"), f"weight_scale is there, {QUERY}.weight is missing"),
+    "beside bfloat16": (
+        put("weight", torch.ones(8, 4).bfloat16()),
+        f"weight_scale is there, {QUERY}.weight is BF16",
+    ),
+    "two scales": (
+        put("scale_weight", torch.tensor(1.0)),
+        "both a weight_scale and a scale_weight",
+    ),
+    "mxfp8": (say("mxfp8"), 'weight is quantised as {"format": "mxfp8"}, not implemented'),
+    "rotated": (put("comfy_quant", note(**FORMAT, convrot=True)), "true}, not implemented"),
+    "a damaged note": (put("comfy_quant", note(**FORMAT)[:-1]), "comfy_quant is no JSON object"),
+    "blocks": (put("weight_scale_inv", torch.ones(1, 1)), "is there, which is of another layout"),
+}
 
 
-def unlisted_without_input_scale(tensors, metadata):
-    del metadata["_quantization_metadata"], tensors[f"{QUERY}.weight_scale"]
-    del tensors[f"{QUERY}.input_scale"]
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_layout_or_a_damaged_scale_is_refused_by_tensor(tmp_path, case):
+    change, said = REFUSED[case]
+    path, (tensors, metadata) = tmp_path / "bad.safetensors", layers()
+    save_file(tensors, path, metadata)
+    assert WeightFile(path, "").scales.keys() == {f"{QUERY}.weight", f"{KEY}.weight"}
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+    with pytest.raises(UserError) as refused:
+        WeightFile(path, "DOWNLOAD")
+    title, problem, wanted = str(refused.value).splitlines()
+    assert title == f"{path} has weights that cannot be read:"
+    assert problem.startswith(f"  {QUERY}.") and said in problem
+    assert wanted.startswith("Wanted: BF16, or F8_E4M3") and wanted.endswith("DOWNLOAD")
 
 
-BAD_SCALE = r"weight_scale is {}, wanted a finite number above 0"
-STORED = r"weight is stored as F8_E4M3"
+@pytest.mark.parametrize("text", ["{", "[]", '{"layers": ["attn1"]}'])
+def test_metadata_that_are_no_list_of_layers_are_refused(tmp_path, text):
+    path, (tensors, _) = tmp_path / "bad.safetensors", layers()
+    save_file(tensors, path, {"_quantization_metadata": text})
+    with pytest.raises(UserError, match="_quantization_metadata is damaged"):
+        WeightFile(path, "")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (put("weight_scale", torch.tensor(float("nan"))), BAD_SCALE.format("nan")),
-        (put("weight_scale", torch.tensor(float("inf"))), BAD_SCALE.format("inf")),
-        (put("weight_scale", torch.tensor(0.0)), BAD_SCALE.format(r"0\.0")),
-        (put("weight_scale", torch.tensor(-0.5)), BAD_SCALE.format(r"-0\.5")),
-        (
-            put("weight_scale", torch.ones(32)),
-            STORED + r" with a weight_scale of shape \[32\], wanted one number",
-        ),
-        (put("weight_scale", torch.ones((), dtype=torch.int8)), r"weight_scale is stored as I8"),
-        (leave_out("weight_scale"), STORED + ", and its weight_scale is missing"),
-        (leave_out("weight_scale", "input_scale"), STORED + ", and its weight_scale is missing"),
-        (unlisted_without_input_scale, STORED + ", and its weight_scale is missing"),
-        (leave_out("weight"), r"weight_scale is there, \S*attn1\.to_q\.weight is missing"),
-        (in_bfloat16, r"weight_scale is there, \S*attn1\.to_q\.weight is BF16"),
-        (put("scale_weight", torch.tensor(1.0)), "both a weight_scale and a scale_weight"),
-        (of_another_format, r'weight is quantised as {"format": "mxfp8"}, not implemented'),
-        (put("comfy_quant", note(**FORMAT, convrot=True)), '"convrot": true}, not implemented'),
-        (put("comfy_quant", note(**FORMAT)[:-1]), "comfy_quant is no JSON object"),
-        (
-            put("weight_scale_inv", torch.ones(1, 1)),
-            r"weight_scale_inv is there, .* another layout",
-        ),
-    ],
+    ("dtype", "stored"), [(torch.float8_e5m2, "F8_E5M2"), (torch.uint8, "U8"), (torch.int8, "I8")]
 )
-def test_another_layout_or_a_damaged_scale_is_refused_by_tensor(tiny, tmp_path, change, said):
-    path = write(tiny, tmp_path / "bad.safetensors", "scaled", change)
-    with pytest.raises(UserError) as refused:
-        Checkpoint(path)
-    lines = str(refused.value).splitlines()
-    assert lines[0] == f"{path} has weights that cannot be read:"
-    assert len(lines) == 3 and lines[2].startswith("Wanted: BF16, or F8_E4M3 with one number")
-    assert "hf download Lightricks/LTX-2.3" in lines[2]
-    assert QUERY in lines[1]
-    assert re.search(said, lines[1]), lines[1]
-
-
-def test_metadata_that_is_no_list_of_layers_is_refused(tiny, tmp_path):
-    def change(tensors, metadata):
-        metadata["_quantization_metadata"] = '{"layers": ["attn1"]}'
-
-    path = write(tiny, tmp_path / "bad.safetensors", "scaled", change)
-    with pytest.raises(UserError, match="_quantization_metadata is damaged"):
-        Checkpoint(path)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint8, torch.int8])
-def test_weights_in_another_small_dtype_are_refused_by_name(tiny, tmp_path, dtype):
-    def change(tensors, metadata):
-        for name in [name for name in tensors if name.endswith("_scale")]:
-            del tensors[name]
-        del metadata["_quantization_metadata"]
-        tensors[f"{QUERY}.weight"] = tensors[f"{QUERY}.weight"].float().to(dtype)
-
-    file = Checkpoint(write(tiny, tmp_path / "bad.safetensors", "scaled", change))
-    stored = {torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8"}[dtype]
-    with pytest.raises(UserError, match=f"to_q.weight is stored as {stored}, which is not impl"):
-        Source(MODELS["dit"], [file])
+def test_weights_in_another_small_dtype_are_refused_by_name(tmp_path, dtype, stored):
+    path = tmp_path / "bad.safetensors"
+    save_file({f"{QUERY}.weight": torch.ones(8, 4).to(dtype)}, path)
+    said = f"{QUERY}.weight is stored as {stored}, which is not implemented; wanted.*F8_E4M3"
+    with pytest.raises(UserError, match=f"{said}(?s:.*)DOWNLOAD"):
+        Source(MODELS["dit"], [WeightFile(path, "DOWNLOAD")])
 
 
 # --- what is said ---------------------------------------------------------------------------------
