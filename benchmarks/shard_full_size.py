@@ -2,7 +2,7 @@
 turn in the same run.
 
     python benchmarks/shard_full_size.py --folder DIR [--blocks N] [--tp-degree 4] [--rounds 3]
-        [--memory as-it-is] [--content random]
+        [--memory as-it-is] [--content random] [--float8]
 
 The source is sparse (lib/full_size.py), so both read zeros from memory and write real bytes; both
 end when these are on the disk. With --content random both sources are on the disk too, and are read
@@ -10,8 +10,8 @@ from there. Both begin with the memory full of cached pages. On a virtual machin
 deleted files give memory back to the host, and who is the first to touch it again pays for it, more
 than for the work. With --memory as-it-is both begin ten seconds after the files before them were
 deleted and both pay, which hides most of the difference between them. Needs room for one copy: 38
-GB for all 48 blocks; with --content random for the source (46 GB) and one more copy. Prints its
-ratio last.
+GB for all 48 blocks; with --content random for the source (46 GB) and one more copy. With --float8
+the source is as the released float8 checkpoint, 29 GB. Prints its ratio last.
 """
 
 import os
@@ -109,10 +109,14 @@ def main() -> None:
     parser.add_argument(
         "--content", choices=("sparse", "random"), default="sparse", help="of the sources"
     )
+    parser.add_argument("--float8", action="store_true", help="the source, of sparse content")
     args = parser.parse_args()
+    if args.float8 and args.content == "random":
+        parser.error("--float8 has scales, which random bytes are not: leave out --content random")
     args.folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    checkpoint = write_sparse_checkpoint(args.folder / "ltx-2.3-sparse.safetensors", args.blocks)
+    path = args.folder / "ltx-2.3-sparse.safetensors"
+    checkpoint = write_sparse_checkpoint(path, args.blocks, args.float8)
     if args.content == "random":
         fill(checkpoint, 8 + len(TensorFile(checkpoint, "").header))
     size = checkpoint.stat().st_size

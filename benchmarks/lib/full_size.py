@@ -1,13 +1,14 @@
 """A sparse file with the released checkpoint's header: 46 GB long, a few hundred KB on the disk,
-made in a second.
+made in a second; or with the layout of the released float8 one, which is 29 GB long.
 
-    python benchmarks/lib/full_size.py FILE [--blocks N]
+    python benchmarks/lib/full_size.py FILE [--blocks N] [--float8]
 """
 
 import argparse
 import gzip
 import json
 import re
+import struct
 from math import prod
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ltx_neuron.weights.tensorfile import TORCH_DTYPES
 HEADER = Path(__file__).with_name("ltx23_header.json.gz")
 
 
+_SCALES, _FORMAT = ("weight_scale", "input_scale"), {"format": "float8_e4m3fn"}
 Shapes = dict[str, tuple[str, list[int]]]  # a tensor's name -> its dtype as stored, its shape
 
 
@@ -30,11 +32,34 @@ def released_shapes(blocks: int = 48) -> Shapes:
     return shapes
 
 
-def write_sparse_checkpoint(path: Path, blocks: int = 48) -> Path:
+def write_sparse_checkpoint(path: Path, blocks: int = 48, float8: bool = False) -> Path:
     """Write the header of the released checkpoint, with its first `blocks` transformer blocks, and
-    a hole in place of the tensors' bytes. Returns the path."""
-    write_sparse(path, checkpoint_metadata(blocks), released_shapes(blocks))
+    a hole in place of the tensors' bytes. Returns the path.
+
+    float8  as the scaled float8 release is: the linear layers of all blocks but the two first and
+            last ones are in float8, each with a scale, whose bytes are there
+    """
+    metadata, shapes = checkpoint_metadata(blocks), released_shapes(blocks)
+    layers = _linears(shapes, range(2, blocks - 2)) if float8 else []
+    if float8:
+        described = {"format_version": "1.0", "layers": dict.fromkeys(layers, _FORMAT)}
+        metadata["_quantization_metadata"] = json.dumps(described)
+        shapes |= {f"{layer}.weight": ("F8_E4M3", shapes[f"{layer}.weight"][1]) for layer in layers}
+    scales = {f"{layer}.{part}": ("F32", []) for layer in layers for part in _SCALES}
+    # As safetensors orders them: float32 first, so that all scales lie together.
+    offsets = write_sparse(path, metadata, scales | shapes)
+    with open(path, "r+b") as file:
+        for name in scales:
+            file.seek(offsets[name])
+            file.write(struct.pack("<f", 0.001))
     return path
+
+
+def _linears(shapes: Shapes, blocks: range) -> list[str]:
+    """The linear layers of those transformer blocks."""
+    pattern = re.compile(r"(model\.diffusion_model\.transformer_blocks\.(\d+)\..+)\.weight")
+    found = [(pattern.fullmatch(name), shape) for name, (_, shape) in shapes.items()]
+    return [m[1] for m, shape in found if m and int(m[2]) in blocks and len(shape) == 2]
 
 
 def checkpoint_metadata(blocks: int = 48) -> dict[str, str]:
@@ -62,8 +87,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--blocks", type=int, default=48)
+    parser.add_argument("--float8", action="store_true")
     args = parser.parse_args()
-    print(f"{write_sparse_checkpoint(args.file, args.blocks).stat().st_size} bytes: {args.file}")
+    path = write_sparse_checkpoint(args.file, args.blocks, args.float8)
+    print(f"{path.stat().st_size} bytes: {path}")
 
 
 if __name__ == "__main__":

@@ -158,6 +158,7 @@ class Finished:
         """What the outputs of a run depend on besides the job: recorded in reports and sidecars."""
         return {
             "checkpoint": self.checkpoint.fingerprint,
+            **({"weights": "float8, dequantised"} if self.checkpoint.scales else {}),
             "model_version": self.checkpoint.model_version,
             "config": self.transformer.digest,
             "dtype": self.dtype_name,

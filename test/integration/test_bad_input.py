@@ -170,9 +170,7 @@ def _break_files(world: World) -> None:
     header_only("not-json", "{'transformer': {}}")
     header_only("a-list", "[1, 2]")
     header_only(
-        "float8",
-        config,
-        tensors={"model.diffusion_model.x": torch.zeros(2).to(torch.float8_e4m3fn)},
+        "float8", config, tensors={"model.diffusion_model.x": torch.zeros(2).to(torch.float8_e5m2)}
     )
     header_only("no-vae", config)
     wrong = {
@@ -340,7 +338,7 @@ use_keyframes_abs_pos_embedding
 --checkpoint-path {bad}/attention_head_dim.safetensors -> head_dim is 0 | above 0
 --checkpoint-path {bad}/positional_embedding_max_pos.safetensors -> checkpoint config
 --checkpoint-path {bad}/cross_attention_dim.safetensors -> cross_attention_dim is 48 | 32
-SHARD_DIT: --checkpoint-path {bad}/float8.safetensors -> F8_E4M3 | BF16 | CHECKPOINT
+SHARD_DIT: --checkpoint-path {bad}/float8.safetensors -> F8_E5M2 | BF16 | CHECKPOINT
 SHARD_DIT: --checkpoint-path {bad}/no-vae.safetensors -> no tensor | CHECKPOINT
 SHARD_DIT: --checkpoint-path absent.safetensors -> no such file | CHECKPOINT
 COMPILE_DIT: --checkpoint-path absent.safetensors -> no such file | CHECKPOINT

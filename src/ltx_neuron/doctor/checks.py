@@ -260,11 +260,11 @@ def _checkpoint(examination: Examination) -> str:
         workspace.source("dit", loras)  # raises UserError unless every tensor of the DiT is there
     models = HostModels(workspace.checkpoint_path, workspace.checkpoint.config, workspace.dtype)
     models.check(("video_encoder", "video_decoder", "audio_decoder", "vocoder", "video_statistics"))
-    config = workspace.transformer
+    config, float8 = workspace.transformer, workspace.checkpoint.describe_float8()
     return (
         f"{workspace.checkpoint_path} is whole: LTX {workspace.checkpoint.model_version},"
         f" {config.num_layers} blocks of {config.video.inner} channels,"
-        f" {format_bytes(workspace.checkpoint.size)}"
+        f" {format_bytes(workspace.checkpoint.size)}{float8 and f'; {float8}'}"
     )
 
 

@@ -20,6 +20,7 @@ from ltx_neuron.errors import RunError, UserError
 from ltx_neuron.host.background import check_cancelled
 from ltx_neuron.hub import download_released
 from ltx_neuron.weights.finite import finite
+from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
@@ -123,8 +124,8 @@ class ModelSpec(NamedTuple):
             " type the same again"
         )
 
-    def _file(self) -> TensorFile:
-        return TensorFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
+    def _file(self) -> WeightFile:
+        return WeightFile(self.path, f"{self.download}\nand pass it with {self.flag} FILE")
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
         """What is wrong with the file's tensors, a line each, given the shapes by name expected."""

@@ -119,6 +119,7 @@ class Plan:
     host_dtype: str  # what this machine decodes in
     host_limit_bytes: int | None
     disk_bytes: int
+    float8: str  # what becomes of the checkpoint's float8 weights; empty where it has none
     collectives_buffer_bytes: int | None  # of the runtime, for one collective
     assumed: dict
     stages: list[StagePlan]
@@ -310,6 +311,7 @@ def plan(
         **_on_the_host(checkpoint, profile, job, torch_dtype),
         host_limit_bytes=profile.host_memory_bytes,
         disk_bytes=weight_sets(job) * dit_files + tp * gemma_bytes + embeddings,
+        float8=checkpoint.describe_float8(),
         collectives_buffer_bytes=int(buffer) if buffer else None,
         assumed=ASSUMED,
         stages=stages,

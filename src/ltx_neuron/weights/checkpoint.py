@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ltx_neuron.config.common import CHECKPOINT_DOWNLOAD, SUPPORTED_VERSION, digest, gemma_download
 from ltx_neuron.errors import UserError, in_words
+from ltx_neuron.weights.float8 import WeightFile
 from ltx_neuron.weights.sharding import COL, KV, Model, copies, rename, rule
 from ltx_neuron.weights.tensorfile import TensorFile
 
 
-class Checkpoint(TensorFile):
+class Checkpoint(WeightFile):
     """The single-file LTX-2.3 checkpoint. `config` is the JSON of its metadata, from which every
     size of the models comes.
 
@@ -129,7 +130,7 @@ class Source:
         return file.shapes[key]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in."""
+        """The dtype that a tensor is read in."""
         file, key = self._find(name)
         return file.torch_dtype(key)
 
@@ -145,7 +146,7 @@ class Source:
         return copies(rule(self.model, name), tp, self.heads)
 
     def nbytes(self, name: str) -> int:
-        """The bytes of a whole tensor as it is stored."""
+        """The bytes of a whole tensor as it is read."""
         file, key = self._find(name)
         return math.prod(file.shapes[key]) * file.torch_dtype(key).itemsize
 
@@ -190,12 +191,13 @@ class Source:
         }
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, in memory of its own and in the dtype it is stored in."""
+        """A whole tensor, in memory of its own and in the dtype it is read in."""
         file, key = self._find(name)
         return file.read(key)
 
     def read_mapped(self, name: str) -> Tensor:
-        """A whole tensor that is its file's own pages in the page cache: nothing is copied."""
+        """A whole tensor that is its file's own pages in the page cache: nothing is copied, but of
+        a float8 tensor, which is dequantised."""
         file, key = self._find(name)
         return file.read_mapped(key)
 

@@ -35,6 +35,7 @@ TORCH_DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 WEIGHT_DTYPES = ("BF16", "F16", "F32")  # that a model's weights may be stored in
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # the values of --dtype
@@ -126,7 +127,10 @@ class TensorFile:
             )
 
     def torch_dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is stored in. UserError for one that cannot be read: float8."""
+        """The dtype a tensor is read in. UserError for one that cannot be read: F8_E5M2."""
+        return self._stored_dtype(name)
+
+    def _stored_dtype(self, name: str) -> torch.dtype:
         if problem := self.weight_problem(name, tuple(TORCH_DTYPES)):
             raise UserError(
                 f"{self.path}: {name} is {problem}.\nThe published one: {self.download}"
@@ -160,7 +164,7 @@ class TensorFile:
                 if not (count := os.preadv(file.fileno(), [view], offset)):
                     raise self._ends_at(offset, name)
                 view, offset = view[count:], offset + count
-        return memory.view(self.torch_dtype(name)).view(shape)
+        return self._value(name, memory.view(self._stored_dtype(name)).view(shape))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name)
@@ -174,9 +178,13 @@ class TensorFile:
         keeps a file descriptor.
         """
         offset, size, shape = self._byte_range(name, start, stop)
-        dtype = self.torch_dtype(name)
+        dtype = self._stored_dtype(name)
         memory = self._map(name, offset, size)
-        return _aligned(memory, dtype.itemsize).view(dtype).view(shape)
+        return self._value(name, _aligned(memory, dtype.itemsize).view(dtype).view(shape))
+
+    def _value(self, name: str, stored: Tensor) -> Tensor:
+        """A tensor, or rows of it, from what the file stores."""
+        return stored
 
     def prefetch(self, name: str) -> None:
         """Ask the system to begin reading a tensor that `read_mapped` will want soon."""
@@ -217,12 +225,13 @@ class TensorFile:
 
     def _read_group(self, names: list[str]) -> list[tuple[str, Tensor]]:
         ranges = [self._byte_range(name) for name in names]
-        first = ranges[0][0]
-        memory = self._map(names[0], first, sum(size for _, size, _ in ranges))
+        first, (last, size, _) = ranges[0][0], ranges[-1]
+        memory = self._map(names[0], first, last + size - first)
         tensors = []
         for name, (offset, size, shape) in zip(names, ranges, strict=True):
             part = _aligned(memory[offset - first :][:size], ALIGNMENT)
-            tensors.append((name, part.view(self.torch_dtype(name)).view(shape)))
+            stored = part.view(self._stored_dtype(name)).view(shape)
+            tensors.append((name, self._value(name, stored)))
         return tensors
 
     def _byte_range(
@@ -231,7 +240,7 @@ class TensorFile:
         """(offset in the file, bytes, shape) of rows start..stop of a tensor. A tensor without
         dimensions is one row."""
         shape = self.shapes[name]
-        row_bytes = prod(shape[1:]) * self.torch_dtype(name).itemsize
+        row_bytes = prod(shape[1:]) * self._stored_dtype(name).itemsize
         rows = (stop if stop is not None else shape[0] if shape else 1) - start
         offset = self._data + self._offsets[name] + start * row_bytes
         return offset, rows * row_bytes, (rows, *shape[1:])[: len(shape)]

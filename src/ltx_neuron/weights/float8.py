@@ -1,0 +1,149 @@
+"""Files with float8 weights, read as the bfloat16 weights that they stand for.
+
+Source: ltx-core quantization/fp8_cast.py (1.2.0): bf16(float32(weight) * scale), then as from a
+bfloat16 file. Layouts, by what lies beside a weight X.weight:
+  released, scaled   X.weight_scale, one number; the file's metadata may list the layers
+  released, cast     nothing: weights and biases were cast as they are
+  ComfyUI            X.scale_weight for X.weight_scale and a marker scaled_fp8 in the file, or
+                     X.comfy_quant, JSON with the name of the format
+X.input_scale (ComfyUI: X.scale_input) is for activations, which stay in bfloat16 here.
+"""
+
+import json
+from math import inf, prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ltx_neuron.errors import UserError
+from ltx_neuron.weights.tensorfile import WEIGHT_DTYPES, TensorFile, listed
+
+FLOAT8, _FORMAT = "F8_E4M3", "float8_e4m3fn"  # as safetensors and torch name it
+_SCALES = "weight_scale", "scale_weight"
+_OF_ACTIVATIONS = "input_scale", "scale_input"
+_NOTE, _MARKER = "comfy_quant", "scaled_fp8"
+_FIELDS = {"format", "full_precision_matrix_mult"}  # of a note, that change no weight
+_PIECE = 2**18  # weights that are dequantised at once: their indices fit in a core's cache
+
+
+class WeightFile(TensorFile):
+    """A file of a model's weights. Tensors stored as F8_E4M3 are read as bfloat16 and have that
+    dtype; what lies beside them for that is not among the file's `shapes`.
+
+    UserError, naming the tensors, for another layout and for a scale that is damaged.
+    """
+
+    def __init__(self, path: Path, download: str):
+        super().__init__(path, download)
+        # Of every float8 tensor: its scale, float32 without dimensions; None where it has none.
+        self.scales: dict[str, Tensor | None] = {}
+        float8, dropped, problems = [], [], []
+        beside: dict[str, dict[str, str]] = {}  # a weight -> the names of what lies beside it
+        for key in self.shapes:
+            module, _, part = key.rpartition(".")
+            if part == _MARKER:
+                dropped.append(key)
+            elif part in (*_SCALES, *_OF_ACTIVATIONS, _NOTE):
+                beside.setdefault(f"{module}.weight", {})[part] = key
+                dropped.append(key)
+            elif self.dtypes[key] == FLOAT8:
+                float8.append(key)
+            elif part != "bias" and self.dtypes.get(f"{module}.weight") == FLOAT8:
+                problems.append(f"{key} is there, which is of another layout")
+        if not float8 and not beside:
+            return
+        formats = self._listed_formats()
+        # Where nothing lists the layers that have scales, all have, or none.
+        scaled = not formats and any(part in _SCALES for parts in beside.values() for part in parts)
+        for key in dict.fromkeys([*float8, *beside]):
+            wanted = scaled and key.endswith(".weight")
+            try:
+                self.scales[key] = self._scale(key, beside.get(key, {}), formats.get(key), wanted)
+            except ValueError as problem:
+                problems.append(str(problem))
+        if problems:
+            raise UserError(
+                "\n  ".join(
+                    [f"{self.path} has weights that cannot be read:", *listed(sorted(problems))]
+                )
+                + "\nWanted: BF16, or F8_E4M3 with one number as weight_scale, or without scales;"
+                f" the published file: {self.download}"
+            )
+        for key in dropped:
+            del self.shapes[key], self.dtypes[key]
+
+    def _listed_formats(self) -> dict[str, dict]:
+        """What the metadata says of each float8 weight, by the weight's name."""
+        try:
+            layers = json.loads(self.metadata.get("_quantization_metadata", "{}")).get("layers", {})
+            said = {f"{layer}.weight": {**fields} for layer, fields in layers.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise self._broken(f"its _quantization_metadata is damaged ({error})") from None
+        return {weight: fields for weight, fields in said.items() if weight in self.shapes}
+
+    def _scale(
+        self, key: str, beside: dict[str, str], fields: dict | None, wanted: bool
+    ) -> Tensor | None:
+        """The scale of a float8 tensor. ValueError, in words, where it has none and one is wanted,
+        or where what lies beside it is damaged or of another layout."""
+        if _NOTE in beside:
+            try:
+                fields = {**json.loads(bytes(self.read(beside[_NOTE]).tolist()))}
+            except (ValueError, TypeError):
+                raise ValueError(f"{beside[_NOTE]} is no JSON object") from None
+        if fields and (fields.get("format") != _FORMAT or fields.keys() - _FIELDS):
+            raise ValueError(f"{key} is quantised as {json.dumps(fields)}, not implemented")
+        scales = [beside[part] for part in _SCALES if part in beside]
+        if self.dtypes.get(key) != FLOAT8:
+            stored = self.dtypes.get(key, "missing")
+            raise ValueError(f"{[*scales, *beside.values()][0]} is there, {key} is {stored}")
+        stored = f"{key} is stored as {FLOAT8}"
+        if not scales:
+            if wanted or beside or fields:
+                raise ValueError(f"{stored}, and its weight_scale is missing")
+            return None
+        name = scales[0].rpartition(".")[2]
+        if len(scales) > 1:
+            raise ValueError(f"{stored} with both a weight_scale and a scale_weight")
+        if prod(self.shapes[scales[0]]) != 1:
+            shape = list(self.shapes[scales[0]])
+            raise ValueError(f"{stored} with a {name} of shape {shape}, wanted one number")
+        if problem := TensorFile.weight_problem(self, scales[0]):
+            raise ValueError(f"{scales[0]} is {problem}")
+        scale = self.read(scales[0]).float().reshape(())
+        if not 0 < scale.item() < inf:
+            raise ValueError(f"{scales[0]} is {scale.item()}, wanted a finite number above 0")
+        return scale
+
+    def torch_dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16 if name in self.scales else super().torch_dtype(name)
+
+    def weight_problem(self, name: str, known: tuple[str, ...] = (*WEIGHT_DTYPES, FLOAT8)) -> str:
+        return super().weight_problem(name, known)
+
+    def _value(self, name: str, stored: Tensor) -> Tensor:
+        return _dequantised(stored, self.scales[name]) if name in self.scales else stored
+
+    def describe_float8(self) -> str:
+        """What becomes of its float8 tensors, in words; empty where it has none."""
+        if not self.scales:
+            return ""
+        scaled = sum(scale is not None for scale in self.scales.values())
+        return (
+            f"{len(self.scales):,} weights in float8 are dequantised while sharding; the sharded"
+            f" set is as large as the bf16 file's ({scaled:,} have a scale)"
+        )
+
+
+def _dequantised(stored: Tensor, scale: Tensor | None) -> Tensor:
+    """float8 -> bfloat16, in memory of its own. Values are looked up: 1.4 billion a second on a
+    core on which torch converts 0.1 billion, and for that in float32."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    table = (values if scale is None else values * scale).bfloat16().view(torch.int16).numpy()
+    result = torch.empty(stored.shape, dtype=torch.bfloat16)
+    codes, into = stored.view(torch.uint8).reshape(-1), result.view(torch.int16).view(-1)
+    for piece, part in zip(codes.split(_PIECE), into.split(_PIECE), strict=True):
+        np.take(table, piece.numpy(), out=part.numpy(), mode="clip")
+    return result
