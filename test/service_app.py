@@ -3,6 +3,9 @@ as `service_app`."""
 
 import asyncio
 import json
+import socket
+import threading
+import time
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -85,6 +88,7 @@ class Service(NamedTuple):
     queue: Queue
     token: bytes
     sizes: SizeRegistry
+    submitter: JobSubmitter
 
     def ask(self, sent: Sent, **more) -> Got:
         return asyncio.run(answer(self.app, sent, **more))
@@ -98,10 +102,10 @@ class Service(NamedTuple):
 class Compiled:
     """The workspace of a machine on which graphs were compiled for sizes."""
 
-    def __init__(self, *sizes: Size, images=(), recipe="distilled", artifacts="/nonexistent"):
+    def __init__(self, *sizes: Size, recipe="distilled", artifacts="/nonexistent", **inputs):
         self.artifacts, self.recorded = artifacts, {}
         for size in sizes:
-            for bucket in Job("", size, images=images, recipe=recipe).buckets:
+            for bucket in Job("", size, recipe=recipe, **inputs).buckets:
                 self.recorded.setdefault(bucket.name, []).append(vars(size) | {"recipe": recipe})
 
     def compiled_sizes(self) -> dict[str, list[dict]]:
@@ -138,7 +142,24 @@ def opened(tmp_path, page=None, tokens: bool = True):
         settings = Settings(max_body_bytes=MOST_BODY, per_minute=1e9)
         owners = Tokens.load(tmp_path / "tokens.json" if tokens else None)
         app = create_app(submitter, owners, settings, page)
-        yield Service(app, queue, token.encode(), sizes)
+        yield Service(app, queue, token.encode(), sizes, submitter)
+
+
+@contextmanager
+def listening(service: Service):
+    """(host, port) of a server in this process that serves the application."""
+    import uvicorn
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(service.app, http="h11", log_level="error"))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.02)
+        yield listener.getsockname()
+        server.should_exit = True
+        thread.join(timeout=20)
 
 
 def form(fields: dict[str, object]) -> bytes:

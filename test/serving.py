@@ -2,6 +2,7 @@
 by assignment. Imported as `serving`."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, SCRIPT_SECONDS, once, succeeded
-from helpers import wait_for
+from helpers import tone, wait_for, write_sound
 
 from ltx_neuron.engine import Engine, RunOptions
 from ltx_neuron.job import Size
@@ -55,9 +56,14 @@ def setup(scripts, tiny):
 
 @pytest.fixture(scope="module")
 def wanted(setup, tiny, shared: Path) -> list[bytes]:
-    """The videos of ASKED and of one with an image, as generate_ltx23.py makes them; made once a
-    session."""
-    said = [*ASKED, ({"prompt": "a golden retriever"}, SMALL | {"image": [str(tiny.image), 0]})]
+    """The videos of ASKED, of one with an image and of one for a sound, as generate_ltx23.py makes
+    them; made once a session."""
+    sound = sound_file(shared)
+    said = [
+        *ASKED,
+        ({"prompt": "a golden retriever"}, SMALL | {"image": [str(tiny.image), 0]}),
+        ({"prompt": "a man says hello"}, SMALL | {"audio_path": str(sound)}),
+    ]
     lines = [
         {"prompt": fields["prompt"], "seed": fields.get("extra_body", {}).get("seed", 10), **line}
         for fields, line in said
@@ -77,6 +83,13 @@ def wanted(setup, tiny, shared: Path) -> list[bytes]:
 
     once(shared / "served", make)
     return [path.read_bytes() for path in sorted((shared / "served/out").glob("*.mp4"))]
+
+
+def sound_file(shared: Path) -> Path:
+    """A second of sound."""
+    path, own = shared / "hello.wav", shared / f"{os.getpid()}.wav"  # other processes read it
+    samples = (tone(24000, 1.0) * 2**15).short().T.reshape(1, -1).contiguous().numpy()
+    return write_sound(own, samples, 24000, "pcm_s16le", "stereo", "s16").rename(path)
 
 
 class Service:

@@ -5,8 +5,10 @@ import json
 import socket
 from contextlib import closing
 from io import BytesIO
+from pathlib import Path
 
 import pytest
+from comfy_node import executed, loaded
 from helpers import read_video, wait_for
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
@@ -40,17 +42,25 @@ openai, setup, wanted, service = serving.openai, serving.setup, serving.wanted, 
 
 
 @pytest.fixture(scope="module")
-def videos(service, tiny) -> list:
+def videos(service, tiny, shared) -> list:
     """What bob's client was answered for those of `wanted` but the first, once all are made."""
     client = service.client("bob")
     with open(tiny.image, "rb") as file:
         held = {"prompt": "a golden retriever", "size": "64x64", "input_reference": file}
         asked = [client.videos.create(**fields) for fields in (ASKED[1][0], ASKED[2][0], held)]
-    return [client.videos.poll(video.id, poll_interval_ms=100) for video in asked]
+    with open(serving.sound_file(shared), "rb") as file:
+        answer = client._client.post(  # its method takes no other file
+            service.url + "/videos",
+            data={"prompt": "a man says hello", "size": "64x64"},
+            files={"audio_reference": file},
+            headers=client.auth_headers,
+        )
+    ids = [*(video.id for video in asked), answer.json()["id"]]
+    return [client.videos.poll(id, poll_interval_ms=100) for id in ids]
 
 
 def test_openais_client_gets_the_bytes_that_the_script_writes(service, wanted, videos):
-    """Of two stages, of a seed, and of a picture that it holds."""
+    """Of two stages, of a seed, of a picture that it holds, and of a sound that it is made for."""
     client = service.client("bob")
     for video, content in zip(videos, wanted[1:], strict=True):
         assert (video.status, video.progress, video.error) == ("completed", 100, None)
@@ -106,6 +116,20 @@ def test_the_sync_route_answers_with_the_video(service, wanted):
         service.url + "/videos/sync", json=body, headers=client.auth_headers, timeout=300
     )
     assert answer.headers["content-type"] == "video/mp4" and answer.content == wanted[0]
+
+
+def test_the_comfyui_node_hands_on_the_bytes_that_the_script_writes(service, wanted, tmp_path):
+    with loaded(tmp_path) as (module, comfy):
+        made = executed(
+            module,
+            server=service.url,
+            token=service.tokens["ada"],
+            prompt=ASKED[0][0]["prompt"],
+            width=64,
+            height=64,
+            frames=9,
+        )
+    assert Path(made["STRING"]).read_bytes() == wanted[0] and comfy.seen[-1] == (100, 100)
 
 
 def test_a_key_makes_one_job_of_a_request_that_is_sent_twice(openai, service):

@@ -22,6 +22,7 @@ pytest.importorskip("fastapi", reason="the extra is not installed: pip install -
 from service_app import FORM, MOST_BODY, SIZE, Got, Sent, Service, form, get, opened
 
 from ltx_neuron.service import limits
+from ltx_neuron.service.api_error import ERRORS
 from ltx_neuron.service.jobs import JobSubmitter, job_of
 from ltx_neuron.service.tokens import new_token
 from ltx_neuron.weights.lora import Lora
@@ -145,6 +146,7 @@ def test_requests_mutated_at_random_are_refused_in_words_and_soon(service):
         assert b"Traceback" not in got.body and b'File "' not in got.body
         if got.status >= 400 and sent.method != "HEAD":
             assert set(got.error) >= {"message", "type", "param", "code"}
+            assert got.error["code"] in ERRORS[got.status]
             assert str(service.queue.folder) not in got.body.decode()
 
     on_random(check)

@@ -19,8 +19,8 @@ from ltx_neuron import flags
 from ltx_neuron.errors import UserError
 from ltx_neuron.job import Job, Size
 from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.spec import DetailFields, GuidanceFields, JobSpec, LoraFields
-from ltx_neuron.service import fields, picture
+from ltx_neuron.sampling.spec import GuidanceFields, JobSpec, LoraFields
+from ltx_neuron.service import fields, picture, sandbox
 from ltx_neuron.service.api_error import ApiError
 from ltx_neuron.service.fields import KNOWN, HeldImage, VideoRequest, read_request
 from ltx_neuron.service.jobs import job_of
@@ -34,6 +34,15 @@ PNG_URL = "data:image/png;base64," + base64.b64encode(b"picture").decode()
 
 def read(**said):
     return read_request(PROMPT | said)
+
+
+URLS = {
+    "input_reference": "image_url",
+    "audio_reference": "audio_url",
+    "video_reference": "video_url",
+    "video_conditioning": "video_url",
+    "conditioning_attention_mask": "video_url",
+}
 
 
 def refused(**said) -> ApiError:
@@ -135,11 +144,11 @@ def test_an_unknown_field_is_refused_with_the_known_ones():
 
 
 def test_what_is_not_supported_is_refused_by_name():
-    for name in ("lora", "video_reference", "audio_reference"):
-        assert refused(**{name: "x"}).code == "feature_not_supported"
-    assert refused(input_reference={"file_id": "f"}).code == "feature_not_supported"
-    for url in ("http://169.254.169.254/", "file:///etc/passwd", "/etc/passwd"):
-        assert refused(input_reference={"image_url": url}).code == "feature_not_supported"
+    assert refused(lora="x").code == "feature_not_supported"
+    for name, key in URLS.items():
+        assert refused(**{name: {"file_id": "f"}}).code == "feature_not_supported"
+        for url in ("http://169.254.169.254/", "file:///etc/passwd", "/etc/passwd"):
+            assert refused(**{name: {key: url}}).code == "feature_not_supported", name
 
 
 def test_two_fields_that_say_the_same_are_refused():
@@ -156,14 +165,13 @@ def test_extra_params_are_fields_as_well():
     assert refused(extra_params="[1]").param == "extra_params"
 
 
-def test_every_field_of_a_job_can_be_said_but_paths_and_what_goes_with_them():
-    paths = {"audio_path", "video_path", "video_conditioning", "conditioning_attention_mask"}
-    with_them = set(DetailFields.model_fields)
+def test_every_field_of_a_job_can_be_said_but_files_by_their_paths_and_loras_by_theirs():
+    uploads = {"image", "audio_path", "video_path"}  # images, audio_reference, video_reference
     # No size that is offered has the graphs or weights of these.
-    with_them |= {"images_as_guides", "skip_stage_2", "sampler", "extend"}
+    no_graphs = {"images_as_guides", "skip_stage_2", "sampler"}
     loras = set(LoraFields.model_fields)  # a lora_set names them
     left = set(JobSpec.model_fields) - set(VideoRequest.model_fields)
-    assert left == {"image"} | paths | with_them | loras
+    assert left == uploads | no_graphs | loras
 
 
 LIMITS = {
@@ -238,6 +246,30 @@ def test_images_come_as_files_as_data_urls_and_as_openai_writes_objects_in_a_for
     assert read(images=several).held == read(images=json.dumps(several)).held == wanted
 
 
+def test_sounds_and_videos_come_as_files_as_data_urls_and_as_objects_in_a_form():
+    for name, key in [*URLS.items()][1:]:
+        for said in (
+            {name: UploadFile(BytesIO(b"picture"))},
+            {name: PNG_URL},
+            {name: {key: PNG_URL}},
+            {f"{name}[{key}]": PNG_URL},
+            {f"{name}[{key}]": UploadFile(BytesIO(b"picture"))},
+        ):
+            (sent,) = read(**said).media
+            assert sent.param.startswith(name) and sent.held.file.read() == b"picture"
+    several = [{"video_url": PNG_URL, "strength": 0.5}, {"video_url": PNG_URL}]
+    for said in (several, json.dumps(several)):
+        sent = read(video_conditioning=said).media
+        assert [(each.param, each.strength) for each in sent] == [
+            ("video_conditioning[0]", 0.5),
+            ("video_conditioning[1]", 1.0),
+        ]
+    assert refused(video_conditioning=several * 3).param == "video_conditioning"
+    error = refused(video_conditioning=[{"video_url": PNG_URL, "strength": 2}])
+    assert error.param == "video_conditioning[0]"
+    assert "audio_url" in refused(audio_reference={"video_url": PNG_URL}).message
+
+
 def test_images_that_cannot_be_are_refused_by_their_place():
     assert refused(images=[{"image_url": PNG_URL}] * 9).param == "images"
     assert refused(images=[{"path": "/etc/passwd"}]).param == "images[0]"
@@ -278,6 +310,11 @@ def test_the_digest_is_of_all_that_was_said():
         read(seed=5).digest,
         read(size="64x64").digest,
         read(input_reference={"image_url": PNG_URL}).digest,
+        read(audio_reference=PNG_URL).digest,
+        read(video_reference=PNG_URL).digest,
+        read(video_conditioning=PNG_URL).digest,
+        read(video_conditioning={"video_url": PNG_URL, "strength": 0.5}).digest,
+        read(video_reference="data:video/mp4;base64,AAAA").digest,
         read_request({"prompt": "birds"}).digest,
     ]
     assert len(set(digests)) == len(digests)
@@ -321,14 +358,14 @@ def test_what_is_no_picture_is_refused_and_nothing_is_written(tmp_path):
     Image.new("RGB", (64, 64)).save(whole, format="PNG")
     for content in (b"", b"\0\0\0\x18ftypmp42", whole.getvalue()[:60], b"%PDF-1.4"):
         source.write_bytes(content)
-        with pytest.raises(picture.BadPicture, match="no picture that can be read"):
+        with pytest.raises(sandbox.BadFile, match="no picture that can be read"):
             picture.decode(source, target)
         assert not target.exists()
 
 
 def test_a_bomb_is_refused_by_its_header(tmp_path):
     source = image_file(tmp_path / "bomb.png", size=(300, 300))
-    with pytest.raises(picture.BadPicture, match="300x300 pixels, 1000 in all at most"):
+    with pytest.raises(sandbox.BadFile, match="300x300 pixels, 1000 in all at most"):
         picture.decode(source, tmp_path / "b.png", max_pixels=1000)
 
 

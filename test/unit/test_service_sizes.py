@@ -156,8 +156,8 @@ def test_of_sizes_within_a_rounding_the_nearest_is_taken():
 def test_an_image_needs_a_graph_that_holds_images():
     image = (ImageCondition("x"),)
     with pytest.raises(ApiError, match="for text alone"):
-        registry(SMALL).choose(RequestedSize(), image)
-    assert registry(SMALL, images=image).choose(RequestedSize(), image)[0].size == SMALL
+        registry(SMALL).choose(RequestedSize(), images=image)
+    assert registry(SMALL, images=image).choose(RequestedSize(), images=image)[0].size == SMALL
 
 
 def test_two_stages_are_offered_if_there_is_an_upsampler():

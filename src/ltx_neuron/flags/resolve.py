@@ -35,7 +35,7 @@ def job_of(spec: JobSpec, upright: bool = True) -> Job:
         images=spec.image,
         sound=sound,
         retake=retake_of(spec),
-        references=_references(spec),
+        references=references_of(spec),
         attention_mask=AttentionMask(*masks[0]) if masks else None,
         upright=upright,
         **lora_fields(spec),
@@ -103,7 +103,7 @@ def retake_of(spec: JobSpec, named: str = flag_of("video_path")) -> Retake | Non
     return Retake(spec.video_path, spec.start_time, spec.end_time, regenerate)
 
 
-def _references(spec: JobSpec) -> tuple[ReferenceVideo, ...]:
+def references_of(spec: JobSpec) -> tuple[ReferenceVideo, ...]:
     """The references, with what their files and the IC-LoRAs' metadata say of them."""
     given = spec.video_conditioning
     scales = reference_scale(_loras(spec.ic_lora)) if given else ()

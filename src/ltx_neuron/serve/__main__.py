@@ -23,7 +23,7 @@ from ltx_neuron.job import Job
 from ltx_neuron.report.recorder import Recorder
 
 try:
-    from ltx_neuron.service import app, jobs, server, sizes, tokens
+    from ltx_neuron.service import app, jobs, media, server, sizes, tokens
     from ltx_neuron.service.periodic import run_periodically
     from ltx_neuron.service.queue import Queue
     from ltx_neuron.service.worker import Worker
@@ -86,10 +86,20 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     add("--max-queue-per-token", type=int, metavar="N", help=help)
     help = "new jobs a minute of one token (default: 600)"
     add("--rate", type=float, default=600.0, metavar="N", help=help)
-    help = "of a request, with its images (default: 32)"
-    add("--max-body-mb", type=float, default=32.0, metavar="N", help=help)
+    help = "files of jobs that wait (default: 50)"
+    add("--max-queue-gb", type=float, default=50.0, metavar="N", help=help)
+    help = "of a request, with its files (default: 256)"
+    add("--max-body-mb", type=float, default=256.0, metavar="N", help=help)
     help = "of an image, when decoded (default: 33554432)"
     add("--max-image-pixels", type=int, default=2**25, metavar="N", help=help)
+    help = "of a file that is a sound (default: 64)"
+    add("--max-audio-mb", type=float, default=64.0, metavar="N", help=help)
+    help = "of a file that is a video (default: 200)"
+    add("--max-video-mb", type=float, default=200.0, metavar="N", help=help)
+    help = "of a frame of such a video (default: 9437184)"
+    add("--max-video-pixels", type=int, default=4096 * 2304, metavar="N", help=help)
+    help = "of a sound or a video in a request (default: 60)"
+    add("--max-media-seconds", type=float, default=60.0, metavar="N", help=help)
     add("--keep-days", type=float, default=7.0, metavar="N", help="of what is done (default: 7)")
     add("--keep-gb", type=float, default=50.0, metavar="N", help="of what is done (default: 50)")
 
@@ -102,7 +112,9 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name} is missing\nexample: {EXAMPLE}")
     if args.image:
         raise UserError("--image is said by requests; leave it out")
-    for flag in ("max_queue", "rate", "max_body_mb", "max_image_pixels", "keep_days", "keep_gb"):
+    limits = [name for name in vars(args) if name.startswith(("max_", "keep_"))]
+    limits.remove("max_queue_per_token")
+    for flag in ("rate", *limits):
         if not 0 < getattr(args, flag) < float("inf"):
             raise UserError(f"--{flag.replace('_', '-')}: wanted a number above 0")
     check_folder(args.data_dir, "--data-dir DIR")
@@ -155,17 +167,30 @@ def open_sizes(args: argparse.Namespace, engine: Engine) -> "sizes.SizeRegistry"
             engine.workspace.dit_program_for(jobs[0], stage)
     else:
         engine.preflight.check(jobs)
+        engine.workspace.check_dit_weights(reference_jobs(registry))
     return registry
 
 
 def capability_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
-    """Jobs that a worker must be able to make: one of each set of LoRAs."""
+    """Jobs that a worker must be able to make: one of each set of LoRAs, without IC-LoRAs, which
+    no job has without a reference video."""
+    without = {name: {"stage_1_loras": ()} for name in registry.reference_sets}
+    return _probes(registry, {name: without.get(name, {}) for name in registry.lora_sets})
+
+
+def reference_jobs(registry: "sizes.SizeRegistry") -> list[Job]:
+    """Jobs whose stages have the weight sets of IC-LoRAs; none of them runs."""
+    return _probes(registry, dict.fromkeys(registry.reference_sets, {}))
+
+
+def _probes(registry: "sizes.SizeRegistry", sets: dict[str, dict]) -> list[Job]:
+    """A job of each set of LoRAs, some of whose fields are others."""
     compiled, chosen = registry.compiled, registry.default
     if compiled and chosen not in compiled:
         chosen = compiled[0]
     return [
-        Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen))
-        for name in registry.lora_sets
+        Job("a probe", chosen.size, recipe=chosen.recipe, **registry.loras(name, chosen) | other)
+        for name, other in sets.items()
     ]
 
 
@@ -186,8 +211,9 @@ def be_pool(args: argparse.Namespace, engine: Engine) -> None:
     """Have the machines of a Ray cluster make the videos."""
     from ltx_neuron.fleet.pool import Pool
 
-    jobs = capability_jobs(open_sizes(args, engine))
-    Pool(open_queue(args), args, jobs, args.replicas).run()
+    registry = open_sizes(args, engine)
+    sets = [stage.loras for job in reference_jobs(registry) for stage in job.stages]
+    Pool(open_queue(args), args, capability_jobs(registry), args.replicas, sets=sets).run()
 
 
 def be_api(args: argparse.Namespace) -> None:
@@ -213,7 +239,14 @@ def be_api(args: argparse.Namespace) -> None:
             registry,
             args.model_name or engine.workspace.checkpoint_path.stem,
             max_queued=(args.max_queue, args.max_queue_per_token or args.max_queue),
-            max_pixels=args.max_image_pixels,
+            max_queued_bytes=int(args.max_queue_gb * _GB),
+            limits=media.UploadLimits(
+                image_pixels=args.max_image_pixels,
+                audio_bytes=int(args.max_audio_mb * 2**20),
+                video_bytes=int(args.max_video_mb * 2**20),
+                seconds=args.max_media_seconds,
+                video_pixels=args.max_video_pixels,
+            ),
         )
         assert app  # `main` refuses to run without it
         settings = app.Settings(

@@ -11,6 +11,27 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+# The codes of each status that a client may get.
+ERRORS = {
+    400: (
+        *("profile_mismatch", "invalid_value", "missing_field", "unknown_field"),
+        *("prompt_too_long", "invalid_image", "invalid_audio", "invalid_video"),
+        *("feature_not_supported", "invalid_json", "invalid_body"),
+    ),
+    401: ("invalid_api_key",),
+    403: ("wrong_host", "wrong_origin"),
+    404: ("video_not_found", "preview_not_found", "model_not_found", "not_found"),
+    405: ("method_not_allowed",),
+    408: ("request_timeout",),
+    409: ("not_ready", "video_failed", "idempotency_conflict"),
+    413: ("body_too_large", "file_too_large"),
+    415: ("unsupported_media_type",),
+    429: ("queue_full", "rate_limited"),
+    500: ("internal_error",),
+    503: ("storage_unavailable",),
+    504: ("timeout",),
+    507: ("storage_full",),
+}
 _MAX_MESSAGE = 4000
 _SECONDS = 5  # until the same request may succeed
 
@@ -66,6 +87,8 @@ class ApiError(Exception):
             headers["Retry-After"] = str(max(1, round(self.retry)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.status in (408, 413):  # else the server reads the rest of the body, and drops it
+            headers["Connection"] = "close"
         return headers
 
 
@@ -75,3 +98,8 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
 
 def busy(message: str, code: str, retry: float = _SECONDS) -> ApiError:
     return ApiError(429, code, message, retry=retry)
+
+
+def too_large(param: str, max_bytes: int) -> ApiError:
+    message = f"{param}: the file is larger than {max_bytes} bytes"
+    return ApiError(413, "file_too_large", message, param)

@@ -19,12 +19,14 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from typing_extensions import TypedDict
 
 from ltx_neuron.sampling.spec import got_and_wanted
-from ltx_neuron.service.api_error import ApiError, ErrorObject, invalid
-from ltx_neuron.service.fields import MAX_IMAGES, VideoRequest, parse_json, read_request
+from ltx_neuron.service import openapi, reference
+from ltx_neuron.service.api_error import ApiError, invalid, too_large
+from ltx_neuron.service.fields import MAX_FILES, kind_of, parse_json, read_request
 from ltx_neuron.service.jobs import (
     PREVIEW,
     THUMBNAIL,
@@ -33,7 +35,8 @@ from ltx_neuron.service.jobs import (
     VideoObject,
     video_object,
 )
-from ltx_neuron.service.limits import RequestLimits, TokenBucket
+from ltx_neuron.service.limits import MAX_JSON_BYTES, RequestLimits, TokenBucket
+from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.metrics import CONTENT_TYPE_LATEST, Metrics
 from ltx_neuron.service.page import Page
 from ltx_neuron.service.queue import COMPLETED, FAILED, IN_PROGRESS, OPEN, QUEUED, Entry
@@ -46,15 +49,6 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # Of status codes that frameworks answer by themselves.
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            kind: {"schema": {"$ref": "#/components/schemas/VideoRequest"}}
-            for kind in ("application/json", "multipart/form-data")
-        },
-    }
-}
 _FILES = {"video": (VIDEO, "video/mp4"), "thumbnail": (THUMBNAIL, "image/jpeg")}
 
 
@@ -66,7 +60,7 @@ class Settings:
     sync_seconds until /v1/videos/sync gives up
     """
 
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 256 * 2**20
     per_minute: float = 600.0
     sync_seconds: float = 3600.0
     keep_days: float = 7.0
@@ -100,6 +94,7 @@ class ModelObject(TypedDict):
     loras: list[LoraObject]
     lora_sets: dict[str, list[LoraObject]]
     sizes: list[SizeObject]
+    inputs: dict[str, list[SizeObject]]
     default: SizeObject | None
 
 
@@ -160,7 +155,7 @@ class Api:
             raise invalid("Idempotency-Key", message)
         form = None
         try:
-            fields, form = await _read_body(request, self.settings.max_body_bytes)
+            fields, form = await _read_body(request, self.jobs.limits)
             return await run_in_threadpool(
                 lambda: self.jobs.accept(read_request(fields), owner, key)
             )
@@ -275,6 +270,10 @@ class Api:
             "loras": loras["default"],
             "lora_sets": loras,
             "sizes": [size.as_dict() for size in compiled],
+            "inputs": {
+                field: [size.as_dict() for size in several]
+                for field, several in sizes.inputs.items()
+            },
             "default": default and default.as_dict(),
         }
 
@@ -307,52 +306,86 @@ def create_app(
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     app = FastAPI(
         title="ltx-neuron",
-        docs_url=None,  # its pages load scripts of another site
+        description=openapi.DESCRIPTION,
+        docs_url=None,  # its pages load scripts of another site; ours is reference.py
         redoc_url=None,
         redirect_slashes=False,
     )
     owned = [Depends(api.authorize)]
-    for method, path, function, answer in (
-        ("POST", "/v1/videos", api.create, VideoObject),
-        ("POST", "/v1/videos/sync", api.create_and_wait, "video/mp4"),
-        ("POST", "/v1/videos/edits", api.unsupported, None),
-        ("POST", "/v1/videos/extensions", api.unsupported, None),
-        ("POST", "/v1/videos/characters", api.unsupported, None),
-        ("POST", "/v1/videos/{id}/remix", api.unsupported, None),
-        ("GET", "/v1/videos", api.list, VideoList),
-        ("GET", "/v1/videos/{id}", api.retrieve, VideoObject),
-        ("GET", "/v1/videos/{id}/content", api.content, "video/mp4"),
-        ("DELETE", "/v1/videos/{id}", api.delete, DeletedVideo),
-        ("GET", "/v1/models", api.models, ModelList),
-        ("GET", "/v1/models/{id}", api.model, ModelObject),
-        ("GET", "/v1/queue", api.queue_state, QueueObject),
-        ("GET", "/metrics", api.metrics, "text/plain"),
+    new = 400, 408, 409, 413, 415, 429, 507
+    for method, path, function, answer, summary, errors in (
+        ("POST", "/v1/videos", api.create, VideoObject, "Make a video", new),
+        (
+            *("POST", "/v1/videos/sync", api.create_and_wait, "video/mp4"),
+            *("Make a video and wait for it; a client that leaves cancels it", (*new, 504)),
+        ),
+        ("POST", "/v1/videos/edits", api.unsupported, None, "", ()),
+        ("POST", "/v1/videos/extensions", api.unsupported, None, "", ()),
+        ("POST", "/v1/videos/characters", api.unsupported, None, "", ()),
+        ("POST", "/v1/videos/{id}/remix", api.unsupported, None, "", ()),
+        ("GET", "/v1/videos", api.list, VideoList, "List your videos", (400, 404)),
+        ("GET", "/v1/videos/{id}", api.retrieve, VideoObject, "Poll a video", (404,)),
+        (
+            *("GET", "/v1/videos/{id}/content", api.content, "video/mp4"),
+            *("Download a video, its thumbnail, or a preview while it is made", (400, 404, 409)),
+        ),
+        ("DELETE", "/v1/videos/{id}", api.delete, DeletedVideo, "Cancel or delete a video", (404,)),
+        ("GET", "/v1/models", api.models, ModelList, "What is served: sizes, inputs, LoRAs", ()),
+        ("GET", "/v1/models/{id}", api.model, ModelObject, "The same of one model", (404,)),
+        ("GET", "/v1/queue", api.queue_state, QueueObject, "Jobs and workers, of all", ()),
+        ("GET", "/metrics", api.metrics, "text/plain", "For Prometheus", ()),
     ):
         content = {"content": {answer: {}}} if isinstance(answer, str) else {"model": answer}
         app.add_api_route(
             path,
             function,
             methods=[method],
+            summary=summary,
+            description="",
             response_model=None,
             response_class=Response,
             dependencies=owned,
-            responses={200: content, "4XX": {"model": ErrorObject}},
-            openapi_extra=_BODY if method == "POST" else None,
+            responses={200: content, **openapi.responses(errors)},
+            openapi_extra=openapi.body() if method == "POST" else None,
             include_in_schema=answer is not None,
         )
-    for path, function in (("/health", api.health), ("/ready", api.ready)):
-        app.add_api_route(path, function, response_model=None)
-    body = VideoRequest.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas = body.pop("$defs") | {"VideoRequest": body}
-    app.openapi()["components"]["schemas"] |= schemas
-    app.router.routes += page.routes if page else []
+    for path, function, summary in (
+        ("/health", api.health, "Whether the process lives"),
+        ("/ready", api.ready, "Whether a worker lives, else 503"),
+    ):
+        app.add_api_route(path, function, response_model=None, summary=summary)
+    described = openapi.describe(app, jobs.model)
+    app.router.routes += [*reference.routes(described), *(page.routes if page else [])]
     own = ApiError, HTTPException, RequestValidationError, sqlite3.OperationalError
     for kind in (*own, Exception):
         app.add_exception_handler(kind, handle_error)
     return RequestLimits(_counting(app, api), settings.max_body_bytes, local=not tokens.hashes)
 
 
-async def _read_body(request: Request, max_bytes: int) -> tuple[dict[str, Any], Any]:
+class _Form(MultiPartParser):
+    """A multipart body, whose files go to the disk; one that is too large is refused as it arrives.
+
+    limits  of its files
+    """
+
+    def __init__(self, request: Request, limits: UploadLimits):
+        sizes = {"max_files": MAX_FILES, "max_fields": _MAX_FIELDS, "max_part_size": MAX_JSON_BYTES}
+        super().__init__(request.headers, request.stream(), **sizes)
+        self.limits, self.received = limits, 0
+
+    def on_part_begin(self) -> None:
+        self.received = 0
+        super().on_part_begin()
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        part = self._current_part
+        self.received += end - start
+        if part.file and self.received > (most := self.limits.bytes_of(kind_of(part.field_name))):
+            raise too_large(part.field_name[:64], most)
+        super().on_part_data(data, start, end)
+
+
+async def _read_body(request: Request, limits: UploadLimits) -> tuple[dict[str, Any], Any]:
     """A body's fields, and the form that must be closed after use, if it is one."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
@@ -360,10 +393,12 @@ async def _read_body(request: Request, max_bytes: int) -> tuple[dict[str, Any], 
     if kind not in ("multipart/form-data", "application/x-www-form-urlencoded"):
         raise ApiError(415, "unsupported_media_type", "send multipart/form-data or JSON")
     try:
-        form = await request.form(
-            max_files=MAX_IMAGES, max_fields=_MAX_FIELDS, max_part_size=max_bytes
-        )
-    except (FormParserError, UnicodeError):  # UnicodeError: a charset that cannot decode
+        if kind == "multipart/form-data":
+            form = await _Form(request, limits).parse()
+        else:
+            form = await request.form(max_fields=_MAX_FIELDS, max_part_size=MAX_JSON_BYTES)
+    except (FormParserError, MultiPartException, UnicodeError):
+        # UnicodeError: a charset that cannot decode
         raise ApiError(400, "invalid_body", "the body is no multipart/form-data") from None
     fields: dict[str, Any] = {}
     if len(form) == 1 and next(iter(form)).lstrip().startswith("{"):  # curl -d

@@ -1,12 +1,15 @@
 """What a request says: OpenAI's fields, those that other servers of its video API have, and the
-SamplingFields, GuidanceFields and VideoFields of a JobSpec."""
+SamplingFields, GuidanceFields, VideoFields and DetailFields of a JobSpec. A JobSpec's files are
+uploads here."""
 
 import base64
 import binascii
+import hashlib
 import json
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 from pydantic import (
     AliasChoices,
@@ -23,6 +26,8 @@ from starlette.datastructures import UploadFile
 from ltx_neuron.config.common import digest
 from ltx_neuron.sampling.conditions import Crf, FrameIndex, Strength
 from ltx_neuron.sampling.spec import (
+    ConditionFields,
+    DetailFields,
     Fields,
     GuidanceFields,
     JobSpec,
@@ -35,9 +40,28 @@ from ltx_neuron.service.sizes import RequestedSize
 
 MAX_PROMPT = 10_000  # characters; the model reads 1024 tokens
 MAX_IMAGES = 8
+MAX_REFERENCES = 4  # videos for an IC-LoRA
+MAX_FILES = MAX_IMAGES + MAX_REFERENCES + 3  # with a sound, a video and a mask
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 _BRACKETS = re.compile(r"(\w+)\[(\w+)\]")
-UNSUPPORTED = ("lora", "video_reference", "audio_reference", "image_url", "n")
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
+UNSUPPORTED = ("lora", "image_url", "n")
+_LISTS = ("images", "video_conditioning")
+_IMAGES = ("input_reference", "image_reference", "images")
+# Fields that are sounds and videos: their JobSpec's fields, and what is in their files.
+_MEDIA = {
+    "audio_reference": ("audio_path", "audio"),
+    "video_reference": ("video_path", "video"),
+    "video_conditioning": ("video_conditioning", "video"),
+    "conditioning_attention_mask": ("conditioning_attention_mask", "video"),
+}
+# A JobSpec's fields, as requests spell them.
+_SPELLED = {
+    "image": "images",
+    "audio_path": "audio_reference",
+    "video_path": "video_reference",
+    "ic_lora": "lora_set",
+}
 # Fields that say the same.
 _EITHER = (
     ("seconds", "num_frames"),
@@ -48,13 +72,13 @@ _EITHER = (
 _NOT_SUPPORTED = "feature_not_supported"
 
 
-def _data(value: Any) -> bytes:
-    """What an upload or a data URL holds."""
+def _file(value: Any) -> BinaryIO:
+    """An upload, or what a data URL holds."""
     if isinstance(value, UploadFile):
         value.file.seek(0)
-        return value.file.read()
+        return value.file
     if not isinstance(value, str):
-        raise ValueError("wanted a file, or an object with image_url")
+        raise ValueError("wanted a file, or an object with a data URL")
     if not value.startswith("data:"):
         # The service fetches nothing: a URL could name what only this machine may read.
         message = "only data URLs are read, as in data:image/png;base64,..."
@@ -63,35 +87,95 @@ def _data(value: Any) -> bytes:
     try:
         if not head.endswith(";base64"):
             raise ValueError
-        return base64.b64decode(content, validate=True)
+        return BytesIO(base64.b64decode(content, validate=True))
     except (ValueError, binascii.Error):
         raise ValueError("wanted data:image/png;base64,...") from None
 
 
-_DATA_URL = {"type": "string", "description": "data:image/png;base64,..."}
+def _data_url(example: str) -> dict[str, str]:
+    return {"type": "string", "description": f"data:{example};base64,..."}
+
+
+_IMAGE_URL, _AUDIO_URL, _VIDEO_URL = map(_data_url, ("image/png", "audio/wav", "video/mp4"))
 
 
 class HeldImage(Fields):
     """An image to be held, not yet decoded."""
 
-    data: Annotated[bytes, BeforeValidator(_data), WithJsonSchema(_DATA_URL)] = Field(
-        validation_alias="image_url"
-    )
+    data: Annotated[
+        bytes, BeforeValidator(lambda value: _file(value).read()), WithJsonSchema(_IMAGE_URL)
+    ] = Field(validation_alias="image_url")
     frame: FrameIndex = 0
     strength: Strength = 1.0
     crf: Crf = 33
 
 
-def _reference(value: Any) -> Any:
-    """input_reference as an object: it may be a file, or a data URL."""
-    if isinstance(value, UploadFile | str):
-        return {"image_url": value}
-    if isinstance(value, dict) and value.get("file_id") is not None:
-        message = "file_id is not supported here; send the file, or a data URL"
-        raise PydanticCustomError(_NOT_SUPPORTED, message)
-    if isinstance(value, dict):  # other keys are OpenAI's own
-        return {"image_url": value.get("image_url")}
-    return value
+class HeldSound(Fields):
+    """A sound, not yet decoded."""
+
+    file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_AUDIO_URL)] = Field(
+        validation_alias="audio_url"
+    )
+
+
+class HeldVideo(Fields):
+    """A video, not yet decoded."""
+
+    file: Annotated[Any, BeforeValidator(_file), WithJsonSchema(_VIDEO_URL)] = Field(
+        validation_alias="video_url"
+    )
+
+
+class WeightedVideo(HeldVideo):
+    """A reference video, or the attention mask of all."""
+
+    strength: Strength = 1.0
+
+
+class Media(NamedTuple):
+    """A sound or a video of a request.
+
+    param  the field that it came in
+    field  of the JobSpec that it is for
+    kind   "audio" or "video"
+    """
+
+    param: str
+    field: str
+    kind: str
+    held: HeldSound | HeldVideo
+
+    @property
+    def strength(self) -> float | None:
+        return getattr(self.held, "strength", None)
+
+    @property
+    def digest(self) -> list:
+        self.held.file.seek(0)
+        return [hashlib.file_digest(self.held.file, "sha256").hexdigest(), self.strength]
+
+
+def _reference(key: str) -> Callable[[Any], Any]:
+    """Reads a field that is a file, or a data URL, or an object with that under a key."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, UploadFile | str):
+            return {key: value}
+        if isinstance(value, dict) and value.get("file_id") is not None:
+            message = "file_id is not supported here; send the file, or a data URL"
+            raise PydanticCustomError(_NOT_SUPPORTED, message)
+        if isinstance(value, dict) and key == "image_url":  # other keys are OpenAI's own
+            return {key: value.get(key)}
+        return value
+
+    return read
+
+
+def _references(value: Any) -> Any:
+    """One reference video, or a list of them."""
+    if isinstance(value, str) and not value.startswith("data:"):
+        value = _json(value)
+    return [*map(_reference("video_url"), value if isinstance(value, list | tuple) else [value])]
 
 
 def _sides(value: Any) -> Any:
@@ -101,15 +185,28 @@ def _sides(value: Any) -> Any:
     return int(match[1]), int(match[2])
 
 
-_REFERENCE = {
-    "anyOf": [
-        {"type": "object", "properties": {"image_url": _DATA_URL}, "required": ["image_url"]},
-        _DATA_URL,
-        {"type": "string", "format": "binary", "description": "a file of a multipart body"},
-        {"type": "null"},
-    ]
-}
-Reference = Annotated[HeldImage | None, BeforeValidator(_reference), WithJsonSchema(_REFERENCE)]
+def _schema(key: str, url: dict[str, str], **more: Any) -> WithJsonSchema:
+    """Of a field that `_reference` reads. more: further properties of the object."""
+    described = {"type": "object", "properties": {key: url, **more}, "required": [key]}
+    file = {"type": "string", "format": "binary", "description": "a file of a multipart body"}
+    return WithJsonSchema({"anyOf": [described, url, file, {"type": "null"}]})
+
+
+_STRENGTH = {"type": "number", "minimum": 0, "maximum": 1, "default": 1.0}
+Reference = Annotated[
+    HeldImage | None, BeforeValidator(_reference("image_url")), _schema("image_url", _IMAGE_URL)
+]
+SoundReference = Annotated[
+    HeldSound | None, BeforeValidator(_reference("audio_url")), _schema("audio_url", _AUDIO_URL)
+]
+VideoReference = Annotated[
+    HeldVideo | None, BeforeValidator(_reference("video_url")), _schema("video_url", _VIDEO_URL)
+]
+MaskReference = Annotated[
+    WeightedVideo | None,
+    BeforeValidator(_reference("video_url")),
+    _schema("video_url", _VIDEO_URL, strength=_STRENGTH),
+]
 _AS_TEXT = WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$|^auto$"})
 
 
@@ -129,11 +226,13 @@ def _finish_schema(schema: dict[str, Any], model: type[Fields]) -> None:
     schema["properties"] |= {"extra_params": extra}
     for field in schema["properties"].values():
         field.pop("title", None)
+        if field.get("default", ...) is None:
+            del field["default"]
         if "description" in field:
-            field["description"] = field["description"].partition(" (default")[0]
+            field["description"] = spelled(field["description"].partition(" (default")[0])
 
 
-class VideoRequest(GuidanceFields, SamplingFields, RequestedSize):
+class VideoRequest(GuidanceFields, DetailFields, SamplingFields, RequestedSize):
     """The body of POST /v1/videos. Left out, the size is the service's default or the nearest one
     that is compiled."""
 
@@ -154,6 +253,26 @@ class VideoRequest(GuidanceFields, SamplingFields, RequestedSize):
     )
     image_reference: Reference = Field(None, description="input_reference by another name")
     images: tuple[HeldImage, ...] = Field((), max_length=MAX_IMAGES)
+    audio_reference: SoundReference = Field(
+        None, description="a sound that the video is made for: a file, or {audio_url: a data URL}"
+    )
+    video_reference: VideoReference = Field(
+        None,
+        description="a video of which start_time to end_time are made anew, or that extend makes"
+        " longer: a file, or {video_url: a data URL}",
+    )
+    extend: float | None = Field(
+        None, description=ConditionFields.model_fields["extend"].description
+    )
+    video_conditioning: Annotated[tuple[WeightedVideo, ...], BeforeValidator(_references)] = Field(
+        (),
+        max_length=MAX_REFERENCES,
+        description="reference videos of an IC-LoRA: a file, or a list of {video_url: a data URL,"
+        " strength: 1}",
+    )
+    conditioning_attention_mask: MaskReference = Field(
+        None, description=ConditionFields.model_fields["conditioning_attention_mask"].description
+    )
 
     @field_validator("images", "video_stg_blocks", "audio_stg_blocks", mode="before")
     @classmethod
@@ -169,6 +288,19 @@ class VideoRequest(GuidanceFields, SamplingFields, RequestedSize):
         return {name: image for name, image in (references | several).items() if image}
 
     @property
+    def media(self) -> list[Media]:
+        """The sounds and videos."""
+        found = []
+        for name, (field, kind) in _MEDIA.items():
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                several = enumerate(value)
+                found += [Media(f"{name}[{n}]", field, kind, held) for n, held in several]
+            elif value:
+                found.append(Media(name, field, kind, value))
+        return found
+
+    @property
     def wanted(self) -> RequestedSize:
         values = {name: getattr(self, name) for name in RequestedSize.model_fields}
         if self.size:
@@ -177,8 +309,10 @@ class VideoRequest(GuidanceFields, SamplingFields, RequestedSize):
 
     @property
     def spec(self) -> JobSpec:
-        """What is said but the size and the images."""
-        names = {"prompt", *GuidanceFields.model_fields, *SamplingFields.model_fields}
+        """What is said but the size and the files."""
+        names = {"prompt", "extend"}
+        for fields in (GuidanceFields, DetailFields, SamplingFields):
+            names |= set(fields.model_fields)
         return JobSpec(**self.model_dump(include=names))
 
     @property
@@ -188,8 +322,9 @@ class VideoRequest(GuidanceFields, SamplingFields, RequestedSize):
             name: [digest(image.data.hex()), image.frame, image.strength, image.crf]
             for name, image in self.held.items()
         }
-        said = self.model_dump(exclude={"images", "input_reference", "image_reference"})
-        return digest([said, images])
+        media = [[each.param, each.digest] for each in self.media]
+        said = self.model_dump(exclude={*_IMAGES, *_MEDIA})
+        return digest([said, images, media])
 
 
 _NAMES = _names_of(VideoRequest)
@@ -198,7 +333,18 @@ KNOWN = {name for names in _NAMES.values() for name in names}
 
 def field_of(name: str) -> str:
     """A request's field for a JobSpec's."""
-    return {"image": "images"}.get(name, name)
+    return _SPELLED.get(name, name)
+
+
+def spelled(text: str) -> str:
+    """A text that names flags, in the names of a request's fields."""
+    return _FLAG.sub(lambda match: field_of(match[1].replace("-", "_")), text)
+
+
+def kind_of(name: str) -> str:
+    """Of the file that a multipart body has under a name: "image", "audio" or "video"."""
+    _, kind = _MEDIA.get(name.partition("[")[0], ("image", "image"))
+    return kind
 
 
 def read_request(fields: Mapping[str, Any]) -> VideoRequest:
@@ -226,8 +372,9 @@ def _api_error(mistake: Mapping[str, Any], said: dict[str, Any]) -> ApiError:
         return invalid("prompt", message, "missing_field")
     name = next((name for name in _NAMES[field] if name in said), field)
     # A client knows a field by the name that it is sent under.
-    place = ["image_url" if part == "data" else part for part in place]
-    param = f"{name}[{place.pop(0)}]" if name == "images" and place else name
+    url = {"data": "image_url", "file": f"{kind_of(name)}_url"}
+    place = [url.get(part, part) for part in place]
+    param = f"{name}[{place.pop(0)}]" if name in _LISTS and place else name
     code = _NOT_SUPPORTED if kind == _NOT_SUPPORTED else "invalid_value"
     got, wanted = got_and_wanted(mistake)
     return invalid(param, f"{'.'.join(map(str, (param, *place)))}: got {got}, {wanted}", code)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import re
 import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,15 +12,19 @@ from ltx_neuron import flags
 from ltx_neuron.config.common import digest
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import whole_file
+from ltx_neuron.flags.resolve import references_of
+from ltx_neuron.host import conditions
 from ltx_neuron.host.images import MAX_IMAGE_PIXELS, MAX_SIDE, MIN_SIDE, check_image
-from ltx_neuron.job import Job
-from ltx_neuron.sampling.conditions import ImageCondition
-from ltx_neuron.sampling.spec import JobSpec
-from ltx_neuron.service import picture
-from ltx_neuron.service.api_error import ApiError, busy, invalid
-from ltx_neuron.service.fields import VideoRequest, field_of
+from ltx_neuron.job import LORA_FIELDS, Job, Size
+from ltx_neuron.sampling.conditions import ImageCondition, ReferenceVideo, WeightedFile
+from ltx_neuron.sampling.spec import LORAS, JobSpec, LoraFile
+from ltx_neuron.service import media, picture
+from ltx_neuron.service.api_error import ApiError, busy, invalid, too_large
+from ltx_neuron.service.fields import KNOWN, VideoRequest, field_of, spelled
+from ltx_neuron.service.media import UploadLimits
 from ltx_neuron.service.queue import Entry, KeyUsed, NewJob, Queue, QueueFull
-from ltx_neuron.service.sizes import SizeObject, SizeRegistry
+from ltx_neuron.service.sandbox import BadFile
+from ltx_neuron.service.sizes import CompiledSize, SizeObject, SizeRegistry
 
 VIDEO, THUMBNAIL = "video.mp4", "thumbnail.jpg"
 PREVIEW = "preview"  # in a job's detail while it is made: a JPEG in base64
@@ -29,9 +34,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class JobSubmitter:
     """Turns requests into jobs of the queue.
 
-    model       the name that clients know the checkpoint by
-    max_queued  how many jobs may wait, and how many of one owner
-    max_pixels  of an image
+    model             the name that clients know the checkpoint by
+    max_queued        how many jobs may wait, and how many of one owner
+    max_queued_bytes  of the files of the jobs that wait
+    limits            of one file of a request
     """
 
     def __init__(
@@ -41,10 +47,12 @@ class JobSubmitter:
         model: str,
         *,
         max_queued: tuple[int, int] = (10_000, 10_000),
-        max_pixels: int = picture.MAX_PIXELS,
+        max_queued_bytes: int = 50 * 10**9,
+        limits: UploadLimits | None = None,
     ):
         self.queue, self.sizes, self.model = queue, sizes, model
-        self.max_queued, self.max_pixels = max_queued, max_pixels
+        self.max_queued, self.max_queued_bytes = max_queued, max_queued_bytes
+        self.limits = limits or UploadLimits()
 
     def accept(self, request: VideoRequest, owner: str, key: str | None = None) -> Entry:
         """The job of a request, on the disk; for a key that was used, that of then. Raises
@@ -62,37 +70,90 @@ class JobSubmitter:
             return self._submit(request, owner, key)
 
     def _submit(self, request: VideoRequest, owner: str, key: str | None) -> Entry:
-        images = tuple(
-            ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
-            for number, held in enumerate(request.held.values())
-        )
-        offer, notes = self.sizes.choose(request.wanted, images)
         id = self.queue.new_id()
         folder, kept = self.queue.folder_of(id), False
         folder.mkdir()
         try:
-            said = {**vars(offer.size), "recipe": offer.recipe}
-            said["image"] = self._images(request, images, folder)
-            loras = self.sizes.loras(request.lora_set, offer)
-            job = flags.job_of(request.spec.model_copy(update=said))
-            job = dataclasses.replace(job, **loras)
+            job, notes = self._job(request, folder)
             job.check()
+            if job.retake:
+                self.sizes.check_retake(job)
+            if job.has_media:
+                conditions.check(job)
             self._check_possible(job)
             line = job.with_paths(lambda path: path.name).spec.line()
             shown = {"model": self.model, "prompt": job.prompt, "seed": job.seed, "notes": notes}
-            shown |= offer.as_dict()
+            shown |= CompiledSize(_output_size(job), job.recipe).as_dict()
             batch_key = self._batch_key(job)
             new = NewJob(
                 id, owner, request.digest, batch_key, line, shown, key, folder_bytes(folder)
             )
-            entry, kept = self.queue.submit(new, *self.max_queued)
+            entry, kept = self.queue.submit(new, *self.max_queued, self.max_queued_bytes)
             return entry
         except UserError as error:
-            message = error.spelled(field_of).replace(f"{folder}/", "")  # its path is not told
-            raise invalid(next(map(field_of, error.fields), None), message) from None
+            message = spelled(error.spelled(field_of)).replace(f"{folder}/", "")  # not told
+            named = [*map(field_of, error.fields), *re.findall(r"\w+", message)]
+            raise invalid(next(filter(KNOWN.__contains__, named), None), message) from None
         finally:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _job(self, request: VideoRequest, folder: Path) -> tuple[Job, list[str]]:
+        """The job of a request, with its files in a folder, and what was rounded for it."""
+        images = tuple(
+            ImageCondition(f"image-{number}.png", held.frame, held.strength, held.crf)
+            for number, held in enumerate(request.held.values())
+        )
+        sizes, wanted, notes = self.sizes, request.wanted, []
+        spec = request.spec.model_copy(update=self._media(request, folder))
+        if request.video_reference:  # whose file says the size
+            chosen = CompiledSize(Size(), wanted.recipe or sizes.default.recipe)
+            if wanted.seconds is not None:
+                raise invalid("seconds", "seconds does not go with video_reference; leave it out")
+            if abs(spec.extend or 0) > (most := self.limits.seconds):
+                raise invalid("extend", f"extend {spec.extend:g}: wanted at most {most:g} s")
+            said = wanted.model_dump(exclude_none=True)
+        else:
+            inputs: dict[str, Any] = {"images": images}
+            if request.video_conditioning:
+                inputs["references"] = self._references(request, spec)
+            chosen, notes = sizes.choose(wanted, **inputs)
+            said = vars(chosen.size)
+        loras = sizes.loras(request.lora_set, chosen)
+        said = said | _lora_files(loras) | {"recipe": chosen.recipe}
+        said["image"] = self._images(request, images, folder)
+        return flags.job_of(spec.model_copy(update=said)), notes
+
+    def _media(self, request: VideoRequest, folder: Path) -> dict[str, Any]:
+        """Write the sounds and videos of a request into a job's folder; their JobSpec's fields."""
+        fields: dict[str, Any] = {}
+        for number, each in enumerate(request.media):
+            path = folder / f"{each.kind}-{number}"
+            each.held.file.seek(0)
+            with open(path, "wb") as file:
+                shutil.copyfileobj(each.held.file, file)
+            if path.stat().st_size > (most := self.limits.bytes_of(each.kind)):
+                raise too_large(each.param, most)
+            try:
+                media.check(path, each.kind, self.limits)
+            except BadFile as error:
+                message = f"{each.param}: {error}"
+                raise invalid(each.param, message, f"invalid_{each.kind}") from None
+            if each.strength is None:
+                fields[each.field] = str(path)
+            else:
+                file = WeightedFile(str(path), each.strength)
+                fields[each.field] = (*fields.get(each.field, ()), file)
+        return fields
+
+    def _references(self, request: VideoRequest, spec: JobSpec) -> tuple[ReferenceVideo, ...]:
+        """The references of a request, which its set of LoRAs must have an IC-LoRA for."""
+        fields = self.sizes.loras(request.lora_set, self.sizes.default)
+        if not fields["stage_1_loras"]:
+            known = ", ".join(map(repr, self.sizes.reference_sets)) or "none"
+            message = f"video_conditioning needs a lora_set with an IC-LoRA; there are: {known}"
+            raise invalid("video_conditioning", message, "feature_not_supported")
+        return references_of(spec.model_copy(update=_lora_files(fields)))
 
     def _images(
         self, request: VideoRequest, images: tuple[ImageCondition, ...], folder: Path
@@ -104,9 +165,9 @@ class JobSubmitter:
             upload.write_bytes(held.data)
             try:
                 with whole_file(target) as partial:
-                    picture.decode(upload, partial, self.max_pixels)
+                    picture.decode(upload, partial, self.limits.image_pixels)
                 check_image(target)
-            except picture.BadPicture as error:
+            except BadFile as error:
                 raise invalid(param, f"{param}: {error}", "invalid_image") from None
             except UserError:  # its size is all that can be wrong with our own PNG
                 message = (
@@ -154,6 +215,21 @@ def job_of(line: dict[str, Any], folder: Path) -> Job:
     """The Job of a line, as a prompts file's; what it is given lies in the job's folder."""
     spec = JobSpec().with_line(line)
     return flags.job_of(spec.with_paths(lambda path: str(folder / path.name)))
+
+
+def _lora_files(fields: dict[str, tuple]) -> dict[str, tuple[LoraFile, ...]]:
+    """A JobSpec's LoRAs of a Job's."""
+    return {
+        name: tuple(LoraFile(str(lora.path.absolute()), lora.strength) for lora in fields[field])
+        for name, field in zip(LORAS, LORA_FIELDS, strict=True)
+    }
+
+
+def _output_size(job: Job) -> Size:
+    """Of the video that comes out; a job that makes one longer has its windows' size."""
+    if longer := job.extension:
+        return dataclasses.replace(job.size, num_frames=longer.num_frames)
+    return job.size
 
 
 def folder_bytes(folder: Path) -> int:

@@ -10,7 +10,8 @@ from starlette.datastructures import Headers
 
 from ltx_neuron.service.api_error import ApiError, busy
 
-BODY_SECONDS = 60.0  # until a request's body is there
+BODY_SECONDS = 60.0  # until a request's body is there, and a second more for each MiB of it
+MAX_JSON_BYTES = 32 * 2**20  # of what is held in memory: uploads go to the disk
 LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -18,7 +19,8 @@ class RequestLimits:
     """ASGI middleware: bounds a body's size and the time that it takes, and refuses what a foreign
     web page sends through its visitor's browser.
 
-    local  the service has no tokens: only this machine's own names are accepted as its host
+    max_bytes  of a body; JSON may have MAX_JSON_BYTES of them
+    local      the service has no tokens: only this machine's own names are accepted as its host
     """
 
     def __init__(self, app: Callable, max_bytes: int, local: bool):
@@ -28,10 +30,13 @@ class RequestLimits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope.setdefault("state", {})["refusal"] = self._refused(Headers(scope=scope))
-        await self.app(scope, _Body(receive, self.max_bytes), send)
+        headers = Headers(scope=scope)
+        form = "multipart/form-data" in headers.get("content-type", "").lower()
+        most = self.max_bytes if form else min(self.max_bytes, MAX_JSON_BYTES)
+        scope.setdefault("state", {})["refusal"] = self._refused(headers, most)
+        await self.app(scope, _Body(receive, most), send)
 
-    def _refused(self, headers: Headers) -> ApiError | None:
+    def _refused(self, headers: Headers, max_bytes: int) -> ApiError | None:
         """Why a request is refused by its headers alone; the app says so."""
         host = headers.get("host", "")
         if self.local and _name(host) not in LOCAL_HOSTS:
@@ -41,8 +46,8 @@ class RequestLimits:
         if origin is not None and origin.partition("://")[2] != host:
             return ApiError(403, "wrong_origin", "this service takes no requests of other sites")
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:20]) > self.max_bytes:
-            return _too_large(self.max_bytes)
+        if not length.isdecimal() or int(length[:20]) > max_bytes:
+            return _too_large(max_bytes)
         return None
 
 
@@ -73,9 +78,10 @@ class _Body:
             seconds = max(0.0, self.until - time.monotonic())
             message = await asyncio.wait_for(self.receive(), seconds)
         except TimeoutError:
-            text = f"the body was not there within {BODY_SECONDS:g} s"
+            text = f"the body was not there within {BODY_SECONDS:g} s and 1 s for each MiB"
             raise ApiError(408, "request_timeout", text) from None
-        self.left -= len(message.get("body", b""))
+        size = len(message.get("body", b""))
+        self.left, self.until = self.left - size, self.until + size / 2**20
         self.whole = not message.get("more_body", False)
         if self.left < 0:
             raise _too_large(self.max_bytes)

@@ -127,24 +127,31 @@ class Queue:
     # --- the owners' side -------------------------------------------------------------------------
 
     def submit(
-        self, new: NewJob, max_queued: int = 1_000_000, max_queued_of_owner: int = 1_000_000
+        self,
+        new: NewJob,
+        max_queued: int = 1_000_000,
+        max_queued_of_owner: int = 1_000_000,
+        max_bytes: int = 2**62,
     ) -> tuple[Entry, bool]:
         """Accept a job; it is on the disk when this returns. With an idempotency key that was used
-        for the same request, the earlier job; the second value says whether it is a new one."""
+        for the same request, the earlier job; the second value says whether it is a new one.
+        QueueFull if as many jobs wait as may, or their files have `max_bytes`."""
         values = _encoded(vars(new))
         with self.database.writing() as connection:
             rows = connection.execute(_SELECT_OF_KEY, values)
             if earlier := _same_request(rows, new.digest):
                 return earlier, False
-            waiting, of_owner = connection.execute(
-                "SELECT count(*), count(*) FILTER (WHERE owner = :owner) FROM jobs"
-                " WHERE status = 'queued'",
+            waiting, of_owner, total = connection.execute(
+                "SELECT count(*), count(*) FILTER (WHERE owner = :owner), coalesce(sum(bytes), 0)"
+                " FROM jobs WHERE status = 'queued'",
                 values,
             ).fetchone()
             if waiting >= max_queued:
                 raise QueueFull(f"{max_queued} jobs are waiting, and no more may")
             if of_owner >= max_queued_of_owner:
                 raise QueueFull(f"{max_queued_of_owner} of your jobs are waiting, and no more may")
+            if total + new.bytes > max_bytes:
+                raise QueueFull(f"files of {total} bytes are waiting, {max_bytes} at most may")
             values |= {"status": QUEUED, "created_at": self.clock()}
             values |= {"progress": 0, "attempt": 0, "crash_count": 0}
             columns, places = ", ".join(values), ", ".join(f":{name}" for name in values)

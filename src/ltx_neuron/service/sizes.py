@@ -18,14 +18,22 @@ from typing_extensions import TypedDict
 from ltx_neuron.errors import UserError
 from ltx_neuron.files import MANIFEST
 from ltx_neuron.job import LORA_FIELDS, Job, Size
-from ltx_neuron.sampling.conditions import ImageCondition
+from ltx_neuron.sampling.conditions import (
+    AttentionMask,
+    ImageCondition,
+    ReferenceVideo,
+    Retake,
+    SoundCondition,
+)
 from ltx_neuron.sampling.latents import SPACE_SCALE, TIME_SCALE
 from ltx_neuron.sampling.spec import SIZES, SizeFields, VideoFields
 from ltx_neuron.service.api_error import ApiError, invalid
+from ltx_neuron.weights.lora import reference_scale
 from ltx_neuron.workspace import Workspace
 
 NO_LORAS: dict[str, dict[str, tuple]] = {"default": dict.fromkeys(LORA_FIELDS, ())}
 _MAX_LISTED = 12  # sizes in a message
+_AS_THESE = {"images": "images held as these are", "references": "reference videos as these are"}
 
 
 class RequestedSize(VideoFields):
@@ -110,7 +118,9 @@ class SizeRegistry:
         self.workspace, self.default, self.upsamplers = workspace, default, upsamplers
         self.lora_sets = lora_sets
         self._read: dict[Path, int] | None = None  # manifests and when they changed, as read last
+        self._recorded: list[CompiledSize] = []
         self._compiled: list[CompiledSize] = []
+        self._inputs: dict[str, list[CompiledSize]] = {}
         # Buckets whose size no manifest records. A request for exactly that size gets them.
         self.unrecorded: list[str] = []
 
@@ -128,10 +138,47 @@ class SizeRegistry:
             recorded = self.workspace.compiled_sizes()
             self.unrecorded = sorted(name for name, records in recorded.items() if not records)
             offered = set().union({self.default}, *map(_offered, chain(*recorded.values())))
-            runs = filter(self._fits, offered)
-            self._compiled = sorted(runs, key=lambda s: (s.recipe, _pixels(s.size), str(s)))
+            self._recorded = sorted(offered, key=lambda s: (s.recipe, _pixels(s.size), str(s)))
+            self._compiled = [*filter(self._fits, self._recorded)]
+            self._inputs = self._sizes_of_inputs()
             self._read = found
         return self._compiled
+
+    @property
+    def inputs(self) -> dict[str, list[CompiledSize]]:
+        """The sizes that take a file, by the request's field that it comes in; of a video that is
+        made anew, the sizes that it may have."""
+        _ = self.compiled  # read again
+        return self._inputs
+
+    @property
+    def reference_sets(self) -> list[str]:
+        """The names of the sets of LoRAs that take reference videos."""
+        sets = self.lora_sets.items()
+        return [name for name, f in sets if f["stage_1_loras"] and not f["stage_2_loras"]]
+
+    def _sizes_of_inputs(self) -> dict[str, list[CompiledSize]]:
+        scales = {reference_scale(self.lora_sets[n]["stage_1_loras"]) for n in self.reference_sets}
+        found: dict[str, list[CompiledSize]] = {}
+        for each in self._recorded:
+            size = each.size
+            references = [ReferenceVideo("x", 1.0, size.num_frames, *scale) for scale in scales]
+            inputs: dict[str, list[dict[str, Any]]] = {
+                "input_reference": [{"images": (ImageCondition("x"),)}],
+                "audio_reference": [{"sound": SoundCondition("x")}],
+                "video_reference": [{"retake": Retake("x")}] if not size.two_stage else [],
+                "video_conditioning": [{"references": (one,)} for one in references],
+                "conditioning_attention_mask": [
+                    {"references": (one,), "attention_mask": AttentionMask("x")}
+                    for one in references
+                ],
+            }
+            if not size.two_stage or each.recipe == "dev":
+                inputs["video_conditioning"] = inputs["conditioning_attention_mask"] = []
+            for field, several in inputs.items():
+                if any(self._fits(each, **given) for given in several):
+                    found.setdefault(field, []).append(each)
+        return found
 
     def loras(self, name: str | None, chosen: CompiledSize) -> dict[str, Any]:
         """A Job's LoRAs by the name of their set: those of stage 2 only where dev has one. Raises
@@ -142,14 +189,16 @@ class SizeRegistry:
         fields = self.lora_sets[key]
         return fields if chosen.refines else fields | {"stage_2_loras": ()}
 
-    def _fits(self, chosen: CompiledSize, images: tuple[ImageCondition, ...] = ()) -> bool:
-        """Whether a legal size can be made: with its images it has a graph for every stage."""
+    def _fits(self, chosen: CompiledSize, **inputs: Any) -> bool:
+        """Whether a legal size can be made: with a Job's inputs it has a graph for every stage."""
         if chosen.size.two_stage and "spatial" not in self.upsamplers:
             return False
         if chosen.refines and not all(f["stage_2_loras"] for f in self.lora_sets.values()):
             return False
-        job = Job("", chosen.size, images=images, recipe=chosen.recipe)
+        job = Job("", chosen.size, recipe=chosen.recipe, **inputs)
         try:
+            for reference in job.references:
+                reference.check(job.size.first)
             for stage in job.stages:
                 self.workspace.dit_program_for(job, stage)
         except UserError:  # absent, damaged, or cut otherwise
@@ -158,21 +207,24 @@ class SizeRegistry:
 
     # --- what a request means ---------------------------------------------------------------------
 
-    def choose(
-        self, requested: RequestedSize, images: tuple[ImageCondition, ...] = ()
-    ) -> tuple[CompiledSize, list[str]]:
-        """The compiled size that a request means, and what was rounded for it.
+    def choose(self, requested: RequestedSize, **inputs: Any) -> tuple[CompiledSize, list[str]]:
+        """The compiled size that a request means, with a Job's inputs, and what was rounded for it.
 
         Omitted fields are free, and near the default. Raises ApiError if nothing that is compiled
         is within a rounding of the given ones.
         """
         exact = self._exact(requested)
-        if exact and self._fits(exact, images):
+        if exact and self._fits(exact, **inputs):
             return exact, []
-        near = [candidate for candidate in self.compiled if _is_near(requested, candidate)]
-        fitting = [candidate for candidate in near if self._fits(candidate, images)]
+        compiled = self.compiled
+        # Graphs for references may be the only ones of their size.
+        candidates = self._recorded if inputs.get("references") else compiled
+        near = [candidate for candidate in candidates if _is_near(requested, candidate)]
+        fitting = [candidate for candidate in near if self._fits(candidate, **inputs)]
         if not fitting:
-            raise self._mismatch(requested, near if images else [])
+            raise self._mismatch(
+                requested, [name for name in inputs if inputs[name]] if near else []
+            )
         chosen = min(fitting, key=lambda candidate: _distance(requested, candidate, self.default))
         return chosen, _rounded(requested, chosen)
 
@@ -188,24 +240,38 @@ class SizeRegistry:
             return None
         return CompiledSize(size, requested.recipe or self.default.recipe)
 
-    def _mismatch(self, requested: RequestedSize, without_images: list[CompiledSize]) -> ApiError:
+    def check_retake(self, job: Job) -> None:
+        """Raise ApiError where no graph makes a video like the job's anew."""
+        chosen = CompiledSize(job.size, job.recipe)
+        if not self._fits(chosen, retake=job.retake):
+            message = f"video_reference of {chosen} is not compiled (with extend: its windows)"
+            compiled = self.inputs.get("video_reference", [])
+            raise _not_compiled(message, compiled, "video_reference")
+
+    def _mismatch(self, requested: RequestedSize, inputs: list[str]) -> ApiError:
+        """inputs: those that what is compiled lacks graphs for."""
         given = requested.model_dump(exclude_none=True)
         what = ", ".join(f"{name} {value}" for name, value in given.items()) or "the default size"
-        if without_images:
-            message = f"{what} is compiled for text alone, not for images held as these are"
+        if inputs:
+            files = " and ".join(_AS_THESE[name] for name in inputs)
+            message = f"{what} is compiled for text alone, not for {files}"
         else:
             message = f"{what} is not compiled, nor within a rounding of what is"
-        listed = "; ".join(map(str, self.compiled[:_MAX_LISTED])) or "nothing"
-        more = len(self.compiled) - _MAX_LISTED
-        listed += f"; and {more} more" if more > 0 else ""
         by_seconds = "seconds" in given and not {"height", "width"} & given.keys()
-        return ApiError(
-            400,
-            "profile_mismatch",
-            f"{message}. Compiled: {listed}. GET /v1/models lists all",
-            "seconds" if by_seconds else "size",
-            compiled=[candidate.as_dict() for candidate in self.compiled[: 4 * _MAX_LISTED]],
-        )
+        return _not_compiled(message, self.compiled, "seconds" if by_seconds else "size")
+
+
+def _not_compiled(message: str, compiled: list[CompiledSize], param: str) -> ApiError:
+    listed = "; ".join(map(str, compiled[:_MAX_LISTED])) or "nothing"
+    more = len(compiled) - _MAX_LISTED
+    listed += f"; and {more} more" if more > 0 else ""
+    return ApiError(
+        400,
+        "profile_mismatch",
+        f"{message}. Compiled: {listed}. GET /v1/models lists all",
+        param,
+        compiled=[candidate.as_dict() for candidate in compiled[: 4 * _MAX_LISTED]],
+    )
 
 
 def _compared(requested: RequestedSize, size: Size) -> dict[str, tuple[float | None, float, float]]:

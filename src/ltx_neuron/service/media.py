@@ -1,0 +1,84 @@
+"""An uploaded sound or video, decoded once by a process of its own before the service opens it.
+
+    python -m ltx_neuron.service.media FILE audio|video SECONDS PIXELS
+
+The container must be one of FORMATS. Others, such as playlists, can name further files.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ltx_neuron.service import sandbox
+from ltx_neuron.service.picture import MAX_PIXELS
+
+FORMATS = {
+    "audio": "WAV, MP3, FLAC, Ogg, MP4, WebM or Matroska",
+    "video": "MP4, MOV, WebM or Matroska",
+}
+_CONTAINERS = "wav,mp3,flac,ogg,mov,matroska"  # FFmpeg's names; mov is MP4 too, matroska WebM
+_CPU_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class UploadLimits:
+    """Limits of one file that comes with a request.
+
+    image_pixels  of a decoded image
+    image_bytes, audio_bytes, video_bytes  of a file
+    seconds       of a sound or a video
+    video_pixels  of a frame
+    """
+
+    image_pixels: int = MAX_PIXELS
+    image_bytes: int = 32 * 2**20
+    audio_bytes: int = 64 * 2**20
+    video_bytes: int = 200 * 2**20
+    seconds: float = 60.0
+    video_pixels: int = 4096 * 2304
+
+    def bytes_of(self, kind: str) -> int:
+        """The most bytes of a file. kind: "image", "audio" or "video"."""
+        return getattr(self, f"{kind}_bytes")
+
+
+def check(source: Path, kind: str, limits: UploadLimits) -> None:
+    """Raise sandbox.BadFile unless a file is a sound or a video within the limits.
+
+    kind  "audio" or "video"; a video's sound is decoded too
+    """
+    module = "ltx_neuron.service.media"
+    arguments = source, kind, limits.seconds, limits.video_pixels
+    sandbox.run(module, *arguments, seconds=_CPU_SECONDS)
+
+
+def _decode(path: str, kind: str, max_seconds: float, max_pixels: int) -> None:
+    """Decode a file whole, and refuse it at the first thing that is wrong with it."""
+    import av
+
+    decoded = 0
+    try:
+        with av.open(path, options={"format_whitelist": _CONTAINERS}) as container:
+            tracks = {stream.type: stream for stream in reversed(container.streams)}  # the first
+            if kind not in tracks:
+                sandbox.refuse(f"it has no {'sound' if kind == 'audio' else 'video'}")
+            if kind == "audio":
+                tracks = {"audio": tracks["audio"]}
+            tracks = [tracks[name] for name in ("video", "audio") if name in tracks]
+            for frame in container.decode(tracks):
+                if frame.time is not None and frame.time > max_seconds:
+                    sandbox.refuse(f"it is longer than {max_seconds:g} s")
+                if isinstance(frame, av.VideoFrame) and frame.width * frame.height > max_pixels:
+                    size = f"{frame.width}x{frame.height}"
+                    sandbox.refuse(f"it has frames of {size} pixels, {max_pixels} in all at most")
+                decoded += 1
+    except (av.FFmpegError, OSError, ValueError, MemoryError):
+        decoded = 0
+    if not decoded:
+        what = "sound" if kind == "audio" else "video"
+        sandbox.refuse(f"it is no {what} that can be read; wanted {FORMATS[kind]}")
+
+
+if __name__ == "__main__":
+    sandbox.limit(_CPU_SECONDS)
+    _decode(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))
