@@ -3,12 +3,14 @@ cookie by which it uses the API."""
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra is not installed: pip install -e .[serve]")
 
+from conftest import ROOT
 from service_app import FORM, MOST_BODY, SIZE, Got, Sent, form, get, opened
 
 from ltx_neuron.service import page
@@ -66,6 +68,12 @@ def test_the_page_tells_nothing_of_the_service_to_who_has_no_token(service):
     for method in ("GET", "POST", "DELETE"):
         got = service.ask(Sent(method, "/session", b"", service.headers(authorization=b"")))
         assert got.status == 401 and b"set-cookie" not in got.headers
+
+
+def test_the_schema_that_the_page_draws_its_limits_from_is_there_with_the_page(service):
+    described = json.loads(get(service, "/openapi.json", authorization=b"").body)
+    assert "maxLength" in described["components"]["schemas"]["VideoRequest"]["properties"]["prompt"]
+    assert not {"/", "/session"} & described["paths"].keys()
 
 
 # --- the session ----------------------------------------------------------------------------------
@@ -187,3 +195,8 @@ def test_without_a_page_there_is_no_route_of_it(tmp_path):
     with opened(tmp_path) as service:
         for path in (*FILES, "/session"):
             assert get(service, path).error["code"] == "not_found"
+
+
+def test_the_pages_files_go_with_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "web/*" in project["tool"]["setuptools"]["package-data"]["ltx_neuron.service"]

@@ -343,11 +343,11 @@ def create_app(
         )
     for path, function in (("/health", api.health), ("/ready", api.ready)):
         app.add_api_route(path, function, response_model=None)
+    if page:
+        add_page(app, tokens, api.authorize)
     body = VideoRequest.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas = body.pop("$defs") | {"VideoRequest": body}
     app.openapi()["components"]["schemas"] |= schemas
-    if page:
-        add_page(app, tokens, api.authorize)
     own = ApiError, HTTPException, RequestValidationError, sqlite3.OperationalError
     for kind in (*own, Exception):
         app.add_exception_handler(kind, handle_error)

@@ -9,10 +9,14 @@ const CHOICES = {
   two_stage: (s) => [String(s.two_stage), s.two_stage ? "two, finer" : "one"],
 };
 const ALWAYS = ["size", "duration"];  // shown with a single choice too
-// Files of a job, of which the service's own are drawn: label, accepted types.
+// Files of a job, shown where a size is compiled for them: label, types, numbers that go with one.
 const FILES = {
   input_reference: ["First frame", "image/png, image/jpeg, image/webp"],
+  audio_reference: ["Sound", "audio/*", "audio_start_time"],
+  video_reference: ["Video to retake or extend", "video/*", "start_time", "end_time", "extend"],
+  video_conditioning: ["Reference video of the LoRAs", "video/*"],
 };
+const SIZED = ["size", "duration", "two_stage"];  // what a video to retake says itself
 const NUMBERS = /^num_inference_steps$|_(guidance|rescale)_scale$|_skip_step$/;
 
 const $ = (id) => document.getElementById(id);
@@ -20,7 +24,7 @@ const form = $("form"), field = form.elements;
 const isOpen = (job) => job.status === "queued" || job.status === "in_progress";
 const sizeText = (job) => job.size.replace("x", " × ");
 const contentOf = (job, variant) => `v1/videos/${job.id}/content?variant=${variant}`;
-let model, jobs = new Map(), chosen = null, limit = PAGE, polls = 0, timer = 0, failures = 0;
+let model, inputs, jobs = new Map(), chosen = null, limit = PAGE, polls = 0, timer = 0, failures = 0;
 
 async function call(path, options) {
   const answer = await fetch(path, options);
@@ -82,6 +86,7 @@ async function begin() {
   const { owner } = await call("session");
   const [models, api] = await Promise.all([call("v1/models"), call("openapi.json")]);
   model = models.data[0];
+  inputs = model.inputs ?? { input_reference: model.sizes };
   drawFields(api.components.schemas.VideoRequest.properties);
   offer("lora_set", Object.keys(model.lora_sets).map((name) => [name, name]));
   narrow(model.default ?? undefined);
@@ -91,16 +96,12 @@ async function begin() {
   poll();
 }
 
-// The limits and descriptions of fields are those of the request's schema.
+// The limits of fields are those of the request's schema.
 function drawFields(schema) {
-  const files = Object.keys(FILES).filter((name) => name in schema);
-  const numbers = Object.keys(schema).filter((name) => NUMBERS.test(name));
+  const files = Object.keys(FILES).filter((name) => name in inputs);
   $("files").replaceChildren(...files.map(fileField));
-  $("numbers").replaceChildren(...numbers.map((name) => {
-    const text = name.replaceAll("_", " ").replace(/^num | scale$/g, "");
-    const input = make("input", { id: name, name, type: "number", step: "any", placeholder: "default" });
-    return make("div", { className: "field" }, make("label", { htmlFor: name }, text), input);
-  }));
+  $("numbers").replaceChildren(
+    ...Object.keys(schema).filter((name) => NUMBERS.test(name)).map((name) => numberField(name, "default")));
   for (const input of field) {
     const { anyOf = [], ...own } = schema[input.name] ?? {};
     const { maxLength, minimum, maximum, type } = anyOf[0] ?? own;
@@ -112,14 +113,28 @@ function drawFields(schema) {
   field.seed.value = schema.seed.default;
 }
 
+function labelled(name, text, element) {
+  return make("div", { className: "field" }, make("label", { htmlFor: name }, text), element);
+}
+
+function numberField(name, placeholder) {
+  const text = name.replaceAll("_", " ").replace(/^num | scale$/g, "");
+  const input = make("input", { id: name, name, type: "number", step: "any", placeholder });
+  return labelled(name, text, input);
+}
+
 function fileField(name) {
-  const [text, accept] = FILES[name];
+  const [text, accept, ...numbers] = FILES[name];
   const input = make("input", { id: name, name, type: "file", accept });
   const remove = make("button", { type: "button", hidden: true, ariaLabel: `Remove: ${text}` }, "Remove");
   const canvas = make("canvas", { height: 0, hidden: true });
+  const more = make("fieldset", { className: "fields", hidden: true, disabled: true },
+    ...numbers.map((number) => numberField(number, number === "extend" ? "seconds" : "second")));
   input.addEventListener("change", async () => {
     const file = input.files[0];
     remove.hidden = !file;
+    more.hidden = more.disabled = !file || !numbers.length;
+    narrow();
     const picture = file?.type.startsWith("image/") && await createImageBitmap(file).catch(() => null);
     canvas.hidden = !picture;
     if (!picture) return;
@@ -132,7 +147,7 @@ function fileField(name) {
     input.focus();
   });
   const row = make("div", { className: "row" }, canvas, input, remove);
-  return make("div", { className: "field" }, make("label", { htmlFor: name }, text), row);
+  return make("div", {}, labelled(name, text, row), more);
 }
 
 function offer(name, options, value = field[name].value) {
@@ -144,11 +159,15 @@ function offer(name, options, value = field[name].value) {
 }
 
 function narrow(wanted) {
-  let left = model.sizes;
+  const files = Object.keys(inputs).filter((name) => field[name]?.files.length);
+  const fits = (size) => files.every((name) =>
+    inputs[name].some((other) => JSON.stringify(other) === JSON.stringify(size)));
+  let left = model.sizes.some(fits) ? model.sizes.filter(fits) : model.sizes;
   for (const [name, choice] of Object.entries(CHOICES)) {
     offer(name, left.map(choice), wanted && choice(wanted)[0]);
     left = left.filter((size) => choice(size)[0] === field[name].value);
   }
+  for (const name of SIZED) field[name].disabled = files.includes("video_reference");
   $("guidance").hidden = $("guided").disabled = field.recipe.value !== "dev";
 }
 
@@ -158,7 +177,7 @@ async function submit(event) {
   form.ariaBusy = "true";
   showError(null);
   const body = new FormData(form);
-  const [frames, fps] = body.get("duration").split("@");
+  const [frames = "", fps = ""] = body.get("duration")?.split("@") ?? [];
   body.delete("duration");
   body.set("num_frames", frames);
   body.set("fps", fps);
