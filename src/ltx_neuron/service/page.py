@@ -39,7 +39,7 @@ def add_page(app: FastAPI, tokens: Tokens, authorize: Callable) -> None:
         rules = {"httponly": True, "samesite": "strict", "secure": safe}
         if request.method == "DELETE":
             answer.delete_cookie(_COOKIE, **rules)
-        elif request.method == "POST" and token:
+        elif request.method == "POST" and token and tokens.hashes:
             answer.set_cookie(_COOKIE, token.strip(), _COOKIE_SECONDS, **rules)
         return answer
 

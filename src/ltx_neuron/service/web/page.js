@@ -1,4 +1,4 @@
-// The page's script. All that it shows comes from the API of its own server, as text, never as HTML.
+// All that the page shows comes from its own server's API, as text, never as HTML.
 const BUSY_MS = 700, IDLE_MS = 5000, HIDDEN_MS = 15000, MAX_WAIT_MS = 30000;
 const PAGE = 24, MAX_PAGE = 100;
 // A select for each, of what is compiled for the choices before it: its value and its text.
@@ -24,10 +24,13 @@ const form = $("form"), field = form.elements;
 const isOpen = (job) => job.status === "queued" || job.status === "in_progress";
 const sizeText = (job) => job.size.replace("x", " × ");
 const contentOf = (job, variant) => `v1/videos/${job.id}/content?variant=${variant}`;
-let model, inputs, jobs = new Map(), chosen = null, limit = PAGE, polls = 0, timer = 0, failures = 0;
+let model, inputs, jobs = new Map(), chosen = null;
+let limit = PAGE, polls = 0, timer = 0, failures = 0;
 
 async function call(path, options) {
-  const answer = await fetch(path, options);
+  const answer = await fetch(path, options).catch(() => {
+    throw new Error("The server does not answer.");
+  });
   const content = await answer.json().catch(() => ({}));
   if (answer.ok) return content;
   if (answer.status === 401) showDoor(true);
@@ -64,7 +67,7 @@ function showDoor(locked) {
 async function signIn(event) {
   event.preventDefault();
   try {
-    const headers = { Authorization: `Bearer ${$("token").value.trim()}` };
+    const headers = { Authorization: `Bearer ${encodeURIComponent($("token").value.trim())}` };
     await call("session", { method: "POST", headers });
     $("token").value = $("door-error").textContent = "";
     await begin();
@@ -100,8 +103,8 @@ async function begin() {
 function drawFields(schema) {
   const files = Object.keys(FILES).filter((name) => name in inputs);
   $("files").replaceChildren(...files.map(fileField));
-  $("numbers").replaceChildren(
-    ...Object.keys(schema).filter((name) => NUMBERS.test(name)).map((name) => numberField(name, "default")));
+  const numbers = Object.keys(schema).filter((name) => NUMBERS.test(name));
+  $("numbers").replaceChildren(...numbers.map((name) => numberField(name, "default")));
   for (const input of field) {
     const { anyOf = [], ...own } = schema[input.name] ?? {};
     const { maxLength, minimum, maximum, type } = anyOf[0] ?? own;
@@ -126,7 +129,8 @@ function numberField(name, placeholder) {
 function fileField(name) {
   const [text, accept, ...numbers] = FILES[name];
   const input = make("input", { id: name, name, type: "file", accept });
-  const remove = make("button", { type: "button", hidden: true, ariaLabel: `Remove: ${text}` }, "Remove");
+  const remove = make("button", { type: "button", hidden: true }, "Remove");
+  remove.ariaLabel = `Remove: ${text}`;
   const canvas = make("canvas", { height: 0, hidden: true });
   const more = make("fieldset", { className: "fields", hidden: true, disabled: true },
     ...numbers.map((number) => numberField(number, number === "extend" ? "seconds" : "second")));
@@ -135,7 +139,8 @@ function fileField(name) {
     remove.hidden = !file;
     more.hidden = more.disabled = !file || !numbers.length;
     narrow();
-    const picture = file?.type.startsWith("image/") && await createImageBitmap(file).catch(() => null);
+    const seen = file?.type.startsWith("image/");  // as the policy forbids an <img> of a file
+    const picture = seen && await createImageBitmap(file).catch(() => null);
     canvas.hidden = !picture;
     if (!picture) return;
     [canvas.height, canvas.width] = [80, 80 * picture.width / picture.height];
@@ -219,8 +224,8 @@ async function poll() {
   } catch (error) {
     if (turn !== polls || error.status === 401) return;
     failures += 1;
-    $("state").textContent = error.status ? error.message : "The server does not answer.";
-    announce($("state").textContent);
+    $("state").textContent = error.message;
+    announce(error.message);
   }
   const wait = [...jobs.values()].some(isOpen) ? BUSY_MS : IDLE_MS;
   const slower = Math.min(MAX_WAIT_MS, wait * 2 ** failures);
@@ -264,7 +269,8 @@ function draw() {
   $("remove").textContent = job && isOpen(job) ? "Cancel" : "Delete";
   $("download").hidden = !done;
   if (done) $("download").href = contentOf(job, "video");
-  if (job) announce(job.status === "in_progress" ? `${25 * Math.floor(job.progress / 25)} %` : stepOf(job));
+  const quarters = `${25 * Math.floor(job?.progress / 25)} %`;
+  if (job) announce(job.status === "in_progress" ? quarters : stepOf(job));
   drawScreen(job);
 }
 
@@ -281,10 +287,13 @@ const milliseconds = (value) => value < 999.5 ? `${Number(value.toPrecision(3))}
 function stepOf(job) {
   const { stage, step, steps, denoise_steps_ms: times = {} } = job.detail ?? {};
   if (job.status === "failed") return `Failed: ${job.error.message}`;
-  if (job.status === "queued") return job.ahead ? `Waiting: ${job.ahead} ahead` : "Waiting: next";
-  if (job.status === "completed")
-    return ["Done", ...Object.entries(times).map(([stage, all]) =>
-      `${stageText(stage)}: ${all.length} steps, median ${milliseconds(median(all))}`)].join(" · ");
+  if (job.status === "queued")
+    return { null: "Waiting", 0: "Waiting: next" }[job.ahead] ?? `Waiting: ${job.ahead} ahead`;
+  if (job.status === "completed") {
+    const stages = Object.entries(times).map(([stage, all]) =>
+      `${stageText(stage)}: ${all.length} steps, median ${milliseconds(median(all))}`);
+    return ["Done", ...stages].join(" · ");
+  }
   if (!stage) return `${job.progress} %`;
   if (stage === "decode") return `${job.progress} % · decoding`;
   return `${job.progress} % · ${stageText(stage)}, step ${step} of ${steps}`;
@@ -318,17 +327,19 @@ function drawScreen(job) {
 }
 
 function drawGallery() {
-  const list = $("gallery"), tiles = new Map([...list.children].map((tile) => [tile.dataset.id, tile]));
+  const list = $("gallery");
+  const tiles = new Map([...list.children].map((tile) => [tile.dataset.id, tile]));
   $("none").hidden = jobs.size > 0;
   const wanted = [...jobs.values()].map((job) => {
     const tile = tiles.get(job.id) ?? makeTile(job);
-    if (tile.dataset.status !== job.status && job.status === "completed")
-      tile.querySelector(".thumbnail").append(make("img",
-        { src: contentOf(job, "thumbnail"), alt: "", loading: "lazy", onerror() { this.remove(); } }));
+    if (tile.dataset.status !== job.status && job.status === "completed") {
+      const picture = make("img", { src: contentOf(job, "thumbnail"), alt: "", loading: "lazy" });
+      picture.onerror = () => picture.remove();
+      tile.querySelector(".thumbnail").append(picture);
+    }
     tile.dataset.status = job.status;
-    tile.querySelector(".status").textContent = {
-      queued: "waiting", in_progress: `${job.progress} %`, failed: "failed", completed: `${job.seconds} s`,
-    }[job.status];
+    const progress = { in_progress: `${job.progress} %`, completed: `${job.seconds} s` };
+    tile.querySelector(".status").textContent = progress[job.status] ?? job.status;
     tile.firstChild.ariaPressed = String(job.id === chosen);
     return tile;
   });
@@ -338,9 +349,10 @@ function drawGallery() {
 }
 
 function makeTile(job) {
-  const button = make("button", { type: "button", title: job.prompt, onclick: () => choose(job.id) },
-    ...[["thumbnail", ""], ["name", job.prompt], ["status subdued", ""]].map(([className, text]) =>
-      make("span", { className }, text)));
+  const parts = [["thumbnail", ""], ["name", job.prompt], ["status subdued", ""]];
+  const button = make("button", { type: "button", title: job.prompt },
+    ...parts.map(([className, text]) => make("span", { className }, text)));
+  button.addEventListener("click", () => choose(job.id));
   const tile = make("li", {}, button);
   tile.dataset.id = job.id;
   return tile;
@@ -359,4 +371,4 @@ $("new-seed").addEventListener("click", () => {
 $("remove").addEventListener("click", remove);
 $("more").addEventListener("click", () => { limit = MAX_PAGE; poll(); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden && model) poll(); });
-begin().catch((error) => { if (error.status !== 401) { $("state").textContent = error.message; } });
+begin().catch((error) => { if (error.status !== 401) $("state").textContent = error.message; });
